@@ -1,0 +1,1 @@
+"""The config tree: its shape, its loading and its rules."""

@@ -1,0 +1,1 @@
+"""What is computed, on one device."""

@@ -1,0 +1,79 @@
+"""The configuration of a decoder: plain values, no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceAuxBalance:
+    """Balance by an auxiliary loss computed within each sequence (DeepSeek-V3, section 2.1.2, eq. 17-20)."""
+
+    name: Literal["sequence_aux"] = "sequence_aux"
+    coefficient: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasBalance:
+    """Balance by a bias on the selection scores, moved after each step (Wang et al. 2024, arXiv:2408.15664)."""
+
+    name: Literal["bias"] = "bias"
+    rate: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoBalance:
+    """No balancing rule."""
+
+    name: Literal["none"] = "none"
+
+
+Balance = SequenceAuxBalance | BiasBalance | NoBalance
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The mixture-of-experts feed-forward layers. Routing is dropless: every token reaches its top_k experts.
+
+    ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width n_shared_experts * d_ff.
+    """
+
+    n_experts: int = 8
+    top_k: int = 2
+    d_ff: int = 512
+    n_shared_experts: int = 0
+    n_dense_layers: int = 0  # that many leading layers are dense, of width model.d_ff
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
+    routed_scale: float = 1.0
+    balance: Balance = field(default_factory=SequenceAuxBalance)
+    z_loss: float = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder. ``family`` names the `transformers` architecture that an export becomes."""
+
+    family: Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"] = "llama"
+    vocab_size: int = 8192
+    d_model: int = 512
+    n_layers: int = 8
+    n_heads: int = 8
+    n_kv_heads: int = 8
+    d_head: int | None = None  # None: d_model / n_heads
+    d_ff: int = 1408  # width of a dense feed-forward layer
+    tie_embeddings: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # a token sees itself and sliding_window - 1 before it
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    moe: MoEConfig | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head: d_head, or d_model / n_heads."""
+        return self.d_head if self.d_head is not None else self.d_model // self.n_heads
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer ``layer`` (from 0) has experts."""
+        return self.moe is not None and layer >= self.moe.n_dense_layers

@@ -1,0 +1,1 @@
+"""Who holds it, and who talks to whom."""
