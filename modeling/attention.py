@@ -1,0 +1,62 @@
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over packed documents.
+
+Shape letters: B batch, S sequence, D d_model, H heads, G key-value heads, C d_head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from modeling.context import Context
+from modeling.kernels.attention import attend
+from modeling.kv_cache import LayerCache
+from modeling.norm import RMSNorm
+from modeling.rope import rotate
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None], Tensor]
+
+
+class Attention(nn.Module):
+    """Projections, optional QK norm, RoPE, and the attention core.
+
+    ``core(q_BSHC, k_BSGC, v_BSGC, context, window) -> out_BSHC`` is the seam at which context parallelism enters.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        d_head: int,
+        qk_norm: bool,
+        sliding_window: int | None,
+        norm_eps: float,
+    ) -> None:
+        super().__init__()
+        self.d_head = d_head
+        self.sliding_window = sliding_window
+        self.q = nn.Linear(d_model, n_heads * d_head, bias=False)
+        self.k = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
+        self.v = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
+        self.o = nn.Linear(n_heads * d_head, d_model, bias=False)
+        self.q_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
+        self.core: AttentionCore = attend
+
+    def forward(
+        self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
+        q_BSHC = self.q(hidden_BSD).unflatten(-1, (-1, self.d_head))
+        k_BSGC = self.k(hidden_BSD).unflatten(-1, (-1, self.d_head))
+        v_BSGC = self.v(hidden_BSD).unflatten(-1, (-1, self.d_head))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHC, k_BSGC = self.q_norm(q_BSHC), self.k_norm(k_BSGC)
+        q_BSHC, k_BSGC = rotate(q_BSHC, rope), rotate(k_BSGC, rope)
+        if cache is None:
+            out_BSHC = self.core(q_BSHC, k_BSGC, v_BSGC, context, self.sliding_window)
+        else:
+            out_BSHC = cache.attend(q_BSHC, k_BSGC, v_BSGC, context, self.sliding_window)
+        return self.o(out_BSHC.flatten(-2))

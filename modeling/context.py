@@ -1,0 +1,82 @@
+"""What every layer may look at besides its hidden states: where documents lie, and how auxiliary losses weigh.
+
+Shape letters: B batch, S sequence, Q queries, T tokens, K top_k.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+PADDING = -1  # the document number of a position that holds no token
+
+
+@dataclass
+class Context:
+    """One forward pass's surroundings; one object for each micro-batch.
+
+    ``balance_scale`` and ``z_scale`` are what one sequence's balance loss and one token's z-loss weigh in the total
+    that is differentiated, before their coefficients: 1 / sequences of the batch and 1 / tokens of the batch, times
+    whatever the loss itself is multiplied by (loss scale, dp). ``choices`` holds the experts chosen, layer by layer:
+    empty before the first pass, reused by recomputation, and filled beforehand to replay somebody else's choices.
+    """
+
+    positions_BS: Tensor  # int, restarting at each document
+    documents_BS: Tensor  # int, the number of the document within the row; PADDING where there is no token
+    balance_scale: float | Tensor = 0.0
+    z_scale: float | Tensor = 0.0
+    has_padding: bool = False
+    choices: dict[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
+
+    @cached_property
+    def valid_T(self) -> Tensor | None:
+        """Indices of the real tokens in the flattened batch, or None where every token is real."""
+        if not self.has_padding:
+            return None
+        return (self.documents_BS.flatten() != PADDING).nonzero().squeeze(-1)
+
+    @cached_property
+    def masks(self) -> dict[int | None, Tensor]:
+        """Attention masks already built, by sliding window."""
+        return {}
+
+    def mask_BSS(self, window: int | None) -> Tensor:
+        """Which keys (last dim) each query may see; bool. Built once for all layers of one window."""
+        if window not in self.masks:
+            self.masks[window] = attention_mask(
+                self.positions_BS, self.documents_BS, self.positions_BS, self.documents_BS, window
+            )
+        return self.masks[window]
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[Tensor, int]:
+        """Boundaries of the documents in the flattened batch (int32, from 0 to B*S), and the longest document's length.
+
+        Used by variable-length kernels; every run of padding counts as a document of its own.
+        """
+        documents_BS = self.documents_BS
+        first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+        first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+        starts = first_BS.flatten().nonzero().squeeze(-1)
+        end = torch.tensor([documents_BS.numel()], device=starts.device)
+        boundaries = torch.cat([starts, end]).to(torch.int32)
+        return boundaries, int(boundaries.diff().max())
+
+
+def attention_mask(
+    query_positions_BQ: Tensor,
+    query_documents_BQ: Tensor,
+    key_positions_BS: Tensor,
+    key_documents_BS: Tensor,
+    window: int | None,
+) -> Tensor:
+    """Bool mask_BQS: a query sees the keys of its own document at its position and up to window - 1 before it.
+
+    Padding sees padding, so that no row of the softmax is empty.
+    """
+    distance_BQS = query_positions_BQ[:, :, None] - key_positions_BS[:, None, :]
+    mask_BQS = (query_documents_BQ[:, :, None] == key_documents_BS[:, None, :]) & (distance_BQS >= 0)
+    if window is not None:
+        mask_BQS &= distance_BQS < window
+    return mask_BQS

@@ -1,0 +1,153 @@
+"""The decoder, in the order in which it computes.
+
+Shape letters: B batch, S sequence, D d_model, V vocab_size.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modeling.attention import Attention
+from modeling.config import BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.context import Context
+from modeling.feed_forward import SwiGLU
+from modeling.kv_cache import KVCache, LayerCache
+from modeling.loss import Head
+from modeling.moe import Experts, MoE, RoutingStats
+from modeling.norm import RMSNorm
+from modeling.rope import rope_tables
+from modeling.router import Router
+
+
+@dataclass
+class Output:
+    """What a forward pass returns: the loss summed over targets, or logits; and each MoE layer's statistics."""
+
+    loss: Tensor | None  # fp64, the sum of the cross-entropies of the targets that count
+    logits_BSV: Tensor | None
+    stats: dict[int, RoutingStats] = field(default_factory=dict)  # layer -> what its router did
+
+
+class Embedding(nn.Module):
+    """Token embedding."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """hidden_BSD."""
+        return F.embedding(tokens_BS, self.weight)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, layer: int, attention: Attention, feed_forward: SwiGLU | MoE, d_model: int, norm_eps: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention_norm = RMSNorm(d_model, norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(d_model, norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(
+        self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """hidden_BSD after this layer, and its router's statistics if it has one."""
+        hidden_BSD = hidden_BSD + self.attention(self.attention_norm(hidden_BSD), rope, context, cache)
+        return self.add_feed_forward(hidden_BSD, context)
+
+    def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
+        """The second half of the layer."""
+        normed_BSD = self.feed_forward_norm(hidden_BSD)
+        if isinstance(self.feed_forward, MoE):
+            out_BSD, stats = self.feed_forward(normed_BSD, context, self.layer)
+            return hidden_BSD + out_BSD, stats
+        return hidden_BSD + self.feed_forward(normed_BSD), None
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm, head. Layers are keyed by their number, so a part of them keeps its names."""
+
+    def __init__(
+        self, embed: Embedding, layers: list[DecoderLayer], final_norm: RMSNorm, head: Head, d_head: int, rope_theta: float
+    ) -> None:
+        super().__init__()
+        self.embed = embed
+        self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
+        self.final_norm = final_norm
+        self.head = head
+        self.d_head = d_head
+        self.rope_theta = rope_theta
+
+    def forward(
+        self, tokens_BS: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
+    ) -> Output:
+        """The summed loss against ``targets_BS``, or the logits where there are none."""
+        rope = rope_tables(context.positions_BS, self.d_head, self.rope_theta)
+        hidden_BSD = self.embed(tokens_BS)
+        output = Output(None, None)
+        for layer in self.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            layer_cache = None if cache is None else cache.layers[layer.layer]
+            hidden_BSD, stats = layer(hidden_BSD, rope, context, layer_cache)
+            if stats is not None:
+                output.stats[layer.layer] = stats
+        result = self.head(self.final_norm(hidden_BSD), targets_BS)
+        if targets_BS is None:
+            output.logits_BSV = result
+        else:
+            output.loss = result
+        return output
+
+
+def build_decoder(config: ModelConfig) -> Decoder:
+    """The decoder on the current default device, with weights uninitialized (build under torch.device('meta'))."""
+    layers = [build_layer(config, layer) for layer in range(config.n_layers)]
+    embed = Embedding(config.vocab_size, config.d_model)
+    head = Head(config.vocab_size, config.d_model)
+    if config.tie_embeddings:
+        head.weight = embed.weight
+    final_norm = RMSNorm(config.d_model, config.norm_eps)
+    return Decoder(embed, layers, final_norm, head, config.head_dim, config.rope_theta)
+
+
+def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
+    """Layer number ``layer``."""
+    attention = Attention(
+        d_model=config.d_model,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        d_head=config.head_dim,
+        qk_norm=config.qk_norm,
+        sliding_window=config.sliding_window,
+        norm_eps=config.norm_eps,
+    )
+    if config.moe is not None and config.is_moe_layer(layer):
+        feed_forward = build_moe(config.moe, config.d_model)
+    else:
+        feed_forward = SwiGLU(config.d_model, config.d_ff)
+    return DecoderLayer(layer, attention, feed_forward, config.d_model, config.norm_eps)
+
+
+def build_moe(config: MoEConfig, d_model: int) -> MoE:
+    """One MoE feed-forward layer."""
+    router = Router(
+        d_model=d_model,
+        n_experts=config.n_experts,
+        top_k=config.top_k,
+        score=config.score,
+        normalize_top_k=config.normalize_top_k,
+        routed_scale=config.routed_scale,
+        has_bias=isinstance(config.balance, BiasBalance),
+    )
+    return MoE(
+        router=router,
+        experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
+        shared=SwiGLU(d_model, config.n_shared_experts * config.d_ff) if config.n_shared_experts else None,
+        balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
+        z_loss=config.z_loss,
+    )

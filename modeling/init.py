@@ -1,0 +1,53 @@
+"""Weights at step 0: a function of (seed, name) alone, whatever the layout."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from modeling.config import ModelConfig
+
+RESIDUAL_OUTPUTS = (".o.weight", ".down.weight", ".experts.down")  # what is added to the residual stream
+EXPERT_STACKS = (".experts.gate", ".experts.up", ".experts.down")
+
+
+def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """The logical tensor ``name`` at step 0: fp32, on the CPU, whole.
+
+    Matrices are normal with deviation init_std, divided by sqrt(2 n_layers) where they write to the residual stream
+    (GPT-2, section 2.3); norms are one, router biases zero. In an expert stack each expert is drawn by itself.
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if name.endswith("router.bias"):
+        return torch.zeros(shape)
+    std = config.init_std
+    if name.endswith(RESIDUAL_OUTPUTS):
+        std /= (2 * config.n_layers) ** 0.5
+    if name.endswith(EXPERT_STACKS):
+        stack, matrix = name.rsplit(".", 1)
+        experts = [draw_normal(seed, f"{stack}.{expert}.{matrix}", shape[1:], std) for expert in range(shape[0])]
+        return torch.stack(experts)
+    return draw_normal(seed, name, shape, std)
+
+
+def draw_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], std: float) -> Tensor:
+    """Normal fp32 values from a generator seeded by sha256 of (seed, name)."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, config: ModelConfig, seed: int, device: str | torch.device, dtype: torch.dtype) -> None:
+    """Gives a meta-device model its weights at step 0, tensor by tensor, in ``dtype``; buffers stay fp32."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:  # a tied weight appears in two modules and stays one parameter
+                value = initial_tensor(config, seed, prefix + name, parameter.shape)
+                made[parameter] = nn.Parameter(value.to(device, dtype))
+            module.register_parameter(name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, initial_tensor(config, seed, prefix + name, buffer.shape).to(device))

@@ -1,0 +1,1 @@
+"""Kernels: for each, a reference and a fast version with one signature."""

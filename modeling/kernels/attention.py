@@ -1,0 +1,61 @@
+"""Attention cores for packed documents: causal within each document, optionally within a sliding window.
+
+Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modeling.context import Context
+
+
+def attend(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
+    """Attention's output (B, S, H, C), by the fastest kernel that fits the device and dtype.
+
+    CUDA in half precision takes variable-length flash attention, which never forms a mask; everything else
+    takes scaled_dot_product_attention with a bool mask.
+    """
+    if q_BSHC.is_cuda and q_BSHC.dtype in (torch.bfloat16, torch.float16):
+        return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
+    return masked_attention(q_BSHC, k_BSGC, v_BSGC, context.mask_BSS(window))
+
+
+def attend_reference(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
+    """The same by the formula, softmax in fp32: what the fast versions are compared with."""
+    groups = q_BSHC.shape[2] // k_BSGC.shape[2]
+    k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
+    scores_BHQS = torch.einsum("bqhc,bshc->bhqs", q_BSHC.float(), k_BSHC.float()) * q_BSHC.shape[-1] ** -0.5
+    scores_BHQS = scores_BHQS.masked_fill(~context.mask_BSS(window)[:, None], float("-inf"))
+    out_BQHC = torch.einsum("bhqs,bshc->bqhc", scores_BHQS.softmax(-1), v_BSHC.float())
+    return out_BQHC.to(q_BSHC.dtype)
+
+
+def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor) -> Tensor:
+    """Attention's output (B, Q, H, C) where ``mask_BQS`` tells which keys each query may see."""
+    groups = q_BQHC.shape[2] // k_BSGC.shape[2]
+    if groups > 1:
+        k_BSGC, v_BSGC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
+    q_BHQC, k_BHSC, v_BHSC = (heads.transpose(1, 2) for heads in (q_BQHC, k_BSGC, v_BSGC))
+    return F.scaled_dot_product_attention(q_BHQC, k_BHSC, v_BHSC, attn_mask=mask_BQS[:, None]).transpose(1, 2)
+
+
+def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
+    """The same by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    boundaries, longest = context.cu_seqlens
+    left = -1 if window is None else window - 1
+    out_THC = varlen_attn(
+        q_BSHC.flatten(0, 1),
+        k_BSGC.flatten(0, 1),
+        v_BSGC.flatten(0, 1),
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        window_size=(left, 0),
+        enable_gqa=q_BSHC.shape[2] != k_BSGC.shape[2],
+    )
+    assert isinstance(out_THC, Tensor)
+    return out_THC.view_as(q_BSHC)

@@ -1,0 +1,79 @@
+"""Token cross-entropy without the full logits: the vocabulary head and the loss, chunk by chunk.
+
+Shape letters: T tokens, D d_model, V vocab_size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+IGNORE = -100  # a target that does not count
+CHUNK_LOGITS = 16_777_216  # logits that exist at once (64 MiB in fp32)
+
+
+class ChunkedCrossEntropy(Function):
+    """(hidden_TD, weight_VD, targets_T) -> the sum of the cross-entropies of the targets that count, fp64 scalar.
+
+    Gradients are computed with the logits still at hand, so the backward pass only scales them. The weight's gradient is
+    summed over chunks in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:  # type: ignore[override]
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
+        chunk = max(1, CHUNK_LOGITS // weight_VD.shape[0])
+        for start in range(0, hidden_TD.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits_TV = F.linear(hidden_TD[part], weight_VD).float()
+            losses_T, counts_T = token_losses(logits_TV, targets_T[part])
+            total += losses_T.sum(dtype=torch.float64)
+            if wants_hidden or wants_weight:
+                grad_TV = logits_gradient(logits_TV, targets_T[part], counts_T).to(hidden_TD.dtype)
+            if grad_hidden_TD is not None:
+                torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_TV.T @ hidden_TD[part]
+        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
+        if grad_hidden_TD is not None:
+            grad_hidden_TD = grad_hidden_TD * grad_total.to(torch.float32).to(grad_hidden_TD.device)
+        if grad_weight_VD is not None:
+            grad_weight_VD = (grad_weight_VD * grad_total.to(torch.float32)).to(ctx.weight_dtype)
+        return grad_hidden_TD, grad_weight_VD, None
+
+
+def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Each target's cross-entropy (fp32, zero where it does not count), and which ones count."""
+    counts_T = targets_T != IGNORE
+    picked_T = logits_TV.gather(1, targets_T.clamp(min=0)[:, None]).squeeze(1)
+    return (logits_TV.logsumexp(-1) - picked_T) * counts_T, counts_T
+
+
+def logits_gradient(logits_TV: Tensor, targets_T: Tensor, counts_T: Tensor) -> Tensor:
+    """The sum of the losses differentiated by the logits (T, V): softmax minus one-hot. Overwrites ``logits_TV``."""
+    grad_TV = torch.softmax(logits_TV, -1)
+    grad_TV.scatter_add_(1, targets_T.clamp(min=0)[:, None], -torch.ones_like(grad_TV[:, :1]))
+    return grad_TV.mul_(counts_T[:, None])
+
+
+class Head(nn.Module):
+    """The vocabulary projection and the loss over it. Its weight may be the embedding's own parameter."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """The sum of the cross-entropies of the targets that count (fp64); without targets, the logits (B, S, V)."""
+        if targets_BS is None:
+            return F.linear(hidden_BSD, self.weight)
+        return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), self.weight, targets_BS.flatten())

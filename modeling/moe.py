@@ -1,0 +1,101 @@
+"""The mixture-of-experts feed-forward layer: dropless routing, experts, an optional shared expert.
+
+Shape letters: B batch, S sequence, T tokens, D d_model, E experts, K top_k, F d_ff.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from modeling.balance import InjectLoss, sequence_balance_losses, z_losses
+from modeling.context import Context
+from modeling.feed_forward import SwiGLU
+from modeling.kernels.experts import experts_grouped
+from modeling.router import Router, Routing
+
+
+@dataclass
+class RoutingStats:
+    """What one MoE layer saw in one forward pass: sums over its tokens, detached."""
+
+    counts_E: Tensor  # int64, token-expert pairs processed by each expert
+    entropy: Tensor  # nats, of the affinity, summed over tokens
+    balance_loss: Tensor  # summed over sequences, without its coefficient
+    z_loss: Tensor  # summed over tokens, without its coefficient
+
+
+ExpertDispatch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Experts(nn.Module):
+    """The experts' weights, stacked, and the dispatch that sends tokens to them.
+
+    ``dispatch(hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF) -> out_TD`` is the seam at which expert
+    parallelism enters.
+    """
+
+    def __init__(self, *, n_experts: int, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
+        self.up = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
+        self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ff))
+        self.dispatch: ExpertDispatch = experts_grouped
+
+    def forward(self, hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Each token's weighted sum of its experts' outputs (T, D)."""
+        return self.dispatch(hidden_TD, indices_TK, weights_TK, self.gate, self.up, self.down)
+
+
+class MoE(nn.Module):
+    """Router, experts, shared expert, and the auxiliary losses' gradients."""
+
+    def __init__(
+        self, *, router: Router, experts: Experts, shared: SwiGLU | None, balance_coefficient: float, z_loss: float
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.balance_coefficient = balance_coefficient
+        self.z_loss = z_loss
+
+    def forward(self, hidden_BSD: Tensor, context: Context, layer: int) -> tuple[Tensor, RoutingStats]:
+        """The layer's output (B, S, D) and what its router did. Padding is not routed and comes out as zero."""
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        valid_T = context.valid_T
+        routed_TD = hidden_TD if valid_T is None else hidden_TD[valid_T]
+        routing = self.router(routed_TD, context.choices.get(layer))
+        context.choices[layer] = routing.indices_TK
+        weights_TK, stats = self.add_auxiliary_losses(routing, context)
+        out_TD = self.experts(routed_TD, routing.indices_TK, weights_TK)
+        if valid_T is not None:
+            out_TD = torch.zeros_like(hidden_TD).index_copy(0, valid_T, out_TD)
+        out_BSD = out_TD.view_as(hidden_BSD)
+        if self.shared is not None:
+            out_BSD = out_BSD + self.shared(hidden_BSD)
+        return out_BSD, stats
+
+    def add_auxiliary_losses(self, routing: Routing, context: Context) -> tuple[Tensor, RoutingStats]:
+        """The routing weights, carrying the gradients of the balance loss and the z-loss; and the statistics."""
+        indices_TK, weights_TK, logits_TE, affinity_TE = routing
+        balance = self.sequence_losses(affinity_TE, indices_TK, context).sum()
+        z = z_losses(logits_TE).sum()
+        if self.balance_coefficient:
+            scale = self.balance_coefficient * context.balance_scale
+            weights_TK = InjectLoss.apply(weights_TK, balance, scale)
+        if self.z_loss:
+            weights_TK = InjectLoss.apply(weights_TK, z, self.z_loss * context.z_scale)
+        entropy = -torch.special.xlogy(affinity_TE, affinity_TE).sum()
+        counts_E = torch.bincount(indices_TK.flatten(), minlength=logits_TE.shape[1])
+        return weights_TK, RoutingStats(counts_E, entropy.detach(), balance.detach(), z.detach())
+
+    def sequence_losses(self, affinity_TE: Tensor, indices_TK: Tensor, context: Context) -> Tensor:
+        """Each sequence's balance loss (B,), with routed tokens put back at their places in the sequences."""
+        valid_T = context.valid_T
+        if valid_T is not None:
+            n_tokens = context.documents_BS.numel()
+            affinity_TE = affinity_TE.new_zeros(n_tokens, affinity_TE.shape[1]).index_copy(0, valid_T, affinity_TE)
+            indices_TK = indices_TK.new_zeros(n_tokens, indices_TK.shape[1]).index_copy(0, valid_T, indices_TK)
+        return sequence_balance_losses(affinity_TE, indices_TK, context.documents_BS)

@@ -1,0 +1,19 @@
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Scales each vector of the last dim to unit root mean square, then by a weight. Computed in fp32."""
+
+    def __init__(self, dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm_eps = norm_eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Same shape and dtype as ``hidden``."""
+        hidden_fp32 = hidden.float()
+        scale = torch.rsqrt(hidden_fp32.pow(2).mean(-1, keepdim=True) + self.norm_eps)
+        return self.weight * (hidden_fp32 * scale).to(hidden.dtype)

@@ -1,0 +1,64 @@
+"""The router: which experts each token goes to, and with what weight.
+
+Shape letters: T tokens, D d_model, E experts, K top_k.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Routing(NamedTuple):
+    """The choice for each token, and what the balancing losses need. All floats are fp32."""
+
+    indices_TK: Tensor  # int64, the experts chosen
+    weights_TK: Tensor  # what each chosen expert's output is multiplied by
+    logits_TE: Tensor
+    affinity_TE: Tensor  # scores normalized over the experts: softmax, or sigmoid divided by its sum
+
+
+class Router(nn.Module):
+    """Softmax or sigmoid top-k routing (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
+
+    With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves
+    by ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        n_experts: int,
+        top_k: int,
+        score: Literal["softmax", "sigmoid"],
+        normalize_top_k: bool,
+        routed_scale: float,
+        has_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.score = score
+        self.normalize_top_k = normalize_top_k
+        self.routed_scale = routed_scale
+        self.weight = nn.Parameter(torch.empty(n_experts, d_model))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
+
+    def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
+        """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
+        logits_TE = F.linear(hidden_TD.float(), self.weight.float())
+        scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
+        indices_TK = self.choose(scores_TE) if choice_TK is None else choice_TK
+        weights_TK = scores_TE.gather(1, indices_TK)
+        if self.normalize_top_k:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        affinity_TE = scores_TE if self.score == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        return Routing(indices_TK, weights_TK * self.routed_scale, logits_TE, affinity_TE)
+
+    @torch.no_grad()
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """indices_TK of the top_k scores, the bias added."""
+        biased_TE = scores_TE if self.bias is None else scores_TE + self.bias
+        return biased_TE.topk(self.top_k, dim=-1).indices
