@@ -1,0 +1,146 @@
+"""One training step in plain PyTorch on one process: what every layout is compared with.
+
+No engine, no collective, no code of `parallel`. Shape letters: B batch, S sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from modeling.balance import updated_bias
+from modeling.config import BiasBalance, ModelConfig
+from modeling.context import PADDING, Context
+from modeling.decoder import Decoder, build_decoder
+from modeling.init import materialize
+from modeling.loss import IGNORE
+from modeling.moe import MoE
+from modeling.optimizers.build import build_optimizer, parameter_groups
+from modeling.optimizers.config import OptimizerConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class MicroBatch:
+    """Some sequences of a batch, as tensors (B, S): int64 tokens, targets (-100: does not count), positions, documents."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    positions_BS: Tensor
+    documents_BS: Tensor
+
+
+@dataclass
+class ReferenceStep:
+    """What one step saw. Gradients are fp32, before clipping, by logical name."""
+
+    loss: float  # token cross-entropy, mean over the targets that count
+    balance_loss: dict[int, float]  # layer -> mean over sequences
+    z_loss: dict[int, float]  # layer -> mean over tokens
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    counts: dict[int, Tensor]  # layer -> pairs sent to each expert
+    skipped: bool  # a gradient was not finite in fp16
+
+
+class ReferenceTrainer:
+    """The model on one device, its fp32 masters, and a torch optimizer over them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        seed: int,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        loss_scale: float = 1.0,
+    ) -> None:
+        self.config = config
+        with torch.device("meta"):
+            self.model: Decoder = build_decoder(config)
+        materialize(self.model, config, seed, "cpu", torch.float32)
+        self.masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in self.model.named_parameters()}
+        self.model.to(DTYPES[precision])
+        restore_fp32_buffers(self.model)
+        groups = parameter_groups([(name, weight, weight.ndim) for name, weight in self.masters.items()], optimizer)
+        self.optimizer = build_optimizer(groups, optimizer, fused=False)
+        self.clip_norm = optimizer.clip_norm
+        self.loss_scale = loss_scale
+
+    def step(self, batch: Sequence[MicroBatch], lr: float, choices: list[dict[int, Tensor]] | None = None) -> ReferenceStep:
+        """One update from the whole global batch, given as micro-batches. ``choices`` replays routers' choices."""
+        n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
+        n_tokens = sum(int((part.documents_BS != PADDING).sum()) for part in batch)
+        n_sequences = sum(part.tokens_BS.shape[0] for part in batch)
+        result = ReferenceStep(0.0, {}, {}, 0.0, {}, {}, skipped=False)
+        for number, part in enumerate(batch):
+            context = Context(
+                part.positions_BS,
+                part.documents_BS,
+                balance_scale=self.loss_scale / n_sequences,
+                z_scale=self.loss_scale / n_tokens,
+                has_padding=bool((part.documents_BS == PADDING).any()),
+                choices={} if choices is None else dict(choices[number]),
+            )
+            output = self.model(part.tokens_BS, context, part.targets_BS)
+            (output.loss * (self.loss_scale / n_targets)).backward()
+            self.accumulate(result)
+            result.loss += float(output.loss.detach()) / n_targets
+            for layer, stats in output.stats.items():
+                result.balance_loss[layer] = result.balance_loss.get(layer, 0.0) + float(stats.balance_loss) / n_sequences
+                result.z_loss[layer] = result.z_loss.get(layer, 0.0) + float(stats.z_loss) / n_tokens
+                result.counts[layer] = result.counts.get(layer, 0) + stats.counts_E
+        self.update(result, lr)
+        return result
+
+    @torch.no_grad()
+    def accumulate(self, result: ReferenceStep) -> None:
+        """Adds one micro-batch's gradients, in fp32."""
+        for name, weight in self.model.named_parameters():
+            if weight.grad is not None:
+                total = result.gradients.setdefault(name, torch.zeros_like(self.masters[name]))
+                total += weight.grad.float() / self.loss_scale
+                weight.grad = None
+
+    @torch.no_grad()
+    def update(self, result: ReferenceStep, lr: float) -> None:
+        """Clips, steps the optimizer, moves the router biases, and refreshes the model's weights."""
+        squares = [gradient.double().square().sum() for gradient in result.gradients.values()]
+        result.grad_norm = float(torch.stack(squares).sum().sqrt())
+        result.skipped = not torch.isfinite(torch.tensor(result.grad_norm)).item()
+        if result.skipped:
+            return
+        clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (result.grad_norm + 1e-6))
+        for name, master in self.masters.items():
+            master.grad = result.gradients[name] * clip if name in result.gradients else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        for name, weight in self.model.named_parameters():
+            weight.copy_(self.masters[name])
+        move_router_biases(self.model, self.config, result.counts)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by logical name."""
+        return {name: self.optimizer.state[master] for name, master in self.masters.items()}
+
+
+def restore_fp32_buffers(model: nn.Module) -> None:
+    """Makes every floating-point buffer fp32 again after the model was cast (router biases)."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, buffer.float())
+
+
+@torch.no_grad()
+def move_router_biases(model: Decoder, config: ModelConfig, counts: dict[int, Tensor]) -> None:
+    """Applies the bias balancing rule, if the config has it, from the whole batch's counts by layer."""
+    if config.moe is None or not isinstance(config.moe.balance, BiasBalance):
+        return
+    for name, layer in model.layers.items():
+        moe = getattr(layer, "feed_forward", None)
+        if isinstance(moe, MoE) and moe.router.bias is not None:
+            moe.router.bias = updated_bias(moe.router.bias, counts[int(name)], config.moe.balance.rate)

@@ -1,0 +1,1 @@
+"""Checkpoints of logical tensors, written and read in pieces."""

@@ -1,0 +1,270 @@
+"""DeepSpeed as a ZeRO and mixed-precision engine: gradients accumulated, reduced and applied, and nothing more.
+
+``engine.forward`` and ``engine.backward`` are bypassed: the caller runs the model itself and calls ``Engine.backward`` for each
+micro-batch. Gradients accumulate and reduce in fp32.
+"""
+
+import math
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modeling.config import ModelConfig
+from modeling.decoder import Decoder, build_decoder
+from modeling.init import initial_tensor
+from modeling.optimizers.build import build_optimizer, parameter_groups, state_names
+from modeling.optimizers.config import OptimizerConfig
+from modeling.reference import DTYPES
+from parallel.fragments import Fragment, make_states, owned_fragments
+from parallel.mesh import Mesh
+from parallel.norm import global_norm, install_norm
+
+INITIAL_LOSS_SCALE_POWER = 16
+LOSS_SCALE_WINDOW = 1000  # steps without overflow before the scale doubles
+
+
+@dataclass
+class StepResult:
+    """What one update did, the same on every rank."""
+
+    grad_norm: float  # before clipping; not finite where a gradient was not
+    skipped: bool  # an overflow: nothing was updated
+    loss_scale: float  # that the step used
+
+
+class Engine:
+    """The model, cast to its precision and wrapped by DeepSpeed, and the fragments of state that this rank owns."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model_config: ModelConfig,
+        optimizer_config: OptimizerConfig,
+        *,
+        zero: int,
+        precision: Literal["fp32", "bf16", "fp16"],
+        micro_batch_size: int,
+    ) -> None:
+        self.mesh = mesh
+        self.zero = zero
+        self.precision = precision
+        self.model_config = model_config
+        self.clip_norm = optimizer_config.clip_norm
+        self.state_names = state_names(optimizer_config)
+        config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm)
+        self.model = build_empty(mesh, model_config, DTYPES[precision], config if zero == 3 else None)
+        groups = parameter_groups(
+            [(name, weight, len(full_shape(weight))) for name, weight in self.model.named_parameters()], optimizer_config
+        )
+        self.base = build_optimizer(groups, optimizer_config, fused=mesh.device.type == "cuda")
+        self.deepspeed = wrap(self.model, self.base, config)
+        self.optimizer: Any = self.deepspeed.optimizer
+        if zero > 0:
+            install_norm(self.optimizer)
+        if precision == "fp16":
+            defer_loss_scale(self.optimizer)
+        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh.dp_rank, mesh.dp)
+        self.reset_states(0)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is to be multiplied by before its backward pass."""
+        return float(self.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+
+    @property
+    def keeps_bf16_accumulators(self) -> bool:
+        """Whether DeepSpeed's BF16_Optimizer is at work: ZeRO 1 in bf16, with fp32 accumulators of its own."""
+        return self.precision == "bf16" and self.zero == 1
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """One micro-batch's backward pass; ``last`` marks the step's final one. All ranks call it.
+
+        ``loss`` is this rank's part times dp (DeepSpeed averages over dp) times ``loss_scale``.
+        """
+        engine, optimizer = self.deepspeed, self.optimizer
+        engine.enable_backward_allreduce = False
+        engine.set_gradient_accumulation_boundary(last if self.zero >= 2 else False)
+        if self.keeps_bf16_accumulators:
+            optimizer.clear_lp_grads()
+        torch.autograd.backward(loss)
+        if self.keeps_bf16_accumulators:
+            optimizer.update_hp_grads(clear_lp_grads=False)
+        if self.zero >= 2:
+            engine.allreduce_gradients()
+            optimizer.clear_backward_seen_flag()
+        elif last:
+            engine.set_gradient_accumulation_boundary(True)
+            engine.allreduce_gradients()
+
+    def step(self, lr: float) -> StepResult:
+        """Clips and applies the gradients. All ranks call it, after the backward pass of the last micro-batch."""
+        for group in self.base.param_groups:
+            group["lr"] = lr
+        loss_scale = self.loss_scale
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        if self.zero == 0:
+            grad_norm = self.clip_replicated()
+        self.deepspeed.step()
+        if self.zero > 0:
+            grad_norm = float(self.optimizer._global_grad_norm)
+        skipped = bool(getattr(self.optimizer, "overflow", False))
+        if self.precision == "fp16":
+            self.optimizer.update_scale_after_step(skipped)
+        return StepResult(grad_norm, skipped, loss_scale)
+
+    def clip_replicated(self) -> float:
+        """Clips the gradients that every rank holds whole (ZeRO 0), and returns their norm before."""
+        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        norm = float(global_norm(gradients, 1.0 / self.mesh.dp, self.mesh.device))
+        if self.clip_norm is not None and math.isfinite(norm) and norm + 1e-6 > self.clip_norm:
+            torch._foreach_mul_(gradients, self.clip_norm / (norm + 1e-6))
+        return norm
+
+    def reset_states(self, step: int) -> None:
+        """Zeroed optimizer states, ``step`` updates old."""
+        flats = list({id(fragment.flat): fragment.flat for fragment in self.fragments}.values())
+        make_states(self.base, flats, self.state_names, step)
+
+    def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
+        """The fragment's elements of the fp32 weight and of each optimizer state: flat views, writable."""
+        state = self.base.state[fragment.flat]
+        views = {"weight": fragment.view(fragment.flat.data)}
+        return views | {name: fragment.view(state[name]) for name in self.state_names}
+
+    @torch.no_grad()
+    def initialize_weights(self, seed: int) -> None:
+        """Step 0: every fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it."""
+        self.reset_states(0)
+        for fragment in self.fragments:
+            whole = initial_tensor(self.model_config, seed, fragment.name, fragment.shape)
+            self.pieces(fragment)["weight"].copy_(whole.view(-1).narrow(0, fragment.start, fragment.numel))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(initial_tensor(self.model_config, seed, name, buffer.shape))
+        self.publish_weights()
+
+    @torch.no_grad()
+    def publish_weights(self) -> None:
+        """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
+        match self.zero:
+            case 0:  # each rank holds every weight whole but wrote only its share
+                for _, weight in self.model.named_parameters():
+                    self.gather_replicated(weight)
+            case 1 | 2:
+                self.optimizer.update_lp_params()
+            case _:
+                self.publish_stage3()
+
+    def gather_replicated(self, weight: Tensor) -> None:
+        """Completes a weight of which each rank of dp wrote its share (ZeRO 0)."""
+        flat = weight.data.view(-1)
+        size = -(-flat.numel() // self.mesh.dp)
+        for rank in range(self.mesh.dp):
+            start = min(rank * size, flat.numel())
+            part = flat.narrow(0, start, min(size, flat.numel() - start))
+            if part.numel():
+                dist.broadcast(part, rank)
+
+    def publish_stage3(self) -> None:
+        """ZeRO 3: masters to the low-precision partitions, and the small parameters that stay whole gathered again."""
+        optimizer = self.optimizer
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer.fp16_partitioned_groups_flat[group].data.copy_(optimizer.fp32_partitioned_groups_flat[group].data)
+            optimizer._unflatten_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def updates(self) -> int:
+        """How many updates the optimizer has made (Adam's step)."""
+        states = [state["step"] for state in self.base.state.values() if "step" in state]
+        return int(states[0]) if states else 0
+
+    def loss_scaler_state(self) -> dict[str, float]:
+        """The dynamic loss scaler's numbers, for a checkpoint; empty unless fp16."""
+        if self.precision != "fp16":
+            return {}
+        scaler = self.optimizer.loss_scaler
+        return {name: getattr(scaler, name) for name in LOSS_SCALER_FIELDS}
+
+    def restore_loss_scaler(self, state: dict[str, float]) -> None:
+        """Puts back what ``loss_scaler_state`` gave."""
+        if self.precision == "fp16":
+            for name, value in state.items():
+                setattr(self.optimizer.loss_scaler, name, value)
+
+
+LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def deepspeed_config(zero: int, precision: str, micro_batch_size: int, clip_norm: float | None) -> dict[str, Any]:
+    """DeepSpeed's settings. Each one that is not its default is there because the default is wrong or slow for us."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": 1,  # we scale the loss and mark the boundary ourselves
+        "zero_optimization": {"stage": zero, "overlap_comm": False},  # overlap with late boundaries is silently wrong
+        "gradient_clipping": clip_norm if zero > 0 and clip_norm is not None else 0.0,
+        "communication_data_type": "fp32",
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+    }
+    if precision != "fp32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else gradients accumulate in 16 bits
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        scaling = {"initial_scale_power": INITIAL_LOSS_SCALE_POWER, "loss_scale_window": LOSS_SCALE_WINDOW}
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "hysteresis": 1, **scaling}
+    return config
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """The tensor's shape, also where ZeRO 3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def build_empty(
+    mesh: Mesh, config: ModelConfig, dtype: torch.dtype, zero3_config: dict[str, Any] | None
+) -> Decoder:
+    """The decoder with zeroed weights on this rank's device; under ZeRO 3 partitioned tensor by tensor. All ranks call."""
+    with torch.device("meta"):
+        model = build_decoder(config)
+    partition = None
+    if zero3_config is not None:
+        import deepspeed
+
+        partition = deepspeed.zero.Init(config_dict_or_path=zero3_config, dtype=dtype)
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=mesh.device))
+                if partition is not None:
+                    partition._convert_to_zero_parameters([made[parameter]])
+            module.register_parameter(name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=mesh.device))
+    return model
+
+
+def wrap(model: Decoder, base: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    """The DeepSpeed engine around the model. All ranks call it."""
+    import deepspeed
+
+    import parallel.preloaded  # noqa: F401  (quiets DeepSpeed and turns off an operator build, before any use)
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=base, config=config, dist_init_required=False)
+    return engine
+
+
+def defer_loss_scale(optimizer: Any) -> None:
+    """Makes the loss scale change after the step that it was used in.
+
+    DeepSpeed moves it before dividing the gradients by it, so in the step where it doubles they come out halved.
+    """
+    update = optimizer._update_scale
+    optimizer._update_scale = MethodType(lambda self, has_overflow=False: None, optimizer)
+    optimizer.update_scale_after_step = update
