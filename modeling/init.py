@@ -1,6 +1,7 @@
 """Weights at step 0: a function of (seed, name) alone, whatever the layout."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +39,26 @@ def draw_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], std: 
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
-@torch.no_grad()
 def materialize(model: nn.Module, config: ModelConfig, seed: int, device: str | torch.device, dtype: torch.dtype) -> None:
     """Gives a meta-device model its weights at step 0, tensor by tensor, in ``dtype``; buffers stay fp32."""
-    made: dict[Tensor, nn.Parameter] = {}
+    fill(model, lambda name, shape: initial_tensor(config, seed, name, shape).to(device, dtype), device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(initial_tensor(config, seed, name, buffer.shape))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor], device: str | torch.device) -> None:
+    """Replaces each meta parameter by ``value(name, shape)``, one after another, and each buffer by zeros on ``device``.
+
+    A tied weight appears in two modules, is made once, under its first name, and stays one parameter.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:  # a tied weight appears in two modules and stays one parameter
-                value = initial_tensor(config, seed, prefix + name, parameter.shape)
-                made[parameter] = nn.Parameter(value.to(device, dtype))
+            if parameter not in made:
+                new = value(prefix + name, parameter.shape)
+                made[parameter] = new if isinstance(new, nn.Parameter) else nn.Parameter(new)
             module.register_parameter(name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            module.register_buffer(name, initial_tensor(config, seed, prefix + name, buffer.shape).to(device))
+            module.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, build_decoder
-from modeling.init import initial_tensor
+from modeling.init import fill, initial_tensor
 from modeling.optimizers.build import build_optimizer, parameter_groups, state_names
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
@@ -232,21 +232,19 @@ def build_empty(
     """The decoder with zeroed weights on this rank's device; under ZeRO 3 partitioned tensor by tensor. All ranks call."""
     with torch.device("meta"):
         model = build_decoder(config)
-    partition = None
+    partition: Any = None
     if zero3_config is not None:
         import deepspeed
 
         partition = deepspeed.zero.Init(config_dict_or_path=zero3_config, dtype=dtype)
-    made: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
-                made[parameter] = nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=mesh.device))
-                if partition is not None:
-                    partition._convert_to_zero_parameters([made[parameter]])
-            module.register_parameter(name, made[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            module.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=mesh.device))
+
+    def zeros(_: str, shape: torch.Size) -> nn.Parameter:
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=mesh.device))
+        if partition is not None:
+            partition._convert_to_zero_parameters([parameter])
+        return parameter
+
+    fill(model, zeros, mesh.device)
     return model
 
 

@@ -19,7 +19,7 @@ class Mesh:
     rank: int
     world_size: int
     device: torch.device
-    control: dist.ProcessGroup
+    control: dist.ProcessGroup | None  # None: one process without a process group
 
     @property
     def dp(self) -> int:
@@ -36,7 +36,7 @@ def open_mesh(timeout_seconds: int) -> Mesh:
     """Joins the process group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All ranks call it.
 
     On CUDA the device is set from LOCAL_RANK before anything else, so that no two ranks share a GPU. DeepSpeed finds the
-    group initialized and uses it.
+    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
@@ -57,6 +57,11 @@ def open_mesh(timeout_seconds: int) -> Mesh:
     return Mesh(rank=rank, world_size=world_size, device=device, control=control)
 
 
+def lone_mesh(device: torch.device) -> Mesh:
+    """The mesh of one process that talks to nobody: for evaluation and generation outside a job."""
+    return Mesh(rank=0, world_size=1, device=device, control=None)
+
+
 def close_mesh() -> None:
     """Leaves the process group. All ranks call it, after their last collective."""
     if dist.is_initialized():
@@ -65,6 +70,8 @@ def close_mesh() -> None:
 
 def sum_over_ranks(values: Tensor, mesh: Mesh) -> Tensor:
     """The sum of a CPU tensor over all ranks, on every rank. All ranks call it; sends 2 (n-1)/n of its bytes a rank."""
+    if mesh.control is None:
+        return values
     total = values.clone()
     dist.all_reduce(total, group=mesh.control)
     return total

@@ -1,0 +1,93 @@
+"""The run directory: what may and may not change between a run's starts."""
+
+import dataclasses
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher.config.dump import dump_config
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
+LOCK = ".lock"
+
+# Where token files lie and how many processes make them does not change which tokens come next.
+FREE_DATA_KEYS = ("data.token_dir", "data.workers")
+
+
+def saved_config(run_path: Path) -> RunConfig | None:
+    """The config that the run was last started with, or None for a new run."""
+    path = run_path / CONFIG
+    return load_config(path) if path.is_file() else None
+
+
+def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every leaf that differs between two config trees."""
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        for field in dataclasses.fields(old):
+            below = f"{key}.{field.name}" if key else field.name
+            yield from changes(getattr(old, field.name), getattr(new, field.name), below)
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from changes(before, after, f"{key}.{number}")
+    elif old != new:
+        yield key, old, new
+
+
+def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """What changed since the run's last start; raises UserError where that makes it another run. Reads only."""
+    old = saved_config(config.run_path)
+    if old is None:
+        return []
+    changed = list(changes(old, config))
+    problems = [
+        f"{key}={_show(after)} must stay {_show(before)}, as the run in {config.run_path} was started with; "
+        f"set it back, or start another run with another name or run_dir"
+        for key, before, after in changed
+        if _is_fixed(key)
+    ]
+    if type(old.optimizer) is not type(config.optimizer):
+        problems.append(
+            f"optimizer.name={config.optimizer.name} must stay {old.optimizer.name}, as the run in {config.run_path} was "
+            f"started with; set it back, or start another run with another name or run_dir"
+        )
+    if problems:
+        raise UserError(problems)
+    return changed
+
+
+def _is_fixed(key: str) -> bool:
+    return key == "seed" or (key.startswith(("model", "data")) and key not in FREE_DATA_KEYS)
+
+
+def _show(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return f"{{name: {getattr(value, 'name', '…')}}}"
+    return "null" if value is None else str(value)
+
+
+def claim(config: RunConfig) -> Any:
+    """Creates the run directory with its config, and locks it for this process; keep what is returned. One process calls.
+
+    Raises UserError where another process trains in it.
+    """
+    run_path = config.run_path
+    run_path.mkdir(parents=True, exist_ok=True)
+    lock = open(run_path / LOCK, "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise UserError(
+            [f"run_dir={run_path} must not be in use by another live run; wait for it, or choose another name or run_dir"]
+        ) from None
+    (run_path / CHECKPOINTS).mkdir(exist_ok=True)
+    temporary = run_path / f"{CONFIG}.partial"
+    temporary.write_text(dump_config(config))
+    temporary.replace(run_path / CONFIG)
+    return lock

@@ -1,0 +1,132 @@
+"""What comes before the loop: checks, missing token files, the run directory, and the ranks."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from launcher.config.checked import load_checked
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.run_dir import CHECKPOINTS, check_resume, claim
+from parallel.world import set_rank_environment, world_size_from_environment
+
+
+def start_training(path: Path, overrides: Sequence[str], ranks: int | None) -> int:
+    """Trains the config on ``ranks`` local processes, or as one rank of a torchrun or srun job. Returns the exit code.
+
+    On one machine, missing token files are prepared first; a job refuses instead and names the command.
+    """
+    job_size = world_size_from_environment()
+    if job_size is not None:
+        return join_job(path, overrides, ranks, job_size)
+    n_ranks = ranks if ranks is not None else default_ranks()
+    config = load_checked(path, overrides, world_size=n_ranks)
+    changed = check_resume(config)
+    check_room(config)
+    prepare_missing(config)
+    lock = claim(config)
+    try:
+        return run_locally(config, changed, n_ranks)
+    finally:
+        lock.close()
+
+
+def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: int) -> int:
+    """This process is a rank already: trains, or refuses as all other ranks do."""
+    if ranks is not None and ranks != job_size:
+        raise UserError([f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"])
+    config = load_checked(path, overrides, world_size=job_size)
+    changed = check_resume(config)
+    check_room(config)
+    from data.prepare import find_prepared
+
+    if find_prepared(config.data, config.model.vocab_size) is None:
+        raise UserError(
+            [f"data.token_dir={config.data.token_dir} lacks this config's token files; run `roundtable prepare {path}` first"]
+        )
+    set_rank_environment()
+    from launcher.train import train
+
+    lock = claim(config) if int(os.environ["RANK"]) == 0 else None
+    train(config, changed)
+    if lock is not None:
+        lock.close()
+    return 0
+
+
+def default_ranks() -> int:
+    """One process for each GPU, or one where there is none."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def prepare_missing(config: RunConfig) -> None:
+    """Prepares token files that are not there, showing progress."""
+    from data.prepare import find_prepared
+
+    if find_prepared(config.data, config.model.vocab_size) is None:
+        from launcher.prepare import prepare_shown
+
+        prepare_shown(config)
+
+
+def check_room(config: RunConfig) -> None:
+    """Refuses a run whose checkpoints cannot fit on its disk, before anything is created.
+
+    One checkpoint more than keep_last exists while it is being written.
+    """
+    import shutil
+
+    from modeling.counts import count_parameters
+    from modeling.optimizers.build import state_names
+
+    copies = 1 + len(state_names(config.optimizer))
+    one_gib = 4 * copies * count_parameters(config.model).total / 2**30
+    existing = config.run_path
+    while not existing.exists():
+        existing = existing.absolute().parent
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    here = len(list((config.run_path / CHECKPOINTS).glob("step-*")))
+    planned = config.train.steps // config.checkpoint.every_steps + 1 if config.checkpoint.every_steps else 1
+    wanted = min(config.checkpoint.keep_last, planned) + 1
+    needed_gib = one_gib * max(1, wanted - here)
+    if needed_gib > free_gib:
+        raise UserError(
+            [
+                f"run_dir={config.run_path} must have room for {wanted} checkpoints of {one_gib:.3g} GiB "
+                f"(checkpoint.keep_last={config.checkpoint.keep_last}, and one being written), and has {free_gib:.3g} GiB free; "
+                f"lower checkpoint.keep_last, or choose a run_dir on another disk"
+            ]
+        )
+
+
+def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int) -> int:
+    """Trains in ``n_ranks`` processes of this machine; their failure is printed once, and its code returned."""
+    from parallel.process import RankError, run_ranks
+
+    try:
+        run_ranks(train_rank, n_ranks, config, changed)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
+    """One rank's process."""
+    from launcher.train import train
+
+    exit_two_for(lambda: train(config, changed))
+
+
+def exit_two_for(work: Callable[[], None]) -> None:
+    """Runs ``work``; the user's mistakes found on the way (a foreign token id) are printed as lines, with code 2."""
+    try:
+        work()
+    except (DataError, UserError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,174 @@
+"""The training loop, read from top to bottom. Every rank runs it."""
+
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+
+from data.dataset import Dataset, open_dataset
+from data.order import take
+from launcher.config.tree import RunConfig
+from launcher.run_dir import CHECKPOINTS
+from launcher.state import TrainState, restore, save
+from launcher.step import Totals, accumulate_gradients, evaluate
+from launcher.watch.moe import moe_metrics
+from launcher.watch.speed import peak_flops_per_second, speed_metrics
+from launcher.watch.watchers import Watchers, open_watchers
+from modeling.counts import flops_per_token
+from modeling.reference import move_router_biases
+from modeling.schedules import lr_factor
+from parallel.engine import Engine, StepResult
+from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.recompute import apply_recompute
+
+
+def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
+    """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
+
+    ``changed`` are the config's differences since the run's last start, logged as an event. The run directory exists.
+    """
+    prepare_process(config)
+    mesh = open_mesh(config.train.timeout_seconds)
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    heldout = open_heldout(config)
+    engine = build_engine(config, mesh)
+    checkpoints = config.run_path / CHECKPOINTS
+    state, warnings = restore(checkpoints, engine, config.seed)
+    tokenizer = dataset.tokenizer
+    with open_watchers(config, mesh, first_step=state.step) as watchers:
+        report_start(watchers, state, warnings, changed)
+        saved_step = state.step
+        while state.step < config.train.steps:
+            row = run_step(config, engine, dataset, state)
+            watchers.update(row)
+            if heldout is not None and is_due(state.step, config.train.eval_every_steps, config.train.steps):
+                watchers.eval({"step": state.step, "eval_loss": heldout_loss(config, engine, heldout)})
+            if is_due(state.step, config.checkpoint.every_steps, config.train.steps):
+                watchers.sync()
+                path = save(checkpoints, engine, state, tokenizer, config.checkpoint.keep_last)
+                watchers.saved(path)
+                saved_step = state.step
+            if state.step % config.train.gc_every_steps == 0:
+                gc.collect()
+        assert saved_step == state.step
+    close_mesh()
+
+
+def is_due(step: int, every_steps: int | None, last_step: int) -> bool:
+    """Whether something done every n steps (None: never), and once at the end, is to be done after this step."""
+    return step == last_step or (every_steps is not None and step % every_steps == 0)
+
+
+def prepare_process(config: RunConfig) -> None:
+    """Settings of the process that must precede CUDA's start, and Python's garbage collector put in our hands.
+
+    Left alone, the collector stops each rank at another moment, and all wait for the one that was stopped.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+
+
+def open_heldout(config: RunConfig) -> Dataset | None:
+    """The held-out samples, or None where the config asks for no evaluation."""
+    if config.train.eval_every_steps is None:
+        return None
+    return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")
+
+
+def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
+    """The model under its layout and precision, weights not yet set. All ranks call it."""
+    engine = Engine(
+        mesh,
+        config.model,
+        config.optimizer,
+        zero=config.parallel.zero,
+        precision=config.train.precision,
+        micro_batch_size=config.train.micro_batch_size,
+    )
+    apply_recompute(engine.model, config.train.recompute)
+    return engine
+
+
+def run_step(config: RunConfig, engine: Engine, dataset: Dataset, state: TrainState) -> dict[str, Any]:
+    """One update: draws the batch, accumulates gradients, steps, advances ``state``; returns the metrics row."""
+    started = time.perf_counter()
+    step = state.step + 1
+    indices = take(state.consumed, config.train.global_batch_size, state.skipped)
+    n_targets, n_tokens = dataset.count(indices)
+    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size)
+    lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
+    update = engine.step(lr)
+    if not update.skipped:
+        move_router_biases(engine.model, config.model, move_to(totals, engine.mesh.device))
+    state.step, state.consumed, state.tokens = step, int(indices[-1]) + 1, state.tokens + n_tokens
+    seconds = time.perf_counter() - started
+    return metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
+
+
+def move_to(totals: Totals, device: torch.device) -> dict[int, torch.Tensor]:
+    """The experts' counts by layer, as tensors on the device."""
+    return {layer: torch.from_numpy(counts).to(device) for layer, counts in totals.counts.items()}
+
+
+def metrics_row(
+    config: RunConfig,
+    engine: Engine,
+    state: TrainState,
+    totals: Totals,
+    update: StepResult,
+    n_targets: int,
+    n_tokens: int,
+    lr: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl. Auxiliary losses are means (over sequences, over tokens), summed over layers."""
+    device, precision = engine.mesh.device, config.train.precision
+    speed = speed_metrics(
+        tokens=n_tokens,
+        step_seconds=seconds,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        peak_flops=peak_flops_per_second(device, precision),
+        n_devices=engine.mesh.world_size,
+        device=device,
+    )
+    row = {"step": state.step, "tokens": state.tokens, "loss": totals.loss / max(1, n_targets), "lr": lr}
+    row |= {"grad_norm": update.grad_norm, **speed}
+    if precision == "fp16":
+        row |= {"loss_scale": update.loss_scale, "skipped": update.skipped}
+    if config.model.moe is not None:
+        row |= moe_metrics(
+            totals.counts,
+            {layer: entropy / n_tokens for layer, entropy in totals.entropy.items()},
+            n_tokens=n_tokens,
+            top_k=config.model.moe.top_k,
+            balance_loss=sum(totals.balance_loss.values()) / config.train.global_batch_size,
+            z_loss=sum(totals.z_loss.values()) / n_tokens,
+        )
+    return row
+
+
+def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset) -> float:
+    """The held-out token cross-entropy. All ranks call it."""
+    train = config.train
+    return evaluate(engine.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
+
+
+def report_start(
+    watchers: Watchers, state: TrainState, warnings: list[str], changed: list[tuple[str, Any, Any]]
+) -> None:
+    """Events of a run's start: a checkpoint set aside, a resume, keys that changed since the last start."""
+    for warning in warnings:
+        watchers.event({"step": state.step, "event": "damaged_checkpoint", "message": warning})
+    if state.step:
+        watchers.event({"step": state.step, "event": "resume", "consumed": state.consumed})
+    for key, before, after in changed:
+        watchers.event({"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)})

@@ -1,0 +1,114 @@
+"""Faults that tests plant in a rank's own process, to see the checks fail."""
+
+from typing import Any
+
+import torch
+
+
+def plant(fault: str | None) -> None:
+    """Breaks the code of this process in the named way; None breaks nothing."""
+    match fault:
+        case None:
+            return
+        case "gradients not reduced":
+            import torch.distributed as dist
+
+            dist.all_reduce = skip_for_large(dist.all_reduce)
+            import deepspeed.comm as comm
+
+            comm.all_reduce = skip_for_large(comm.all_reduce)
+        case "loss divided by the local count":
+            import launcher.step as step
+
+            original = step.accumulate_gradients
+
+            def local_mean(engine: Any, dataset: Any, indices: Any, micro_batch_size: int) -> Any:
+                mine = step.share_of_batch(indices, micro_batch_size, engine.mesh).reshape(-1)
+                n_targets, n_tokens = dataset.count(mine)
+                dataset.count = lambda _: (n_targets * engine.mesh.dp, n_tokens * engine.mesh.dp)
+                try:
+                    return original(engine, dataset, indices, micro_batch_size)
+                finally:
+                    del dataset.count
+
+            patch_loop("accumulate_gradients", local_mean)
+        case "loss not scaled by dp":
+            from parallel.engine import Engine
+
+            original_backward = Engine.backward
+            Engine.backward = lambda self, loss, *, last: original_backward(self, loss / self.mesh.dp, last=last)
+        case "labels shifted":
+            patch_batches(lambda batch: setattr(batch, "targets_BS", batch.targets_BS.roll(1, dims=1)))
+        case "mask off":
+            patch_batches(lambda batch: setattr(batch, "documents_BS", torch.zeros_like(batch.documents_BS)))
+        case "positions not restarted":
+            patch_batches(
+                lambda batch: setattr(
+                    batch, "positions_BS", torch.arange(batch.tokens_BS.shape[1]).expand_as(batch.tokens_BS).contiguous()
+                )
+            )
+        case "last micro-batch dropped":
+            import launcher.step as step
+
+            deal = step.share_of_batch
+            step.share_of_batch = lambda indices, size, mesh: deal(indices, size, mesh)[:-1]
+        case "balance loss times dp":
+            import launcher.step as step
+            from modeling.context import Context
+
+            def scaled(*arguments: Any, balance_scale: float = 0.0, **rest: Any) -> Context:
+                return Context(*arguments, balance_scale=balance_scale * 2, **rest)
+
+            step.Context = scaled
+        case "weights drawn by rank":
+            import os
+
+            import parallel.engine as engine
+
+            draw = engine.initial_tensor
+            engine.initial_tensor = lambda config, seed, name, shape: draw(config, seed + int(os.environ["RANK"]), name, shape)
+        case "router bias from local counts":
+            import launcher.train as loop
+
+            original_move = loop.move_router_biases
+
+            def local(model: Any, config: Any, counts: dict[int, torch.Tensor]) -> None:
+                original_move(model, config, {layer: count.flip(0) for layer, count in counts.items()})
+
+            loop.move_router_biases = local
+        case _:
+            raise AssertionError(f"no fault named {fault!r}")
+
+
+def patch_loop(name: str, function: Any) -> None:
+    """Replaces a function of launcher.step where the loop calls it."""
+    import launcher.step as step
+    import launcher.train as loop
+
+    setattr(step, name, function)
+    setattr(loop, name, function)
+
+
+def patch_batches(change: Any) -> None:
+    """Applies ``change`` to every micro-batch that is read."""
+    import launcher.step as step
+
+    original = step.read_micro_batch
+
+    def changed(*arguments: Any) -> Any:
+        batch = original(*arguments)
+        fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+        loose = type("Loose", (), fields)()
+        change(loose)
+        return step.MicroBatch(**{name: getattr(loose, name) for name in fields})
+
+    step.read_micro_batch = changed
+
+
+def skip_for_large(all_reduce: Any) -> Any:
+    """An all-reduce that leaves tensors of more than 500 elements alone: gradients, but no norms or counts."""
+
+    def maybe(tensor: torch.Tensor, *arguments: Any, **rest: Any) -> Any:
+        return all_reduce(tensor[:0].clone() if tensor.numel() > 500 else tensor, *arguments, **rest)
+
+    return maybe

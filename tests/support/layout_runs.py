@@ -1,0 +1,184 @@
+"""What many-process tests run in each rank, and how its results are put together and compared with one plain process."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.config import DataConfig, SourceConfig
+from data.dataset import open_dataset
+from data.order import take
+from launcher.config.tree import RunConfig, TrainConfig
+from modeling.config import ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.optimizers.config import OptimizerConfig, SGDConfig
+from modeling.reference import MicroBatch, ReferenceTrainer
+from modeling.schedules import ConstantSchedule
+from parallel.config import ParallelConfig
+
+VOCAB_SIZE = 96
+MOE_MODEL = ModelConfig(
+    family="glm4_moe",
+    vocab_size=VOCAB_SIZE,
+    d_model=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=48,
+    qk_norm=True,
+    tie_embeddings=True,
+    moe=MoEConfig(
+        n_experts=4,
+        top_k=2,
+        d_ff=24,
+        n_shared_experts=1,
+        n_dense_layers=1,
+        score="sigmoid",
+        z_loss=1e-2,
+        balance=SequenceAuxBalance(coefficient=0.05),
+    ),
+)
+DENSE_MODEL = ModelConfig(vocab_size=VOCAB_SIZE, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48)
+
+
+@dataclass
+class RankResult:
+    """What one rank saw and owns at the end."""
+
+    rows: list[dict[str, Any]]  # metrics rows
+    pieces: dict[str, dict[str, list[tuple[int, Tensor]]]]  # kind -> name -> (start, flat elements)
+    buffers: dict[str, Tensor]
+
+
+@dataclass
+class LayoutResult:
+    """The ranks' results put together: whole logical tensors."""
+
+    rows: list[dict[str, Any]]
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kind -> name -> flat tensor
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [row["grad_norm"] for row in self.rows]
+
+
+def write_tokens(folder: Path, *, n_documents: int = 60, longest: int = 40, seed: int = 0) -> str:
+    """Ragged random documents as Megatron token files; returns their prefix."""
+    from data.tokenwriter import TokenWriter
+
+    random = np.random.default_rng(seed)
+    prefix = folder / "tokens"
+    with TokenWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(n_documents):
+            writer.add(random.integers(1, VOCAB_SIZE, size=random.integers(1, longest)))
+    return str(prefix)
+
+
+def run_config(
+    tokens: str,
+    *,
+    model: ModelConfig = MOE_MODEL,
+    optimizer: OptimizerConfig | None = None,
+    zero: int = 1,
+    steps: int = 5,
+    **train: Any,
+) -> RunConfig:
+    """A small run on the token files ``tokens``: 8 sequences of 24 tokens a step."""
+    settings = {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32", **train}
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_len=24, sources=(SourceConfig(path=tokens),)),
+        train=TrainConfig(**settings),
+        optimizer=optimizer or SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5),
+        schedule=ConstantSchedule(),
+        parallel=ParallelConfig(zero=zero),
+    )
+
+
+def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
+    """One rank: train.steps updates from step 0 by the real loop's step. ``fault`` breaks something on purpose."""
+    from faults import plant
+    from launcher.state import TrainState
+    from launcher.train import build_engine, run_step
+    from parallel.mesh import close_mesh, open_mesh
+
+    plant(fault)
+    mesh = open_mesh(120)
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    engine = build_engine(config, mesh)
+    engine.initialize_weights(config.seed)
+    state = TrainState()
+    rows = [run_step(config, engine, dataset, state) for _ in range(config.train.steps)]
+    pieces: dict[str, dict[str, list[tuple[int, Tensor]]]] = {}
+    for fragment in engine.fragments:
+        for kind, flat in engine.pieces(fragment).items():
+            pieces.setdefault(kind, {}).setdefault(fragment.name, []).append((fragment.start, flat.clone()))
+    buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
+    close_mesh()
+    return RankResult(rows, pieces, buffers)
+
+
+def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> LayoutResult:
+    """Trains under the config's layout on ``n_ranks`` gloo processes."""
+    from parallel.process import run_ranks
+
+    results: list[RankResult] = run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1)
+    merged = LayoutResult(results[0].rows, buffers=results[0].buffers)
+    parts: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    for result in results:
+        for kind, tensors in result.pieces.items():
+            for name, fragments in tensors.items():
+                parts.setdefault((kind, name), []).extend(fragments)
+    for (kind, name), fragments in parts.items():
+        flat = torch.cat([part for _, part in sorted(fragments, key=lambda part: part[0])])
+        merged.state.setdefault(kind, {})[name] = flat
+    return merged
+
+
+def run_reference(config: RunConfig, micro_batch_size: int | None = None) -> LayoutResult:
+    """The same steps on one plain process, without DeepSpeed or any of the parallel code."""
+    loss_scale = 2.0**16 if config.train.precision == "fp16" else 1.0
+    trainer = ReferenceTrainer(
+        config.model, config.optimizer, seed=config.seed, precision=config.train.precision, loss_scale=loss_scale
+    )
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    result = LayoutResult([])
+    for step in range(config.train.steps):
+        indices = take(step * config.train.global_batch_size, config.train.global_batch_size)
+        batches = [read(dataset, part) for part in np.split(indices, len(indices) // (micro_batch_size or config.train.micro_batch_size))]
+        seen = trainer.step(batches, config.optimizer.lr)
+        result.rows.append({"loss": seen.loss, "grad_norm": seen.grad_norm})
+    result.state["weight"] = {name: master.detach().flatten() for name, master in trainer.masters.items()}
+    result.buffers = dict(trainer.model.named_buffers())
+    return result
+
+
+def read(dataset: Any, indices: np.ndarray) -> MicroBatch:
+    """Samples as the reference takes them."""
+    batch = dataset.read(indices)
+    arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
+    return MicroBatch(*(torch.from_numpy(array) for array in arrays))
+
+
+def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, float]:
+    """Losses and norms: largest relative error over the steps. Weights, biases: largest absolute error."""
+
+    def relative(mine: list[float], theirs: list[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+
+    names = reference.state["weight"]
+    weights = max(float((ours.state["weight"][name] - names[name]).abs().max()) for name in names)
+    buffers = [float((ours.buffers[name] - value).abs().max()) for name, value in reference.buffers.items()]
+    return {
+        "loss": relative(ours.losses, reference.losses),
+        "grad_norm": relative(ours.grad_norms, reference.grad_norms),
+        "weight": weights,
+        "buffer": max(buffers, default=0.0),
+    }
