@@ -41,7 +41,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     config = load_checked(path, overrides, world_size=job_size)
     changed = check_resume(config)
     check_room(config)
-    from data.prepare import find_prepared
+    from data.prepared import find_prepared
 
     if find_prepared(config.data, config.model.vocab_size) is None:
         raise UserError(
@@ -66,7 +66,7 @@ def default_ranks() -> int:
 
 def prepare_missing(config: RunConfig) -> None:
     """Prepares token files that are not there, showing progress."""
-    from data.prepare import find_prepared
+    from data.prepared import find_prepared
 
     if find_prepared(config.data, config.model.vocab_size) is None:
         from launcher.prepare import prepare_shown
@@ -109,7 +109,7 @@ def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks:
     from parallel.process import RankError, run_ranks
 
     try:
-        run_ranks(train_rank, n_ranks, config, changed)
+        run_ranks(train_rank, n_ranks, config, changed, preload=["launcher.train"])
     except RankError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -42,7 +42,7 @@ class Totals:
 
 def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
     """This rank's samples of a global batch: micro-batches are dealt to the ranks of dp in turn. Shape (n, micro_batch_size)."""
-    return indices.reshape(-1, micro_batch_size)[mesh.dp_rank :: mesh.dp]
+    return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
 
 
 def read_micro_batch(dataset: Dataset, indices: np.ndarray, device: torch.device) -> MicroBatch:
@@ -61,7 +61,7 @@ def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, 
     """
     mesh = engine.mesh
     n_targets, n_tokens = dataset.count(indices)
-    scale = engine.loss_scale * mesh.dp  # DeepSpeed averages gradients over dp
+    scale = engine.loss_scale * mesh.replicas.degree  # DeepSpeed averages gradients over dp x cp
     mine = share_of_batch(indices, micro_batch_size, mesh)
     sums = Sums()
     for number, part in enumerate(mine):
@@ -85,8 +85,8 @@ def evaluate(model: Decoder, dataset: Dataset, n_sequences: int, micro_batch_siz
     indices = np.arange(min(n_sequences, dataset.n_samples))
     n_targets, _ = dataset.count(indices)
     sums = Sums()
-    for start in range(0, len(indices), micro_batch_size * mesh.dp):
-        first = start + mesh.dp_rank * micro_batch_size
+    for start in range(0, len(indices), micro_batch_size * mesh.dp.degree):
+        first = start + mesh.dp.rank * micro_batch_size
         part = indices[first : first + micro_batch_size]
         # A rank with nothing left still runs: under ZeRO 3 the others wait for its part of the weights.
         batch = read_micro_batch(dataset, part if len(part) else indices[:1], mesh.device)

@@ -1,5 +1,6 @@
 """The training loop, read from top to bottom. Every rank runs it."""
 
+import dataclasses
 import gc
 import os
 import time
@@ -9,13 +10,14 @@ import torch
 
 from data.dataset import Dataset, open_dataset
 from data.order import take
+from data.prepared import locate
 from launcher.config.tree import RunConfig
 from launcher.run_dir import CHECKPOINTS
 from launcher.state import TrainState, restore, save
 from launcher.step import Totals, accumulate_gradients, evaluate
 from launcher.watch.moe import moe_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
-from launcher.watch.watchers import Watchers, open_watchers
+from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
 from modeling.counts import flops_per_token
 from modeling.reference import move_router_biases
 from modeling.schedules import lr_factor
@@ -30,16 +32,16 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
     ``changed`` are the config's differences since the run's last start, logged as an event. The run directory exists.
     """
     prepare_process(config)
-    mesh = open_mesh(config.train.timeout_seconds)
+    mesh = open_mesh(config.parallel, config.train.timeout_seconds)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
     checkpoints = config.run_path / CHECKPOINTS
     state, warnings = restore(checkpoints, engine, config.seed)
-    tokenizer = dataset.tokenizer
-    with open_watchers(config, mesh, first_step=state.step) as watchers:
+    prepared = locate(config.data, config.model.vocab_size)
+    tokenizer = prepared.tokenizer if prepared is not None else None
+    with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:
         report_start(watchers, state, warnings, changed)
-        saved_step = state.step
         while state.step < config.train.steps:
             row = run_step(config, engine, dataset, state)
             watchers.update(row)
@@ -48,11 +50,9 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
             if is_due(state.step, config.checkpoint.every_steps, config.train.steps):
                 watchers.sync()
                 path = save(checkpoints, engine, state, tokenizer, config.checkpoint.keep_last)
-                watchers.saved(path)
-                saved_step = state.step
+                watchers.event({"step": state.step, "event": "checkpoint", "path": str(path)})
             if state.step % config.train.gc_every_steps == 0:
                 gc.collect()
-        assert saved_step == state.step
     close_mesh()
 
 
@@ -163,7 +163,7 @@ def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset) -> float:
 
 
 def report_start(
-    watchers: Watchers, state: TrainState, warnings: list[str], changed: list[tuple[str, Any, Any]]
+    watchers: Watchers | NullWatchers, state: TrainState, warnings: list[str], changed: list[tuple[str, Any, Any]]
 ) -> None:
     """Events of a run's start: a checkpoint set aside, a resume, keys that changed since the last start."""
     for warning in warnings:

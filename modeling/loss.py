@@ -76,4 +76,6 @@ class Head(nn.Module):
         """The sum of the cross-entropies of the targets that count (fp64); without targets, the logits (B, S, V)."""
         if targets_BS is None:
             return F.linear(hidden_BSD, self.weight)
-        return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), self.weight, targets_BS.flatten())
+        # Gradients are made in the forward pass, where torch.no_grad() does not show: a detached weight asks for none.
+        weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
+        return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())

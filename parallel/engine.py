@@ -67,7 +67,7 @@ class Engine:
             install_norm(self.optimizer)
         if precision == "fp16":
             defer_loss_scale(self.optimizer)
-        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh.dp_rank, mesh.dp)
+        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh.replicas.rank, mesh.replicas.degree)
         self.reset_states(0)
 
     @property
@@ -119,7 +119,7 @@ class Engine:
     def clip_replicated(self) -> float:
         """Clips the gradients that every rank holds whole (ZeRO 0), and returns their norm before."""
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        norm = float(global_norm(gradients, 1.0 / self.mesh.dp, self.mesh.device))
+        norm = float(global_norm(gradients, 1.0 / self.mesh.replicas.degree, self.mesh.device))
         if self.clip_norm is not None and math.isfinite(norm) and norm + 1e-6 > self.clip_norm:
             torch._foreach_mul_(gradients, self.clip_norm / (norm + 1e-6))
         return norm
@@ -161,12 +161,12 @@ class Engine:
     def gather_replicated(self, weight: Tensor) -> None:
         """Completes a weight of which each rank of dp wrote its share (ZeRO 0)."""
         flat = weight.data.view(-1)
-        size = -(-flat.numel() // self.mesh.dp)
-        for rank in range(self.mesh.dp):
+        size = -(-flat.numel() // self.mesh.replicas.degree)
+        for rank in range(self.mesh.replicas.degree):
             start = min(rank * size, flat.numel())
             part = flat.narrow(0, start, min(size, flat.numel() - start))
             if part.numel():
-                dist.broadcast(part, rank)
+                dist.broadcast(part, self.mesh.replicas.ranks[rank], group=self.mesh.replicas.group)
 
     def publish_stage3(self) -> None:
         """ZeRO 3: masters to the low-precision partitions, and the small parameters that stay whole gathered again."""

@@ -1,38 +1,127 @@
-"""Which rank sits where, and the groups through which ranks talk."""
+"""Which rank sits where, and the groups through which ranks talk.
+
+    world = pp x dp x cp x tp      tp varies fastest: rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+
+Experts fold the same dp x cp x tp ranks of a stage another way: ep consecutive ranks hold all experts once, and the
+edp = dp * cp * tp / ep ranks that hold the same experts replicate them.
+"""
 
 import datetime
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as this process sees it: its position, the degree, and the ranks along it (global numbers, in order)."""
+
+    rank: int
+    degree: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None  # None where the degree is 1
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place: its rank on each axis, the axes' degrees, and their groups.
-
-    ``control`` is a gloo group over all ranks for objects and small CPU tensors, whatever the device.
-    """
+    """This process's place. All axes hold this rank; ``control`` is a gloo group over the world for small CPU things."""
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None  # None: one process without a process group
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    ep: Axis
+    edp: Axis  # the ranks that hold the same experts
+    replicas: Axis  # dp x cp: the ranks that hold the same dense weights
+    model: Axis  # pp x tp: what DeepSpeed calls model parallel
+
+    @property
+    def place(self) -> str:
+        """The rank's positions on the axes of degree above one, for messages: "rank 3 (tp 1, dp 1)"."""
+        axes = {name: getattr(self, name) for name in ("pp", "dp", "cp", "tp", "ep")}
+        inside = ", ".join(f"{name} {axis.rank}" for name, axis in axes.items() if axis.degree > 1)
+        return f"rank {self.rank} ({inside})" if inside else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The axes' degrees for a world size; dp is what remains."""
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world_size: int) -> "Degrees":
+        """The degrees that a config gives ``world_size`` processes."""
+        names = ("tp", "cp", "pp", "ep")
+        return cls(world_size, **{name: getattr(parallel, name, 1) for name in names})
 
     @property
     def dp(self) -> int:
         """The data-parallel degree."""
-        return self.world_size
+        return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
-    def dp_rank(self) -> int:
-        """This process's position on the dp axis."""
-        return self.rank
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """How often each expert is held."""
+        return self.stage // self.ep
+
+    def lines(self, axis: str) -> list[tuple[int, ...]]:
+        """The ranks along ``axis``, for every line of the mesh parallel to it: a partition of the world."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            lines.setdefault(self.elsewhere(axis, rank), []).append(rank)
+        return [tuple(line) for line in lines.values()]
+
+    def elsewhere(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The rank's coordinates that are constant along ``axis``."""
+        tp = rank % self.tp
+        cp = rank // self.tp % self.cp
+        dp = rank // (self.tp * self.cp) % self.dp
+        pp, within = divmod(rank, self.stage)
+        match axis:
+            case "tp":
+                return (pp, dp, cp)
+            case "cp":
+                return (pp, dp, tp)
+            case "dp":
+                return (pp, cp, tp)
+            case "pp":
+                return (dp, cp, tp)
+            case "ep":
+                return (pp, within // self.ep)
+            case "edp":
+                return (pp, within % self.ep)
+            case "replicas":
+                return (pp, tp)
+            case "model":
+                return (dp, cp)
+            case _:
+                raise AssertionError(axis)
 
 
-def open_mesh(timeout_seconds: int) -> Mesh:
+AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "replicas", "model")
+
+
+def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     """Joins the process group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All ranks call it.
 
     On CUDA the device is set from LOCAL_RANK before anything else, so that no two ranks share a GPU. DeepSpeed finds the
@@ -53,13 +142,30 @@ def open_mesh(timeout_seconds: int) -> Mesh:
         device_id=device if cuda else None,
     )
     control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
-    assert control is not None
-    return Mesh(rank=rank, world_size=world_size, device=device, control=control)
+    degrees = Degrees.of(parallel, world_size)
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    axes = {name: _open_axis(degrees.lines(name), rank, groups, timeout) for name in AXES}
+    return Mesh(rank=rank, world_size=world_size, device=device, control=control, **axes)
+
+
+def _open_axis(
+    lines: Sequence[tuple[int, ...]],
+    rank: int,
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None],
+    timeout: datetime.timedelta,
+) -> Axis:
+    """Creates the groups of one axis, in the same order on all ranks; axes with the same lines share them."""
+    for line in lines:
+        if line not in groups:
+            groups[line] = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
+    mine = next(line for line in lines if rank in line)
+    return Axis(mine.index(rank), len(mine), mine, groups[mine])
 
 
 def lone_mesh(device: torch.device) -> Mesh:
     """The mesh of one process that talks to nobody: for evaluation and generation outside a job."""
-    return Mesh(rank=0, world_size=1, device=device, control=None)
+    alone = {name: Axis(0, 1, (0,), None) for name in AXES}
+    return Mesh(rank=0, world_size=1, device=device, control=None, **alone)
 
 
 def close_mesh() -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -46,14 +46,16 @@ def run_ranks(
     *arguments: Any,
     timeout_seconds: float | None = None,
     threads: int | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Calls ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh; returns their results by rank.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each. When one fails, or the time is over, all
-    others are killed and RankError is raised. ``threads`` sets each rank's torch threads (default: cores / ranks).
+    others are killed and RankError is raised. ``threads`` sets each rank's torch threads (default: cores / ranks); ``preload``
+    names further modules that the fork server imports, once for all ranks.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "parallel.preloaded"])
+    context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", *preload])
     threads = threads or max(1, (os.cpu_count() or 1) // n_ranks)
     port = _free_port()
     children = []

@@ -68,7 +68,7 @@ def test_low_precision_equals_one_process_in_that_precision(tokens, zero, precis
         ("loss not scaled by dp", MOE_MODEL, "grad_norm"),
         ("labels shifted", MOE_MODEL, "loss"),
         ("mask off", MOE_MODEL, "loss"),
-        ("positions not restarted", MOE_MODEL, "loss"),
+        ("positions doubled", MOE_MODEL, "loss"),
         ("last micro-batch dropped", MOE_MODEL, "loss"),
         ("balance loss times dp", MOE_MODEL, "weight"),
         ("weights drawn by rank", MOE_MODEL, "weight"),

@@ -25,7 +25,7 @@ def plant(fault: str | None) -> None:
             def local_mean(engine: Any, dataset: Any, indices: Any, micro_batch_size: int) -> Any:
                 mine = step.share_of_batch(indices, micro_batch_size, engine.mesh).reshape(-1)
                 n_targets, n_tokens = dataset.count(mine)
-                dataset.count = lambda _: (n_targets * engine.mesh.dp, n_tokens * engine.mesh.dp)
+                dataset.count = lambda _: (n_targets * engine.mesh.dp.degree, n_tokens * engine.mesh.dp.degree)
                 try:
                     return original(engine, dataset, indices, micro_batch_size)
                 finally:
@@ -36,17 +36,13 @@ def plant(fault: str | None) -> None:
             from parallel.engine import Engine
 
             original_backward = Engine.backward
-            Engine.backward = lambda self, loss, *, last: original_backward(self, loss / self.mesh.dp, last=last)
+            Engine.backward = lambda self, loss, *, last: original_backward(self, loss / self.mesh.dp.degree, last=last)
         case "labels shifted":
             patch_batches(lambda batch: setattr(batch, "targets_BS", batch.targets_BS.roll(1, dims=1)))
         case "mask off":
             patch_batches(lambda batch: setattr(batch, "documents_BS", torch.zeros_like(batch.documents_BS)))
-        case "positions not restarted":
-            patch_batches(
-                lambda batch: setattr(
-                    batch, "positions_BS", torch.arange(batch.tokens_BS.shape[1]).expand_as(batch.tokens_BS).contiguous()
-                )
-            )
+        case "positions doubled":  # (a position that merely fails to restart changes nothing: RoPE is relative)
+            patch_batches(lambda batch: setattr(batch, "positions_BS", batch.positions_BS * 2))
         case "last micro-batch dropped":
             import launcher.step as step
 

@@ -71,13 +71,14 @@ class LayoutResult:
 
 def write_tokens(folder: Path, *, n_documents: int = 60, longest: int = 40, seed: int = 0) -> str:
     """Ragged random documents as Megatron token files; returns their prefix."""
-    from data.tokenwriter import TokenWriter
+    from data.tokenwriter import TokenFileWriter
 
     random = np.random.default_rng(seed)
     prefix = folder / "tokens"
-    with TokenWriter(prefix, np.dtype(np.uint16)) as writer:
-        for _ in range(n_documents):
-            writer.add(random.integers(1, VOCAB_SIZE, size=random.integers(1, longest)))
+    writer = TokenFileWriter(prefix, np.dtype(np.uint16))
+    for _ in range(n_documents):
+        writer.add(random.integers(1, VOCAB_SIZE, size=random.integers(1, longest)))
+    writer.finish()
     return str(prefix)
 
 
@@ -110,7 +111,7 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     from parallel.mesh import close_mesh, open_mesh
 
     plant(fault)
-    mesh = open_mesh(120)
+    mesh = open_mesh(config.parallel, 120)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     engine = build_engine(config, mesh)
     engine.initialize_weights(config.seed)

@@ -1,0 +1,178 @@
+"""The command line: each command parses, loads and checks the config, and calls one function.
+
+Exit codes: 0 done; 2 the user's input is wrong (one line a problem on stderr, nothing created); 75 stopped on request
+after saving; 130 interrupted; 1 anything else. Heavy libraries are imported inside the commands that need them, so
+that help and refusals are quick and print nothing of theirs.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data.errors import DataError
+from launcher.errors import UserError
+
+app = typer.Typer(
+    name="roundtable",
+    help="Pretrains mixture-of-experts language models; every parallel layout trains the same model.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Dotted overrides, e.g. optimizer.lr=2e-4 model.moe=null.", show_default=False
+    ),
+]
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
+CheckpointArgument = Annotated[
+    Path,
+    typer.Argument(metavar="CHECKPOINT", help="A run directory, or one checkpoint's directory.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"roundtable {version('roundtable')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+@app.command("config")
+def print_config(
+    config: ConfigArgument, overrides: OverridesArgument = None, ranks: RanksOption = 1, as_json: JsonOption = False
+) -> None:
+    """Print the resolved config, marking what differs from the defaults."""
+    from launcher.config.checked import load_checked
+    from launcher.config.dump import config_to_json, describe_config
+
+    resolved = load_checked(config, overrides or (), world_size=ranks, data=False)
+    print(config_to_json(resolved) if as_json else describe_config(resolved), end="")
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> int:
+    """Say what this machine has and what will not work."""
+    from launcher.doctor import print_report
+
+    return print_report(as_json=as_json)
+
+
+@app.command()
+def prepare(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Turn raw text into token files; restartable."""
+    from launcher.config.checked import load_checked
+    from launcher.prepare import prepare_shown
+
+    prepare_shown(load_checked(config, overrides or ()))
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Local processes (default: one for each GPU, or one).", show_default=False),
+    ] = None,
+) -> int:
+    """Train; goes on from the run directory's checkpoint if it holds one. Under srun or torchrun, joins that job."""
+    from launcher.start import start_training
+
+    return start_training(config, overrides or (), ranks)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: CheckpointArgument,
+    sequences: Annotated[
+        int | None, typer.Option(help="Held-out sequences (default: train.eval_sequences).", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Print a checkpoint's held-out loss."""
+    from launcher.evaluation import evaluate_checkpoint
+
+    return evaluate_checkpoint(checkpoint, sequences, as_json=as_json)
+
+
+@app.command()
+def export(
+    checkpoint: CheckpointArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.", show_default=False)
+    ],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+) -> None:
+    """Write a checkpoint as a folder that Hugging Face transformers loads."""
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise UserError([f"--dtype={dtype} must be fp32, bf16 or fp16; fp32 keeps every bit of the trained weights"])
+    from launcher.export import export as write_export
+
+    write_export(checkpoint, out, dtype)
+    print(f"{checkpoint} -> {out}")
+
+
+@app.command()
+def generate(
+    checkpoint: CheckpointArgument,
+    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token always.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.", show_default=False)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this share.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Continue a prompt with a trained model."""
+    from launcher.generate import generate_from_checkpoint
+
+    generate_from_checkpoint(
+        checkpoint,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; ``arguments`` default to the process's own."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(args=given or ["--help"], prog_name="roundtable", standalone_mode=False) or 0
+    except UserError as error:
+        return _refuse(error.problems)
+    except DataError as error:
+        return _refuse([str(error)])
+    except typer.TyperException as error:
+        return _refuse([f"{' '.join(error.format_message().split()).rstrip('.')}; see roundtable --help"])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _refuse(lines: Sequence[str]) -> int:
+    """Prints each problem on a line of its own to stderr; returns exit code 2."""
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 2

@@ -1,0 +1,1 @@
+"""What a run shows while it runs: metrics.jsonl, the terminal, Weights & Biases, plots."""

@@ -1,0 +1,147 @@
+"""metrics.jsonl: one JSON object a line, in the order of the steps.
+
+Three kinds of rows, told apart by their keys: an update has ``loss``, an evaluation has ``eval_loss`` and no ``loss``,
+and an event has ``event``. Every row has ``step``. Numbers are written unrounded (Python's repr, which reads back to
+the same double). JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", as
+W&B and protobuf's JSON do, and ``read_metrics`` gives the floats back.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from launcher.errors import UserError
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsFile:
+    """The writer. Only rank 0 opens one; each row reaches the operating system before ``write`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens ``path`` for appending and creates it where it is missing; its directory must exist."""
+        self.path = path
+        self._file = path.open("ab")
+
+    @classmethod
+    def resume(cls, path: Path, step: int) -> Self:
+        """The writer of a run restored at ``step`` (0: from the start), with every later row and a torn line dropped.
+
+        The file is replaced by a rename, so that a kill in between leaves the old one or the new one. Raises UserError
+        where a line other than the last is damaged; the file is then left as it is.
+        """
+        if path.exists():
+            shortened = path.with_name(path.name + ".tmp")
+            try:
+                _copy_rows(path, shortened, step)
+                shortened.replace(path)
+            finally:
+                shortened.unlink(missing_ok=True)
+        return cls(path)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""
+        self._file.write(encode_row(row).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics.jsonl, with NaN and infinities as floats; a torn last line is ignored.
+
+    Raises UserError where any other line is not a JSON object with a whole-number ``step``.
+    """
+    return [{key: _decode(value) for key, value in row.items()} for _, row in _rows_with_lines(path)]
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with tensors and NumPy values turned into Python numbers and lists, so that every reader gets the same.
+
+    Tensors must lie on the CPU or be cheap to wait for: this is where a CUDA value is fetched.
+    """
+    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+
+
+def encode_row(row: Mapping[str, Any]) -> str:
+    """One line of valid JSON without its newline. Raises TypeError for a value that JSON cannot hold."""
+    plain = plain_row(row)
+    try:
+        return json.dumps(plain, allow_nan=False)
+    except ValueError:  # a NaN or an infinity somewhere: rare, so only then is every value visited
+        return json.dumps({key: _encode(value) for key, value in plain.items()}, allow_nan=False)
+
+
+def _copy_rows(source: Path, target: Path, last_step: int) -> None:
+    """Copies the lines of the rows up to ``last_step``, byte for byte, and forces them to disk."""
+    with target.open("wb") as file:
+        for line, row in _rows_with_lines(source):
+            if row["step"] <= last_step:
+                file.write(line.rstrip(b"\n") + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _encode(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case list() | tuple():
+            return [_encode(item) for item in value]
+        case dict():
+            return {key: _encode(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _decode(value: Any) -> Any:
+    match value:
+        case str():
+            return NON_FINITE.get(value, value)
+        case list():
+            return [_decode(item) for item in value]
+        case dict():
+            return {key: _decode(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _rows_with_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line and its row, without reading the whole file into memory; a damaged last line is left out."""
+    damaged: int | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if damaged is not None:
+                raise UserError([f"{path}: line {damaged} is not a row (a JSON object with a step); remove that line"])
+            row = _parse(line)
+            if row is None:
+                damaged = number
+            else:
+                yield line, row
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The row of a line, or None where the line is torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

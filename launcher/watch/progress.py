@@ -1,0 +1,76 @@
+"""What the terminal's views remember of a run: the latest numbers, the loss so far, the pace."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PACE_ROWS = 64  # updates over which the pace is measured: evaluations and checkpoints in between count
+TRACE_POINTS = 512
+EVENTS_KEPT = 3
+
+
+class Trace:
+    """A series of any length in at most TRACE_POINTS means of equally many neighboring values."""
+
+    def __init__(self) -> None:
+        self.means: list[float] = []
+        self.first: float | None = None
+        self._group = 1  # values in one mean
+        self._pending: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Appends a value; halves the resolution when the points run out."""
+        if self.first is None:
+            self.first = value
+        self._pending.append(value)
+        if len(self._pending) == self._group:
+            self.means.append(sum(self._pending) / self._group)
+            self._pending.clear()
+        if len(self.means) == TRACE_POINTS:
+            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
+            self._group *= 2
+
+
+class Progress:
+    """A run as rows of metrics.jsonl describe it; ``observe`` takes them as they come."""
+
+    def __init__(self, total_steps: int, first_step: int, name: str, run_dir: Path) -> None:
+        """``first_step`` is the first update of this process: 1, or the restored step + 1."""
+        self.total_steps = total_steps
+        self.first_step = first_step
+        self.name = name
+        self.run_dir = run_dir
+        self.step = first_step - 1
+        self.update: dict[str, Any] = {}
+        self.evaluation: dict[str, Any] = {}
+        self.checkpoint_step: int | None = None
+        self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self.losses = Trace()
+        self._moments: deque[tuple[float, int]] = deque([(time.monotonic(), self.step)], maxlen=PACE_ROWS)
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Takes in one row of any kind."""
+        if "loss" in row:
+            self.step = row["step"]
+            self.update = dict(row)
+            self.losses.add(row["loss"])
+            self._moments.append((time.monotonic(), self.step))
+        elif "eval_loss" in row:
+            self.evaluation = dict(row)
+        elif row["event"] == "checkpoint":
+            self.checkpoint_step = row["step"]
+        else:
+            self.events.append(event_text(row))
+
+    def seconds_left(self) -> float | None:
+        """The time to the last step at the present pace, or None before the first update."""
+        (start, first), (now, last) = self._moments[0], self._moments[-1]
+        return (self.total_steps - last) * (now - start) / (last - first) if last > first else None
+
+
+def event_text(row: Mapping[str, Any]) -> str:
+    """An event row as a line of text: what happened, when, and its fields."""
+    fields = "  ".join(f"{key}={value}" for key, value in row.items() if key not in ("step", "event"))
+    return f"step {row['step']}: {row['event']}" + (f"  {fields}" if fields else "")

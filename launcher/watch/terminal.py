@@ -1,0 +1,251 @@
+"""The run as the terminal shows it: a live view on a terminal, plain lines everywhere else.
+
+Both write to stdout and take the same rows as metrics.jsonl. The live view redraws twice a second from a thread of its
+own, so a long step does not freeze it. NO_COLOR and TERM=dumb are honored; plain lines never hold an escape code.
+"""
+
+import atexit
+import contextlib
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
+from launcher.watch.moe import layer_of, load_keys
+from launcher.watch.progress import Progress, event_text
+
+REFRESHES_PER_SECOND = 2
+PLAIN_SECONDS = 10.0  # at least one line in so many seconds
+PLAIN_LINES = 20  # and at least so many lines in a run
+FRAME_LINES = 9  # the live view's lines besides the experts'
+
+
+class View(ABC):
+    """What the training loop shows. Also a context manager: leaving it restores the terminal."""
+
+    @abstractmethod
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Takes one row of metrics.jsonl: an update, an evaluation or an event."""
+
+    @abstractmethod
+    def event(self, text: str) -> None:
+        """Shows a line that is no row."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the view and restores the terminal; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_view(total_steps: int, first_step: int, name: str, run_dir: Path) -> View:
+    """The live view where stdout is a terminal that can be drawn on, plain lines elsewhere. For rank 0.
+
+    ``first_step`` is the first update of this process: 1, or the restored step + 1.
+    """
+    progress = Progress(total_steps, first_step, name, run_dir)
+    console = Console(highlight=False)
+    if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(progress, console)
+    return PlainView(progress, sys.stdout)
+
+
+class PlainView(View):
+    """One line for the first and the last step, and in between often enough to see that the run lives."""
+
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        self._progress = progress
+        self._stream: TextIO | None = stream
+        self._printed_at = -PLAIN_SECONDS
+        self._print(f"{progress.name}: steps {progress.first_step} to {progress.total_steps} in {progress.run_dir}")
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Prints a line where one is due; evaluations and events always."""
+        self._progress.observe(row)
+        if "loss" in row:
+            if self._due(row["step"]):
+                self._printed_at = time.monotonic()
+                self._print(update_line(self._progress))
+        elif "eval_loss" in row:
+            self._print(f"step {row['step']}: eval_loss {row['eval_loss']:.4f}")
+        else:
+            self._print(event_text(row))
+
+    def event(self, text: str) -> None:
+        """Prints the line."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Prints nothing more."""
+        self._stream = None
+
+    def _due(self, step: int) -> bool:
+        first, last = self._progress.first_step, self._progress.total_steps
+        round_step = step % max((last - first + 1) // PLAIN_LINES, 1) == 0
+        return step in (first, last) or round_step or time.monotonic() - self._printed_at >= PLAIN_SECONDS
+
+    def _print(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:  # the reader of a pipe has gone (roundtable train | head): training does not depend on it
+            self._stream = None
+
+
+class LiveView(View):
+    """Progress, the latest numbers, the loss as a sparkline and the experts' load, redrawn in place."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress = progress
+        self._console = console
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=REFRESHES_PER_SECOND, transient=False
+        )
+        self._live.start()
+        atexit.register(self.close)  # a loop that forgets to close still gives the cursor back
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Takes the row; the next redraw shows it."""
+        self._progress.observe(row)
+
+    def event(self, text: str) -> None:
+        """Shows the line below the others, in place of the oldest of them."""
+        self._progress.events.append(text)
+
+    def close(self) -> None:
+        """Draws the last frame, stops the redrawing thread and gives the cursor back."""
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError):  # the terminal itself has gone
+            self._live.stop()
+
+    def _render(self) -> RenderableType:
+        bars = BARS if self._console.encoding.startswith("utf") else ASCII_BARS
+        return render(self._progress, self._console.width, self._console.height, bars)
+
+
+def update_line(progress: Progress) -> str:
+    """The latest update as one plain line."""
+    left = progress.seconds_left()
+    parts = [
+        f"step {progress.step}/{progress.total_steps}",
+        *(f"{label} {value}" for label, value in _numbers(progress.update)),
+    ]
+    if left is not None and progress.step < progress.total_steps:
+        parts.append(f"left {duration(left)}")
+    return "  ".join(parts)
+
+
+def render(progress: Progress, width: int, height: int, bars: str = BARS) -> RenderableType:
+    """The live view's frame, at most ``height`` lines of ``width`` columns."""
+    lines: list[RenderableType] = [_title(progress), _bar(progress), _number_line(progress)]
+    if progress.losses.means:
+        lines.append(_loss_line(progress, width, bars))
+    lines += _expert_lines(progress.update, width, height - FRAME_LINES, bars)
+    if progress.evaluation or progress.checkpoint_step is not None:
+        lines.append(_landmarks(progress))
+    lines += [Text(f"· {text}", style="dim", no_wrap=True, overflow="ellipsis") for text in progress.events]
+    return Group(*lines)
+
+
+def _numbers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Labels and values of an update, in the order shown; what is not in the row, or not known, is left out."""
+    formats = (
+        ("loss", "loss", "{:.4f}"),
+        ("lr", "lr", "{:.2e}"),
+        ("grad_norm", "grad norm", "{:#.3g}"),
+        ("tokens_per_second", "tokens/s", "{:,.0f}"),
+        ("mfu", "mfu", "{:.1%}"),
+        ("peak_gib", "peak GiB", "{:.2f}"),
+    )
+    return [(label, form.format(row[key])) for key, label, form in formats if row.get(key) is not None]
+
+
+def _title(progress: Progress) -> Text:
+    return Text.assemble(
+        (progress.name, "bold"), ("  " + str(progress.run_dir), "dim"), no_wrap=True, overflow="ellipsis"
+    )
+
+
+def _bar(progress: Progress) -> Table:
+    done = progress.step / progress.total_steps
+    left = progress.seconds_left()
+    grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    for ratio in (None, 1, None, None):
+        grid.add_column(ratio=ratio, no_wrap=True)
+    grid.add_row(
+        f"step {progress.step}/{progress.total_steps}",
+        ProgressBar(total=progress.total_steps, completed=progress.step),
+        f"{done:4.0%}",
+        Text(f"{duration(left)} left" if left is not None else "-:-- left"),
+    )
+    return grid
+
+
+def _number_line(progress: Progress) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for label, value in _numbers(progress.update):
+        line.append(f"{label} ", style="dim").append(value).append("  ")
+    return line if line.plain else Text("waiting for the first step", style="dim")
+
+
+def _loss_line(progress: Progress, width: int, bars: str) -> Text:
+    first = progress.losses.first
+    ends = f"  {first:.3f} to {progress.update['loss']:.3f}"
+    line = sparkline(progress.losses.means, max(width - len("loss      ") - len(ends), 1), bars)
+    return Text.assemble(("loss      ", "dim"), (line, "cyan"), (ends, "dim"), no_wrap=True, overflow="crop")
+
+
+def _expert_lines(row: Mapping[str, Any], width: int, room: int, bars: str) -> list[Text]:
+    """One line for each MoE layer; the least balanced ones where there is no room for all."""
+    keys = load_keys(row)
+    shown = sorted(sorted(keys, key=lambda key: -row[f"{key}_max"])[: max(room, 1)], key=layer_of)
+    lines = [_expert_line(row, key, width, bars) for key in shown]
+    if len(shown) < len(keys):
+        lines.append(Text(f"the {len(shown)} least balanced of {len(keys)} MoE layers", style="dim"))
+    return lines
+
+
+def _expert_line(row: Mapping[str, Any], key: str, width: int, bars: str) -> Text:
+    label = f"layer {layer_of(key):<4}"
+    ends = f"  load {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}"
+    line = Text.assemble((label, "dim"), no_wrap=True, overflow="crop")
+    loads = load_bars(row[key], max(width - len(label) - len(ends), 1))
+    gap = " " if len(label) + 2 * len(loads) + len(ends) <= width else ""
+    for style, cells in groupby(loads, key=_load_style):  # by the run of one color: a span for each cell costs time
+        line.append("".join(load_bar(load, bars) + gap for load in cells), style=style)
+    return line.append(ends, style="dim")
+
+
+def _load_style(load: float) -> str:
+    """Green near balance, blue for idle experts, yellow and red for crowded ones."""
+    if load < 0.5:
+        return "blue"
+    return "green" if load <= 1.5 else "yellow" if load <= 2 else "red"
+
+
+def _landmarks(progress: Progress) -> Text:
+    """The last evaluation and the last checkpoint."""
+    parts = []
+    if progress.evaluation:
+        parts.append(f"eval loss {progress.evaluation['eval_loss']:.4f} at step {progress.evaluation['step']}")
+    if progress.checkpoint_step is not None:
+        parts.append(f"checkpoint at step {progress.checkpoint_step}")
+    return Text("    ".join(parts), no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,196 @@
+"""Weights & Biases, through the ``wandb`` package: the rows of metrics.jsonl, under the same keys.
+
+A run never waits long for W&B and never stops because of it: what fails is announced in one line, and from then on the
+run goes on without. Files lie in RUN_DIR/wandb, and so does the run's id, so that a resumed run goes on in the same
+chart. Offline files can be seen in a terminal with ``wandb leet`` and uploaded later with ``wandb sync``.
+"""
+
+import contextlib
+import netrc
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import wandb
+
+from launcher.config.tree import WandbConfig
+
+INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
+FINISH_SECONDS = 30.0  # and its end at most this; the rest stays on disk for `wandb sync`
+RUN_ID_FILE = "run_id"
+
+Announce = Callable[[str], None]
+
+
+class NullRun:
+    """No W&B: mode disabled, a rank other than 0, or not even an offline run could be opened."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Does nothing."""
+
+
+class WandbRun:
+    """An open W&B run, online or offline. After the first failure it is silent."""
+
+    def __init__(self, run: wandb.Run, announce: Announce) -> None:
+        self._run: wandb.Run | None = run
+        self._announce = announce
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Logs one row. Charts run over its ``step``, so rows of one step do not clash with each other.
+
+        The values must be plain Python (``plain_row``), since W&B turns tensors into histograms.
+        """
+        if self._run is not None:
+            run = self._run
+            self._attempt(f"logging stopped at step {row['step']}", lambda: run.log(dict(row)))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Ends the run within about FINISH_SECONDS; what was not uploaded stays on disk. A second call does nothing."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            self._attempt("not everything was uploaded", lambda: run.finish(exit_code=exit_code))
+            tear_down()
+
+    def _attempt(self, what: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # wandb raises undocumented types of its own; none of them may end the training
+            self._run = None
+            self._announce(f"W&B: {what}: {_one_line(error)}; training goes on, metrics.jsonl has every number")
+            tear_down()
+
+
+def open_wandb(
+    config: WandbConfig,
+    run_config: Mapping[str, Any],
+    run_dir: Path,
+    name: str,
+    resume_id: str | None = None,
+    announce: Announce = lambda line: print(line, file=sys.stderr, flush=True),
+) -> WandbRun | NullRun:
+    """The run's W&B side, for rank 0; returns within about INIT_SECONDS and never raises because of W&B.
+
+    ``run_config`` is the resolved config as nested dicts. ``resume_id`` is the W&B run to go on with; None: the one
+    that ``run_dir`` remembers, or else a new one. Mode auto is online where there is a key (WANDB_API_KEY, netrc or
+    wandb's settings; found without network) and offline otherwise, unless WANDB_MODE says which. Where online does
+    not work, the run is opened offline.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb's own telemetry writes to stderr when it fails
+    mode = choose_mode(config.mode)
+    if mode == "disabled":
+        return NullRun()
+    wandb_dir = run_dir / "wandb"
+    wandb_dir.mkdir(parents=True, exist_ok=True)
+    run_id = resume_id or saved_run_id(run_dir) or secrets.token_hex(4)
+    (wandb_dir / RUN_ID_FILE).write_text(run_id + "\n")
+    arguments = {"project": config.project, "entity": config.entity, "id": run_id, "name": name, "dir": str(run_dir)}
+    run = _init(mode, arguments, run_config, announce)
+    if run is None and mode == "online":
+        run = _init("offline", arguments, run_config, announce)
+    if run is None:
+        return NullRun()
+    where = run.url if not run.offline else f"offline; `wandb sync {wandb_dir}/offline-run-*` uploads it"
+    announce(f"W&B: {where}")
+    return WandbRun(run, announce)
+
+
+def saved_run_id(run_dir: Path) -> str | None:
+    """The W&B id under which this run directory was logged, or None."""
+    path = run_dir / "wandb" / RUN_ID_FILE
+    text = path.read_text().strip() if path.exists() else ""
+    return text if re.fullmatch(r"[\w-]+", text) else None
+
+
+def choose_mode(mode: Literal["auto", "online", "offline", "disabled"]) -> Literal["online", "offline", "disabled"]:
+    """What auto means here: WANDB_MODE where it is set, else online with a key and offline without one."""
+    if mode != "auto":
+        return mode
+    match os.environ.get("WANDB_MODE"):
+        case ("online" | "offline" | "disabled") as chosen:
+            return chosen
+        case _:
+            return "online" if has_key() else "offline"
+
+
+def has_key() -> bool:
+    """Whether wandb would find a key for its server, looking where it looks; asks no server."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        settings = wandb.setup(settings=_settings()).settings
+    except (wandb.Error, ValueError, OSError):  # unusable settings: init would fail on them as well
+        return False
+    return bool(settings.api_key) or any(_netrc_has(host) for host in _hosts(settings.base_url))
+
+
+def _hosts(base_url: str) -> set[str]:
+    """The hosts whose netrc entries count for a server; wandb's default address has had another name."""
+    default = wandb.Settings().base_url
+    return {urlsplit(base_url).netloc} | ({"api.wandb.ai"} if base_url == default else set())
+
+
+def _netrc_has(host: str) -> bool:
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _settings() -> wandb.Settings:
+    return wandb.Settings(
+        silent=True,
+        quiet=True,
+        console="off",
+        init_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+    )
+
+
+def _init(
+    mode: Literal["online", "offline"],
+    arguments: Mapping[str, Any],
+    run_config: Mapping[str, Any],
+    announce: Announce,
+) -> wandb.Run | None:
+    """The opened run, or None after announcing why not."""
+    try:
+        if mode == "online" and not has_key():  # wandb would ask for one on the terminal
+            raise wandb.Error("no key; run `wandb login` or set WANDB_API_KEY")
+        wandb.setup(settings=_settings())
+        run = wandb.init(
+            mode=mode,
+            config=dict(run_config),
+            resume="allow",
+            allow_val_change=True,  # a resumed run may have another batch size, layout, ...
+            settings=_settings(),
+            **arguments,
+        )
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        run.define_metric("eval_loss", step_metric="step", summary="last,min")
+    except Exception as error:  # as in _attempt: nothing that wandb raises may end the training
+        announce(f"W&B: {mode} does not work: {_one_line(error)}")
+        tear_down()
+        return None
+    return run
+
+
+def tear_down() -> None:
+    """Ends wandb's service, so that the same id can be opened again and nothing is left to do at exit."""
+    with contextlib.suppress(Exception):  # a service that has died cannot be ended; what failed was announced
+        wandb.teardown()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

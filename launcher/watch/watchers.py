@@ -1,0 +1,109 @@
+"""Everything that watches a run, behind one object that the training loop calls."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from launcher.config.tree import RunConfig
+from launcher.watch.metrics import MetricsFile, plain_row
+from launcher.watch.terminal import View, open_view
+from launcher.watch.wandb_run import NullRun, WandbRun, open_wandb
+
+
+class Watchers:
+    """metrics.jsonl, the terminal and W&B, in this order, each given the same row. Exists on rank 0."""
+
+    def __init__(self, metrics: MetricsFile, view: View, wandb_run: WandbRun | NullRun) -> None:
+        self.metrics = metrics
+        self.view = view
+        self.wandb_run = wandb_run
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """One update's numbers: step, tokens, loss, lr, grad_norm, then speed and moe/... keys."""
+        assert "loss" in row
+        self._pass_on(row)
+
+    def eval(self, row: Mapping[str, Any]) -> None:
+        """One evaluation: step (of the last update before it), eval_loss, and no ``loss``."""
+        assert "eval_loss" in row
+        assert "loss" not in row
+        self._pass_on(row)
+
+    def event(self, row: Mapping[str, Any]) -> None:
+        """Something that happened: step, event (a short name), and fields. "checkpoint" is shown as the last one."""
+        assert "event" in row
+        assert "loss" not in row
+        assert "eval_loss" not in row
+        self._pass_on(row)
+
+    def sync(self) -> None:
+        """Forces metrics.jsonl to disk; called before a checkpoint is committed."""
+        self.metrics.sync()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Closes all of them, whichever fails; the terminal first. A second call does nothing."""
+        with ExitStack() as stack:
+            stack.callback(self.metrics.close)
+            stack.callback(self.wandb_run.finish, exit_code)
+            stack.callback(self.view.close)
+
+    def _pass_on(self, row: Mapping[str, Any]) -> None:
+        plain = plain_row(row)
+        self.metrics.write(plain)
+        self.view.update(plain)
+        self.wandb_run.log(plain)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+
+class NullWatchers:
+    """The same calls on the ranks that do not speak."""
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def eval(self, row: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def event(self, row: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def close(self, exit_code: int = 0) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_watchers(
+    config: RunConfig, run_config: Mapping[str, Any], run_dir: Path, restored_step: int, rank: int
+) -> Watchers | NullWatchers:
+    """Opens what watches this run: on rank 0 everything, elsewhere nothing.
+
+    ``run_config`` is the config as nested dicts, for W&B. ``restored_step`` is 0 for a fresh run; later rows of
+    metrics.jsonl are dropped. ``run_dir`` must exist. Raises UserError where metrics.jsonl is damaged.
+    """
+    if rank != 0:
+        return NullWatchers()
+    with ExitStack() as opened:  # closes again what was opened before a failure
+        metrics = opened.enter_context(MetricsFile.resume(run_dir / "metrics.jsonl", restored_step))
+        view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir))
+        wandb_run = open_wandb(config.metrics.wandb, run_config, run_dir, config.name, announce=view.event)
+        opened.pop_all()
+    return Watchers(metrics, view, wandb_run)

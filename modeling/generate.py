@@ -1,0 +1,100 @@
+"""Text generation, one token at a time, with the keys and values of what was seen.
+
+Shape letters: B batch, S sequence, V vocab_size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from modeling.context import Context
+from modeling.decoder import Decoder
+from modeling.kv_cache import KVCache
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens_BS: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_id: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """The prompts with what follows them: int64 (B, S + n). Arguments as ``new_tokens`` has them."""
+    new = new_tokens(
+        model, tokens_BS, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, eos_id=eos_id, seed=seed
+    )
+    return torch.cat([tokens_BS, *(token_B[:, None] for token_B in new)], dim=1)
+
+
+@torch.no_grad()
+def new_tokens(
+    model: Decoder,
+    tokens_BS: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_id: int | None = None,
+    seed: int = 0,
+) -> Iterator[Tensor]:
+    """Yields each sequence's next token, int64 (B,), until all have met ``eos_id`` or ``max_new_tokens`` are made.
+
+    The prompts (B, S) have one length of at least 1 and each is one document. ``temperature`` 0 takes the likeliest
+    token. ``top_k`` keeps that many tokens, then ``top_p`` the fewest whose probabilities sum to it (nucleus sampling,
+    Holtzman et al. 2020, arXiv:1904.09751). A sequence that has ended repeats ``eos_id``. Draws are made on the CPU
+    from ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    cache = KVCache(len(model.layers))
+    ended_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
+    for _ in range(max_new_tokens):
+        logits_BV = next_logits(model, tokens_BS, cache)
+        token_B = choose(logits_BV, temperature, top_k, top_p, generator)
+        if eos_id is not None:
+            token_B = torch.where(ended_B, eos_id, token_B)
+            ended_B |= token_B == eos_id
+        yield token_B
+        if ended_B.all():
+            return
+        tokens_BS = token_B[:, None]
+
+
+def next_logits(model: Decoder, tokens_BS: Tensor, cache: KVCache) -> Tensor:
+    """fp32 logits (B, V) after the last of ``tokens_BS``, which continue the sequences in ``cache``."""
+    positions_S = torch.arange(cache.length, cache.length + tokens_BS.shape[1], device=tokens_BS.device)
+    context = Context(positions_S.expand_as(tokens_BS), torch.zeros_like(tokens_BS))
+    logits_BSV = model(tokens_BS, context, cache=cache).logits_BSV
+    assert logits_BSV is not None
+    return logits_BSV[:, -1].float()
+
+
+def choose(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token for each row of logits (B,)."""
+    if temperature == 0.0:
+        return logits_BV.argmax(-1)
+    device = logits_BV.device
+    logits_BV = logits_BV.cpu() / temperature
+    if top_k is not None and top_k < logits_BV.shape[1]:
+        smallest_B1 = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, float("-inf"))
+    probabilities_BV = logits_BV.softmax(-1)
+    if top_p is not None:
+        probabilities_BV = nucleus(probabilities_BV, top_p)
+    return torch.multinomial(probabilities_BV, 1, generator=generator).squeeze(1).to(device)
+
+
+def nucleus(probabilities_BV: Tensor, top_p: float) -> Tensor:
+    """``probabilities_BV`` with zeros outside the fewest tokens whose sum reaches ``top_p``, at least one."""
+    ranked_BV, order_BV = probabilities_BV.sort(-1, descending=True)
+    before_BV = ranked_BV.cumsum(-1) - ranked_BV
+    ranked_BV = ranked_BV.masked_fill((before_BV >= top_p) & (before_BV > 0), 0.0)
+    return torch.zeros_like(probabilities_BV).scatter(-1, order_BV, ranked_BV)

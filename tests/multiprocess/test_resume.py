@@ -1,0 +1,156 @@
+"""Stopping and going on: the real command, the real files. Equality here is bit for bit (one layout, fp32 and bf16, CPU)."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
+
+from launcher.config.dump import dump_config
+from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
+from launcher.watch.metrics import read_metrics
+from modeling.config import BiasBalance
+from modeling.optimizers.config import AdamWConfig
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+BIAS_MODEL = dataclasses.replace(MOE_MODEL, moe=dataclasses.replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def write_config(folder: Path, tokens: str, name: str, **changes) -> Path:
+    """A config file for a run in ``folder``/``name``."""
+    defaults = {"model": BIAS_MODEL, "optimizer": AdamWConfig(lr=1e-3), "steps": 6}
+    config: RunConfig = dataclasses.replace(
+        run_config(tokens, **{**defaults, **changes}),
+        name=name,
+        run_dir=str(folder / name),
+        checkpoint=CheckpointConfig(every_steps=2),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    )
+    path = folder / f"{name}.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def command(config: Path, ranks: int, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", "train", str(config), "--ranks", str(ranks), *overrides]
+
+
+def train(config: Path, ranks: int, *overrides: str) -> list[dict]:
+    """Runs the command to its end; returns the rows of updates."""
+    done = subprocess.run(command(config, ranks, *overrides), env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return updates(config)
+
+
+def updates(config: Path) -> list[dict]:
+    rows = read_metrics(config.with_suffix("") / "metrics.jsonl")
+    return [row for row in rows if "loss" in row]
+
+
+def numbers(rows: list[dict]) -> list[tuple]:
+    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
+
+
+@pytest.mark.parametrize(("zero", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16")])
+def test_resumed_run_is_bit_identical(tmp_path, tokens, zero, precision):
+    whole = write_config(tmp_path, tokens, "whole", zero=zero, precision=precision)
+    parts = write_config(tmp_path, tokens, "parts", zero=zero, precision=precision)
+    uninterrupted = train(whole, 2)
+    train(parts, 2, "train.steps=4")
+    resumed = train(parts, 2)
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    assert numbers(resumed) == numbers(uninterrupted)
+
+
+def test_killed_run_resumes_bit_identical(tmp_path, tokens):
+    whole = write_config(tmp_path, tokens, "whole")
+    killed = write_config(tmp_path, tokens, "killed")
+    uninterrupted = train(whole, 2)
+    process = subprocess.Popen(command(killed, 2), env=ENVIRONMENT, stderr=subprocess.PIPE, start_new_session=True)
+    wait_for_step(killed, 3, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stderr is not None
+    process.stderr.read()  # ends when the last rank has ended
+    process.stderr.close()
+    assert numbers(train(killed, 2)) == numbers(uninterrupted)
+
+
+def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:
+    path = config.with_suffix("") / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and any(row["step"] >= step for row in read_metrics(path))):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read() if process.stderr else ""
+        time.sleep(0.01)
+
+
+def test_other_layout_goes_on_as_one_process_would(tmp_path, tokens):
+    """2 ranks ZeRO 1, then 1 rank ZeRO 3 with other micro-batches, then 2 ranks ZeRO 2: SGD with momentum, within 1e-6."""
+    settings = {"optimizer": None, "model": MOE_MODEL}
+    config = write_config(tmp_path, tokens, "moving", **settings)
+    train(config, 2, "train.steps=2")
+    train(config, 1, "train.steps=4", "parallel.zero=3", "train.micro_batch_size=4")
+    rows = train(config, 2, "parallel.zero=2")
+    reference = run_reference(dataclasses.replace(run_config(tokens, steps=6)))
+    for row, expected in zip(rows, reference.rows, strict=True):
+        assert abs(row["loss"] - expected["loss"]) <= 1e-6 * expected["loss"]
+        assert abs(row["grad_norm"] - expected["grad_norm"]) <= 1e-6 * expected["grad_norm"]
+    events = [row for row in read_metrics(config.with_suffix("") / "metrics.jsonl") if row.get("event") == "config_change"]
+    assert {"parallel.zero", "train.micro_batch_size", "train.steps"} <= {row["key"] for row in events}
+
+
+def test_finished_run_stays_as_it_is(tmp_path, tokens):
+    config = write_config(tmp_path, tokens, "done", steps=2)
+    first = train(config, 1)
+    assert numbers(train(config, 1)) == numbers(first)
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing", "manifest"])
+def test_planted_damage_is_refused_and_the_checkpoint_before_is_used(tmp_path, tokens, damage):
+    whole = write_config(tmp_path, tokens, "whole")
+    config = write_config(tmp_path, tokens, "damaged")
+    uninterrupted = train(whole, 2)
+    train(config, 2, "train.steps=4")
+    checkpoint = config.with_suffix("") / "checkpoints" / "step-00000004"
+    victim = checkpoint / ("manifest.json" if damage == "manifest" else "shard-00001.safetensors")
+    content = bytearray(victim.read_bytes())
+    match damage:
+        case "truncated":
+            victim.write_bytes(content[: len(content) // 2])
+        case "missing":
+            victim.unlink()
+        case _:
+            content[len(content) // 2] ^= 1
+            victim.write_bytes(content)
+    assert numbers(train(config, 2)) == numbers(uninterrupted)
+    assert checkpoint.with_name("step-00000004.damaged").is_dir()
+    rows = read_metrics(config.with_suffix("") / "metrics.jsonl")
+    (event,) = [row for row in rows if row.get("event") == "damaged_checkpoint"]
+    assert victim.name in event["message"]
+
+
+def test_another_model_is_refused_and_nothing_changes(tmp_path, tokens):
+    config = write_config(tmp_path, tokens, "kept", steps=2)
+    train(config, 1)
+    before = {path: path.stat().st_mtime_ns for path in config.with_suffix("").rglob("*")}
+    overrides = ["model.n_layers=2", "seed=5", "data.seq_len=12", "optimizer={name: sgd, lr: 0.1}"]
+    refused = subprocess.run(
+        command(config, 1, *overrides), env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert refused.returncode == 2, refused.stderr
+    lines = refused.stderr.splitlines()
+    assert len(lines) == 4, lines
+    assert [any(key in line for line in lines) for key in ("model.n_layers=2", "seed=5", "data.seq_len=12", "optimizer.name=sgd")]
+    assert before == {path: path.stat().st_mtime_ns for path in config.with_suffix("").rglob("*")}
+    assert json.loads((config.with_suffix("") / "checkpoints/step-00000002/manifest.json").read_text())["step"] == 2

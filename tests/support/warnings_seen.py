@@ -1,0 +1,34 @@
+"""Seeing that a library warns of nothing."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Messages(logging.Handler):
+    """Collects what is logged at level WARNING or above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Fails where Python warns, or transformers' logger does."""
+    handler = Messages()
+    loggers = [logging.getLogger(), logging.getLogger("transformers")]  # the latter does not propagate
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert handler.messages == []

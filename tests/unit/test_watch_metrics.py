@@ -1,0 +1,129 @@
+"""metrics.jsonl: what is written is read back, and a resumed file holds each step once, in order."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.errors import UserError
+from launcher.watch.metrics import MetricsFile, encode_row, read_metrics
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    with MetricsFile(path) as file:
+        for row in rows:
+            file.write(row)
+
+
+def update(step: int) -> dict:
+    return {"step": step, "loss": 1 / step, "mfu": None}
+
+
+@settings(max_examples=200)
+@given(st.floats(allow_nan=False), st.lists(st.floats(allow_nan=False), max_size=4))
+def test_numbers_come_back_as_the_same_doubles(number: float, numbers: list[float]) -> None:
+    row = json.loads(encode_row({"step": 1, "loss": number, "moe/layer_00/load": numbers}))
+    back = [float(value) for value in (row["loss"], *row["moe/layer_00/load"])]
+    assert [value.hex() for value in back] == [value.hex() for value in (number, *numbers)]
+
+
+def test_non_finite_numbers_are_valid_json_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, [{"step": 1, "loss": math.nan, "grad_norm": math.inf, "load": [-math.inf, 0.5], "mfu": None}])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (row,) = read_metrics(path)
+    assert math.isnan(row["loss"])
+    assert row["grad_norm"] == math.inf
+    assert row["load"] == [-math.inf, 0.5]
+    assert row["mfu"] is None
+
+
+def test_tensors_and_numpy_values_are_written_as_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, [{"step": 1, "a": torch.tensor(0.1), "b": np.float32(0.1), "c": np.arange(2), "d": np.int64(3)}])
+    single = float(np.float32(0.1))
+    assert read_metrics(path) == [{"step": 1, "a": single, "b": single, "c": [0, 1], "d": 3}]
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(TypeError):
+        encode_row({"step": 1, "event": object()})
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "lo', b"\0\0\0\0", b"\0\0\n", b'{"loss": 2.0}\n', b"12"])
+def test_a_torn_last_line_is_ignored_and_removed(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, [update(step) for step in (1, 2, 3)])
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    MetricsFile.resume(path, 3).close()
+    assert path.read_bytes() == whole
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_last_line_without_its_newline_is_kept_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}')
+    with MetricsFile.resume(path, 1) as file:
+        file.write(update(2))
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_resuming_drops_every_kind_of_row_past_the_restored_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0, "event": "started"}, update(1), update(2), {"step": 2, "eval_loss": 3.0}]
+    later = [update(3), {"step": 3, "eval_loss": 2.9}, {"step": 3, "event": "checkpoint"}, update(4)]
+    write_rows(path, rows + later)
+    with MetricsFile.resume(path, 2) as file:
+        file.write(update(3))
+    assert read_metrics(path) == [*rows, update(3)]
+
+
+def test_resuming_keeps_the_bytes_of_what_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1,"loss":2.50}\n{"step":2,"loss":2}\n')
+    MetricsFile.resume(path, 1).close()
+    assert path.read_text() == '{"step":1,"loss":2.50}\n'
+
+
+def test_resuming_where_there_is_no_file_begins_one(tmp_path: Path) -> None:
+    with MetricsFile.resume(tmp_path / "metrics.jsonl", 0) as file:
+        file.write(update(1))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [update(1)]
+
+
+def test_planted_damage_in_the_middle_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n'
+    path.write_text(text)
+    for read in (read_metrics, lambda path: MetricsFile.resume(path, 3)):
+        with pytest.raises(UserError, match="line 2 is not a row"):
+            read(path)
+    assert path.read_text() == text
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_killed_process_loses_no_written_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    program = (
+        "import sys, json, os, signal; from pathlib import Path; from launcher.watch.metrics import MetricsFile\n"
+        f"file = MetricsFile(Path({str(path)!r}))\n"
+        "for step in range(1, 51): file.write({'step': step, 'loss': 1 / step})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert [row["step"] for row in read_metrics(path)] == list(range(1, 51))

@@ -1,0 +1,198 @@
+"""The terminal's two views: plain lines without escape codes, and a live frame that gives the terminal back."""
+
+import io
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher.watch import terminal
+from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bars, sparkline, split_evenly
+from launcher.watch.progress import TRACE_POINTS, Progress, Trace
+from launcher.watch.terminal import LiveView, PlainView, open_view, render
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+def update(step: int, n_layers: int = 2, n_experts: int = 8) -> dict:
+    row = {"step": step, "tokens": step, "loss": 9.0 / step, "lr": 1e-3, "grad_norm": 2.0, "mfu": None}
+    row |= {"tokens_per_second": 12345.6, "peak_gib": 1.25, "step_seconds": 0.1}
+    for layer in range(n_layers):
+        load = [(2.0 if expert == layer else 1.0) / (n_experts + 1) for expert in range(n_experts)]
+        prefix = f"moe/layer_{layer:02d}"
+        row |= {f"{prefix}/load": load, f"{prefix}/load_max": max(load) * n_experts}
+        row |= {f"{prefix}/load_min": min(load) * n_experts}
+    return row
+
+
+def frame(progress: Progress, width: int, height: int = 24, bars: str = BARS) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(render(progress, width, height, bars))
+    return capture.get().splitlines()
+
+
+def test_outside_a_terminal_lines_are_plain(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with open_view(100, 1, "quickstart", Path("runs/quickstart")) as view:
+        for step in range(1, 101):
+            view.update(update(step))
+        view.update({"step": 100, "eval_loss": 5.25})
+        view.update({"step": 100, "event": "checkpoint", "path": "checkpoints/step-00000100"})
+        view.event("W&B: offline")
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("\x1b" in line for line in lines)
+    steps = [line.split()[1] for line in lines if "  loss " in line]
+    assert steps == ["1/100", *(f"{step}/100" for step in range(5, 101, 5))]
+    assert lines[0] == "quickstart: steps 1 to 100 in runs/quickstart"
+    assert "loss 0.0900  lr 1.00e-03  grad norm 2.00  tokens/s 12,346  peak GiB 1.25" in lines[-4]
+    expected = ["step 100: eval_loss 5.2500", "step 100: checkpoint  path=checkpoints/step-00000100", "W&B: offline"]
+    assert lines[-3:] == expected
+
+
+def test_a_slow_run_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    view = PlainView(Progress(100_000, 1, "long", Path("runs/long")), stream)
+    for step in range(1, 31):
+        now[0] = 4.0 * step
+        view.update(update(step))
+    steps = [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()[1:]]
+    assert steps == [1, 4, 7, 10, 13, 16, 19, 22, 25, 28]
+    assert "left 4d 15:" in stream.getvalue()
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    view = PlainView(Progress(10, 1, "run", Path("runs/run")), Gone())
+    view.update(update(1))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(("n_layers", "n_experts"), [(0, 8), (4, 8), (61, 256)])
+def test_the_frame_fits_the_terminal(width: int, n_layers: int, n_experts: int) -> None:
+    progress = Progress(200, 1, "quickstart", Path("runs/quickstart"))
+    assert len(frame(progress, width)) <= 24
+    for step in range(1, 101):
+        progress.observe(update(step, n_layers, n_experts))
+    for row in (
+        {"step": 100, "eval_loss": 5.25},
+        {"step": 100, "event": "checkpoint"},
+        {"step": 9, "event": "x" * 200},
+    ):
+        progress.observe(row)
+    lines = frame(progress, width)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "step 100/200" in text
+    assert "50%" in text
+    assert "loss 0.0900" in text
+    assert "eval loss 5.2500 at step 100    checkpoint at step 100" in text
+    assert ("least balanced of 61" in text) == (n_layers == 61)
+    assert frame(progress, width, bars=ASCII_BARS)[3].isascii()
+
+
+def test_a_layer_shows_its_experts_load() -> None:
+    progress = Progress(2, 1, "run", Path("runs/run"))
+    progress.observe(update(1, n_layers=1, n_experts=4))
+    (line,) = [line for line in frame(progress, 80) if line.startswith("layer 0")]
+    assert line.rstrip() == "layer 0   ▇ ▄ ▄ ▄   load 0.80 to 1.60"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_the_live_view_gives_the_cursor_back(error: type[BaseException] | None) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    stdout = sys.stdout
+    try:
+        with LiveView(Progress(10, 1, "run", Path("runs/run")), console) as view:
+            view.update(update(1))
+            view.event("hello")
+            if error is not None:
+                raise error
+    except (RuntimeError, KeyboardInterrupt):
+        pass
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written.rindex(SHOW_CURSOR) > written.rindex(HIDE_CURSOR)
+    assert "hello" in written
+    assert sys.stdout is stdout
+    view.close()
+    assert console.file.getvalue() == written  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back() -> None:
+    program = (
+        "import time; from pathlib import Path; from launcher.watch.terminal import open_view\n"
+        "view = open_view(10, 1, 'run', Path('runs/run'))\n"  # not closed on purpose: the exit hook must do it
+        "view.update({'step': 1, 'loss': 2.5}); time.sleep(30)"
+    )
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=environment
+    )
+    os.close(slave)
+    written = b""
+    try:
+        while b"2.5000" not in written:
+            written += os.read(master, 4096)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=10)
+        written += os.read(master, 65536)
+    finally:
+        process.kill()
+        os.close(master)
+    text = written.decode()
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+
+
+def test_the_pace_gives_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(50, 11, "run", Path("runs/run"))
+    assert progress.seconds_left() is None
+    for step in (11, 12):
+        now[0] += 3.0
+        progress.observe(update(step))
+    assert progress.seconds_left() == 38 * 3.0
+
+
+def test_a_trace_of_any_length_keeps_its_shape_in_few_points() -> None:
+    trace = Trace()
+    for value in range(100_000):
+        trace.add(float(value))
+    assert TRACE_POINTS / 2 <= len(trace.means) < TRACE_POINTS
+    assert trace.first == 0.0
+    assert trace.means == sorted(trace.means)
+    assert trace.means[-1] == pytest.approx(100_000, rel=0.01)
+
+
+def test_drawing() -> None:
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == BARS
+    assert sparkline([1, 1, 8, 8], 2) == "▁█"
+    assert sparkline([1.0, math.nan, 2.0], 3) == "▁x█"
+    assert sparkline([math.nan], 3) == "x"
+    assert sparkline([2.0, 2.0], 3) == "▁▁"
+    assert load_bars([0.25] * 4, 8) == [1.0] * 4
+    assert load_bars([0.5, 0.125, 0.0, 0.375], 2) == [2.0, 0.0]
+    assert [len(part) for part in split_evenly(range(10), 3)] == [3, 3, 4]
+    assert [duration(seconds) for seconds in (0.4, 42, 723, 11220, 187200)] == [
+        "0:00",
+        "0:42",
+        "12:03",
+        "3:07:00",
+        "2d 4:00:00",
+    ]
