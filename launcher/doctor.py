@@ -4,7 +4,6 @@ Libraries are tried in child processes, so that one that breaks, or prints, harm
 """
 
 import json
-import netrc
 import os
 import platform
 import shutil
@@ -15,11 +14,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 GIB = 2**30
 _LIBRARIES = ("deepspeed", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
-_OPTIONAL = ("wandb",)
 _IMPORT_TIMEOUT_SECONDS = 120
 _MEMORY_FIELDS = ("MemTotal", "MemAvailable")  # of /proc/meminfo, in KiB
 
@@ -34,6 +31,7 @@ print(json.dumps({
     "devices": [{"name": d.name, "gib": d.total_memory / 2**30, "capability": [d.major, d.minor]} for d in devices],
 }))
 """
+_WANDB_PROBE = "from launcher.watch.wandb_run import choose_mode; print(choose_mode('auto'))"
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,12 @@ def examine() -> list[Finding]:
     """Every finding about this machine, in the order in which they are shown. Takes seconds: it imports torch."""
     children = {name: _start(f"import {name}") for name in _LIBRARIES}
     torch_child = _start(_TORCH_PROBE)
+    wandb_child = _start(_WANDB_PROBE)
     return [
         _python(),
         *_torch(torch_child),
         *(_library(name, child) for name, child in children.items()),
-        _wandb_key(),
+        _wandb_mode(wandb_child),
         _slurm(),
         *_processor(),
         _memory(),
@@ -93,7 +92,9 @@ def _print_table(findings: list[Finding], can_train: bool) -> None:
 
 
 def _start(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def _finish(child: subprocess.Popen[str]) -> tuple[str, str | None]:
@@ -145,7 +146,7 @@ def _library(name: str, child: subprocess.Popen[str]) -> Finding:
     _, fault = _finish(child)
     if fault is None:
         return Finding(name, _version_of(name))
-    return Finding(name, fault, "lacks" if name in _OPTIONAL else "fails", f"pip install {name}")
+    return Finding(name, fault, "fails", f"pip install {name}")
 
 
 def _version_of(name: str) -> str:
@@ -155,19 +156,13 @@ def _version_of(name: str) -> str:
         return "version unknown"
 
 
-def _wandb_key() -> Finding:
-    if os.environ.get("WANDB_API_KEY") or _netrc_names(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
+def _wandb_mode(child: subprocess.Popen[str]) -> Finding:
+    output, fault = _finish(child)
+    mode = "offline" if fault is not None else output.split()[-1]
+    if mode == "online":
         return Finding("W&B key", "found: runs are logged online")
-    return Finding("W&B key", "none: runs are logged offline", "lacks", "wandb login, or set WANDB_API_KEY")
-
-
-def _netrc_names(url: str) -> bool:
-    """Whether the user's netrc file holds a key for the host of ``url``."""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return path.exists() and netrc.netrc(path).authenticators(urlsplit(url).hostname or "") is not None
-    except (netrc.NetrcParseError, OSError):
-        return False
+    remedy = "wandb login, or set WANDB_API_KEY" if mode == "offline" else ""
+    return Finding("W&B key", f"metrics.wandb.mode=auto means {mode} here", "lacks", remedy)
 
 
 def _slurm() -> Finding:

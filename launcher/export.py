@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.tokenizer import INFO
 from launcher.errors import UserError
 from launcher.trained import open_trained
 from modeling.config import ModelConfig
@@ -59,7 +60,7 @@ def write_export(
     partial.mkdir()
     try:
         if tokenizer is not None:
-            shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+            shutil.copytree(tokenizer, partial, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
         torch_dtype = DTYPES[dtype or "fp32"]
         write_configs(partial, config, seq_len, special_tokens(tokenizer), torch_dtype)
         write_weights(partial, tensors, config, torch_dtype, shard_bytes)
@@ -115,7 +116,7 @@ def write_configs(folder: Path, config: ModelConfig, seq_len: int, special: Spec
 def write_weights(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """Writes safetensors files of at most ``shard_bytes``, and their index where there are several.
+    """Writes safetensors files of at most ``shard_bytes``, and their index where there are several; after ``write_configs``.
 
     One shard is held in memory at a time. Raises RuntimeError where a logical tensor is missing.
     """
@@ -123,7 +124,9 @@ def write_weights(
     shards: list[list[str]] = []
     total_bytes = 0
     for shard in in_shards(hf_tensors(tensors, config, dtype, missing), shard_bytes):
-        save_file(shard, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        path = folder / f"shard-{len(shards)}"
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors makes files that only their owner reads
         shards.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
     if missing:

@@ -28,7 +28,7 @@ def generate_from_checkpoint(
     ``out`` None is the standard output. In bf16 on a GPU where there is one, else in fp32. Raises UserError where an
     argument is wrong.
     """
-    problems = argument_problems(prompt, max_new_tokens, temperature, top_k, top_p)
+    problems = argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
     if problems:
         raise UserError(problems)
     trained = open_trained(checkpoint)
@@ -54,7 +54,7 @@ def generate_from_checkpoint(
 
 
 def argument_problems(
-    prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+    prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> list[str]:
     """What is wrong with the options, one line each."""
     problems = []
@@ -68,6 +68,8 @@ def argument_problems(
         problems.append(f"--top-k={top_k} must be at least 1; try 50")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         problems.append(f"--top-p={top_p} must lie above 0 and at most at 1; try 0.95")
+    if not 0 <= seed < 2**63:
+        problems.append(f"--seed={seed} must lie between 0 and 2^63 - 1; try 0")
     return problems
 
 

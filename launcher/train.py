@@ -38,6 +38,9 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
     engine = build_engine(config, mesh)
     checkpoints = config.run_path / CHECKPOINTS
     state, warnings = restore(checkpoints, engine, config.seed)
+    if state.step >= config.train.steps:
+        close_mesh()
+        return
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
     with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:

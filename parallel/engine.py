@@ -150,17 +150,19 @@ class Engine:
     def publish_weights(self) -> None:
         """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
         match self.zero:
-            case 0:  # each rank holds every weight whole but wrote only its share
-                for _, weight in self.model.named_parameters():
+            case 0:  # each rank holds every weight and its states whole, but wrote only its share
+                for weight in self.model.parameters():
                     self.gather_replicated(weight)
+                    for name in self.state_names:
+                        self.gather_replicated(self.base.state[weight][name])
             case 1 | 2:
                 self.optimizer.update_lp_params()
             case _:
                 self.publish_stage3()
 
-    def gather_replicated(self, weight: Tensor) -> None:
-        """Completes a weight of which each rank of dp wrote its share (ZeRO 0)."""
-        flat = weight.data.view(-1)
+    def gather_replicated(self, whole: Tensor) -> None:
+        """Completes a tensor of which each replica wrote its share (ZeRO 0)."""
+        flat = whole.data.view(-1)
         size = -(-flat.numel() // self.mesh.replicas.degree)
         for rank in range(self.mesh.replicas.degree):
             start = min(rank * size, flat.numel())

@@ -72,6 +72,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_batch(config, world_size),
         *_check_attention(config),
         *_check_experts(config),
+        *_check_expert_widths(config),
         *_check_schedule(config),
         *_check_precision(config),
         *_check_evaluation(config),
@@ -153,10 +154,10 @@ def _check_attention(config: RunConfig) -> Iterator[str]:
     if d_head is not None and d_head % 2:
         yield f"model.d_head={d_head} must be even (rotary embedding turns channels in pairs); try {d_head + 1}"
     if d_head is None and d_model % (2 * n_heads):
-        near = max(1, round(d_model / (2 * n_heads))) * 2 * n_heads
         yield (
             f"model.d_model={d_model} must be a multiple of 2 x model.n_heads={n_heads} = {2 * n_heads} where "
-            f"model.d_head=null (rotary embedding turns channels in pairs); try {near}, or set model.d_head"
+            f"model.d_head=null (rotary embedding turns channels in pairs); "
+            f"try {_nearest_multiple(d_model, _d_model_step(config))}, or set model.d_head"
         )
 
 
@@ -180,6 +181,39 @@ def _check_experts(config: RunConfig) -> Iterator[str]:
         )
     if moe.n_dense_layers > n_layers >= 1:
         yield f"model.moe.n_dense_layers={moe.n_dense_layers} must be at most model.n_layers={n_layers}; try {n_layers}"
+
+
+def _check_expert_widths(config: RunConfig) -> Iterator[str]:
+    """Rows of the experts' matrices are whole units of 16 bytes: torch's grouped_mm takes no others."""
+    model, moe, unit = config.model, config.model.moe, _width_unit(config)
+    if moe is None:
+        return
+    for key, width, step in (
+        ("model.d_model", model.d_model, _d_model_step(config)),
+        ("model.moe.d_ff", moe.d_ff, unit),
+    ):
+        if width >= 1 and width % unit:
+            yield (
+                f"{key}={width} must be a multiple of {unit} where model.moe.n_experts={moe.n_experts} and "
+                f"train.precision={config.train.precision} (grouped matrix products need rows of 16 bytes); "
+                f"try {_nearest_multiple(width, step)}"
+            )
+
+
+def _width_unit(config: RunConfig) -> int:
+    """Elements in 16 bytes, at the run's precision."""
+    return 4 if config.train.precision == "fp32" else 8
+
+
+def _d_model_step(config: RunConfig) -> int:
+    """Each multiple of it is a legal d_model."""
+    model = config.model
+    heads = 2 * max(1, model.n_heads)
+    return heads if model.moe is None else math.lcm(heads, _width_unit(config))
+
+
+def _nearest_multiple(value: int, step: int) -> int:
+    return max(1, round(value / step)) * step
 
 
 def _check_schedule(config: RunConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
 
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
+from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
@@ -47,9 +48,8 @@ def command(config: Path, ranks: int, *overrides: str) -> list[str]:
 
 
 def train(config: Path, ranks: int, *overrides: str) -> list[dict]:
-    """Runs the command to its end; returns the rows of updates."""
-    done = subprocess.run(command(config, ranks, *overrides), env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    """Does what the command does, to its end; returns the rows of updates."""
+    assert start_training(config, overrides, ranks) == 0
     return updates(config)
 
 

@@ -1,0 +1,83 @@
+"""`roundtable prepare`: raw text to token files, with progress where people look."""
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from data.prepare import prepare
+from data.prepared import Prepared
+from launcher.config.tree import RunConfig
+
+PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+def prepare_shown(config: RunConfig) -> Prepared | None:
+    """Prepares what is missing, with a bar on a terminal and plain lines elsewhere; says at the end what there is."""
+    console = Console(stderr=True)
+    started = time.monotonic()
+    with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
+        prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update)
+    if prepared is not None:
+        print(summary(prepared, time.monotonic() - started), file=sys.stderr, flush=True)
+    return prepared
+
+
+def summary(prepared: Prepared, seconds: float) -> str:
+    """One line for each source: its folder, documents and tokens."""
+    lines = []
+    for part in prepared.sources:
+        if part.manifest is None:
+            lines.append(f"{part.path}: token files as they are")
+            continue
+        counts = [sum(record.n_tokens for record in records) for records in (part.manifest.train, part.manifest.heldout)]
+        documents = sum(record.n_documents for record in part.manifest.files())
+        lines.append(f"{part.path}: {documents:,} documents, {counts[0]:,} tokens to train on, {counts[1]:,} held out")
+    return "\n".join([*lines, f"prepared in {seconds:.0f} s"])
+
+
+def amount(done: int, total: int, documents: int, tokens: int) -> str:
+    """How far it is, in words; the total is 0 where it is not known."""
+    of_all = f" of {total / 1e6:.1f}" if total else ""
+    return f"{done / 1e6:.1f}{of_all} MB, {documents:,} documents, {tokens:,} tokens"
+
+
+class ProgressBar:
+    """A bar on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("preparing"), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, transient=True)
+        self.task: TaskID = self.progress.add_task("reading the corpus", total=None)
+
+    def __enter__(self) -> "ProgressBar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def update(self, done: int, total: int, documents: int, tokens: int) -> None:
+        """Shows the amounts."""
+        description = amount(done, total, documents, tokens)
+        self.progress.update(self.task, completed=done, total=total or None, description=description)
+
+
+class ProgressLines:
+    """A line now and then, for logs."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def __enter__(self) -> "ProgressLines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, done: int, total: int, documents: int, tokens: int) -> None:
+        """Prints the amounts if the last line is long enough ago."""
+        if time.monotonic() - self.last >= PLAIN_LINE_SECONDS:
+            self.last = time.monotonic()
+            print(f"preparing: {amount(done, total, documents, tokens)}", file=sys.stderr, flush=True)
