@@ -116,9 +116,9 @@ def write_configs(folder: Path, config: ModelConfig, seq_len: int, special: Spec
 def write_weights(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """Writes safetensors files of at most ``shard_bytes``, and their index where there are several; after ``write_configs``.
+    """Writes safetensors files of at most ``shard_bytes``, and their index where there are several.
 
-    One shard is held in memory at a time. Raises RuntimeError where a logical tensor is missing.
+    Called after ``write_configs``. One shard is in memory at a time. Raises RuntimeError where a tensor is missing.
     """
     missing = set(tensor_shapes(config))
     shards: list[list[str]] = []

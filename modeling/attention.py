@@ -5,7 +5,6 @@ Shape letters: B batch, S sequence, D d_model, H heads, G key-value heads, C d_h
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from modeling.context import Context

@@ -1,0 +1,98 @@
+"""Closed-form counts against the built model: parameters one by one, FLOPs as torch's counter sees them. Exact."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import modeling.moe
+from modeling.config import ModelConfig
+from modeling.counts import count_parameters, flops_per_token, forward_flops_per_token
+from modeling.decoder import Decoder, DecoderLayer, build_decoder
+from modeling.kernels.attention import attend_reference
+from modeling.kernels.experts import experts_reference
+from modeling.moe import MoE
+from small_models import FAMILIES, Family, build, configs, example_config, next_tokens, packed_rows
+
+FEW = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters(family: Family) -> None:
+    @FEW
+    @given(config=configs(family))
+    def check(config: ModelConfig) -> None:
+        with torch.device("meta"):
+            model = build_decoder(config)
+        counts = count_parameters(config)
+        assert counts.total == sum(weight.numel() for weight in model.parameters())
+        assert (
+            counts.embedding
+            == len({id(w) for w in (model.embed.weight, model.head.weight)}) * model.embed.weight.numel()
+        )
+        idle = 0
+        for module in model.modules():
+            if isinstance(module, MoE):
+                one_expert = sum(weight[0].numel() for weight in module.experts.parameters())
+                idle += (module.router.weight.shape[0] - module.router.top_k) * one_expert
+        assert counts.active == counts.total - idle
+
+    check()
+
+
+def counted_flops(model: Decoder, config: ModelConfig, *, training: bool) -> float:
+    """FLOPs of each token, by torch's counter, of one sequence of 12 tokens through the reference kernels."""
+    for layer in model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        layer.attention.core = attend_reference
+        if isinstance(layer.feed_forward, MoE):
+            layer.feed_forward.experts.dispatch = experts_reference
+    rows = packed_rows(config.vocab_size, 0, [[12]])
+    targets_BS = next_tokens(rows)
+    with FlopCounterMode(display=False) as counter:
+        if training:
+            loss = model(rows.tokens_BS, rows.context(), targets_BS).loss
+            assert loss is not None
+            loss.backward()
+        else:
+            with torch.no_grad():
+                model(rows.tokens_BS, rows.context())
+    return counter.get_total_flops() / 12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops(family: Family) -> None:
+    @FEW
+    @given(config=configs(family), seed=st.integers(0, 99))
+    def check(config: ModelConfig, seed: int) -> None:
+        model = build(config, seed)
+        masked_keys = (
+            0 if config.sliding_window is None else max(0, 12 - config.sliding_window)
+        )  # computed, not counted
+        unseen = 4 * masked_keys * config.n_layers * config.n_heads * config.head_dim
+        assert counted_flops(model, config, training=False) == forward_flops_per_token(config, 12) + unseen
+        assert counted_flops(model, config, training=True) == flops_per_token(config, 12) + 3 * unseen
+
+    check()
+
+
+def test_evaluation_computes_no_gradient() -> None:
+    config = example_config("llama")
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, [[12]])
+    with FlopCounterMode(display=False) as with_targets, torch.no_grad():
+        model(rows.tokens_BS, rows.context(), next_tokens(rows))
+    with FlopCounterMode(display=False) as with_logits, torch.no_grad():
+        model(rows.tokens_BS, rows.context())
+    assert with_targets.get_total_flops() == with_logits.get_total_flops()
+
+
+def test_planted_all_experts_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that sends each token to one expert too many is seen in the FLOPs."""
+    config = example_config("mixtral")
+    model = build(config, 0)
+    for module in model.modules():
+        if isinstance(module, modeling.moe.Router):
+            module.top_k += 1
+    assert counted_flops(model, config, training=False) != forward_flops_per_token(config, 12)

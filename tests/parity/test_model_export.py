@@ -1,0 +1,280 @@
+"""The exported folder: what is in it, what transformers makes of it, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from byte_tokenizer import save_byte_tokenizer
+from data.tokenizer import INFO
+from launcher.config.dump import dump_config
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.export import export, write_export
+from launcher.generate import generate_from_checkpoint
+from launcher.trained import load_decoder, open_trained
+from modeling.config import ModelConfig, NoBalance
+from modeling.decoder import Decoder
+from modeling.hf.common import SpecialTokens
+from modeling.hf.convert import from_hf, hf_config, tensor_shapes, to_hf
+from parallel.checkpoint.manifest import Manifest, Piece, hash_file, write_manifest
+from parallel.checkpoint.write import BUFFER
+from small_models import FAMILIES, Family, build, configs, example_config, tensors_of
+from warnings_seen import no_warnings
+
+FEW = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+def write_example(family: Family, out: Path, **options: object) -> tuple[ModelConfig, Decoder]:
+    config = example_config(family)
+    model = build(config, 3)
+    write_export(tensors_of(model).items(), config, 64, None, out, **options)
+    return config, model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_there_and_back(family: Family) -> None:
+    @FEW
+    @given(config=configs(family))
+    def check(config: ModelConfig) -> None:
+        tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
+        theirs = {hf: part for name, tensor in tensors.items() for hf, part in to_hf(config, name, tensor)}
+        back = dict(from_hf(config, theirs.__getitem__))
+        assert back.keys() == tensors.keys()
+        assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_means_in_transformers_what_it_says(family: Family) -> None:
+    @FEW
+    @given(config=configs(family))
+    def check(config: ModelConfig) -> None:
+        written = hf_config(config, 128, SpecialTokens(eos=5), "bfloat16")
+        read = AutoConfig.for_model(**written)
+        for key, value in written.items():
+            if key == "dtype":
+                assert read.dtype == torch.bfloat16
+            else:
+                assert getattr(read, key) == value, key
+
+    check()
+
+
+def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
+    write_example("qwen3_moe", tmp_path / "one")
+    write_example("qwen3_moe", tmp_path / "many", shard_bytes=20_000)
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(file.stat().st_size < 22_000 for file in files)
+    whole = load_file(tmp_path / "one/model.safetensors")
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "many" / file, framework="pt") as shard:
+            assert torch.equal(shard.get_tensor(name), whole[name])
+    assert not (tmp_path / "one/model.safetensors.index.json").exists()
+    with no_warnings():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32)
+    assert loaded.num_parameters() == sum(whole[name].numel() for name in whole)
+    assert not [path for path in (tmp_path / "many").iterdir() if path.name.startswith("shard")]
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
+    _, model = write_example("glm4_moe", tmp_path / "out", dtype=dtype)
+    with no_warnings():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == torch_dtype
+    assert torch.equal(theirs.model.embed_tokens.weight, model.embed.weight.to(torch_dtype))
+    bias = dict(model.named_buffers())["layers.1.feed_forward.router.bias"]
+    assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)  # stays fp32
+
+
+def test_glm_without_bias_exports_zeros(tmp_path: Path) -> None:
+    config = example_config("glm4_moe")
+    assert config.moe is not None
+    object.__setattr__(config.moe, "balance", NoBalance())
+    model = build(config, 3)
+    write_export(tensors_of(model).items(), config, 64, None, tmp_path / "out")
+    stored = load_file(tmp_path / "out/model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert stored[name].dtype == torch.float32
+    assert not stored[name].any()
+    stored[name] += 1.0
+    with pytest.raises(ValueError, match="e_score_correction_bias is not zero"):
+        dict(from_hf(config, stored.__getitem__))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokenizer_and_generation(family: Family, tmp_path: Path) -> None:
+    """AutoTokenizer and generate work on the folder as it is, sampling included, and warn of nothing."""
+    vocab_size = save_byte_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / INFO).touch()
+    config = example_config(family, vocab_size=vocab_size)
+    write_export(tensors_of(build(config, 3)).items(), config, 64, tmp_path / "tokenizer", tmp_path / "out")
+    with no_warnings():
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        inputs = tokenizer("def f(x):", return_tensors="pt", return_token_type_ids=False)
+        for options in ({}, {"do_sample": False}, {"temperature": 0.7, "top_k": 5}):
+            torch.manual_seed(0)
+            assert model.generate(**inputs, max_new_tokens=4, **options).shape[1] > 9
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id == 0
+    assert model.config.max_position_embeddings == 64
+    assert not (tmp_path / "out" / INFO).exists()  # ours alone
+
+
+def test_shapes_are_checked_on_reading() -> None:
+    config = example_config("llama")
+    wrong = {
+        hf: torch.zeros(3)
+        for name, shape in tensor_shapes(config).items()
+        for hf, _ in to_hf(config, name, torch.zeros(shape))
+    }
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has shape"):
+        dict(from_hf(config, wrong.__getitem__))
+
+
+def only(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").touch()
+    with pytest.raises(UserError) as refused:
+        write_example("llama", tmp_path / "out")
+    assert len(refused.value.problems) == 1
+    assert only(tmp_path) == {"out"}
+    assert only(tmp_path / "out") == {"precious"}
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError):
+        write_example("llama", tmp_path / "file")
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write_example("llama", tmp_path / "out")
+    assert only(tmp_path) == {"out"}
+    assert only(tmp_path / "out") == {"config.json", "generation_config.json", "model.safetensors"}
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # all follow the umask
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(UserError, match="GiB free"):
+        write_example("llama", tmp_path / "sub/out")
+    assert only(tmp_path) == set()
+
+
+def test_planted_interruption_leaves_nothing(tmp_path: Path) -> None:
+    config = example_config("llama")
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from list(tensors_of(build(config, 3)).items())[:3]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_export(broken(), config, 64, None, tmp_path / "out", shard_bytes=10)
+    assert only(tmp_path) == set()
+
+
+def test_planted_missing_tensor_is_refused(tmp_path: Path) -> None:
+    config = example_config("llama")
+    tensors = tensors_of(build(config, 3))
+    del tensors["final_norm.weight"]
+    with pytest.raises(RuntimeError, match=r"final_norm\.weight"):
+        write_export(tensors.items(), config, 64, None, tmp_path / "out")
+    assert only(tmp_path) == set()
+
+
+def save_run(run: Path, config: RunConfig, model: Decoder, step: int) -> Path:
+    """A run directory with one checkpoint, as a single rank would write it."""
+    directory = run / "checkpoints" / f"step-{step:08d}"
+    (directory / "tokenizer").mkdir(parents=True)
+    save_byte_tokenizer(directory / "tokenizer")
+    kinds = {
+        "weight": [name for name, _ in model.named_parameters()],
+        BUFFER: [name for name, _ in model.named_buffers()],
+    }
+    tensors = tensors_of(model)
+    save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, directory / "shard.safetensors")
+    manifest = Manifest(
+        step=step, scalars={}, tensors={name: list(t.shape) for name, t in tensors.items()}, kinds=kinds
+    )
+    for kind, names in kinds.items():
+        for name in names:
+            shape = tuple(tensors[name].shape)
+            manifest.pieces.append(Piece(kind, name, (0,) * len(shape), shape, "shard.safetensors", name))
+    for file in ["shard.safetensors"]:
+        manifest.files[file] = {"bytes": (directory / file).stat().st_size, "xxh3_128": hash_file(directory / file)}
+    write_manifest(manifest, directory)
+    (run / "config.yaml").write_text(dump_config(config))
+    return directory
+
+
+@pytest.fixture
+def run_config() -> RunConfig:
+    return RunConfig(model=example_config("glm4_moe", vocab_size=257, tie_embeddings=True))
+
+
+def test_export_of_a_run_and_of_a_checkpoint(
+    tmp_path: Path, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run directory means its latest good checkpoint; what is read back is what was saved."""
+    first, second = build(run_config.model, 1), build(run_config.model, 2)
+    older = save_run(tmp_path / "run", run_config, first, 5)
+    newer = save_run(tmp_path / "run", run_config, second, 10)
+    for path, out, model in ((tmp_path / "run", "a", second), (older, "b", first)):
+        export(path, tmp_path / out)
+        theirs = load_file(tmp_path / out / "model.safetensors")
+        read = dict(from_hf(run_config.model, theirs.__getitem__))
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(model).items())
+        loaded = load_decoder(open_trained(path), "cpu", torch.float32)
+        assert all(torch.equal(tensors_of(loaded)[name], tensor) for name, tensor in tensors_of(model).items())
+        assert loaded.head.weight.data_ptr() == loaded.embed.weight.data_ptr()
+    assert json.loads((tmp_path / "a/config.json").read_text())["max_position_embeddings"] == run_config.data.seq_len
+
+    with open(newer / "shard.safetensors", "r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"oops")
+    assert open_trained(tmp_path / "run").checkpoint.step == 5
+    assert "step-00000010 is damaged" in capsys.readouterr().err
+    with pytest.raises(UserError, match="does not match its hash"):
+        export(newer, tmp_path / "c")
+    assert only(tmp_path) == {"run", "a", "b"}
+
+
+def test_generate_from_a_run(tmp_path: Path, run_config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path / "run", run_config, build(run_config.model, 1), 5)
+    text = generate_from_checkpoint(tmp_path / "run", "import", max_new_tokens=5)
+    assert text.startswith("import")
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_checkpoints_that_are_none_are_refused(tmp_path: Path, run_config: RunConfig) -> None:
+    (tmp_path / "empty").mkdir()
+    directory = save_run(tmp_path / "run", run_config, build(run_config.model, 1), 5)
+    (tmp_path / "run/config.yaml").unlink()
+    for path, reason in (
+        ("absent", "is not a folder"),
+        ("empty", "no checkpoint"),
+        (directory, r"config\.yaml is missing"),
+    ):
+        with pytest.raises(UserError, match=reason) as refused:
+            export(tmp_path / path, tmp_path / "out")
+        assert len(refused.value.problems) == 1
+    assert only(tmp_path) == {"run", "empty"}

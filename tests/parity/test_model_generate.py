@@ -1,0 +1,147 @@
+"""Generation: the same tokens with and without a cache, and as transformers' generate makes of the exported model."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from byte_tokenizer import save_byte_tokenizer
+from launcher.export import write_export
+from launcher.generate import argument_problems, generate_text
+from modeling.context import Context
+from modeling.generate import choose, generate, new_tokens, nucleus
+from small_models import FAMILIES, Family, build, example_config, tensors_of
+from warnings_seen import no_warnings
+
+
+def prompts(vocab_size: int) -> torch.Tensor:
+    return torch.randint(vocab_size, (3, 7), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("window", [None, 5])
+def test_greedy_equals_no_cache(family: Family, window: int | None) -> None:
+    config = example_config(family, sliding_window=window)
+    model = build(config, 1)
+    tokens_BS = prompts(config.vocab_size)
+    result_BS = generate(model, tokens_BS, 20, temperature=0.0)
+    for _ in range(20):
+        positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        with torch.no_grad():
+            logits_BSV = model(tokens_BS, Context(positions_BS, torch.zeros_like(tokens_BS))).logits_BSV
+        tokens_BS = torch.cat([tokens_BS, logits_BSV[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(result_BS, tokens_BS)
+    assert len(tokens_BS[:, 7:].unique()) > 3  # not one token for ever
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers(family: Family, tmp_path: Path) -> None:
+    config = example_config(family, sliding_window=5 if family in ("mixtral", "qwen3_moe") else None)
+    model = build(config, 2)
+    write_export(tensors_of(model).items(), config, 64, None, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens_BS = prompts(config.vocab_size)
+    with no_warnings():
+        expected_BS = theirs.generate(
+            tokens_BS, attention_mask=torch.ones_like(tokens_BS), max_new_tokens=20, do_sample=False
+        )
+    assert torch.equal(generate(model, tokens_BS, 20, temperature=0.0), expected_BS)
+
+
+def test_planted_cache_forgets_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tokens rotated as if they stood at position 0 are seen."""
+    config = example_config("llama")
+    model = build(config, 1)
+    tokens_BS = prompts(config.vocab_size)
+    expected_BS = generate(model, tokens_BS, 20, temperature=0.0)
+    monkeypatch.setattr("modeling.generate.KVCache.length", 0)
+    assert not torch.equal(generate(model, tokens_BS, 20, temperature=0.0), expected_BS)
+
+
+def test_eos_ends_each_sequence() -> None:
+    config = example_config("llama")
+    model = build(config, 1)
+    tokens_BS = prompts(config.vocab_size)
+    free_BS = generate(model, tokens_BS, 20, temperature=0.0)[:, 7:]
+    eos_id = int(free_BS[0, 3])
+    ended_BS = generate(model, tokens_BS, 20, temperature=0.0, eos_id=eos_id)[:, 7:]
+    for free_S, ended_S in zip(free_BS, ended_BS, strict=True):
+        first = (free_S == eos_id).nonzero()
+        end = int(first[0]) if len(first) else len(ended_S)
+        assert torch.equal(ended_S[:end], free_S[:end])
+        assert (ended_S[end:] == eos_id).all()
+    alone_S = generate(model, tokens_BS[:1], 20, temperature=0.0, eos_id=eos_id)[0, 7:]
+    assert torch.equal(alone_S, ended_BS[0, : len(alone_S)])
+    assert int((alone_S == eos_id).sum()) == 1
+
+
+def test_sampling_depends_on_seed_alone() -> None:
+    config = example_config("qwen3_moe")
+    model = build(config, 1)
+    tokens_BS = prompts(config.vocab_size)
+    torch.manual_seed(0)
+    first_BS = generate(model, tokens_BS, 10, seed=3)
+    torch.manual_seed(1)
+    assert torch.equal(generate(model, tokens_BS, 10, seed=3), first_BS)
+    assert not torch.equal(generate(model, tokens_BS, 10, seed=4), first_BS)
+
+
+def test_sampling_follows_the_distribution() -> None:
+    logits_BV = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20_000, 4)
+    tokens_B = choose(logits_BV, 0.5, None, None, torch.Generator().manual_seed(0))
+    frequencies_V = tokens_B.bincount(minlength=4) / 20_000
+    torch.testing.assert_close(frequencies_V, (logits_BV[0] / 0.5).softmax(-1), rtol=0.0, atol=0.015)  # 4 deviations
+
+
+def test_top_k_and_top_p_keep_the_likeliest() -> None:
+    logits_BV = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(500, 4)
+    generator = torch.Generator().manual_seed(0)
+    assert set(choose(logits_BV, 1.0, 2, None, generator).tolist()) == {1, 3}
+    assert set(choose(logits_BV, 1.0, None, 0.8, generator).tolist()) == {1, 3}  # 0.64, then 0.88
+    assert set(choose(logits_BV, 1.0, None, 0.6, generator).tolist()) == {1}
+    assert set(choose(logits_BV, 1.0, None, 1e-9, generator).tolist()) == {1}
+    torch.testing.assert_close(nucleus(logits_BV.softmax(-1), 1.0), logits_BV.softmax(-1))
+
+
+def test_arguments_are_checked_at_once() -> None:
+    assert len(argument_problems("", 0, -1.0, 0, 1.5, -1)) == 6
+    assert argument_problems("a", 1, 0.0, None, None, 0) == []
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what each write added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        return super().write(text)
+
+
+def test_text_streams_to_a_terminal(tmp_path: Path) -> None:
+    save_byte_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    config = example_config("qwen3_moe", vocab_size=len(tokenizer))
+    model = build(config, 1)
+    terminal, pipe = Terminal(), io.StringIO()
+    options = {"max_new_tokens": 30, "temperature": 0.8, "top_k": 100, "top_p": 0.99, "seed": 0}
+    text = generate_text(model, tokenizer, "für", **options, out=terminal)
+    assert generate_text(model, tokenizer, "für", **options, out=pipe) == text
+    assert text.startswith("für")
+    assert terminal.getvalue() == pipe.getvalue() == text + "\n"
+    assert len(terminal.parts) > 10
+
+
+def test_streaming_yields_what_generate_returns() -> None:
+    config = example_config("llama")
+    model = build(config, 1)
+    tokens_BS = prompts(config.vocab_size)
+    streamed = torch.stack(list(new_tokens(model, tokens_BS, 5, seed=1)), dim=1)
+    assert torch.equal(generate(model, tokens_BS, 5, seed=1)[:, 7:], streamed)

@@ -1,0 +1,120 @@
+"""Attention over packed documents: the fast cores against the formula, and the mask against a loop."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from modeling.context import PADDING, Context, attention_mask
+from modeling.kernels.attention import attend, attend_reference
+
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> Context:
+    """Rows of packed documents, some ending in padding."""
+    seq_len = draw(st.integers(1, 24))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        positions: list[int] = []
+        documents: list[int] = []
+        while len(positions) < seq_len:
+            length = draw(st.integers(1, seq_len - len(positions)))
+            is_padding = len(positions) + length == seq_len and bool(positions) and draw(st.booleans())
+            positions += [0] * length if is_padding else range(length)
+            documents += [PADDING if is_padding else len(set(documents))] * length
+        rows.append((positions, documents))
+    positions_BS = torch.tensor([row[0] for row in rows])
+    documents_BS = torch.tensor([row[1] for row in rows])
+    return Context(positions_BS, documents_BS, has_padding=bool((documents_BS == PADDING).any()))
+
+
+def heads(
+    context: Context, n_heads: int, n_kv_heads: int, seed: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    batch, seq_len = context.positions_BS.shape
+    shapes = [(batch, seq_len, n, 8) for n in (n_heads, n_kv_heads, n_kv_heads)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+@FEW
+@given(
+    context=contexts(),
+    window=st.none() | st.integers(1, 26),
+    n_kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_attend_equals_reference(context: Context, window: int | None, n_kv_heads: int, groups: int, seed: int) -> None:
+    """Outputs and gradients, fp32: 1e-5, rounding of sums in another order."""
+    ours, references = (heads(context, n_kv_heads * groups, n_kv_heads, seed) for _ in range(2))
+    out = attend(*ours, context, window)
+    reference = attend_reference(*references, context, window)
+    torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+    (out * weights).sum().backward()
+    (reference * weights).sum().backward()
+    for mine, theirs in zip(ours, references, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_attend_in_bf16() -> None:
+    """Within two of bf16's roundings of outputs below 4."""
+    context = Context(torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.long))
+    q, k, v = heads(context, 4, 2, 0, torch.bfloat16)
+    torch.testing.assert_close(
+        attend(q, k, v, context, None), attend_reference(q, k, v, context, None), rtol=0, atol=0.03
+    )
+
+
+@FEW
+@given(context=contexts(), window=st.none() | st.integers(1, 26))
+def test_mask_is_what_it_says(context: Context, window: int | None) -> None:
+    positions_BS, documents_BS = context.positions_BS, context.documents_BS
+    mask_BSS = context.mask_BSS(window)
+    batch, seq_len = positions_BS.shape
+    for row in range(batch):
+        for query in range(seq_len):
+            for key in range(seq_len):
+                same = documents_BS[row, query] == documents_BS[row, key]
+                back = int(positions_BS[row, query] - positions_BS[row, key])
+                assert mask_BSS[row, query, key] == (same and 0 <= back < (window or 1000))
+    assert mask_BSS.any(-1).all()  # no softmax over nothing
+
+
+@FEW
+@given(context=contexts())
+def test_boundaries_cut_where_documents_change(context: Context) -> None:
+    boundaries, longest = context.cu_seqlens
+    flat = [(row, int(number)) for row, line in enumerate(context.documents_BS) for number in line]
+    starts = [index for index in range(len(flat)) if index == 0 or flat[index] != flat[index - 1]]
+    assert boundaries.tolist() == [*starts, len(flat)]
+    assert longest == max(boundaries.diff().tolist())
+    assert boundaries.dtype == torch.int32
+
+
+def test_masks_are_built_once_for_each_window() -> None:
+    context = Context(torch.arange(4)[None], torch.zeros(1, 4, dtype=torch.long))
+    assert context.mask_BSS(2) is context.mask_BSS(2)
+    assert context.mask_BSS(None) is not context.mask_BSS(2)
+
+
+@pytest.mark.parametrize("fault", ["documents", "causality", "window"])
+def test_planted_mask_fault(fault: str) -> None:
+    """Attention across documents, into the future, or one token too far back differs from the reference."""
+    positions_BS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    documents_BS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    whole = Context(positions_BS, documents_BS)
+    broken = Context(positions_BS, documents_BS)
+    match fault:
+        case "documents":
+            broken.masks[2] = attention_mask(positions_BS, documents_BS * 0, positions_BS, documents_BS * 0, 2)
+        case "causality":
+            broken.masks[2] = whole.mask_BSS(2) | whole.mask_BSS(2).mT
+        case "window":
+            broken.masks[2] = whole.mask_BSS(3)
+    q, k, v = heads(whole, 2, 1, 0)
+    assert not torch.allclose(attend(q, k, v, broken, 2), attend_reference(q, k, v, whole, 2), atol=1e-3)

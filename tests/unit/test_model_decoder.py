@@ -1,0 +1,174 @@
+"""The decoder as a whole: what may not influence what, and what changes no value."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from modeling.config import BiasBalance, ModelConfig, SequenceAuxBalance
+from modeling.context import PADDING, Context
+from modeling.decoder import Decoder, DecoderLayer
+from modeling.kv_cache import KVCache
+from modeling.loss import IGNORE
+from small_models import FAMILIES, LENGTHS, Family, Rows, build, configs, example_config, next_tokens, packed_rows
+
+FEW = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+def logits(model: Decoder, rows: Rows) -> Tensor:
+    with torch.no_grad():
+        return model(rows.tokens_BS, rows.context()).logits_BSV
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_do_not_see_each_other(family: Family) -> None:
+    """Other tokens in one document change no other document's output; 1e-5 for sums over rows placed elsewhere."""
+
+    @FEW
+    @given(config=configs(family), seed=st.integers(0, 99), row=st.integers(0, 2), data=st.data())
+    def check(config: ModelConfig, seed: int, row: int, data: st.DataObject) -> None:
+        model = build(config, seed)
+        rows = packed_rows(config.vocab_size, seed, LENGTHS)
+        before_BSV = logits(model, rows)
+        document = data.draw(st.integers(0, len(LENGTHS[row]) - 1))
+        changed_BS = torch.zeros_like(rows.tokens_BS, dtype=torch.bool)
+        changed_BS[row] = rows.documents_BS[row] == document
+        rows.tokens_BS[changed_BS] = (rows.tokens_BS[changed_BS] + 1) % config.vocab_size
+        after_BSV = logits(model, rows)
+        torch.testing.assert_close(after_BSV[~changed_BS], before_BSV[~changed_BS], rtol=0.0, atol=1e-5)
+        assert not torch.allclose(after_BSV[changed_BS], before_BSV[changed_BS], atol=1e-3)
+
+    check()
+
+
+def test_planted_document_leak_is_seen() -> None:
+    config = example_config("qwen3_moe")
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    rows.documents_BS = torch.zeros_like(rows.documents_BS)
+    before_BSV = logits(model, rows)
+    rows.tokens_BS[0, :7] = (rows.tokens_BS[0, :7] + 1) % config.vocab_size
+    assert not torch.allclose(logits(model, rows)[0, 7:], before_BSV[0, 7:], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_tokens_do_not_change_earlier_ones(family: Family) -> None:
+    config = example_config(family)
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, [[20]])
+    before_BSV = logits(model, rows)
+    rows.tokens_BS[0, 12:] = (rows.tokens_BS[0, 12:] + 1) % config.vocab_size
+    torch.testing.assert_close(logits(model, rows)[:, :12], before_BSV[:, :12], rtol=0.0, atol=1e-5)
+
+
+def padded(rows: Rows, n: int) -> Rows:
+    """The same rows with ``n`` positions of padding after them."""
+    shape = (rows.tokens_BS.shape[0], n)
+    zeros_BS = torch.zeros(shape, dtype=torch.long)
+    return Rows(
+        torch.cat([rows.tokens_BS, zeros_BS], 1),
+        torch.cat([rows.positions_BS, zeros_BS], 1),
+        torch.cat([rows.documents_BS, zeros_BS + PADDING], 1),
+    )
+
+
+def gradients(model: Decoder, rows: Rows, targets_BS: Tensor, *, has_padding: bool) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    context = Context(rows.positions_BS, rows.documents_BS, 0.1, 0.01, has_padding=has_padding)
+    loss = model(rows.tokens_BS, context, targets_BS).loss
+    assert loss is not None
+    loss.backward()
+    return loss.detach(), [torch.zeros(()) if w.grad is None else w.grad.clone() for w in model.parameters()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_nothing(family: Family) -> None:
+    """Loss and every gradient, auxiliary losses' too, are those of the rows without it (1e-5: other sums)."""
+    config = example_config(family)
+    model = build(config, 0)
+    for layer in model.layers.values():
+        if hasattr(layer.feed_forward, "router"):
+            layer.feed_forward.balance_coefficient, layer.feed_forward.z_loss = 0.5, 0.1
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    targets_BS = next_tokens(rows)
+    loss, plain = gradients(model, rows, targets_BS, has_padding=False)
+    longer_BS = torch.cat([targets_BS, torch.full((3, 5), IGNORE)], 1)
+    padded_loss, with_padding = gradients(model, padded(rows, 5), longer_BS, has_padding=True)
+    torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0.0)
+    for mine, theirs in zip(with_padding, plain, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("window", [None, 4])
+def test_cache_in_pieces_equals_one_pass(family: Family, window: int | None) -> None:
+    """Tokens fed to the cache in pieces of any length see what they see in one pass."""
+    config = example_config(family, sliding_window=window)
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, [[20], [20]])
+    whole_BSV = logits(model, rows)
+    cache = KVCache(config.n_layers)
+    start = 0
+    for length in (1, 7, 1, 1, 10):
+        part = slice(start, start + length)
+        context = Context(rows.positions_BS[:, part], rows.documents_BS[:, part])
+        with torch.no_grad():
+            piece_BSV = model(rows.tokens_BS[:, part], context, cache=cache).logits_BSV
+        torch.testing.assert_close(piece_BSV, whole_BSV[:, part], rtol=0.0, atol=1e-5)
+        start += length
+        assert cache.length == start
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("half", [False, True])
+def test_recomputation_is_exact(family: Family, half: bool) -> None:
+    """Gradients are bit for bit those without it, for a whole layer or its feed-forward half, in fp32 and bf16."""
+    config = example_config(family)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build(config, 0).to(dtype)
+        loss, plain = gradients(model, rows, next_tokens(rows), has_padding=False)
+        for layer in model.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            name = "add_feed_forward" if half else "forward"
+            function = getattr(layer, name)
+            setattr(layer, name, lambda *args, function=function: checkpoint(function, *args, use_reentrant=False))
+        again, recomputed = gradients(model, rows, next_tokens(rows), has_padding=False)
+        assert torch.equal(loss, again)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(recomputed, plain, strict=True))
+
+
+def test_choices_are_replayed() -> None:
+    """Choices given beforehand are used, and count as made."""
+    config = example_config("mixtral")
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    forced = {layer: torch.tensor([[0, 5]]).expand(60, 2) for layer in range(config.n_layers)}
+    with torch.no_grad():
+        output = model(rows.tokens_BS, rows.context(dict(forced)))
+    for stats in output.stats.values():
+        assert stats.counts_E.tolist() == [60, 0, 0, 0, 0, 60]
+
+
+def test_statistics_of_each_layer() -> None:
+    config = example_config("qwen3_moe")
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    with torch.no_grad():
+        output = model(rows.tokens_BS, rows.context())
+    assert output.stats.keys() == {1}  # layer 0 is dense
+    stats = output.stats[1]
+    assert int(stats.counts_E.sum()) == 60 * 2
+    assert 0.0 < float(stats.entropy) / 60 <= torch.log(torch.tensor(6.0))
+    assert float(stats.balance_loss) >= 0.0
+
+
+def test_bias_balance_builds_a_buffer_and_others_do_not() -> None:
+    config = example_config("glm4_moe")
+    assert config.moe is not None
+    assert isinstance(config.moe.balance, BiasBalance)
+    assert [name for name, _ in build(config, 0).named_buffers()] == ["layers.1.feed_forward.router.bias"]
+    object.__setattr__(config.moe, "balance", SequenceAuxBalance())
+    assert not list(build(config, 0).named_buffers())

@@ -1,0 +1,144 @@
+"""The experts' grouped version against one expert after another: outputs and every gradient."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from modeling.kernels.experts import experts_grouped, experts_reference, place_rows
+
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def inputs(
+    n_tokens: int, n_experts: int, top_k: int, seed: int, dtype: torch.dtype = torch.float32, n_used: int | None = None
+) -> list[Tensor]:
+    """hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF; the first ``n_used`` experts get all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    d_model, d_ff = 16, 24
+    scores_TE = torch.rand(n_tokens, n_used or n_experts, generator=generator)
+    shapes = [(n_experts, d_ff, d_model), (n_experts, d_ff, d_model), (n_experts, d_model, d_ff)]
+    matrices = [(torch.randn(shape, generator=generator) * 0.3).to(dtype) for shape in shapes]
+    hidden_TD = torch.randn(n_tokens, d_model, generator=generator).to(dtype)
+    weights_TK = torch.rand(n_tokens, top_k, generator=generator)
+    return [hidden_TD, scores_TE.topk(top_k).indices, weights_TK, *matrices]
+
+
+def outputs_and_gradients(experts: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradient of every argument but the indices."""
+    leaves = [a.clone().requires_grad_(a.is_floating_point()) for a in arguments]
+    out_TD = experts(*leaves)
+    weights_TD = torch.randn(out_TD.shape, generator=torch.Generator().manual_seed(1))
+    (out_TD.float() * weights_TD).sum().backward()
+    return [out_TD.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    error, norm = (value.double() - reference.double()).norm(), reference.double().norm()
+    return float(error / norm) if norm > 0 else float(error)
+
+
+@FEW
+@given(
+    n_tokens=st.sampled_from([7, 63, 64, 65, 200]),
+    n_experts=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_grouped_equals_reference(n_tokens: int, n_experts: int, seed: int, data: st.DataObject) -> None:
+    """fp32: 1e-6 relative to each norm, for any top_k up to n_experts and experts without tokens."""
+    top_k = data.draw(st.integers(1, n_experts))
+    n_used = data.draw(st.integers(top_k, n_experts))
+    arguments = inputs(n_tokens, n_experts, top_k, seed, n_used=n_used)
+    fast = outputs_and_gradients(experts_grouped, arguments)
+    slow = outputs_and_gradients(experts_reference, arguments)
+    for value, reference in zip(fast, slow, strict=True):
+        assert relative_error(value, reference) < 1e-6
+    for gradient_E in fast[3:]:
+        assert not gradient_E[n_used:].any()  # no token, no gradient: exactly zero
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_token(seed: int) -> None:
+    """To 1e-5: the gradient of its only weight is one dot product, which may cancel."""
+    arguments = inputs(1, 3, 1, seed)
+    fast = outputs_and_gradients(experts_grouped, arguments)
+    slow = outputs_and_gradients(experts_reference, arguments)
+    assert all(relative_error(value, reference) < 1e-5 for value, reference in zip(fast, slow, strict=True))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_grouped_in_bf16(top_k: int) -> None:
+    """As near to the fp32 result as the reference in bf16 is, to a quarter."""
+    arguments = inputs(150, 4, top_k, 0, torch.bfloat16)
+    exact = outputs_and_gradients(experts_reference, [a.float() if a.is_floating_point() else a for a in arguments])
+    fast = outputs_and_gradients(experts_grouped, arguments)
+    slow = outputs_and_gradients(experts_reference, arguments)
+    for value, other, reference in zip(fast, slow, exact, strict=True):
+        assert relative_error(value, reference) < 1.25 * relative_error(other, reference) + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens_at_all(dtype: torch.dtype) -> None:
+    """A micro-batch of padding alone: nothing comes out, and gradients are zero."""
+    arguments = inputs(0, 4, 2, 0, dtype)
+    out_TD, *gradients = outputs_and_gradients(experts_grouped, arguments)
+    assert out_TD.shape == (0, 16)
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_grouped_repeats_bit_for_bit() -> None:
+    arguments = inputs(200, 8, 3, 0)
+    first = outputs_and_gradients(experts_grouped, arguments)
+    again = outputs_and_gradients(experts_grouped, arguments)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@FEW
+@given(
+    n_tokens=st.integers(0, 40),
+    n_experts=st.integers(1, 6),
+    row_multiple=st.sampled_from([1, 4, 64]),
+    seed=st.integers(0, 9),
+)
+def test_rows_are_distinct_and_sorted_by_expert(n_tokens: int, n_experts: int, row_multiple: int, seed: int) -> None:
+    indices_TK = inputs(n_tokens, n_experts, min(2, n_experts), seed)[1]
+    counts_E = indices_TK.flatten().bincount(minlength=n_experts)
+    rows_TK, ends_E, n_rows = place_rows(indices_TK, counts_E, row_multiple)
+    assert len(rows_TK.unique()) == rows_TK.numel()
+    assert n_rows == int(ends_E[-1])
+    assert not (ends_E % row_multiple).any()
+    starts_E = torch.cat([torch.zeros(1, dtype=torch.int32), ends_E[:-1]])
+    assert ((starts_E[indices_TK] <= rows_TK) & (rows_TK < starts_E[indices_TK] + counts_E[indices_TK])).all()
+    for expert in range(n_experts):  # in the order of the tokens
+        rows = rows_TK[indices_TK == expert]
+        assert torch.equal(rows, rows.sort().values)
+
+
+def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries off by one row are seen."""
+    arguments = inputs(100, 4, 2, 0)
+    monkeypatch.setattr("modeling.kernels.experts.CPU_ROW_MULTIPLE", 1)
+
+    def shifted(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> tuple[Tensor, Tensor, int]:
+        rows_TK, ends_E, n_rows = place_rows(indices_TK, counts_E, row_multiple)
+        ends_E[:-1] += 1
+        return rows_TK, ends_E, n_rows
+
+    monkeypatch.setattr("modeling.kernels.experts.place_rows", shifted)
+    assert relative_error(experts_grouped(*arguments), experts_reference(*arguments)) > 1e-3
+
+
+def test_planted_gradient_of_one_slot_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that brings back the first expert's share alone is seen."""
+    arguments = inputs(100, 4, 2, 0)
+    monkeypatch.setattr(
+        "modeling.kernels.experts.ToRows.backward",
+        staticmethod(lambda ctx, grad_RD: (grad_RD[ctx.saved_tensors[0][:, 0]], None, None)),
+    )
+    fast = outputs_and_gradients(experts_grouped, arguments)
+    slow = outputs_and_gradients(experts_reference, arguments)
+    assert relative_error(fast[1], slow[1]) > 1e-3

@@ -1,0 +1,102 @@
+"""Weights at step 0: a function of (seed, name) alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.config import ModelConfig
+from modeling.decoder import Decoder, build_decoder
+from modeling.init import initial_tensor, materialize
+from small_models import FAMILIES, Family, example_config, tensors_of
+
+
+def fresh(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
+    with torch.device("meta"):
+        model = build_decoder(config)
+    materialize(model, config, seed, "cpu", dtype)
+    return model
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> set[str]:
+    """Names of equal tensors."""
+    return {name for name in first if name in second and torch.equal(first[name], second[name])}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_do_not_depend_on_torch_seed(family: Family) -> None:
+    config = example_config(family)
+    torch.manual_seed(0)
+    first = tensors_of(fresh(config, 7))
+    torch.manual_seed(1)
+    assert same(first, tensors_of(fresh(config, 7))) == first.keys()
+
+
+def test_another_seed_changes_every_drawn_tensor() -> None:
+    config = example_config("glm4_moe")
+    equal = same(tensors_of(fresh(config, 0)), tensors_of(fresh(config, 1)))
+    assert all(name.endswith(("norm.weight", "router.bias")) for name in equal)
+
+
+def test_names_differ_in_values() -> None:
+    """No two tensors of one shape are equal, within a layer or across layers."""
+    tensors = [t for t in tensors_of(fresh(example_config("qwen3_moe", n_layers=3), 0)).values() if t.std() > 0]
+    parts = [part for tensor in tensors for part in (tensor if tensor.ndim == 3 else [tensor])]
+    for number, part in enumerate(parts):
+        assert not any(part.shape == other.shape and torch.equal(part, other) for other in parts[:number])
+
+
+def test_an_expert_does_not_depend_on_the_others() -> None:
+    """Six experts or four: the first four are the same, so ep may cut the stack anywhere."""
+    config = example_config("mixtral")
+    assert config.moe is not None
+    six = tensors_of(fresh(config, 0))
+    four = tensors_of(fresh(replace(config, moe=replace(config.moe, n_experts=4)), 0))
+    for name in four:
+        if ".experts." in name:
+            assert torch.equal(six[name][:4], four[name])
+
+
+def test_other_tensors_do_not_depend_on_the_experts() -> None:
+    config = example_config("qwen3_moe")
+    assert config.moe is not None
+    wide = tensors_of(fresh(replace(config, moe=replace(config.moe, n_experts=9, d_ff=48)), 0))
+    assert same(tensors_of(fresh(config, 0)), wide) == {
+        name for name in wide if ".experts." not in name and "router" not in name
+    }
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = fresh(example_config("llama", tie_embeddings=True), 0)
+    assert model.head.weight is model.embed.weight
+    untied = fresh(example_config("llama"), 0)
+    assert not torch.equal(untied.head.weight, untied.embed.weight)
+    assert torch.equal(untied.embed.weight, model.embed.weight)
+
+
+def test_spread() -> None:
+    """Normal with init_std, and smaller where a matrix writes to the residual stream."""
+    config = replace(ModelConfig(), init_std=0.02, n_layers=8)
+    q = initial_tensor(config, 0, "layers.0.attention.q.weight", (400, 400))
+    o = initial_tensor(config, 0, "layers.0.attention.o.weight", (400, 400))
+    down = initial_tensor(config, 0, "layers.0.feed_forward.experts.down", (4, 200, 200))
+    assert float(q.std()) == pytest.approx(0.02, rel=0.01)
+    assert float(q.mean()) == pytest.approx(0.0, abs=2e-4)
+    assert float(o.std()) == pytest.approx(0.005, rel=0.01)
+    assert float(down.std()) == pytest.approx(0.005, rel=0.01)
+
+
+def test_half_precision_is_the_rounded_fp32() -> None:
+    config = example_config("glm4_moe")
+    half, full = tensors_of(fresh(config, 0, torch.bfloat16)), tensors_of(fresh(config, 0))
+    for name, tensor in half.items():
+        assert tensor.dtype == (torch.float32 if name.endswith("bias") else torch.bfloat16)
+        assert torch.equal(tensor, full[name].to(tensor.dtype))
+
+
+def test_values_stay_what_they_are() -> None:
+    """A change here would give every seed another model."""
+    q = initial_tensor(ModelConfig(), 0, "layers.0.attention.q.weight", (2, 2))
+    expected = [[-0.007500820327550173, 0.020525304600596428], [0.011436904780566692, 0.019702883437275887]]
+    torch.testing.assert_close(q, torch.tensor(expected), rtol=0.0, atol=1e-7)

@@ -1,0 +1,113 @@
+"""The chunked loss against F.cross_entropy on the full logits: value and gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import modeling.loss
+from modeling.loss import IGNORE, Head, logits_gradient
+
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def problem(n_tokens: int, vocab_size: int, ignored: float, seed: int) -> tuple[Head, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    head = Head(vocab_size, 12)
+    head.weight.data = torch.randn(vocab_size, 12, generator=generator)
+    targets_T = torch.randint(vocab_size, (n_tokens,), generator=generator)
+    targets_T[torch.rand(n_tokens, generator=generator) < ignored] = IGNORE
+    return head, torch.randn(1, n_tokens, 12, generator=generator, requires_grad=True), targets_T[None]
+
+
+def plain_loss(head: Head, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+    logits_TV = F.linear(hidden_BSD.double(), head.weight.double()).flatten(0, 1)
+    return F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def compare(head: Head, hidden_BSD: Tensor, targets_BS: Tensor, scale: float) -> None:
+    """Against fp64: the sum to 1e-6 relative, gradients to 1e-6 of their norm."""
+    loss = head(hidden_BSD, targets_BS)
+    expected = plain_loss(head, hidden_BSD, targets_BS)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    gradients = torch.autograd.grad(loss * scale, [hidden_BSD, head.weight])
+    references = torch.autograd.grad(expected * scale, [hidden_BSD, head.weight])
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert (gradient - reference).norm() <= 1e-6 * reference.norm() + 1e-9
+
+
+@FEW
+@given(
+    n_tokens=st.integers(1, 40),
+    vocab_size=st.integers(2, 50),
+    chunk=st.integers(1, 45),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_equals_cross_entropy(n_tokens: int, vocab_size: int, chunk: int, ignored: float, seed: int) -> None:
+    """Whatever the chunks, and wherever their boundaries lie."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling.loss, "CHUNK_LOGITS", chunk * vocab_size)
+        compare(*problem(n_tokens, vocab_size, ignored, seed), scale=1 / 7)
+
+
+def test_chunk_smaller_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling.loss, "CHUNK_LOGITS", 3)
+    compare(*problem(5, 50, 0.2, 0), scale=1.0)
+
+
+def test_frozen_head_and_frozen_hidden() -> None:
+    """Only what requires a gradient gets one."""
+    head, hidden_BSD, targets_BS = problem(9, 20, 0.0, 0)
+    head.weight.requires_grad_(False)
+    head(hidden_BSD, targets_BS).backward()
+    assert hidden_BSD.grad is not None
+    head.weight.requires_grad_(True)
+    head(hidden_BSD.detach(), targets_BS).backward()
+    assert head.weight.grad is not None
+
+
+def test_bf16_weights_get_bf16_gradients_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks lose no more than one: 1e-2 of the norm is bf16's rounding of the logits' gradients."""
+    head, hidden_BSD, targets_BS = problem(400, 20, 0.1, 0)
+    reference = torch.autograd.grad(plain_loss(head, hidden_BSD, targets_BS), head.weight)[0]
+    monkeypatch.setattr(modeling.loss, "CHUNK_LOGITS", 20)
+    half = Head(20, 12)
+    half.weight.data = head.weight.detach().bfloat16()
+    half(hidden_BSD.detach().bfloat16(), targets_BS).backward()
+    assert half.weight.grad is not None
+    assert half.weight.grad.dtype == torch.bfloat16
+    assert (half.weight.grad.float() - reference).norm() < 1e-2 * reference.norm()
+
+
+def test_no_target_counts() -> None:
+    head, hidden_BSD, targets_BS = problem(6, 20, 1.0, 0)
+    loss = head(hidden_BSD, targets_BS)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not hidden_BSD.grad.any()
+
+
+@pytest.mark.parametrize("fault", ["labels shifted", "ignored counted", "boundary skipped"])
+def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, hidden_BSD, targets_BS = problem(30, 20, 0.3, 0)
+    match fault:
+        case "labels shifted":
+            forward = Head.forward
+            monkeypatch.setattr(
+                Head, "forward", lambda self, hidden, targets: forward(self, hidden, targets.roll(1, 1))
+            )
+        case "ignored counted":
+            monkeypatch.setattr(
+                modeling.loss,
+                "logits_gradient",
+                lambda logits, targets, counts: logits_gradient(logits, targets, torch.ones_like(counts)),
+            )
+        case "boundary skipped":
+            monkeypatch.setattr(modeling.loss, "CHUNK_LOGITS", 20 * 7)
+            monkeypatch.setattr(modeling.loss, "slice", lambda start, stop: slice(start, stop - 1), raising=False)
+    with pytest.raises((AssertionError, RuntimeError)):
+        compare(head, hidden_BSD, targets_BS, scale=1.0)
