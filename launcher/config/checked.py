@@ -20,7 +20,7 @@ def load_checked(
     config = load_config(path, overrides)
     problems = check(config, world_size)
     if data:
-        from data.prepare import check_data  # its libraries take a second to import
+        from data.rules import check_data  # its libraries take a second to import
 
         told = {line.partition("=")[0] for line in problems}
         problems += [

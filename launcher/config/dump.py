@@ -8,6 +8,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from launcher.config.schema import alternative_name, field_default
 from launcher.config.tree import RunConfig
@@ -72,6 +73,8 @@ def _value_to_yaml(value: Any, default: Any) -> Any:
     """A value as ruamel's containers; a list of sections shows each section's own differences."""
     if dataclasses.is_dataclass(value):
         return _section_to_yaml(value, default)
+    if isinstance(value, str) and not value.isprintable():
+        return DoubleQuotedScalarString(value)  # escaped: left to itself, ruamel writes U+0085 as a line break
     if not isinstance(value, tuple):
         return value
     defaults = default if value == default else (None,) * len(value)

@@ -64,7 +64,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
     """Every rule that ``config`` breaks on ``world_size`` processes, one line each; empty where it can run.
 
     A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (paths, weights)
-    are ``data.prepare.check_data``'s.
+    are ``data.rules.check_data``'s.
     """
     lines = [*_check_ranges(config), *_check_names(config)]
     broken = {line.partition("=")[0] for line in lines}

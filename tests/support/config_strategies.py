@@ -10,9 +10,9 @@ from launcher.config.tree import RunConfig
 
 INTEGERS = st.integers(-2, 12) | st.integers(-(10**12), 10**12)
 FLOATS = st.sampled_from([0.0, 1.0, 0.1, 1e-8, -1.0]) | st.floats(allow_nan=False, allow_infinity=False)
-TEXTS = st.sampled_from(["no", "1e3", "null", "", "~", "2026-11-20", "a: b # c", "0x10", "- x", "${a}"]) | st.text(
-    st.characters(exclude_categories=["Cs"]), max_size=8
-)
+TEXTS = st.sampled_from(
+    ["no", "1e3", "null", "", "~", "2026-11-20", "a: b # c", "0x10", "- x", "${a}", "\x85", "a\nb "]
+) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:

@@ -1,0 +1,45 @@
+# `make demo` and `make test` each do all the set-up they need, in .venv, and change nothing outside this folder.
+# PYTHON chooses the interpreter that .venv is made from: make test PYTHON=python3.12
+RIGHT_PYTHON := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
+  $$name -c '$(RIGHT_PYTHON)' 2>/dev/null && command -v $$name && break; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# One thread for each process: tests start many, and sums in another order are other sums.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install demo test check format bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' && '$(PYTHON)' -c '$(RIGHT_PYTHON)' || \
+	  { echo 'PYTHON=$(PYTHON) must be Python 3.11 or 3.12; try make PYTHON=/path/to/python3.12' >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m launcher.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests -m 'not slow'
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit -m 'not slow' --quiet
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,130 @@
+"""The command line: exit codes, and what goes to stderr."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import launcher.doctor
+from data.errors import DataError
+from launcher.cli import main
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text("name: small\nmodel: {n_layers: 2}\n")
+    return path
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, list[str]]:
+    """Exit code, standard output and the lines of standard error of one command."""
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err.splitlines()
+
+
+def test_config_prints_what_loads_again(capsys, config, tmp_path):
+    code, output, errors = run(capsys, "config", config, "train.steps=5")
+    assert (code, errors) == (0, [])
+    assert "n_layers: 2 # default: 8" in output
+    (tmp_path / "again.yaml").write_text(output)
+    assert load_config(tmp_path / "again.yaml") == load_config(config, ["train.steps=5"])
+
+
+def test_config_as_json(capsys, config):
+    code, output, _ = run(capsys, "config", "--json", config, "train.steps=5")
+    assert code == 0
+    assert json.loads(output)["train"]["steps"] == 5
+
+
+def test_a_refusal_is_its_lines_and_exit_code_2_and_nothing_created(capsys, config, tmp_path):
+    code, output, errors = run(capsys, "config", config, "train.steps=0", "model.n_kv_heads=3", "--ranks", "3")
+    assert (code, output) == (2, "")
+    assert errors == [
+        "train.steps=0 must be at least 1; try 1000",
+        "train.global_batch_size=8 must be a multiple of dp=3 x train.micro_batch_size=1 = 3; try 6 or 9",
+        "model.n_kv_heads=3 must divide model.n_heads=8; try 2 or 4",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+USAGE = [
+    (["confg"], "No such command 'confg'"),
+    (["config"], "Missing argument 'CONFIG'"),
+    (["config", "a.yaml", "--bogus"], "No such option: --bogus"),
+    (["config", "a.yaml", "--ranks", "many"], "Invalid value for '--ranks'"),
+    (["config", "a.yaml", "--ranks", "0"], "Invalid value for '--ranks'"),
+    (["config", "none.yaml"], "none.yaml: no such file"),
+    (["config", "none.yaml", "steps"], "none.yaml: no such file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "start"), USAGE, ids=[" ".join(arguments) for arguments, _ in USAGE])
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, config, arguments, start):
+    code, output, errors = run(capsys, *arguments)
+    assert (code, output) == (2, "")
+    assert errors[0].startswith(start)
+    assert len(errors) == (2 if "steps" in arguments else 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (
+            UserError(["a=1 must be 2; try 2", "b=1 must be 3; try 3"]),
+            2,
+            ["a=1 must be 2; try 2", "b=1 must be 3; try 3"],
+        ),
+        (DataError("x.idx: torn; run prepare"), 2, ["x.idx: torn; run prepare"]),
+        (KeyboardInterrupt(), 130, []),
+    ],
+)
+def test_errors_of_a_command_become_exit_codes(capsys, monkeypatch, error, code, lines):
+    def fail(*, as_json):
+        raise error
+
+    monkeypatch.setattr(launcher.doctor, "print_report", fail)
+    assert run(capsys, "doctor") == (code, "", lines)
+
+
+def test_an_internal_error_keeps_its_traceback(monkeypatch):
+    def fail(*, as_json):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(launcher.doctor, "print_report", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [([], 0), (["--help"], 0), (["--version"], 0), (["config", "none.yaml"], 2), (["config", "config.yaml"], 0)],
+)
+def test_quick_commands_import_no_heavy_library(config, arguments, code):
+    script = (
+        "import sys; from launcher.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'deepspeed', 'datasets', 'wandb'} & set(sys.modules); "
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == (1 if code else 0)
+
+
+def test_every_command_says_what_it_does(capsys):
+    _, output, _ = run(capsys, "--help")
+    assert "config" in output
+    assert "doctor" in output
+    code, output, _ = run(capsys, "config", "--help")
+    assert code == 0
+    assert "KEY=VALUE" in output
+
+
+def test_the_defaults_are_a_config():
+    assert RunConfig().run_path.as_posix() == "runs/run"

@@ -1,0 +1,305 @@
+"""Every rule between a config's values: its line, a remedy that works, and no other line."""
+
+import ast
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config_strategies import configs
+from launcher.config import families, rules
+from launcher.config.checked import load_checked
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.config.schema import hint_at, members
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from modeling.schedules import lr_factor
+
+BASES = {
+    "llama": ["model.family=llama"],
+    "mixtral": ["model.family=mixtral", "model.moe.n_experts=4"],
+    "qwen3_moe": ["model.family=qwen3_moe", "model.qk_norm=true", "model.moe.n_experts=4"],
+    "glm4_moe": [
+        "model.family=glm4_moe",
+        "model.moe.n_experts=4",
+        "model.moe.score=sigmoid",
+        "model.moe.n_shared_experts=1",
+        "model.moe.balance.name=bias",
+    ],
+}  # fmt: skip
+
+# Base, what is changed, processes, the line, and the change that the line's remedy names.
+CASES = [
+    ("llama", "seed=-1", 1, "seed=-1 must be at least 0; try 0", "seed=0"),
+    ("llama", "train.steps=0", 1, "train.steps=0 must be at least 1; try 1000", "train.steps=1000"),
+    ("llama", "data.seq_len=0", 1, "data.seq_len=0 must be at least 1; try 1024", "data.seq_len=1024"),
+    ("llama", "checkpoint.every_steps=0", 1, "checkpoint.every_steps=0 must be at least 1; try 100 or null", "checkpoint.every_steps=null"),
+    ("llama", "optimizer.lr=-0.1", 1, "optimizer.lr=-0.1 must be at least 0; try 0.0003", "optimizer.lr=0.0003"),
+    ("llama", "optimizer.eps=0", 1, "optimizer.eps=0.0 must be above 0; try 1e-08", "optimizer.eps=1e-08"),
+    ("llama", "optimizer.clip_norm=0", 1, "optimizer.clip_norm=0.0 must be above 0; try 1.0 or null", "optimizer.clip_norm=null"),
+    ("llama", "optimizer.beta2=1", 1, "optimizer.beta2=1.0 must be at least 0 and below 1; try 0.95", "optimizer.beta2=0.95"),
+    ("llama", "optimizer={name: sgd, momentum: -1}", 1, "optimizer.momentum=-1.0 must be at least 0 and below 1; try 0.9", "optimizer.momentum=0.9"),
+    ("llama", "schedule.min_ratio=2", 1, "schedule.min_ratio=2.0 must be between 0 and 1; try 0.1", "schedule.min_ratio=0.1"),
+    ("llama", "parallel.zero=4", 1, "parallel.zero=4 must be 0, 1, 2 or 3; try 1", "parallel.zero=1"),
+    ("llama", "name=a/b", 1, "name='a/b' must be one folder's name, without path separators; try 'a-b'", "name=a-b"),
+    ("llama", "name=..", 1, "name='..' must be one folder's name, without path separators; try 'run'", "name=run"),
+    ("llama", "run_dir=''", 1, "run_dir='' must be a path; try null (runs/NAME)", "run_dir=null"),
+    ("llama", "train={global_batch_size: 10, micro_batch_size: 2}", 4, "train.global_batch_size=10 must be a multiple of dp=4 x train.micro_batch_size=2 = 8; try 8 or 16", "train.global_batch_size=16"),
+    ("llama", "train.global_batch_size=3", 4, "train.global_batch_size=3 must be a multiple of dp=4 x train.micro_batch_size=1 = 4; try 4", "train.global_batch_size=4"),
+    ("llama", "train.global_batch_size=0", 2, "train.global_batch_size=0 must be a multiple of dp=2 x train.micro_batch_size=1 = 2; try 2", "train.global_batch_size=2"),
+    ("llama", "train.micro_batch_size=0", 2, "train.micro_batch_size=0 must be at least 1; try 1", "train.micro_batch_size=1"),
+    ("llama", "model.n_kv_heads=3", 1, "model.n_kv_heads=3 must divide model.n_heads=8; try 2 or 4", "model.n_kv_heads=2"),
+    ("llama", "model.n_kv_heads=16", 1, "model.n_kv_heads=16 must divide model.n_heads=8; try 8", "model.n_kv_heads=8"),
+    ("llama", "model.n_kv_heads=0", 1, "model.n_kv_heads=0 must be at least 1; try 1", "model.n_kv_heads=1"),
+    ("llama", "model.d_head=63", 1, "model.d_head=63 must be even (rotary embedding turns channels in pairs); try 64", "model.d_head=64"),
+    ("llama", "model.d_model=500", 1, "model.d_model=500 must be a multiple of 2 x model.n_heads=8 = 16 where model.d_head=null (rotary embedding turns channels in pairs); try 496, or set model.d_head", "model.d_model=496"),
+    ("llama", "model.d_model=8", 1, "model.d_model=8 must be a multiple of 2 x model.n_heads=8 = 16 where model.d_head=null (rotary embedding turns channels in pairs); try 16, or set model.d_head", "model.d_model=16"),
+    ("llama", "schedule.warmup_steps=1001", 1, "schedule.warmup_steps=1001 must be at most train.steps=1000; try 100", "schedule.warmup_steps=100"),
+    ("llama", "schedule={name: wsd, warmup_steps: 600, decay_steps: 500}", 1, "schedule.decay_steps=500 + schedule.warmup_steps=600 must be at most train.steps=1000; try schedule.decay_steps=400", "schedule.decay_steps=400"),
+    ("llama", "parallel.zero=0", 1, "parallel.zero=0 works with train.precision=fp32 only, not train.precision=bf16; try parallel.zero=1", "parallel.zero=1"),
+    ("llama", "train.eval_every_steps=5 data.heldout_fraction=0", 1, "train.eval_every_steps=5 needs held-out data, but data.heldout_fraction=0.0 and data.heldout_path=null; try data.heldout_fraction=0.01, or train.eval_every_steps=null", "data.heldout_fraction=0.01"),
+    ("llama", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
+    ("llama", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=llama, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
+    ("llama", "model.moe.n_experts=8", 1, "model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family=mixtral, qwen3_moe or glm4_moe", "model.family=mixtral"),
+    ("llama", "model.d_head=64 model.d_model=250", 1, "model.d_model=250 must be a multiple of model.n_heads=8 with model.family=llama, whose `transformers` class demands it even where model.d_head=64 is given; try 256", "model.d_model=256"),
+    ("mixtral", "model.moe=null", 1, "model.moe=null is not possible with model.family=mixtral, whose `transformers` class has experts; try model.moe.n_experts=8, or model.family=llama", "model.moe.n_experts=8"),
+    ("mixtral", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=mixtral, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
+    ("mixtral", "model.moe.top_k=5", 1, "model.moe.top_k=5 must be at most model.moe.n_experts=4; try 4, or more experts", "model.moe.top_k=4"),
+    ("mixtral", "model.moe.top_k=0", 1, "model.moe.top_k=0 must be at least 1; try 1", "model.moe.top_k=1"),
+    ("mixtral", "model.moe.d_ff=20", 1, "model.moe.d_ff=20 must be a multiple of 8 where model.moe.n_experts=4 and train.precision=bf16 (grouped matrix products need rows of 16 bytes); try 16", "model.moe.d_ff=16"),
+    ("mixtral", "model.moe.d_ff=2 train.precision=fp32", 1, "model.moe.d_ff=2 must be a multiple of 4 where model.moe.n_experts=4 and train.precision=fp32 (grouped matrix products need rows of 16 bytes); try 4", "model.moe.d_ff=4"),
+    ("mixtral", "model.moe.n_dense_layers=1", 1, "model.moe.n_dense_layers=1 is not possible with model.family=mixtral, whose `transformers` class cannot express it; try 0", "model.moe.n_dense_layers=0"),
+    ("mixtral", "model.moe.normalize_top_k=false", 1, "model.moe.normalize_top_k=false is not possible with model.family=mixtral, whose `transformers` class cannot express it; try true", "model.moe.normalize_top_k=true"),
+    ("qwen3_moe", "model.qk_norm=false", 1, "model.qk_norm=false is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try true", "model.qk_norm=true"),
+    ("qwen3_moe", "model.moe.n_dense_layers=9", 1, "model.moe.n_dense_layers=9 must be at most model.n_layers=8; try 8", "model.moe.n_dense_layers=8"),
+    ("qwen3_moe", "model.moe.score=sigmoid", 1, "model.moe.score=sigmoid is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try softmax", "model.moe.score=softmax"),
+    ("qwen3_moe", "model.moe.routed_scale=2", 1, "model.moe.routed_scale=2.0 is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try 1.0", "model.moe.routed_scale=1.0"),
+    ("qwen3_moe", "model.moe.n_shared_experts=1", 1, "model.moe.n_shared_experts=1 is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try 0", "model.moe.n_shared_experts=0"),
+    ("qwen3_moe", "model.moe.balance.name=bias", 1, "model.moe.balance.name=bias is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try sequence_aux or none", "model.moe.balance.name=none"),
+    ("qwen3_moe", "model.moe.balance.coefficient=-1", 1, "model.moe.balance.coefficient=-1.0 must be at least 0; try 0.001", "model.moe.balance.coefficient=0.001"),
+    ("glm4_moe", "model.moe.score=softmax", 1, "model.moe.score=softmax is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try sigmoid", "model.moe.score=sigmoid"),
+    ("glm4_moe", "model.moe.n_shared_experts=0", 1, "model.moe.n_shared_experts=0 is not possible with model.family=glm4_moe, whose `transformers` class needs at least 1; try 1", "model.moe.n_shared_experts=1"),
+    ("glm4_moe", "model.moe={n_experts: 1, top_k: 1, score: sigmoid, n_shared_experts: 1}", 1, "model.moe.n_experts=1 is not possible with model.family=glm4_moe, whose `transformers` class needs at least 2; try 2", "model.moe.n_experts=2"),
+    ("glm4_moe", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory) -> Callable[..., RunConfig]:
+    path = tmp_path_factory.mktemp("config") / "empty.yaml"
+    path.write_text("")
+    return lambda *overrides: load_config(path, overrides)
+
+
+def split_overrides(text: str) -> list[str]:
+    """The overrides of a case: parted by blanks, unless the value is a mapping."""
+    return [text] if "{" in text else text.split()
+
+
+@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_each_base_breaks_no_rule(load, family, world_size):
+    assert check(load(*BASES[family]), world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "world_size", "line", "remedy"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES]
+)
+def test_each_rule_has_its_line_and_a_remedy_that_works(load, base, change, world_size, line, remedy):
+    overrides = [*BASES[base], *split_overrides(change)]
+    assert check(load(*overrides), world_size) == [line]
+    assert check(load(*overrides, remedy), world_size) == []
+
+
+SINGLE_VALUES = [
+    *((key, minimum - 1, usual) for key, (minimum, usual) in rules._AT_LEAST.items()),
+    *((key, 0, usual) for key, usual in rules._ABOVE_ZERO.items()),
+    *((key, 1, usual) for key, usual in rules._BELOW_ONE.items()),
+]
+
+
+@pytest.mark.parametrize(("key", "illegal", "usual"), SINGLE_VALUES, ids=[key for key, _, _ in SINGLE_VALUES])
+def test_each_range_refuses_and_its_remedy_works(load, key, illegal, usual):
+    family = (
+        "qwen3_moe"
+        if "n_shared" in key
+        else "glm4_moe"
+        if ".moe." in key
+        else "mixtral"
+        if "sliding" in key
+        else "llama"
+    )
+    base = list(BASES[family])
+    base += ["optimizer={name: sgd}"] if "momentum" in key else ["schedule={name: wsd}"] if "decay_steps" in key else []
+    if "coefficient" in key:
+        base.append("model.moe.balance={name: sequence_aux}")
+    lines = check(load(*base, f"{key}={illegal}"), 1)
+    assert [line.partition("=")[0] for line in lines] == [key]
+    assert f"; try {usual}" in lines[0]
+    assert [line for line in check(load(*base, f"{key}={usual}"), 1) if line.startswith(f"{key}=")] == []
+
+
+def test_token_files_have_no_held_out_split(load, tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a{suffix}").touch()
+    overrides = ["train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"]
+    (line,) = check(load(*overrides), 1)
+    assert line.startswith("train.eval_every_steps=5 needs held-out data, but all of data.sources are token files")
+    assert check(load(*overrides, f"data.heldout_path={tmp_path}/a"), 1) == []
+    assert check(load(*overrides, f"data.sources.1.path={tmp_path}"), 1) == []
+
+
+def test_every_line_of_the_rules_has_a_case(load, tmp_path):
+    """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
+    wanted = {
+        (module.__file__, node.lineno)
+        for module in (rules, families)
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
+        if isinstance(node, ast.Yield)
+    }
+    cases = [(load(*BASES[base], *split_overrides(change)), world_size) for base, change, world_size, _, _ in CASES]
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a{suffix}").touch()
+    cases.append((load("train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"), 1))
+    assert wanted - set(lines_run(cases)) == set()
+
+
+def lines_run(cases: list[tuple[RunConfig, int]]) -> Iterator[tuple[str, int]]:
+    """Every (file, line) that checking ``cases`` runs through."""
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame, event, argument):
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for config, world_size in cases:
+            check(config, world_size)
+    finally:
+        sys.settrace(previous)
+    yield from seen
+
+
+def test_problems_of_every_section_are_told_at_once(load):
+    lines = check(
+        load(
+            "train.steps=0",
+            "model.n_kv_heads=3",
+            "optimizer.lr=-1",
+            "parallel.zero=0",
+            "name=a/b",
+            "model.qk_norm=true",
+        ),
+        3,
+    )
+    assert [line.partition("=")[0] for line in lines] == [
+        "train.steps", "optimizer.lr", "name", "train.global_batch_size", "model.n_kv_heads", "parallel.zero", "model.qk_norm",
+    ]  # fmt: skip
+
+
+@given(configs(), st.integers(1, 16))
+def test_any_config_gets_an_answer_of_plain_lines(config, world_size):
+    lines = check(config, world_size)
+    assert all(isinstance(line, str) and line.isprintable() and "; " in line for line in lines)
+    if not lines:
+        assert_sound(config, world_size)
+
+
+INTEGER_KEYS = [
+    key for key in rules._AT_LEAST if int in members(hint_at(RunConfig, key.split("."))) and "decay" not in key
+]
+
+SMALL_VALUES = {
+    "train.steps": [1, 2, 7],
+    "train.global_batch_size": [1, 4, 6, 8, 12],
+    "train.micro_batch_size": [1, 2, 3],
+    "train.precision": ["fp32", "bf16"],
+    "parallel.zero": [0, 1, 3],
+    "schedule": ["{name: cosine}", "{name: wsd, decay_steps: 2}", "{name: constant, warmup_steps: 2}"],
+    "schedule.warmup_steps": [0, 1, 3, 7],
+    "model.n_layers": [1, 3],
+    "model.n_heads": [1, 2, 3, 4, 6],
+    "model.n_kv_heads": [1, 2, 3, 4],
+    "model.d_model": [12, 24, 36, 48],
+    "model.d_head": ["null", 4, 5, 6],
+    "model.sliding_window": ["null", 4],
+    "model.qk_norm": ["true", "false"],
+}
+
+
+@given(
+    st.sampled_from(sorted(BASES)),
+    st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in SMALL_VALUES.items()}),
+    st.integers(1, 4),
+)
+def test_a_config_that_passes_does_not_trip_later(load, family, changes, world_size):
+    config = load(
+        *BASES[family], "model.vocab_size=64", "model.d_ff=24", *(f"{key}={value}" for key, value in changes.items())
+    )
+    if not check(config, world_size):
+        assert_sound(config, world_size)
+
+
+@given(
+    st.sampled_from(sorted(BASES)),
+    st.fixed_dictionaries({}, optional={key: st.integers(-1, 70) for key in (*INTEGER_KEYS, "parallel.zero")}),
+    st.sampled_from(["fp32", "bf16"]),
+    st.integers(1, 4),
+)
+def test_doing_what_the_lines_say_ends_in_a_config_that_passes(load, family, changes, precision, world_size):
+    changes = {**changes, "train.precision": precision}
+    for _ in range(6):
+        config = load(*BASES[family], *(f"{key}={value}" for key, value in changes.items()))
+        lines = check(config, world_size)
+        if not lines:
+            return
+        for line in lines:
+            key, value = re.findall(r"; try (?:(\S+)=)?([^ ,]+)", line)[0]
+            changes[key or line.partition("=")[0]] = value
+    pytest.fail(f"still refused after six rounds: {lines}")
+
+
+def assert_sound(config: RunConfig, world_size: int) -> None:
+    """What later code takes for granted."""
+    train, model = config.train, config.model
+    assert train.global_batch_size % (world_size * train.micro_batch_size) == 0
+    assert train.global_batch_size > 0
+    assert model.n_heads % model.n_kv_heads == 0
+    assert model.head_dim > 0
+    assert model.head_dim % 2 == 0
+    if model.moe is not None:
+        assert 1 <= model.moe.top_k <= model.moe.n_experts
+        assert model.moe.n_dense_layers <= model.n_layers
+        assert model.d_model * (4 if train.precision == "fp32" else 2) % 16 == 0
+        assert model.moe.d_ff * (4 if train.precision == "fp32" else 2) % 16 == 0
+    for step in {1, train.steps // 2 or 1, train.steps}:
+        assert 0 <= lr_factor(config.schedule, step, train.steps) <= 1
+
+
+def test_planted_a_rule_that_is_missing_is_seen(load, monkeypatch):
+    """Without the attention rules, a config with an odd head passes the check, and the soundness test above fails."""
+    monkeypatch.setattr(rules, "_check_attention", lambda config: iter(()))
+    config = load("model.n_kv_heads=3")
+    assert check(config, 1) == []
+    with pytest.raises(AssertionError):
+        assert_sound(config, 1)
+
+
+def test_load_checked_tells_all_problems_of_config_and_data(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{sources: [{{path: {tmp_path}/none.txt}}]}}\ntrain: {{steps: 0}}\n")
+    with pytest.raises(UserError) as caught:
+        load_checked(path, world_size=1)
+    assert [line.partition("=")[0] for line in caught.value.problems] == ["train.steps", "data.sources[0].path"]
+    with pytest.raises(UserError) as caught:
+        load_checked(path, ["train.steps=5", "data.seq_len=0"], world_size=1)
+    assert len([line for line in caught.value.problems if line.startswith("data.seq_len=")]) == 1
+    assert dataclasses.is_dataclass(load_checked(path, ["train.steps=5"], world_size=1, data=False))

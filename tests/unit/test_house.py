@@ -1,0 +1,119 @@
+"""The house rules that no tool checks."""
+
+import ast
+import os
+import re
+import tomllib
+from dataclasses import MISSING
+from pathlib import Path
+
+import pytest
+
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.config.schema import alternatives, field_default, field_hints, item_hint, leaf_keys
+from launcher.config.tree import RunConfig
+from launcher.config.words import show
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("launcher", "modeling", "parallel", "data")
+SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("**/*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads_and_can_run(path, world_size):
+    assert check(load_config(path), world_size) == []
+
+
+def read_names(path: Path) -> set[str]:
+    """The names of all attributes that a file reads."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+@pytest.fixture(scope="module")
+def names_read() -> set[str]:
+    readers = [path for path in SOURCES if (ROOT / "launcher" / "config") not in path.parents]
+    return set().union(*(read_names(path) for path in readers))
+
+
+@pytest.mark.parametrize("key", sorted(set(leaf_keys(RunConfig))))
+def test_no_dead_knobs(key, names_read):
+    """Some code outside the config package reads each key by its name."""
+    assert key.rsplit(".", 1)[-1] in names_read, f"{key} is declared, but nothing reads it"
+
+
+def test_planted_a_key_that_nothing_reads_is_seen(tmp_path):
+    reader = tmp_path / "reader.py"
+    reader.write_text("def build(config):\n    config.written = config.read\n    return 'quoted'\n")
+    assert read_names(reader) == {"read"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.name == "__init__.py"], ids=lambda path: path.parent.name
+)
+def test_an_init_holds_one_docstring(path):
+    body = ast.parse(path.read_text()).body
+    assert len(body) == 1
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=names(SOURCES))
+def test_a_module_begins_with_a_docstring_and_is_not_too_long(path):
+    text = path.read_text()
+    assert ast.get_docstring(ast.parse(text)), "the first line says what the module holds"
+    assert len(text.splitlines()) <= 500
+
+
+def test_folders_under_tests_carry_no_init():
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=names(PAGES))
+def test_links_in_the_docs_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_constraints_pin_every_library_that_is_named():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    plain = [re.split(r"[\[<>=!~ ]", each)[0].lower().replace("_", "-") for each in wanted]
+    assert set(plain) - {line.partition("==")[0].lower().replace("_", "-") for line in lines} == set()
+
+
+def test_the_ci_script_can_be_run():
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def documented_defaults() -> dict[str, str]:
+    """Key to default, as the table of docs/config.md says."""
+    rows = re.findall(r"^\| `([^`]+)` \| (\S+) \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    return {key: default.strip("`") for key, default in rows if "." in key or key in field_hints(RunConfig)}
+
+
+def declared_defaults(section: type = RunConfig, prefix: str = "") -> dict[str, str]:
+    """Key to default, as the dataclasses say; of several alternatives the first counts."""
+    found: dict[str, str] = {}
+    for name, hint in field_hints(section).items():
+        inner = item_hint(hint) or hint
+        default = field_default(section, name)
+        if not alternatives(inner):
+            shown = default if isinstance(default, str) else "required" if default is MISSING else show(default)
+            found.setdefault(prefix + name, shown)
+        for alternative in alternatives(inner):
+            found = declared_defaults(alternative, f"{prefix}{name}.") | found
+    return found
+
+
+def test_the_docs_list_every_key_with_its_default():
+    assert documented_defaults() == declared_defaults()
