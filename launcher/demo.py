@@ -1,4 +1,4 @@
-"""`make demo`: real text in, a trained mixture-of-experts model out, loaded by transformers. Every step is a command that a user types."""
+"""`make demo`: from real text to a trained model that transformers loads. Every step is a command that a user types."""
 
 import subprocess
 import sys
@@ -35,7 +35,10 @@ def main() -> int:
         if code:
             return code
     plot_run(run, picture)
-    print(f"\n[{len(commands) + 1}/{len(commands) + 1}] Load the export in transformers, and let it continue a prompt", flush=True)
+    print(
+        f"\n[{len(commands) + 1}/{len(commands) + 1}] Load the export in transformers, and let it continue a prompt",
+        flush=True,
+    )
     print(complete(exported))
     print(summary(run, exported, picture, time.monotonic() - started))
     return 0
@@ -48,7 +51,9 @@ def complete(exported: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.3)
+    tokens = model.generate(  # pyright: ignore[reportAttributeAccessIssue]  (an auto class names no model)
+        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.3
+    )
     return f"--- {type(model).__name__}\n{tokenizer.decode(tokens[0], skip_special_tokens=True)}\n---"
 
 

@@ -17,13 +17,15 @@ from parallel.mesh import lone_mesh
 def evaluate_checkpoint(path: Path, sequences: int | None, *, as_json: bool) -> int:
     """Prints the checkpoint's held-out token cross-entropy and perplexity; returns 0.
 
-    ``sequences`` bounds the held-out sequences (None: the config's train.eval_sequences). Computes in the precision that
-    the run trains in, so that the number is comparable with its metrics.jsonl.
+    ``sequences`` bounds the held-out sequences (None: the config's train.eval_sequences). Computes in the precision
+    that the run trains in, so that the number is comparable with its metrics.jsonl.
     """
     trained = open_trained(path)
     config = trained.config
     if sequences is not None and sequences < 1:
-        raise UserError([f"--sequences={sequences} must be at least 1; leave it out for the config's train.eval_sequences"])
+        raise UserError(
+            [f"--sequences={sequences} must be at least 1; leave it out for the config's train.eval_sequences"]
+        )
     heldout = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_decoder(trained, device, DTYPES[config.train.precision])

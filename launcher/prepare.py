@@ -31,7 +31,9 @@ def summary(prepared: Prepared, seconds: float) -> str:
         if part.manifest is None:
             lines.append(f"{part.path}: token files as they are")
             continue
-        counts = [sum(record.n_tokens for record in records) for records in (part.manifest.train, part.manifest.heldout)]
+        counts = [
+            sum(record.n_tokens for record in records) for records in (part.manifest.train, part.manifest.heldout)
+        ]
         documents = sum(record.n_documents for record in part.manifest.files())
         lines.append(f"{part.path}: {documents:,} documents, {counts[0]:,} tokens to train on, {counts[1]:,} held out")
     return "\n".join([*lines, f"prepared in {seconds:.0f} s"])

@@ -53,8 +53,8 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
     ]
     if type(old.optimizer) is not type(config.optimizer):
         problems.append(
-            f"optimizer.name={config.optimizer.name} must stay {old.optimizer.name}, as the run in {config.run_path} was "
-            f"started with; set it back, or start another run with another name or run_dir"
+            f"optimizer.name={config.optimizer.name} must stay {old.optimizer.name}, as the run in {config.run_path} "
+            f"was started with; set it back, or start another run with another name or run_dir"
         )
     if problems:
         raise UserError(problems)
@@ -72,19 +72,22 @@ def _show(value: Any) -> str:
 
 
 def claim(config: RunConfig) -> Any:
-    """Creates the run directory with its config, and locks it for this process; keep what is returned. One process calls.
+    """Creates the run directory with its config, and locks it for this process; keep what is returned.
 
-    Raises UserError where another process trains in it.
+    One process calls it. Raises UserError where another process trains in it.
     """
     run_path = config.run_path
     run_path.mkdir(parents=True, exist_ok=True)
-    lock = open(run_path / LOCK, "w")
+    lock = (run_path / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise UserError(
-            [f"run_dir={run_path} must not be in use by another live run; wait for it, or choose another name or run_dir"]
+            [
+                f"run_dir={run_path} must not be in use by another live run; wait for it, or choose another "
+                "name or run_dir"
+            ]
         ) from None
     (run_path / CHECKPOINTS).mkdir(exist_ok=True)
     temporary = run_path / f"{CONFIG}.partial"

@@ -37,7 +37,9 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None) -> i
 def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: int) -> int:
     """This process is a rank already: trains, or refuses as all other ranks do."""
     if ranks is not None and ranks != job_size:
-        raise UserError([f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"])
+        raise UserError(
+            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
+        )
     config = load_checked(path, overrides, world_size=job_size)
     changed = check_resume(config)
     check_room(config)
@@ -45,7 +47,10 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
 
     if find_prepared(config.data, config.model.vocab_size) is None:
         raise UserError(
-            [f"data.token_dir={config.data.token_dir} lacks this config's token files; run `roundtable prepare {path}` first"]
+            [
+                f"data.token_dir={config.data.token_dir} lacks this config's token files; "
+                f"run `roundtable prepare {path}` first"
+            ]
         )
     set_rank_environment()
     from launcher.train import train
@@ -98,7 +103,8 @@ def check_room(config: RunConfig) -> None:
         raise UserError(
             [
                 f"run_dir={config.run_path} must have room for {wanted} checkpoints of {one_gib:.3g} GiB "
-                f"(checkpoint.keep_last={config.checkpoint.keep_last}, and one being written), and has {free_gib:.3g} GiB free; "
+                f"(checkpoint.keep_last={config.checkpoint.keep_last}, and one being written), "
+                f"and has {free_gib:.3g} GiB free; "
                 f"lower checkpoint.keep_last, or choose a run_dir on another disk"
             ]
         )

@@ -30,7 +30,10 @@ class TrainState:
 
 
 def restore(checkpoints: Path, engine: Engine, seed: int) -> tuple[TrainState, list[str]]:
-    """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings. All ranks call it."""
+    """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings.
+
+    All ranks call it.
+    """
     checkpoint, warnings = open_latest(checkpoints, engine.mesh)
     if checkpoint is None:
         engine.initialize_weights(seed)

@@ -41,7 +41,7 @@ class Totals:
 
 
 def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
-    """This rank's samples of a global batch: micro-batches are dealt to the ranks of dp in turn. Shape (n, micro_batch_size)."""
+    """This rank's samples, (n, micro_batch_size): a batch's micro-batches are dealt to the ranks of dp in turn."""
     return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
 
 
@@ -56,8 +56,8 @@ def read_micro_batch(dataset: Dataset, indices: np.ndarray, device: torch.device
 def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int) -> Totals:
     """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
 
-    The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank counts
-    before its first backward pass; so it depends neither on micro-batches nor on ranks.
+    The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
+    counts before its first backward pass; so it depends neither on micro-batches nor on ranks.
     """
     mesh = engine.mesh
     n_targets, n_tokens = dataset.count(indices)
@@ -81,7 +81,7 @@ def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, 
 
 @torch.no_grad()
 def evaluate(model: Decoder, dataset: Dataset, n_sequences: int, micro_batch_size: int, mesh: Mesh) -> float:
-    """Token cross-entropy of the first ``n_sequences`` held-out samples, normalized as the training loss. All ranks call it."""
+    """Token cross-entropy of the first held-out samples, normalized as the training loss. All ranks call it."""
     indices = np.arange(min(n_sequences, dataset.n_samples))
     n_targets, _ = dataset.count(indices)
     sums = Sums()

@@ -174,4 +174,6 @@ def report_start(
     if state.step:
         watchers.event({"step": state.step, "event": "resume", "consumed": state.consumed})
     for key, before, after in changed:
-        watchers.event({"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)})
+        watchers.event(
+            {"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)}
+        )

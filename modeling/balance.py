@@ -6,25 +6,32 @@ Shape letters: B batch (sequences), S sequence, T tokens (B*S), E experts, K top
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from modeling.context import PADDING
 
 
-def sequence_balance_losses(affinity_TE: Tensor, indices_TK: Tensor, documents_BS: Tensor) -> Tensor:
-    """Each sequence's balance loss (B,): sum over experts of load share x mean affinity, 1 when even.
+def sequence_balance_sums(affinity_TE: Tensor, indices_TK: Tensor, documents_BS: Tensor) -> Tensor:
+    """Sums over each sequence's real tokens, (B, 2E + 1): pairs sent to each expert, affinity of each expert, tokens.
+
+    Sums over parts of the sequences add up to those over the whole, so ranks that share sequences can add theirs.
+    """
+    n_sequences, n_experts = documents_BS.shape[0], affinity_TE.shape[1]
+    valid_T1 = (documents_BS != PADDING).to(affinity_TE.dtype).view(-1, 1)
+    chosen_TE = torch.zeros_like(affinity_TE).scatter(1, indices_TK, 1.0)
+    columns = torch.cat([chosen_TE * valid_T1, affinity_TE * valid_T1, valid_T1], dim=1)
+    return columns.view(n_sequences, -1, 2 * n_experts + 1).sum(1)
+
+
+def sequence_balance_losses(sums_BX: Tensor, top_k: int) -> Tensor:
+    """Each sequence's balance loss (B,), from its sums: over experts, load share x mean affinity; 1 when even.
 
     The load share is n_experts / (top_k x tokens) times the pairs sent to the expert (DeepSeek-V3, arXiv:2412.19437,
     eq. 17-20). A sequence is one packed sample; padding counts on neither side.
     """
-    n_sequences = documents_BS.shape[0]
-    n_experts, top_k = affinity_TE.shape[1], indices_TK.shape[1]
-    valid_BS = (documents_BS != PADDING).float()
-    tokens_B = valid_BS.sum(1).clamp(min=1.0)
-    chosen_TE = F.one_hot(indices_TK, n_experts).sum(1).float() * valid_BS.view(-1, 1)
-    load_BE = chosen_TE.view(n_sequences, -1, n_experts).sum(1) * (n_experts / top_k) / tokens_B[:, None]
-    mean_affinity_BE = (affinity_TE * valid_BS.view(-1, 1)).view(n_sequences, -1, n_experts).sum(1) / tokens_B[:, None]
-    return (load_BE * mean_affinity_BE).sum(1)
+    n_experts = sums_BX.shape[1] // 2
+    chosen_BE, affinity_BE, tokens_B1 = sums_BX.split([n_experts, n_experts, 1], dim=1)
+    tokens_B1 = tokens_B1.clamp(min=1.0)
+    return (chosen_BE * (n_experts / top_k) / tokens_B1 * (affinity_BE / tokens_B1)).sum(1)
 
 
 def z_losses(logits_TE: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Context:
     balance_scale: float | Tensor = 0.0
     z_scale: float | Tensor = 0.0
     has_padding: bool = False
+    part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
     choices: dict[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
 
     @cached_property

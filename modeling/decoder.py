@@ -45,7 +45,9 @@ class Embedding(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, layer: int, attention: Attention, feed_forward: SwiGLU | MoE, d_model: int, norm_eps: float) -> None:
+    def __init__(
+        self, layer: int, attention: Attention, feed_forward: SwiGLU | MoE, d_model: int, norm_eps: float
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.attention_norm = RMSNorm(d_model, norm_eps)
@@ -73,7 +75,13 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm, head. Layers are keyed by their number, so a part of them keeps its names."""
 
     def __init__(
-        self, embed: Embedding, layers: list[DecoderLayer], final_norm: RMSNorm, head: Head, d_head: int, rope_theta: float
+        self,
+        embed: Embedding,
+        layers: list[DecoderLayer],
+        final_norm: RMSNorm,
+        head: Head,
+        d_head: int,
+        rope_theta: float,
     ) -> None:
         super().__init__()
         self.embed = embed

@@ -39,7 +39,9 @@ def draw_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], std: 
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
-def materialize(model: nn.Module, config: ModelConfig, seed: int, device: str | torch.device, dtype: torch.dtype) -> None:
+def materialize(
+    model: nn.Module, config: ModelConfig, seed: int, device: str | torch.device, dtype: torch.dtype
+) -> None:
     """Gives a meta-device model its weights at step 0, tensor by tensor, in ``dtype``; buffers stay fp32."""
     fill(model, lambda name, shape: initial_tensor(config, seed, name, shape).to(device, dtype), device)
     for name, buffer in model.named_buffers():
@@ -48,7 +50,7 @@ def materialize(model: nn.Module, config: ModelConfig, seed: int, device: str | 
 
 @torch.no_grad()
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor], device: str | torch.device) -> None:
-    """Replaces each meta parameter by ``value(name, shape)``, one after another, and each buffer by zeros on ``device``.
+    """Replaces each meta parameter by ``value(name, shape)``, one by one, and each buffer by zeros on ``device``.
 
     A tied weight appears in two modules, is made once, under its first name, and stays one parameter.
     """

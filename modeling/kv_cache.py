@@ -18,10 +18,11 @@ class LayerCache:
 
     def attend(self, q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
         """Appends the new keys and values, and returns the new queries' attention over all of them (B, S, H, C)."""
-        new = (k_BSGC, v_BSGC, context.positions_BS, context.documents_BS)
+        new = [k_BSGC, v_BSGC, context.positions_BS, context.documents_BS]
         if self.entries is not None:
-            new = tuple(torch.cat([old, entry], dim=1) for old, entry in zip(self.entries, new, strict=True))
-        self.entries = k_BPGC, v_BPGC, positions_BP, documents_BP = new
+            new = [torch.cat([old, entry], dim=1) for old, entry in zip(self.entries, new, strict=True)]
+        k_BPGC, v_BPGC, positions_BP, documents_BP = new
+        self.entries = (k_BPGC, v_BPGC, positions_BP, documents_BP)
         mask_BSP = attention_mask(context.positions_BS, context.documents_BS, positions_BP, documents_BP, window)
         return masked_attention(q_BSHC, k_BPGC, v_BPGC, mask_BSP)
 

@@ -15,8 +15,8 @@ CHUNK_LOGITS = 16_777_216  # logits that exist at once (64 MiB in fp32)
 class ChunkedCrossEntropy(Function):
     """(hidden_TD, weight_VD, targets_T) -> the sum of the cross-entropies of the targets that count, fp64 scalar.
 
-    Gradients are computed with the logits still at hand, so the backward pass only scales them. The weight's gradient is
-    summed over chunks in fp32.
+    Gradients are computed with the logits still at hand, so the backward pass only scales them. The weight's gradient
+    is summed over chunks in fp32.
     """
 
     @staticmethod
@@ -31,8 +31,9 @@ class ChunkedCrossEntropy(Function):
             logits_TV = F.linear(hidden_TD[part], weight_VD).float()
             losses_T, counts_T = token_losses(logits_TV, targets_T[part])
             total += losses_T.sum(dtype=torch.float64)
-            if wants_hidden or wants_weight:
-                grad_TV = logits_gradient(logits_TV, targets_T[part], counts_T).to(hidden_TD.dtype)
+            if not (wants_hidden or wants_weight):
+                continue
+            grad_TV = logits_gradient(logits_TV, targets_T[part], counts_T).to(hidden_TD.dtype)
             if grad_hidden_TD is not None:
                 torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
             if grad_weight_VD is not None:

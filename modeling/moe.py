@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from modeling.balance import InjectLoss, sequence_balance_losses, z_losses
+from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses
 from modeling.context import Context
 from modeling.feed_forward import SwiGLU
 from modeling.kernels.experts import experts_grouped
@@ -49,7 +49,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, shared expert, and the auxiliary losses' gradients."""
+    """Router, experts, shared expert, and the auxiliary losses' gradients.
+
+    ``add_sequence_sums`` is the seam for ranks that share sequences: it turns this rank's sums over its part of each
+    sequence into those over the whole.
+    """
 
     def __init__(
         self, *, router: Router, experts: Experts, shared: SwiGLU | None, balance_coefficient: float, z_loss: float
@@ -60,6 +64,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.balance_coefficient = balance_coefficient
         self.z_loss = z_loss
+        self.add_sequence_sums: Callable[[Tensor], Tensor] = lambda sums_BX: sums_BX
 
     def forward(self, hidden_BSD: Tensor, context: Context, layer: int) -> tuple[Tensor, RoutingStats]:
         """The layer's output (B, S, D) and what its router did. Padding is not routed and comes out as zero."""
@@ -93,9 +98,10 @@ class MoE(nn.Module):
 
     def sequence_losses(self, affinity_TE: Tensor, indices_TK: Tensor, context: Context) -> Tensor:
         """Each sequence's balance loss (B,), with routed tokens put back at their places in the sequences."""
-        valid_T = context.valid_T
+        valid_T, top_k = context.valid_T, indices_TK.shape[1]
         if valid_T is not None:
             n_tokens = context.documents_BS.numel()
             affinity_TE = affinity_TE.new_zeros(n_tokens, affinity_TE.shape[1]).index_copy(0, valid_T, affinity_TE)
-            indices_TK = indices_TK.new_zeros(n_tokens, indices_TK.shape[1]).index_copy(0, valid_T, indices_TK)
-        return sequence_balance_losses(affinity_TE, indices_TK, context.documents_BS)
+            indices_TK = indices_TK.new_zeros(n_tokens, top_k).index_copy(0, valid_T, indices_TK)
+        sums_BX = sequence_balance_sums(affinity_TE, indices_TK, context.documents_BS)
+        return sequence_balance_losses(self.add_sequence_sums(sums_BX), top_k)

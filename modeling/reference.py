@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class MicroBatch:
-    """Some sequences of a batch, as tensors (B, S): int64 tokens, targets (-100: does not count), positions, documents."""
+    """Some sequences of a batch, (B, S) each: int64 tokens, targets (-100: does not count), positions, documents."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -70,7 +70,9 @@ class ReferenceTrainer:
         self.clip_norm = optimizer.clip_norm
         self.loss_scale = loss_scale
 
-    def step(self, batch: Sequence[MicroBatch], lr: float, choices: list[dict[int, Tensor]] | None = None) -> ReferenceStep:
+    def step(
+        self, batch: Sequence[MicroBatch], lr: float, choices: list[dict[int, Tensor]] | None = None
+    ) -> ReferenceStep:
         """One update from the whole global batch, given as micro-batches. ``choices`` replays routers' choices."""
         n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
         n_tokens = sum(int((part.documents_BS != PADDING).sum()) for part in batch)
@@ -90,7 +92,9 @@ class ReferenceTrainer:
             self.accumulate(result)
             result.loss += float(output.loss.detach()) / n_targets
             for layer, stats in output.stats.items():
-                result.balance_loss[layer] = result.balance_loss.get(layer, 0.0) + float(stats.balance_loss) / n_sequences
+                result.balance_loss[layer] = (
+                    result.balance_loss.get(layer, 0.0) + float(stats.balance_loss) / n_sequences
+                )
                 result.z_loss[layer] = result.z_loss.get(layer, 0.0) + float(stats.z_loss) / n_tokens
                 result.counts[layer] = result.counts.get(layer, 0) + stats.counts_E
         self.update(result, lr)

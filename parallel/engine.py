@@ -1,7 +1,7 @@
 """DeepSpeed as a ZeRO and mixed-precision engine: gradients accumulated, reduced and applied, and nothing more.
 
-``engine.forward`` and ``engine.backward`` are bypassed: the caller runs the model itself and calls ``Engine.backward`` for each
-micro-batch. Gradients accumulate and reduce in fp32.
+``engine.forward`` and ``engine.backward`` are bypassed: the caller runs the model itself and calls
+``Engine.backward`` for each micro-batch. Gradients accumulate and reduce in fp32.
 """
 
 import math
@@ -58,7 +58,8 @@ class Engine:
         config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm)
         self.model = build_empty(mesh, model_config, DTYPES[precision], config if zero == 3 else None)
         groups = parameter_groups(
-            [(name, weight, len(full_shape(weight))) for name, weight in self.model.named_parameters()], optimizer_config
+            [(name, weight, len(full_shape(weight))) for name, weight in self.model.named_parameters()],
+            optimizer_config,
         )
         self.base = build_optimizer(groups, optimizer_config, fused=mesh.device.type == "cuda")
         self.deepspeed = wrap(self.model, self.base, config)
@@ -67,7 +68,9 @@ class Engine:
             install_norm(self.optimizer)
         if precision == "fp16":
             defer_loss_scale(self.optimizer)
-        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh.replicas.rank, mesh.replicas.degree)
+        self.fragments: list[Fragment] = owned_fragments(
+            self.model, self.optimizer, zero, mesh.replicas.rank, mesh.replicas.degree
+        )
         self.reset_states(0)
 
     @property
@@ -106,11 +109,9 @@ class Engine:
             group["lr"] = lr
         loss_scale = self.loss_scale
         self.deepspeed.set_gradient_accumulation_boundary(True)
-        if self.zero == 0:
-            grad_norm = self.clip_replicated()
+        clipped_norm = self.clip_replicated() if self.zero == 0 else None
         self.deepspeed.step()
-        if self.zero > 0:
-            grad_norm = float(self.optimizer._global_grad_norm)
+        grad_norm = float(self.optimizer._global_grad_norm) if clipped_norm is None else clipped_norm
         skipped = bool(getattr(self.optimizer, "overflow", False))
         if self.precision == "fp16":
             self.optimizer.update_scale_after_step(skipped)
@@ -121,7 +122,8 @@ class Engine:
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         norm = float(global_norm(gradients, 1.0 / self.mesh.replicas.degree, self.mesh.device))
         if self.clip_norm is not None and math.isfinite(norm) and norm + 1e-6 > self.clip_norm:
-            torch._foreach_mul_(gradients, self.clip_norm / (norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(self.clip_norm / (norm + 1e-6))
         return norm
 
     def reset_states(self, step: int) -> None:
@@ -137,7 +139,7 @@ class Engine:
 
     @torch.no_grad()
     def initialize_weights(self, seed: int) -> None:
-        """Step 0: every fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it."""
+        """Step 0: each fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it."""
         self.reset_states(0)
         for fragment in self.fragments:
             whole = initial_tensor(self.model_config, seed, fragment.name, fragment.shape)
@@ -228,10 +230,8 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_empty(
-    mesh: Mesh, config: ModelConfig, dtype: torch.dtype, zero3_config: dict[str, Any] | None
-) -> Decoder:
-    """The decoder with zeroed weights on this rank's device; under ZeRO 3 partitioned tensor by tensor. All ranks call."""
+def build_empty(mesh: Mesh, config: ModelConfig, dtype: torch.dtype, zero3_config: dict[str, Any] | None) -> Decoder:
+    """The decoder with zeroed weights on this rank's device; under ZeRO 3 partitioned tensor by tensor, by all ranks."""
     with torch.device("meta"):
         model = build_decoder(config)
     partition: Any = None

@@ -86,7 +86,9 @@ def make_states(base: torch.optim.Optimizer, flats: list[Tensor], state_names: t
     """
     for flat in flats:
         state: dict[str, Any] = {name: torch.zeros_like(flat, requires_grad=False) for name in state_names}
-        if "exp_avg" in state:  # Adam's bias correction counts steps; a tensor, on the device where fused kernels need it
+        if (
+            "exp_avg" in state
+        ):  # Adam's bias correction counts steps; a tensor, on the device where fused kernels need it
             fused = base.defaults.get("fused")
             state = {"step": torch.tensor(float(step), device=flat.device if fused else "cpu"), **state}
         base.state[flat] = state

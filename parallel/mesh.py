@@ -30,7 +30,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place. All axes hold this rank; ``control`` is a gloo group over the world for small CPU things."""
+    """This process's place. ``control`` is a gloo group over the world, for objects and small CPU tensors."""
 
     rank: int
     world_size: int
@@ -124,8 +124,8 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "replicas", "model")
 def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     """Joins the process group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All ranks call it.
 
-    On CUDA the device is set from LOCAL_RANK before anything else, so that no two ranks share a GPU. DeepSpeed finds the
-    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
+    On CUDA the device is set from LOCAL_RANK before anything else, so that no two ranks share a GPU. DeepSpeed finds
+    the group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
@@ -142,6 +142,7 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
         device_id=device if cuda else None,
     )
     control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+    assert not isinstance(control, int)
     degrees = Degrees.of(parallel, world_size)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     axes = {name: _open_axis(degrees.lines(name), rank, groups, timeout) for name in AXES}
@@ -157,7 +158,9 @@ def _open_axis(
     """Creates the groups of one axis, in the same order on all ranks; axes with the same lines share them."""
     for line in lines:
         if line not in groups:
-            groups[line] = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
+            group = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
+            assert not isinstance(group, int)  # only for ranks outside the group, which new_group's type allows for
+            groups[line] = group
     mine = next(line for line in lines if rank in line)
     return Axis(mine.index(rank), len(mine), mine, groups[mine])
 

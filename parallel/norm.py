@@ -1,7 +1,7 @@
 """The gradient norm over all logical parameters, each counted once: one collective, whatever the ZeRO stage.
 
-DeepSpeed's own norms run a collective for each parameter group and sum squares in fp32, which loses a quarter of a percent
-on a flat vector of 45 million (CPU, 2026-11-20). Here squares are summed in fp64.
+DeepSpeed's own norms run a collective for each parameter group and sum squares in fp32, which loses a quarter of a
+percent on a flat vector of 45 million (CPU, 2026-11-20). Here squares are summed in fp64.
 """
 
 from collections.abc import Iterable

@@ -12,6 +12,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 deepspeed.utils.logger.setLevel(logging.ERROR)
 deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it prints on every rank, whatever the level
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an optional CPU operator that takes 72 s to build
-if get_accelerator().device_name() == "cpu":
+accelerator = get_accelerator()
+if accelerator is not None and accelerator.device_name() == "cpu":
     # fp16 on a CPU is slow, not wrong; DeepSpeed refuses it where the processor has no fp16 products.
-    get_accelerator().is_fp16_supported = lambda: True
+    accelerator.is_fp16_supported = lambda: True

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -51,8 +52,8 @@ def run_ranks(
     """Calls ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh; returns their results by rank.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each. When one fails, or the time is over, all
-    others are killed and RankError is raised. ``threads`` sets each rank's torch threads (default: cores / ranks); ``preload``
-    names further modules that the fork server imports, once for all ranks.
+    others are killed and RankError is raised. ``threads`` sets each rank's torch threads (default: cores / ranks);
+    ``preload`` names further modules that the fork server imports, once for all ranks.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", *preload])
@@ -86,8 +87,6 @@ def _rank_environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -108,8 +107,7 @@ def _rank_main(
         raise
     except BaseException as error:
         _send(send, ("error", traceback.format_exc(), getattr(error, "exit_code", 1)))
-        sys.stderr = open(os.devnull, "w")  # the launcher prints the traceback, once
-        os._exit(1)
+        os._exit(1)  # without a word: the launcher prints the traceback, once
     _send(send, ("done", result))
 
 

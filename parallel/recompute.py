@@ -1,8 +1,11 @@
 """Recomputation: activations dropped in the forward pass and computed again in the backward.
 
-full keeps only each layer's input. selective drops the feed-forward half of each layer (norm, router, experts), which holds most of the
-memory for each FLOP spent, and keeps attention. Both checkpoint non-reentrantly (the reentrant kind, and torch's policies
-over single operators, fail under zero-bubble schedules). Routers' choices are kept in the Context, so recomputing reuses them.
+full keeps only each layer's input. selective drops the feed-forward half of each layer (norm, router, experts), which
+holds most of the
+memory for each FLOP spent, and keeps attention. Both checkpoint non-reentrantly (the reentrant kind, and torch's
+policies
+over single operators, fail under zero-bubble schedules). Routers' choices are kept in the Context, so recomputing
+reuses them.
 """
 
 from collections.abc import Callable

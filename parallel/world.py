@@ -8,7 +8,7 @@ PORTS = range(20000, 30000)  # for srun jobs: the port follows from the job's nu
 
 
 def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The job's number of processes under torchrun or srun; None in a plain shell (an sbatch script's shell included)."""
+    """The job's processes under torchrun or srun; None in a plain shell (an sbatch script's own included)."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return int(environment["WORLD_SIZE"])
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:

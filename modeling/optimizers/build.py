@@ -16,7 +16,9 @@ def decays(name: str, n_dims: int, decay_embeddings: bool) -> bool:
     return n_dims >= 2 and (decay_embeddings or name not in EMBEDDINGS)
 
 
-def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter, int]], config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter, int]], config: OptimizerConfig
+) -> list[dict[str, Any]]:
     """Two optimizer groups, with and without weight decay, from (name, parameter, dims of the logical tensor)."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter, n_dims in parameters:

@@ -69,8 +69,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
 def coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """None where the boxes hold every element of the tensor exactly once; else what is wrong, in words.
 
-    Boxes that are inside the tensor, do not overlap, and add up to its number of elements cover it. Overlaps are searched
-    for along the first dim, in order, so the cost is near linear for what layouts produce.
+    Boxes that are inside the tensor, do not overlap, and add up to its number of elements cover it. Overlaps are
+    searched for along the first dim, in order, so the cost is near linear for what layouts produce.
     """
     boxes = sorted(boxes, key=lambda box: box.start)
     for box in boxes:

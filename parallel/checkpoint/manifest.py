@@ -93,7 +93,8 @@ def read_manifest(directory: Path) -> Manifest:
     if body.pop("xxh3_128", None) != _hash_of({"format": FORMAT, **body}):
         raise DamagedCheckpoint(f"{path} does not match its own hash")
     pieces = [
-        Piece(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])}) for piece in body.pop("pieces")
+        Piece(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])})
+        for piece in body.pop("pieces")
     ]
     return Manifest(pieces=pieces, **body)
 

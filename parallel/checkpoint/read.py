@@ -55,7 +55,11 @@ class Checkpoint:
             common = piece.box.intersect(box)
             if common is not None:
                 part = self.open(piece.file).get_slice(piece.key)
-                value = part[common.shifted(piece.start).slices] if common.shape else self.open(piece.file).get_tensor(piece.key)
+                value = (
+                    part[common.shifted(piece.start).slices]
+                    if common.shape
+                    else self.open(piece.file).get_tensor(piece.key)
+                )
                 result[common.shifted(box.start).slices] = value
         return result
 

@@ -38,10 +38,10 @@ def save_checkpoint(
     tokenizer: Path | None = None,
     on_shard: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes the state after update ``step``; returns the checkpoint's directory. All ranks call it, and all raise together.
+    """Writes the state after update ``step``; returns its directory. All ranks call it, and all raise together.
 
-    Shards go to a hidden sibling directory. When all are synced and hashed, rank 0 checks the coverage certificate, writes
-    the manifest and renames the directory. ``on_shard`` is called with each shard's path once it is on disk.
+    Shards go to a hidden sibling directory. When all are synced and hashed, rank 0 checks the coverage certificate,
+    writes the manifest and renames the directory. ``on_shard`` is called with each shard's path once it is on disk.
     """
     final = step_directory(checkpoints, step)
     partial = checkpoints / f".{final.name}.partial"
@@ -53,7 +53,7 @@ def save_checkpoint(
 
 
 def _together(mesh: Mesh, work: Callable[[], Any]) -> list[Any]:
-    """Every rank's result of its own ``work``; if any failed, IncompleteSave on all ranks, naming the rank. A barrier."""
+    """Every rank's result of its own ``work``; if any failed, IncompleteSave on all ranks, naming it. A barrier."""
     try:
         mine = ("done", work())
     except (OSError, SafetensorError, IncompleteSave) as error:
@@ -83,11 +83,18 @@ def _write_shard(
         return [], {}
     path = partial / file
     save_file(tensors, path)
+    path.chmod(0o666 & ~_umask())  # safetensors makes files that their owner alone can read
     with open(path, "rb") as written:
         os.fsync(written.fileno())
     if on_shard is not None:
         on_shard(path)
     return pieces, {file: {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def collect_pieces(engine: Engine, file: str) -> tuple[list[Piece], dict[str, Tensor]]:

@@ -30,7 +30,7 @@ from data.tokenizer import load_fast, save_tokenizer, train_bpe
 from data.workers import run_in_processes
 
 VOCAB = 300
-WORDS = "the table is round and every seat at it is equal so each layout trains the same model".split()
+WORDS = ("the", "table", "is", "round", "and", "every", "seat", "at", "it", "equal", "layout", "trains", "model")
 
 
 def make_documents(n: int, seed: int = 0) -> list[str]:
@@ -385,12 +385,11 @@ def test_refused_corpora_leave_nothing(tmp_path: Path, tokenizer: str, name: str
         with pytest.raises(DataError, match=expected) as caught:
             prepare(config, vocab_size=VOCAB)
         assert len(str(caught.value).splitlines()) == 1
-        if trained is None or "bytes after" not in expected:
-            assert not (tmp_path / "t").exists()
+        assert not (tmp_path / "t").exists()
 
 
 def test_a_worker_that_is_killed_is_reported() -> None:
-    with pytest.raises(DataError, match="data.workers=1 had a process killed"):
+    with pytest.raises(DataError, match=r"data\.workers=1 had a process killed"):
         run_in_processes(_kill_self, [()], 1, lambda *_: None)
 
 

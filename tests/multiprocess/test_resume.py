@@ -1,4 +1,5 @@
-"""Stopping and going on: the real command, the real files. Equality here is bit for bit (one layout, fp32 and bf16, CPU)."""
+"""Stopping and going on: the real command, the real files. Equality here is bit for bit (one layout, fp32 and bf16,
+CPU)."""
 
 import dataclasses
 import json
@@ -10,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
 
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
 from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
+from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
 
@@ -62,7 +63,9 @@ def numbers(rows: list[dict]) -> list[tuple]:
     return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
 
 
-@pytest.mark.parametrize(("zero", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16")])
+@pytest.mark.parametrize(
+    ("zero", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16")]
+)
 def test_resumed_run_is_bit_identical(tmp_path, tokens, zero, precision):
     whole = write_config(tmp_path, tokens, "whole", zero=zero, precision=precision)
     parts = write_config(tmp_path, tokens, "parts", zero=zero, precision=precision)
@@ -96,7 +99,8 @@ def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:
 
 
 def test_other_layout_goes_on_as_one_process_would(tmp_path, tokens):
-    """2 ranks ZeRO 1, then 1 rank ZeRO 3 with other micro-batches, then 2 ranks ZeRO 2: SGD with momentum, within 1e-6."""
+    """2 ranks ZeRO 1, then 1 rank ZeRO 3 with other micro-batches, then 2 ranks ZeRO 2: SGD with momentum, within
+    1e-6."""
     settings = {"optimizer": None, "model": MOE_MODEL}
     config = write_config(tmp_path, tokens, "moving", **settings)
     train(config, 2, "train.steps=2")
@@ -106,7 +110,9 @@ def test_other_layout_goes_on_as_one_process_would(tmp_path, tokens):
     for row, expected in zip(rows, reference.rows, strict=True):
         assert abs(row["loss"] - expected["loss"]) <= 1e-6 * expected["loss"]
         assert abs(row["grad_norm"] - expected["grad_norm"]) <= 1e-6 * expected["grad_norm"]
-    events = [row for row in read_metrics(config.with_suffix("") / "metrics.jsonl") if row.get("event") == "config_change"]
+    events = [
+        row for row in read_metrics(config.with_suffix("") / "metrics.jsonl") if row.get("event") == "config_change"
+    ]
     assert {"parallel.zero", "train.micro_batch_size", "train.steps"} <= {row["key"] for row in events}
 
 
@@ -151,6 +157,9 @@ def test_another_model_is_refused_and_nothing_changes(tmp_path, tokens):
     assert refused.returncode == 2, refused.stderr
     lines = refused.stderr.splitlines()
     assert len(lines) == 4, lines
-    assert [any(key in line for line in lines) for key in ("model.n_layers=2", "seed=5", "data.seq_len=12", "optimizer.name=sgd")]
+    assert [
+        any(key in line for line in lines)
+        for key in ("model.n_layers=2", "seed=5", "data.seq_len=12", "optimizer.name=sgd")
+    ]
     assert before == {path: path.stat().st_mtime_ns for path in config.with_suffix("").rglob("*")}
     assert json.loads((config.with_suffix("") / "checkpoints/step-00000002/manifest.json").read_text())["step"] == 2

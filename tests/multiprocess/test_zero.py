@@ -1,21 +1,26 @@
 """Two processes under every ZeRO stage against one plain process.
 
-Tolerances: fp32 sums in another order differ by a few units of 2^-24, relative to sums of size one; five steps of SGD (linear in
+Tolerances: fp32 sums in another order differ by a few units of 2^-24, relative to sums of size one; five steps of SGD
+(linear in
 the gradient) keep weights of order one within 1e-6. AdamW divides by the root of the second moment: where a gradient is
-near zero (an unused embedding row, or cancelling terms) its rounding error of 1e-9 is as large as itself, and the update's
+near zero (an unused embedding row, or cancelling terms) its rounding error of 1e-9 is as large as itself, and the
+update's
 sign is noise; five steps of lr 1e-3 then differ by at most 2 x 5 x 1e-3 in such an element, and by 1e-5 in the mean.
 """
 
 import pytest
 import torch
-from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
 
+from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 
 BOUND = 1e-6
 BIAS_MODEL = MOE_MODEL.__class__(
-    **{**MOE_MODEL.__dict__, "moe": MOE_MODEL.moe.__class__(**{**MOE_MODEL.moe.__dict__, "balance": BiasBalance(rate=0.01)})}
+    **{
+        **MOE_MODEL.__dict__,
+        "moe": MOE_MODEL.moe.__class__(**{**MOE_MODEL.moe.__dict__, "balance": BiasBalance(rate=0.01)}),
+    }
 )
 
 
@@ -43,7 +48,11 @@ def test_adamw_equals_one_process(tokens, zero):
         assert float((ours.state["weight"][name] - weight).abs().mean()) <= 1e-5, name
 
 
-@pytest.mark.parametrize("change", [{"micro_batch_size": 1}, {"micro_batch_size": 4}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"micro_batch_size": 1}, {"micro_batch_size": 4}, {"recompute": "full"}, {"recompute": "selective"}],
+    ids=str,
+)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_micro_batches_and_recomputation_change_nothing(tokens, zero, change):
     config = run_config(tokens, zero=zero, **change)
@@ -54,7 +63,8 @@ def test_micro_batches_and_recomputation_change_nothing(tokens, zero, change):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_low_precision_equals_one_process_in_that_precision(tokens, zero, precision):
-    """Accumulating in 16 bits would differ by 1e-3. Bit equality is not asked for: a weight that rounds the other way differs."""
+    """Accumulating in 16 bits would differ by 1e-3. Bit equality is not asked for: a weight that rounds the other way
+    differs."""
     config = run_config(tokens, zero=zero, precision=precision, micro_batch_size=1, steps=3)
     errors = largest_error(run_layout(config, 2), run_reference(config))
     assert errors["loss"] <= 1e-4 and errors["grad_norm"] <= 1e-3 and errors["weight"] <= 2e-3, errors

@@ -62,7 +62,9 @@ def plant(fault: str | None) -> None:
             import parallel.engine as engine
 
             draw = engine.initial_tensor
-            engine.initial_tensor = lambda config, seed, name, shape: draw(config, seed + int(os.environ["RANK"]), name, shape)
+            engine.initial_tensor = lambda config, seed, name, shape: draw(
+                config, seed + int(os.environ["RANK"]), name, shape
+            )
         case "router bias from local counts":
             import launcher.train as loop
 

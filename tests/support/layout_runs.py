@@ -1,4 +1,5 @@
-"""What many-process tests run in each rank, and how its results are put together and compared with one plain process."""
+"""What many-process tests run in each rank, and how its results are put together and compared with one plain
+process."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,7 +154,10 @@ def run_reference(config: RunConfig, micro_batch_size: int | None = None) -> Lay
     result = LayoutResult([])
     for step in range(config.train.steps):
         indices = take(step * config.train.global_batch_size, config.train.global_batch_size)
-        batches = [read(dataset, part) for part in np.split(indices, len(indices) // (micro_batch_size or config.train.micro_batch_size))]
+        batches = [
+            read(dataset, part)
+            for part in np.split(indices, len(indices) // (micro_batch_size or config.train.micro_batch_size))
+        ]
         seen = trainer.step(batches, config.optimizer.lr)
         result.rows.append({"loss": seen.loss, "grad_norm": seen.grad_norm})
     result.state["weight"] = {name: master.detach().flatten() for name, master in trainer.masters.items()}

@@ -5,7 +5,9 @@ import pytest
 from parallel.mesh import AXES, Degrees
 
 
-@pytest.mark.parametrize("degrees", [Degrees(16, tp=2, cp=2, pp=2, ep=4), Degrees(8, tp=2, ep=8), Degrees(6, pp=3), Degrees(1)])
+@pytest.mark.parametrize(
+    "degrees", [Degrees(16, tp=2, cp=2, pp=2, ep=4), Degrees(8, tp=2, ep=8), Degrees(6, pp=3), Degrees(1)]
+)
 @pytest.mark.parametrize("axis", AXES)
 def test_lines_partition_the_world(degrees, axis):
     lines = degrees.lines(axis)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modeling.balance import InjectLoss, sequence_balance_losses, updated_bias, z_losses
+from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, updated_bias, z_losses
 from modeling.config import BiasBalance, MoEConfig, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.decoder import build_moe
@@ -48,7 +48,9 @@ def test_balance_loss_equals_a_loop(
     indices_TK = affinity_TE.topk(top_k).indices
     documents_BS = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     documents_BS[-1, max(0, seq_len - padding) :] = PADDING
-    losses_B = sequence_balance_losses(affinity_TE, indices_TK, documents_BS)
+    losses_B = sequence_balance_losses(
+        sequence_balance_sums(affinity_TE, indices_TK, documents_BS), indices_TK.shape[1]
+    )
     for row in range(n_sequences):
         part = slice(row * seq_len, (row + 1) * seq_len)
         expected = slow_balance_loss(affinity_TE[part], indices_TK[part], documents_BS[row])
@@ -58,7 +60,9 @@ def test_balance_loss_equals_a_loop(
 def test_even_routing_has_balance_loss_one() -> None:
     affinity_TE = torch.full((8, 4), 0.25)
     indices_TK = torch.arange(16).view(8, 2) % 4
-    assert float(sequence_balance_losses(affinity_TE, indices_TK, torch.zeros(1, 8))) == pytest.approx(1.0)
+    assert float(
+        sequence_balance_losses(sequence_balance_sums(affinity_TE, indices_TK, torch.zeros(1, 8)), indices_TK.shape[1])
+    ) == pytest.approx(1.0)
 
 
 def test_z_loss_is_the_squared_logsumexp() -> None:

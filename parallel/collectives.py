@@ -1,0 +1,129 @@
+"""Collectives that autograd differentiates, with what ranks hold before and after, and the bytes that a rank sends.
+
+n is the degree of the axis and x the bytes of the larger of input and output; an axis of degree 1 sends nothing.
+Shape letters: B batch, S sequence, D d_model, R rows.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from parallel.mesh import Axis
+
+
+def gather_sequence(hidden_BSD: Tensor, axis: Axis) -> Tensor:
+    """From this rank's part of the positions to all of them. Backward: gradients summed and cut (reduce-scatter).
+
+    Before: (B, S/n, D), another part on each rank. After: (B, S, D), the same on all. Bytes each way: x (n-1)/n.
+    """
+    return hidden_BSD if axis.degree == 1 else _GatherSequence.apply(hidden_BSD, axis)
+
+
+def scatter_sum_sequence(partial_BSD: Tensor, axis: Axis) -> Tensor:
+    """From partial sums over all positions to the whole sums of this rank's part. Backward gathers.
+
+    Before: (B, S, D), a summand on each rank. After: (B, S/n, D). Bytes each way: x (n-1)/n.
+    """
+    return partial_BSD if axis.degree == 1 else _ScatterSumSequence.apply(partial_BSD, axis)
+
+
+def sum_gradient(weight: Tensor, axis: Axis) -> Tensor:
+    """The same weight, its gradient summed over the axis: for what ranks hold whole and use on their own positions.
+
+    It is done where the weight is used, before ZeRO sees the gradient. Bytes, backward only: 2 x (n-1)/n.
+    """
+    return weight if axis.degree == 1 else _SumGradient.apply(weight, axis)
+
+
+def sum_forward(values: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis; each rank's gradient is that of its own summand. Bytes, forward only: 2 x (n-1)/n."""
+    return values if axis.degree == 1 else _SumForward.apply(values, axis)
+
+
+def exchange_rows(rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """All-to-all of rows: the first ``sent[0]`` go to the axis's rank 0, and so on; ``received`` says what comes.
+
+    Backward reverses. Bytes: those of the rows that leave this rank, each way.
+    """
+    return rows_RD if axis.degree == 1 else _ExchangeRows.apply(rows_RD, sent, received, axis)
+
+
+def _all_gather(part_BSD: Tensor, axis: Axis) -> Tensor:
+    batch, part, width = part_BSD.shape
+    gathered = part_BSD.new_empty(axis.degree * batch, part, width)
+    dist.all_gather_into_tensor(gathered, part_BSD.contiguous(), group=axis.group)
+    return gathered.view(axis.degree, batch, part, width).transpose(0, 1).reshape(batch, -1, width)
+
+
+def _reduce_scatter(whole_BSD: Tensor, axis: Axis) -> Tensor:
+    batch, length, width = whole_BSD.shape
+    part = length // axis.degree
+    by_rank = whole_BSD.view(batch, axis.degree, part, width).transpose(0, 1).reshape(axis.degree * batch, part, width)
+    result = whole_BSD.new_empty(batch, part, width)
+    dist.reduce_scatter_tensor(result, by_rank.contiguous(), group=axis.group)
+    return result
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx, part_BSD: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        ctx.axis = axis
+        return _all_gather(part_BSD, axis)
+
+    @staticmethod
+    def backward(ctx, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad_BSD.contiguous(), ctx.axis), None
+
+
+class _ScatterSumSequence(Function):
+    @staticmethod
+    def forward(ctx, partial_BSD: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        ctx.axis = axis
+        return _reduce_scatter(partial_BSD.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad_BSD, ctx.axis), None
+
+
+class _SumGradient(Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        ctx.axis = axis
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad.clone()
+        dist.all_reduce(total, group=ctx.axis.group)
+        return total.to(grad.dtype), None
+
+
+class _SumForward(Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        total = values.clone()
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:  # type: ignore[override]
+        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        return _all_to_all(rows_RD, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _all_to_all(grad_RD, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
+def _all_to_all(rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    result = rows_RD.new_empty(sum(received), *rows_RD.shape[1:])
+    dist.all_to_all_single(result, rows_RD.contiguous(), received, sent, group=axis.group)
+    return result

@@ -1,0 +1,50 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and back. Dropless.
+
+Shape letters: T tokens, K top_k, R rows (token-expert pairs), E experts, D d_model, F d_ff.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modeling.kernels.experts import FromRows, ToRows, experts_grouped, place_rows
+from modeling.moe import ExpertDispatch
+from parallel.collectives import exchange_rows
+from parallel.mesh import Axis
+
+
+def make_dispatch(axis: Axis) -> ExpertDispatch:
+    """The twin of modeling.kernels.experts.experts_grouped, for experts cut over ``axis`` in equal, consecutive parts.
+
+    All ranks of the axis call it for the same layer, also with no tokens. Each pair's hidden state is sent to its
+    expert's
+    rank and its output back: 2 x top_k x d_model elements a token in each direction, less those that stay; and once
+    the counts, 8 n_experts bytes.
+    """
+
+    def dispatch(
+        hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+    ) -> Tensor:
+        n_local = gate_EFD.shape[0]
+        counts_E = torch.bincount(indices_TK.flatten(), minlength=n_local * axis.degree)
+        theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
+        sent = counts_E.view(axis.degree, n_local).sum(1).tolist()
+        received = theirs_NE.sum(1).tolist()
+        rows_TK, _, n_rows = place_rows(indices_TK, counts_E, 1)
+        rows_RD = exchange_rows(ToRows.apply(hidden_TD, rows_TK, n_rows), sent, received, axis)
+        experts_R = (
+            torch.arange(n_local, device=rows_RD.device).repeat(axis.degree).repeat_interleave(theirs_NE.flatten())
+        )
+        ones_R1 = torch.ones_like(experts_R, dtype=torch.float32)[:, None]
+        out_RD = experts_grouped(rows_RD, experts_R[:, None], ones_R1, gate_EFD, up_EFD, down_EDF)
+        out_TKD = FromRows.apply(exchange_rows(out_RD, received, sent, axis), rows_TK)
+        return (out_TKD * weights_TK[..., None].to(hidden_TD.dtype)).sum(1)
+
+    return dispatch
+
+
+def exchange_counts(counts_E: Tensor, axis: Axis) -> Tensor:
+    """counts_NE: how many rows each rank of the axis sends to each of our experts."""
+    theirs = torch.empty_like(counts_E)
+    dist.all_to_all_single(theirs, counts_E, group=axis.group)
+    return theirs.view(axis.degree, -1)
