@@ -27,6 +27,7 @@ class MicroBatch:
     positions_BS: Tensor
     documents_BS: Tensor
     has_padding: bool
+    part_has_padding: bool  # of the positions that this rank holds between layers
 
 
 @dataclass
@@ -45,12 +46,34 @@ def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np
     return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
 
 
-def read_micro_batch(dataset: Dataset, indices: np.ndarray, device: torch.device) -> MicroBatch:
-    """The samples, packed, on the device."""
+def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
+    """The positions that this rank holds between layers: a tp-th of them."""
+    part = seq_len // mesh.tp.degree
+    return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
+
+
+def read_micro_batch(dataset: Dataset, indices: np.ndarray, mesh: Mesh) -> MicroBatch:
+    """The samples, packed, on the device. Ranks of tp read the same ones."""
     batch = dataset.read(indices)
+    part = part_of_sequence(batch.documents_BS.shape[1], mesh)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-    tensors = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
-    return MicroBatch(*tensors, has_padding=bool((batch.documents_BS == PADDING).any()))
+    tensors = [torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays]
+    return MicroBatch(
+        *tensors,
+        has_padding=bool((batch.documents_BS == PADDING).any()),
+        part_has_padding=bool((batch.documents_BS[:, part] == PADDING).any()),
+    )
+
+
+def make_context(batch: MicroBatch, mesh: Mesh, balance_scale: float = 0.0, z_scale: float = 0.0) -> Context:
+    """What the layers see of the micro-batch; under tp also that of the positions held between layers."""
+    context = Context(batch.positions_BS, batch.documents_BS, balance_scale, z_scale, batch.has_padding)
+    if mesh.tp.degree > 1:
+        part = part_of_sequence(batch.tokens_BS.shape[1], mesh)
+        context.part = Context(
+            batch.positions_BS[:, part], batch.documents_BS[:, part], balance_scale, z_scale, batch.part_has_padding
+        )
+    return context
 
 
 def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int) -> Totals:
@@ -65,14 +88,8 @@ def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, 
     mine = share_of_batch(indices, micro_batch_size, mesh)
     sums = Sums()
     for number, part in enumerate(mine):
-        batch = read_micro_batch(dataset, part, mesh.device)
-        context = Context(
-            batch.positions_BS,
-            batch.documents_BS,
-            balance_scale=scale / len(indices),
-            z_scale=scale / n_tokens,
-            has_padding=batch.has_padding,
-        )
+        batch = read_micro_batch(dataset, part, mesh)
+        context = make_context(batch, mesh, balance_scale=scale / len(indices), z_scale=scale / n_tokens)
         output = engine.model(batch.tokens_BS, context, batch.targets_BS)
         engine.backward(output.loss * (scale / n_targets), last=number == len(mine) - 1)
         sums.add(output)
@@ -89,11 +106,13 @@ def evaluate(model: Decoder, dataset: Dataset, n_sequences: int, micro_batch_siz
         first = start + mesh.dp.rank * micro_batch_size
         part = indices[first : first + micro_batch_size]
         # A rank with nothing left still runs: under ZeRO 3 the others wait for its part of the weights.
-        batch = read_micro_batch(dataset, part if len(part) else indices[:1], mesh.device)
-        context = Context(batch.positions_BS, batch.documents_BS, has_padding=batch.has_padding)
-        output = model(batch.tokens_BS, context, batch.targets_BS)
+        batch = read_micro_batch(dataset, part if len(part) else indices[:1], mesh)
+        output = model(batch.tokens_BS, make_context(batch, mesh), batch.targets_BS)
         sums.add(output, weight=1.0 if len(part) else 0.0)
     return sums.over_ranks(mesh).loss / max(1, n_targets)
+
+
+ENTROPY, BALANCE, Z, COUNTS = range(4)  # the columns of a layer's row of sums; the counts take the rest
 
 
 class Sums:
@@ -112,19 +131,24 @@ class Sums:
             self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
 
     def over_ranks(self, mesh: Mesh) -> Totals:
-        """The sums over all ranks, by one all-reduce of a small fp64 vector. All ranks call it."""
+        """The sums over all ranks, by one all-reduce of a small fp64 vector. All ranks call it.
+
+        The ranks of tp all hold the same loss and the same sequences' balance losses; each counts for its share.
+        """
         layers = sorted(self.layers)
-        loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1)
+        loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
+        for row in self.layers.values():
+            row[BALANCE] /= mesh.tp.degree
         packed = torch.cat([loss, *(self.layers[layer] for layer in layers)]).cpu()
         total = sum_over_ranks(packed, mesh)
         rows = total[1:].view(len(layers), -1) if layers else torch.zeros(0, 3)
         by_layer = dict(zip(layers, rows, strict=True))
         return Totals(
             loss=float(total[0]),
-            counts={layer: row[3:].to(torch.int64).numpy() for layer, row in by_layer.items()},
-            entropy={layer: float(row[0]) for layer, row in by_layer.items()},
-            balance_loss={layer: float(row[1]) for layer, row in by_layer.items()},
-            z_loss={layer: float(row[2]) for layer, row in by_layer.items()},
+            counts={layer: row[COUNTS:].to(torch.int64).numpy() for layer, row in by_layer.items()},
+            entropy={layer: float(row[ENTROPY]) for layer, row in by_layer.items()},
+            balance_loss={layer: float(row[BALANCE]) for layer, row in by_layer.items()},
+            z_loss={layer: float(row[Z]) for layer, row in by_layer.items()},
         )
 
 

@@ -7,4 +7,6 @@ from dataclasses import dataclass
 class ParallelConfig:
     """Degrees of the axes, and what ZeRO shards over dp: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
+    tp: int = 1  # heads, d_ff, vocabulary; positions between layers
+    ep: int = 1  # experts, folded over dp x tp
     zero: int = 1

@@ -11,16 +11,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from modeling.config import ModelConfig
-from modeling.decoder import Decoder, build_decoder
-from modeling.init import fill, initial_tensor
+from modeling.decoder import Decoder
+from modeling.init import initial_tensor
 from modeling.optimizers.build import build_optimizer, parameter_groups, state_names
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
+from parallel.apply import build_part
+from parallel.deepspeed_groups import EXPERTS, Mpu, experts_are_separate, register_expert_groups
 from parallel.fragments import Fragment, make_states, owned_fragments
-from parallel.mesh import Mesh
+from parallel.layout import is_owner, place_of, replicas_of
+from parallel.mesh import Axis, Mesh
 from parallel.norm import global_norm, install_norm
 
 INITIAL_LOSS_SCALE_POWER = 16
@@ -56,22 +59,30 @@ class Engine:
         self.clip_norm = optimizer_config.clip_norm
         self.state_names = state_names(optimizer_config)
         config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm)
-        self.model = build_empty(mesh, model_config, DTYPES[precision], config if zero == 3 else None)
-        groups = parameter_groups(
-            [(name, weight, len(full_shape(weight))) for name, weight in self.model.named_parameters()],
-            optimizer_config,
+        register_expert_groups(mesh)
+        self.model, self.shapes = build_part(mesh, model_config, zero, DTYPES[precision], config)
+        self.base = build_optimizer(
+            self.optimizer_groups(optimizer_config), optimizer_config, fused=mesh.device.type == "cuda"
         )
-        self.base = build_optimizer(groups, optimizer_config, fused=mesh.device.type == "cuda")
-        self.deepspeed = wrap(self.model, self.base, config)
+        self.deepspeed = wrap(self.model, self.base, config, mesh)
         self.optimizer: Any = self.deepspeed.optimizer
+        self.uncounted = {id(weight) for name, weight in self.model.named_parameters() if not is_owner(name, mesh)}
         if zero > 0:
-            install_norm(self.optimizer)
+            install_norm(self.optimizer, lambda parameter: id(parameter) not in self.uncounted)
         if precision == "fp16":
             defer_loss_scale(self.optimizer)
-        self.fragments: list[Fragment] = owned_fragments(
-            self.model, self.optimizer, zero, mesh.replicas.rank, mesh.replicas.degree
-        )
+        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh, self.shapes)
         self.reset_states(0)
+
+    def optimizer_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
+        """The optimizer's groups, experts apart from the rest where DeepSpeed replicates them over other ranks."""
+        named = [(name, weight, len(self.shapes[name])) for name, weight in self.model.named_parameters()]
+        if not experts_are_separate(self.mesh):
+            return parameter_groups(named, config)
+        experts = parameter_groups([row for row in named if place_of(row[0]).is_expert], config)
+        dense = parameter_groups([row for row in named if not place_of(row[0]).is_expert], config)
+        marked = [{**group, "name": EXPERTS, "moe": True} for group in experts]
+        return [{**group, "name": f"dense_{number}"} for number, group in enumerate(dense)] + marked
 
     @property
     def loss_scale(self) -> float:
@@ -119,8 +130,10 @@ class Engine:
 
     def clip_replicated(self) -> float:
         """Clips the gradients that every rank holds whole (ZeRO 0), and returns their norm before."""
-        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        norm = float(global_norm(gradients, 1.0 / self.mesh.replicas.degree, self.mesh.device))
+        named = [(name, weight) for name, weight in self.model.named_parameters() if weight.grad is not None]
+        gradients = [weight.grad for _, weight in named if weight.grad is not None]
+        shares = [is_owner(name, self.mesh) / replicas_of(name, self.mesh).degree for name, _ in named]
+        norm = float(global_norm(zip(gradients, shares, strict=True), self.mesh.device))
         if self.clip_norm is not None and math.isfinite(norm) and norm + 1e-6 > self.clip_norm:
             for gradient in gradients:
                 gradient.mul_(self.clip_norm / (norm + 1e-6))
@@ -142,8 +155,8 @@ class Engine:
         """Step 0: each fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it."""
         self.reset_states(0)
         for fragment in self.fragments:
-            whole = initial_tensor(self.model_config, seed, fragment.name, fragment.shape)
-            self.pieces(fragment)["weight"].copy_(whole.view(-1).narrow(0, fragment.start, fragment.numel))
+            logical = initial_tensor(self.model_config, seed, fragment.name, fragment.shape)
+            self.pieces(fragment)["weight"].copy_(fragment.cut(logical))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(initial_tensor(self.model_config, seed, name, buffer.shape))
         self.publish_weights()
@@ -153,24 +166,13 @@ class Engine:
         """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
         match self.zero:
             case 0:  # each rank holds every weight and its states whole, but wrote only its share
-                for weight in self.model.parameters():
-                    self.gather_replicated(weight)
-                    for name in self.state_names:
-                        self.gather_replicated(self.base.state[weight][name])
+                for name, weight in self.model.named_parameters():
+                    for whole in (weight, *(self.base.state[weight][state] for state in self.state_names)):
+                        gather_replicated(whole, replicas_of(name, self.mesh))
             case 1 | 2:
                 self.optimizer.update_lp_params()
             case _:
                 self.publish_stage3()
-
-    def gather_replicated(self, whole: Tensor) -> None:
-        """Completes a tensor of which each replica wrote its share (ZeRO 0)."""
-        flat = whole.data.view(-1)
-        size = -(-flat.numel() // self.mesh.replicas.degree)
-        for rank in range(self.mesh.replicas.degree):
-            start = min(rank * size, flat.numel())
-            part = flat.narrow(0, start, min(size, flat.numel() - start))
-            if part.numel():
-                dist.broadcast(part, self.mesh.replicas.ranks[rank], group=self.mesh.replicas.group)
 
     def publish_stage3(self) -> None:
         """ZeRO 3: masters to the low-precision partitions, and the small parameters that stay whole gathered again."""
@@ -225,38 +227,26 @@ def deepspeed_config(zero: int, precision: str, micro_batch_size: int, clip_norm
     return config
 
 
-def full_shape(parameter: Any) -> tuple[int, ...]:
-    """The tensor's shape, also where ZeRO 3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+def gather_replicated(whole: Tensor, axis: Axis) -> None:
+    """Completes a tensor of which each rank of the axis wrote its share (ZeRO 0). All ranks of the axis call it."""
+    flat = whole.data.view(-1)
+    size = -(-flat.numel() // axis.degree)
+    for position, rank in enumerate(axis.ranks):
+        start = min(position * size, flat.numel())
+        part = flat.narrow(0, start, min(size, flat.numel() - start))
+        if part.numel():
+            dist.broadcast(part, rank, group=axis.group)
 
 
-def build_empty(mesh: Mesh, config: ModelConfig, dtype: torch.dtype, zero3_config: dict[str, Any] | None) -> Decoder:
-    """The decoder with zeroed weights on this rank's device; under ZeRO 3 partitioned tensor by tensor, by all ranks."""
-    with torch.device("meta"):
-        model = build_decoder(config)
-    partition: Any = None
-    if zero3_config is not None:
-        import deepspeed
-
-        partition = deepspeed.zero.Init(config_dict_or_path=zero3_config, dtype=dtype)
-
-    def zeros(_: str, shape: torch.Size) -> nn.Parameter:
-        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=mesh.device))
-        if partition is not None:
-            partition._convert_to_zero_parameters([parameter])
-        return parameter
-
-    fill(model, zeros, mesh.device)
-    return model
-
-
-def wrap(model: Decoder, base: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+def wrap(model: Decoder, base: torch.optim.Optimizer, config: dict[str, Any], mesh: Mesh) -> Any:
     """The DeepSpeed engine around the model. All ranks call it."""
     import deepspeed
 
     import parallel.preloaded  # noqa: F401  (quiets DeepSpeed and turns off an operator build, before any use)
 
-    engine, *_ = deepspeed.initialize(model=model, optimizer=base, config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=base, config=config, mpu=Mpu(mesh), dist_init_required=False
+    )
     return engine
 
 

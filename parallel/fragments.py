@@ -5,78 +5,90 @@ where in them. Checkpoints, initial weights and gradient comparisons all go thro
 """
 
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel.checkpoint.boxes import Box, boxes_of_range
+from parallel.layout import held_box, is_owner, replicas_of
+from parallel.mesh import Axis, Mesh
+
 
 @dataclass
 class Fragment:
-    """Elements [start, start + numel) of the flattened tensor ``name``, owned by this rank.
+    """Elements [start, start + numel) of the flattened part ``held`` of the logical tensor ``name``.
 
-    ``flat`` is the fp32 tensor that the optimizer updates and ``offset`` the fragment's place in it.
+    ``flat`` is the fp32 tensor that the optimizer updates and ``offset`` the fragment's place in it. Of fragments with
+    the same elements on several ranks of tp, one ``is_owner``: it is counted and written.
     """
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the logical tensor
+    held: Box  # the part of it that this rank's model computes with
     start: int
     numel: int
     flat: Tensor
     offset: int
+    is_owner: bool
 
     def view(self, flat: Tensor) -> Tensor:
         """This fragment's elements of ``flat``, a tensor laid out as the masters are: one flat view."""
         return flat.detach().view(-1).narrow(0, self.offset, self.numel)
 
+    def boxes(self) -> list[Box]:
+        """The fragment's elements in order, as boxes of the logical tensor."""
+        local = boxes_of_range(self.held.shape, self.start, self.start + self.numel)
+        return [Box(tuple(map(add, box.start, self.held.start)), box.shape) for box in local]
 
-def owned_fragments(model: nn.Module, optimizer: Any, zero: int, dp_rank: int, dp: int) -> list[Fragment]:
-    """This rank's fragments, in the model's order. Across the ranks of dp they cover each tensor exactly once.
+    def cut(self, logical: Tensor) -> Tensor:
+        """The fragment's elements of the whole logical tensor: a flat tensor."""
+        return logical[self.held.slices].reshape(-1).narrow(0, self.start, self.numel)
 
-    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage.
+
+def owned_fragments(
+    model: nn.Module, optimizer: Any, zero: int, mesh: Mesh, shapes: dict[str, tuple[int, ...]]
+) -> list[Fragment]:
+    """This rank's fragments, in the model's order. Those of owners cover each logical tensor exactly once.
+
+    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage, ``shapes`` the logical tensors' shapes.
     """
     fragments = []
     for name, parameter in model.named_parameters():
-        match zero:
-            case 0:
-                fragment = _replicated(name, parameter, dp_rank, dp)
-            case 1 | 2:
-                fragment = _flat_partition(name, parameter)
-            case _:
-                fragment = _parameter_partition(name, parameter, optimizer, dp_rank, dp)
-        if fragment is not None and fragment.numel > 0:
-            fragments.append(fragment)
+        place = _find(name, parameter, optimizer, zero, replicas_of(name, mesh))
+        if place is not None:
+            held = held_box(name, shapes[name], mesh)
+            fragments.append(Fragment(name, shapes[name], held, *place, is_owner=is_owner(name, mesh)))
     return fragments
 
 
-def _share(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+def _find(name: str, parameter: Any, optimizer: Any, zero: int, axis: Axis) -> tuple[int, int, Tensor, int] | None:
+    """The parameter's start, numel, flat tensor and offset in it; None where nothing of it lies on this rank."""
+    match zero:
+        case 0:
+            start, numel = _share(parameter.numel(), axis)
+            return (start, numel, parameter, start) if numel > 0 else None
+        case 1 | 2:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is None or mapping.lp_fragment_address.numel == 0:
+                return None
+            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+            flat = mapping.hp_fragment._base if mapping.hp_fragment._base is not None else mapping.hp_fragment
+            return low.start, low.numel, flat, high.start
+        case _:
+            start, numel = _share(parameter.ds_numel, axis)
+            if numel <= 0:
+                return None
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            return start, numel, optimizer.fp32_partitioned_groups_flat[group], offset
+
+
+def _share(numel: int, axis: Axis) -> tuple[int, int]:
     """The rank's even share of ``numel`` elements: start and length."""
-    size = -(-numel // ranks)
-    start = min(rank * size, numel)
+    size = -(-numel // axis.degree)
+    start = min(axis.rank * size, numel)
     return start, min(size, numel - start)
-
-
-def _replicated(name: str, parameter: nn.Parameter, dp_rank: int, dp: int) -> Fragment:
-    start, numel = _share(parameter.numel(), dp_rank, dp)
-    return Fragment(name, tuple(parameter.shape), start, numel, parameter, start)
-
-
-def _flat_partition(name: str, parameter: nn.Parameter) -> Fragment | None:
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:  # nothing of this tensor lies in this rank's partition
-        return None
-    low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-    flat = mapping.hp_fragment._base if mapping.hp_fragment._base is not None else mapping.hp_fragment
-    return Fragment(name, tuple(parameter.shape), low.start, low.numel, flat, high.start)
-
-
-def _parameter_partition(name: str, parameter: Any, optimizer: Any, dp_rank: int, dp: int) -> Fragment | None:
-    start, numel = _share(parameter.ds_numel, dp_rank, dp)
-    if numel <= 0:
-        return None
-    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    flat = optimizer.fp32_partitioned_groups_flat[group]
-    return Fragment(name, tuple(parameter.ds_shape), start, numel, flat, offset)
 
 
 def make_states(base: torch.optim.Optimizer, flats: list[Tensor], state_names: tuple[str, ...], step: int) -> None:

@@ -25,7 +25,7 @@ class Axis:
     rank: int
     degree: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None  # None where the degree is 1
+    group: dist.ProcessGroup | None  # None: one process without a process group
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
     assert not isinstance(control, int)
     degrees = Degrees.of(parallel, world_size)
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = {name: _open_axis(degrees.lines(name), rank, groups, timeout) for name in AXES}
     return Mesh(rank=rank, world_size=world_size, device=device, control=control, **axes)
 
@@ -152,16 +152,15 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
 def _open_axis(
     lines: Sequence[tuple[int, ...]],
     rank: int,
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None],
+    groups: dict[tuple[int, ...], dist.ProcessGroup],
     timeout: datetime.timedelta,
 ) -> Axis:
-    """Creates the groups of one axis, in the same order on all ranks; axes with the same lines share them."""
-    for line in lines:
-        if line not in groups:
-            group = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
-            assert not isinstance(group, int)  # only for ranks outside the group, which new_group's type allows for
-            groups[line] = group
+    """This rank's line along one axis. Only the line's own ranks create its group; axes with the same line share it."""
     mine = next(line for line in lines if rank in line)
+    if mine not in groups:
+        group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[mine] = group
     return Axis(mine.index(rank), len(mine), mine, groups[mine])
 
 

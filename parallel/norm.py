@@ -4,60 +4,68 @@ DeepSpeed's own norms run a collective for each parameter group and sum squares 
 percent on a flat vector of 45 million (CPU, 2026-11-20). Here squares are summed in fp64.
 """
 
-from collections.abc import Iterable
-from types import MethodType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Counted = Callable[
+    [Any], bool
+]  # whether this rank counts a parameter: of several tp ranks that hold it whole, one does
 
-def install_norm(optimizer: Any) -> None:
+
+def install_norm(optimizer: Any, counted: Counted) -> None:
     """Makes a DeepSpeed ZeRO optimizer (stage 1, 2 or 3) take its norm from here. All ranks' steps then agree on it."""
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer":
-            optimizer.scaled_global_norm = MethodType(_norm_of_partitions, optimizer)
+            optimizer.scaled_global_norm = lambda norm_type=2: _norm_of_partitions(optimizer, counted)
         case "DeepSpeedZeroOptimizer_Stage3":
-            optimizer._get_norm_groups = MethodType(_norm_groups_of_stage3, optimizer)
+            optimizer._get_norm_groups = lambda: [_norm_of_stage3(optimizer, counted)]
         case "BF16_Optimizer":
             import deepspeed.runtime.bf16_optimizer as module
 
-            module.get_global_norm_of_tensors = lambda **_: _norm_of_bf16(optimizer)
+            module.get_global_norm_of_tensors = lambda **_: _norm_of_bf16(optimizer, counted)
+            module.get_norm_with_moe_layers = lambda norm, **_: norm
         case name:
             raise AssertionError(f"no norm for {name}")
 
 
-def global_norm(gradients: Iterable[Tensor], share: float, device: torch.device) -> Tensor:
-    """The root of the sum, over ranks, of ``share`` times the squares of each rank's gradients: fp32 scalar.
+def global_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
+    """The root of the sum, over ranks, of each gradient's squares times its share: fp32 scalar. All ranks call it.
 
-    All ranks call it. ``share`` is the reciprocal of how many ranks hold each gradient.
+    The share is the reciprocal of how many ranks hold the gradient, and 0 on ranks that do not count it.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64).square()
-    total *= share
+    for gradient, share in parts:
+        if share:
+            total += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64).square() * share
     dist.all_reduce(total)
     return total.sqrt().float()
 
 
-def _norm_of_partitions(self: Any, norm_type: int = 2) -> Tensor:
-    assert norm_type == 2
-    parts = [part for group in range(len(self.bit16_groups)) for part in self.averaged_gradients[group]]
-    gradients = [part for part in parts if part is not None and not getattr(part, "_zero_padding", False)]
-    return global_norm(gradients, 1.0, self.single_partition_of_fp32_groups[0].device)
+def _norm_of_partitions(optimizer: Any, counted: Counted) -> Tensor:
+    parts = []
+    for group, parameters in enumerate(optimizer.params_in_partition):
+        gradients = [part for part in optimizer.averaged_gradients[group] if not getattr(part, "_zero_padding", False)]
+        parts += [(gradient, float(counted(p))) for gradient, p in zip(gradients, parameters, strict=True)]
+    return global_norm(parts, optimizer.single_partition_of_fp32_groups[0].device)
 
 
-def _norm_groups_of_stage3(self: Any) -> list[Tensor]:
-    gradients = [part for group in range(len(self.fp16_groups)) for part in self.averaged_gradients[group]]
-    return [global_norm(gradients, 1.0, torch.device(self.device))]
+def _norm_of_stage3(optimizer: Any, counted: Counted) -> Tensor:
+    parts = []
+    for group, parameters in enumerate(optimizer.fp16_groups):
+        gradients = optimizer.averaged_gradients[group]
+        parts += [(gradient, float(counted(p))) for gradient, p in zip(gradients, parameters, strict=True)]
+    return global_norm(parts, torch.device(optimizer.device))
 
 
-def _norm_of_bf16(self: Any) -> Tensor:
-    gradients = [
-        gradient
-        for group, present in zip(self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True)
-        for gradient, has_gradient in zip(group, present, strict=True)
-        if has_gradient
-    ]
-    return global_norm(gradients, 1.0 / dist.get_world_size(), gradients[0].device)
+def _norm_of_bf16(optimizer: Any, counted: Counted) -> Tensor:
+    parts = []
+    for group, parameters in enumerate(optimizer.bf16_groups):
+        holders = dist.get_world_size(optimizer.real_dp_process_group[group])  # each holds the whole summed gradient
+        for number, parameter in enumerate(parameters):
+            if optimizer.fp32_groups_has_gradients[group][number]:
+                parts.append((optimizer.fp32_groups_gradients[group][number], counted(parameter) / holders))
+    return global_norm(parts, optimizer.fp32_groups_flat_partition[0].device)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from parallel.checkpoint.boxes import Box, boxes_of_range, whole
+from parallel.checkpoint.boxes import Box, whole
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, Piece, certify, check_files, read_manifest
 from parallel.checkpoint.write import BUFFER, list_checkpoints
 from parallel.engine import Engine
@@ -62,11 +62,6 @@ class Checkpoint:
                 )
                 result[common.shifted(box.start).slices] = value
         return result
-
-    def read_range(self, name: str, start: int, stop: int, kind: str = "weight") -> Tensor:
-        """Elements [start, stop) of the flattened tensor: a flat fp32 tensor."""
-        parts = [self.read_box(name, box, kind).view(-1) for box in boxes_of_range(self.shape(name), start, stop)]
-        return torch.cat(parts)
 
     def open(self, file: str) -> safe_open:
         """The safetensors file, mapped once."""
@@ -136,8 +131,8 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     for fragment in engine.fragments:
         for kind, flat in engine.pieces(fragment).items():
             if (kind, fragment.name) in checkpoint.pieces:
-                stop = fragment.start + fragment.numel
-                flat.copy_(checkpoint.read_range(fragment.name, fragment.start, stop, kind))
+                parts = [checkpoint.read_box(fragment.name, box, kind).view(-1) for box in fragment.boxes()]
+                flat.copy_(torch.cat(parts))
     for name, buffer in engine.model.named_buffers():
         buffer.copy_(checkpoint.read(name, BUFFER))
     engine.restore_loss_scaler(checkpoint.manifest.scalars["loss_scaler"])

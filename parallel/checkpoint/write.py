@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel.checkpoint.boxes import boxes_of_range
 from parallel.checkpoint.manifest import Manifest, Piece, certify, hash_file, sync_directory, write_manifest
-from parallel.engine import Engine, full_shape
+from parallel.engine import Engine
 from parallel.mesh import Mesh
 
 BUFFER = "buffer"  # the kind of what is not a parameter: router biases
@@ -107,10 +106,10 @@ def collect_pieces(engine: Engine, file: str) -> tuple[list[Piece], dict[str, Te
         tensors[key] = value.detach().to("cpu", torch.float32).contiguous()
         pieces.append(Piece(kind, name, start, tuple(value.shape), file, key))
 
-    for fragment in engine.fragments:
+    for fragment in (fragment for fragment in engine.fragments if fragment.is_owner):
         for kind, flat in engine.pieces(fragment).items():
             done = 0
-            for box in boxes_of_range(fragment.shape, fragment.start, fragment.start + fragment.numel):
+            for box in fragment.boxes():
                 add(kind, fragment.name, box.start, flat.narrow(0, done, box.numel).view(box.shape))
                 done += box.numel
     if engine.mesh.rank == 0:  # buffers are the same on every rank
@@ -130,7 +129,7 @@ def _commit(
 ) -> None:
     if engine.mesh.rank != 0:
         return
-    parameters = {name: list(full_shape(weight)) for name, weight in engine.model.named_parameters()}
+    parameters = {name: list(shape) for name, shape in engine.shapes.items()}
     buffers = {name: list(buffer.shape) for name, buffer in engine.model.named_buffers()}
     kinds = {kind: list(parameters) for kind in ("weight", *engine.state_names)} | {BUFFER: list(buffers)}
     manifest = Manifest(step=step, scalars=scalars, tensors=parameters | buffers, kinds=kinds)

@@ -17,6 +17,7 @@ from modeling.config import ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.optimizers.config import OptimizerConfig, SGDConfig
 from modeling.reference import MicroBatch, ReferenceTrainer
 from modeling.schedules import ConstantSchedule
+from parallel.checkpoint.boxes import Box, coverage_error
 from parallel.config import ParallelConfig
 
 VOCAB_SIZE = 96
@@ -49,7 +50,8 @@ class RankResult:
     """What one rank saw and owns at the end."""
 
     rows: list[dict[str, Any]]  # metrics rows
-    pieces: dict[str, dict[str, list[tuple[int, Tensor]]]]  # kind -> name -> (start, flat elements)
+    pieces: list[tuple[str, str, Box, Tensor]]  # kind, name, box of the logical tensor, its elements
+    shapes: dict[str, tuple[int, ...]]
     buffers: dict[str, Tensor]
 
 
@@ -58,7 +60,7 @@ class LayoutResult:
     """The ranks' results put together: whole logical tensors."""
 
     rows: list[dict[str, Any]]
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kind -> name -> flat tensor
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kind -> name -> logical tensor
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -89,6 +91,8 @@ def run_config(
     model: ModelConfig = MOE_MODEL,
     optimizer: OptimizerConfig | None = None,
     zero: int = 1,
+    tp: int = 1,
+    ep: int = 1,
     steps: int = 5,
     **train: Any,
 ) -> RunConfig:
@@ -100,7 +104,7 @@ def run_config(
         train=TrainConfig(**settings),
         optimizer=optimizer or SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5),
         schedule=ConstantSchedule(),
-        parallel=ParallelConfig(zero=zero),
+        parallel=ParallelConfig(zero=zero, tp=tp, ep=ep),
     )
 
 
@@ -118,13 +122,14 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     engine.initialize_weights(config.seed)
     state = TrainState()
     rows = [run_step(config, engine, dataset, state) for _ in range(config.train.steps)]
-    pieces: dict[str, dict[str, list[tuple[int, Tensor]]]] = {}
-    for fragment in engine.fragments:
+    pieces = []
+    for fragment in (fragment for fragment in engine.fragments if fragment.is_owner):
         for kind, flat in engine.pieces(fragment).items():
-            pieces.setdefault(kind, {}).setdefault(fragment.name, []).append((fragment.start, flat.clone()))
+            parts = flat.clone().split([box.numel for box in fragment.boxes()])
+            pieces += [(kind, fragment.name, box, part) for box, part in zip(fragment.boxes(), parts, strict=True)]
     buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     close_mesh()
-    return RankResult(rows, pieces, buffers)
+    return RankResult(rows, pieces, engine.shapes, buffers)
 
 
 def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> LayoutResult:
@@ -133,14 +138,15 @@ def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> Lay
 
     results: list[RankResult] = run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1)
     merged = LayoutResult(results[0].rows, buffers=results[0].buffers)
-    parts: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    boxes: dict[tuple[str, str], list[Box]] = {}
     for result in results:
-        for kind, tensors in result.pieces.items():
-            for name, fragments in tensors.items():
-                parts.setdefault((kind, name), []).extend(fragments)
-    for (kind, name), fragments in parts.items():
-        flat = torch.cat([part for _, part in sorted(fragments, key=lambda part: part[0])])
-        merged.state.setdefault(kind, {})[name] = flat
+        for kind, name, box, values in result.pieces:
+            state = merged.state.setdefault(kind, {})
+            whole = state.setdefault(name, torch.full(result.shapes[name], float("nan")))
+            whole[box.slices] = values.view(box.shape)
+            boxes.setdefault((kind, name), []).append(box)
+    for (kind, name), held in boxes.items():
+        assert coverage_error(tuple(merged.state[kind][name].shape), held) is None, (kind, name)
     return merged
 
 
@@ -160,7 +166,7 @@ def run_reference(config: RunConfig, micro_batch_size: int | None = None) -> Lay
         ]
         seen = trainer.step(batches, config.optimizer.lr)
         result.rows.append({"loss": seen.loss, "grad_norm": seen.grad_norm})
-    result.state["weight"] = {name: master.detach().flatten() for name, master in trainer.masters.items()}
+    result.state["weight"] = {name: master.detach() for name, master in trainer.masters.items()}
     result.buffers = dict(trainer.model.named_buffers())
     return result
 

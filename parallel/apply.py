@@ -1,0 +1,68 @@
+"""From the built model and the mesh to this rank's part of it, in a written order."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling.config import ModelConfig
+from modeling.decoder import Decoder, build_decoder
+from modeling.init import fill
+from modeling.moe import MoE
+from parallel.collectives import sum_forward
+from parallel.deepspeed_groups import experts_are_separate, mark_parameter, pose_as_deepspeed_moe
+from parallel.expert import make_dispatch
+from parallel.layout import held_box
+from parallel.mesh import Mesh
+from parallel.tensor import apply_tensor_parallelism
+
+
+def build_part(
+    mesh: Mesh, config: ModelConfig, zero: int, dtype: torch.dtype, deepspeed_config: dict[str, Any]
+) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
+    """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
+
+    1. the whole model on the meta device; 2. weights cut by the layout table, and made one by one (under ZeRO 3
+    partitioned at once); 3. tensor parallelism; 4. expert parallelism; 5. sums over ranks that share sequences.
+    """
+    with torch.device("meta"):
+        model = build_decoder(config)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    make_weights(model, mesh, zero, dtype, deepspeed_config)
+    if mesh.tp.degree > 1:
+        apply_tensor_parallelism(model, mesh.tp)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            connect_experts(module, mesh)
+    if experts_are_separate(mesh) and zero < 3:
+        pose_as_deepspeed_moe(model, mesh)
+    return model, shapes
+
+
+def make_weights(model: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype, deepspeed_config: dict[str, Any]) -> None:
+    """Replaces each meta weight by zeros in the shape that this rank holds, marked for DeepSpeed."""
+    partition: Any = None
+    if zero == 3:
+        import deepspeed
+
+        partition = deepspeed.zero.Init(
+            data_parallel_group=mesh.replicas.group, config_dict_or_path=deepspeed_config, dtype=dtype
+        )
+
+    def zeros(name: str, shape: torch.Size) -> nn.Parameter:
+        held = held_box(name, tuple(shape), mesh)
+        parameter = nn.Parameter(torch.zeros(held.shape, dtype=dtype, device=mesh.device))
+        mark_parameter(name, parameter, mesh, zero)
+        if partition is not None:
+            partition._convert_to_zero_parameters([parameter])
+        return parameter
+
+    fill(model, zeros, mesh.device)
+
+
+def connect_experts(moe: MoE, mesh: Mesh) -> None:
+    """Dispatch over ep, and balance losses summed over the ranks that share sequences."""
+    if mesh.ep.degree > 1:
+        moe.experts.dispatch = make_dispatch(mesh.ep)
+    if mesh.tp.degree > 1:
+        moe.add_sequence_sums = lambda sums_BX: sum_forward(sums_BX, mesh.tp)

@@ -1,0 +1,123 @@
+"""What DeepSpeed is told of our axes: its groups, and the marks on parameters that it reads.
+
+DeepSpeed knows data parallel (our dp x cp), model parallel (our pp x tp, over which it reduces norms and overflow flags)
+and experts (replicated over our edp). Experts are a kind of their own whenever the ranks that replicate them are not
+the ones that replicate dense weights.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from modeling.decoder import Decoder
+from modeling.moe import MoE
+from parallel.layout import place_of
+from parallel.mesh import Mesh
+
+EXPERTS = "roundtable_experts"  # the experts' group, by the name under which DeepSpeed finds it
+
+
+def experts_are_separate(mesh: Mesh) -> bool:
+    """Whether experts are replicated over other ranks than dense weights."""
+    return mesh.edp.ranks != mesh.replicas.ranks
+
+
+class Mpu:
+    """The object through which DeepSpeed asks for groups and positions."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks that hold the same dense weights."""
+        return self.mesh.replicas.group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's position among them."""
+        return self.mesh.replicas.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self.mesh.replicas.degree
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their global numbers."""
+        return list(self.mesh.replicas.ranks)
+
+    def get_model_parallel_group(self) -> Any:
+        """The ranks that together hold one copy of the dense weights."""
+        return self.mesh.model.group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's position among them."""
+        return self.mesh.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self.mesh.model.degree
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """The tp axis."""
+        return self.mesh.tp.group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """The position on it."""
+        return self.mesh.tp.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Its degree."""
+        return self.mesh.tp.degree
+
+    def get_pipeline_model_parallel_group(self) -> Any:
+        """The pp axis."""
+        return self.mesh.pp.group
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """The position on it."""
+        return self.mesh.pp.rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Its degree."""
+        return self.mesh.pp.degree
+
+
+def register_expert_groups(mesh: Mesh) -> None:
+    """Puts the experts' groups where DeepSpeed looks for them."""
+    from deepspeed.utils import groups
+
+    for registry, value in (
+        (groups._EXPERT_PARALLEL_GROUP, mesh.ep.group),
+        (groups._EXPERT_DATA_PARALLEL_GROUP, mesh.edp.group),
+        (groups._EXPERT_PARALLEL_GROUP_RANKS, list(mesh.ep.ranks)),
+        (groups._EXPERT_DATA_PARALLEL_GROUP_RANKS, list(mesh.edp.ranks)),
+    ):
+        registry[EXPERTS] = value
+
+
+def mark_parameter(name: str, parameter: nn.Parameter, mesh: Mesh, zero: int) -> None:
+    """Sets the attributes by which DeepSpeed tells tp shards and experts from the rest, before it sees the parameter."""
+    place = place_of(name)
+    marks: dict[str, Any] = {}
+    if place.is_expert and experts_are_separate(mesh):
+        marks |= {"allreduce": False, "group_name": EXPERTS}
+        if zero == 3:
+            marks |= {
+                "ds_zero_partition_process_group": mesh.edp.group,
+                "ds_zero_placement_family": "autoep_expert",
+                "ds_zero_partition_group_name": EXPERTS,
+            }
+    if mesh.tp.degree > 1 and place.axis is not None:
+        marks["tensor_model_parallel"] = True
+    for key, value in marks.items():
+        setattr(parameter, key, value)
+
+
+def pose_as_deepspeed_moe(model: Decoder, mesh: Mesh) -> None:
+    """Makes MoE layers instances of DeepSpeed's class too: how its ZeRO 1 and 2 notice that there are experts."""
+    from deepspeed.moe.layer import MoE as DeepSpeedMoE
+
+    posing = type("MoE", (MoE, DeepSpeedMoE), {"set_deepspeed_parallelism": lambda *_, **__: None})
+    for module in list(model.modules()):
+        if type(module) is MoE:
+            module.__class__ = posing
+            module.num_experts = module.experts.gate.shape[0] * mesh.ep.degree

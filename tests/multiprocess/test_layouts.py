@@ -1,0 +1,38 @@
+"""Tensor and expert parallelism, with and without ZeRO, against one plain process. Tolerances as in test_zero.py."""
+
+import pytest
+from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+
+BOUND = 1e-6
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"tp": 2}),
+        (2, {"ep": 2}),
+        (2, {"tp": 2, "ep": 2}),
+        (4, {"tp": 2}),
+        (4, {"ep": 2}),
+        (4, {"tp": 2, "ep": 2}),
+        (4, {"tp": 2, "ep": 4}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_moe_layout_equals_one_process(tokens, ranks, layout, zero):
+    config = run_config(tokens, zero=zero, **layout)
+    errors = largest_error(run_layout(config, ranks), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_dense_tp_equals_one_process(tokens, zero):
+    config = run_config(tokens, model=DENSE_MODEL, zero=zero, tp=2)
+    errors = largest_error(run_layout(config, 4), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors
