@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.families import check_family
+from launcher.config.layout_rules import check_layout, dp_of
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from modeling.schedules import WSDSchedule
@@ -39,6 +40,8 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "optimizer.weight_decay": (0, 0.1),
     "schedule.warmup_steps": (0, 0),
     "schedule.decay_steps": (0, 0),
+    "parallel.tp": (1, 1),
+    "parallel.ep": (1, 1),
     "checkpoint.every_steps": (1, 100),
     "checkpoint.keep_last": (1, 3),
 }
@@ -77,6 +80,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_precision(config),
         *_check_evaluation(config),
         *check_family(config.model),
+        *check_layout(config, world_size),
     ]
     return lines + [line for line in relations if line.partition("=")[0] not in broken]
 
@@ -130,14 +134,15 @@ def _check_names(config: RunConfig) -> Iterator[str]:
 def _check_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """The global batch splits evenly over the ranks and their micro-batches."""
     train = config.train
-    share = world_size * train.micro_batch_size
+    dp = dp_of(config, world_size)
+    share = dp * train.micro_batch_size
     if share < 1:
         return
     if train.global_batch_size < 1 or train.global_batch_size % share:
         below = train.global_batch_size // share * share
         near = f"{below} or {below + share}" if below > 0 else str(share)
         yield (
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of dp={world_size} x "
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of dp={dp} x "
             f"train.micro_batch_size={train.micro_batch_size} = {share}; try {near}"
         )
 

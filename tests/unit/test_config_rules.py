@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config_strategies import configs
-from launcher.config import families, rules
+from launcher.config import families, layout_rules, rules
 from launcher.config.checked import load_checked
 from launcher.config.load import load_config
 from launcher.config.rules import check
@@ -47,6 +47,14 @@ CASES = [
     ("llama", "optimizer={name: sgd, momentum: -1}", 1, "optimizer.momentum=-1.0 must be at least 0 and below 1; try 0.9", "optimizer.momentum=0.9"),
     ("llama", "schedule.min_ratio=2", 1, "schedule.min_ratio=2.0 must be between 0 and 1; try 0.1", "schedule.min_ratio=0.1"),
     ("llama", "parallel.zero=4", 1, "parallel.zero=4 must be 0, 1, 2 or 3; try 1", "parallel.zero=1"),
+    ("llama", "parallel.tp=0", 1, "parallel.tp=0 must be at least 1; try 1", "parallel.tp=1"),
+    ("llama", "parallel.tp=2 train.global_batch_size=9", 3, "parallel.tp=2 must divide the number of processes=3; try 1", "parallel.tp=1"),
+    ("llama", "parallel.tp=4 model.n_kv_heads=2", 4, "parallel.tp=4 must divide model.n_kv_heads=2; try 1 or 2", "parallel.tp=2"),
+    ("llama", "parallel.tp=4 model.d_ff=1402", 4, "parallel.tp=4 must divide model.d_ff=1402; try 1 or 2", "parallel.tp=2"),
+    ("glm4_moe", "parallel.tp=8 model.n_heads=8 model.n_kv_heads=8 data.seq_len=12", 8, "parallel.tp=8 must divide data.seq_len=12; try 1, 2 or 4", "parallel.tp=4"),
+    ("llama", "parallel.ep=2", 2, "parallel.ep=2 must be 1 where model.moe=null (there are no experts to cut); try parallel.ep=1", "parallel.ep=1"),
+    ("glm4_moe", "parallel.ep=3 train.global_batch_size=12", 6, "parallel.ep=3 must divide model.moe.n_experts=4; try 1 or 2", "parallel.ep=2"),
+    ("glm4_moe", "parallel.ep=4", 2, "parallel.ep=4 must divide the number of processes=2; try 1 or 2", "parallel.ep=2"),
     ("llama", "name=a/b", 1, "name='a/b' must be one folder's name, without path separators; try 'a-b'", "name=a-b"),
     ("llama", "name=..", 1, "name='..' must be one folder's name, without path separators; try 'run'", "name=run"),
     ("llama", "run_dir=''", 1, "run_dir='' must be a path; try null (runs/NAME)", "run_dir=null"),
@@ -159,7 +167,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, families)
+        for module in (rules, families, layout_rules)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }
