@@ -1,0 +1,152 @@
+"""What preparation leaves behind besides tokens: a record for each shard, and a manifest, written last.
+
+A folder without a manifest is unfinished. All JSON is written to another name, synced and renamed, so a torn file is
+never seen under its own name.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data.errors import problem, refuse
+from data.tokenfile import bin_path, idx_path
+
+FORMAT = 1  # of the folder; raised when the same input would give other bytes
+MANIFEST = "manifest.json"
+INPUTS = "inputs.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One token file: its name within the folder (without .bin and .idx), what it holds and what its bytes hash to."""
+
+    name: str
+    n_tokens: int
+    n_documents: int
+    largest_id: int
+    bin_bytes: int
+    idx_bytes: int
+    bin_xxh3: str
+    idx_xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A prepared source. ``train`` and ``heldout`` list its token files in order."""
+
+    format: int
+    inputs_xxh3: str  # of inputs.json: the corpus's files and sizes
+    largest_id: int
+    train: tuple[FileRecord, ...]
+    heldout: tuple[FileRecord, ...]
+
+    def files(self) -> tuple[FileRecord, ...]:
+        """Every token file, training ones first."""
+        return self.train + self.heldout
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Writes the tree, atomically and durably."""
+    partial = path.with_name(f"{path.name}.{partial_suffix()}")
+    try:
+        with partial.open("w") as file:
+            json.dump(tree, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def partial_suffix() -> str:
+    """Ends the name of a file that this process is still writing."""
+    return f"partial-{os.uname().nodename}-{os.getpid()}"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Deletes the partial files and folders in ``folder`` of this machine's processes that are no more."""
+    for partial in folder.glob("*.partial-*"):
+        node, _, pid = partial.name.partition(".partial-")[2].rpartition("-")
+        if node == os.uname().nodename and not Path(f"/proc/{pid}").exists():
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames within ``folder`` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last act of preparing a source."""
+    write_json(folder / MANIFEST, asdict(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The folder's manifest, or None where preparation has not finished. Raises DataError where it is damaged."""
+    path = folder / MANIFEST
+    try:
+        tree = json.loads(path.read_text())
+        train, heldout = (tuple(FileRecord(**record) for record in tree.pop(key)) for key in ("train", "heldout"))
+        manifest = Manifest(train=train, heldout=heldout, **tree)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise refuse(str(path), f"is damaged ({error})", f"remove {folder} and prepare again") from error
+    if manifest.format != FORMAT:
+        found = f"{path}: format {manifest.format}"
+        raise refuse(found, f"is not this version's, {FORMAT}", f"remove {folder} and prepare again")
+    return manifest
+
+
+def size_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """One line for each token file that is missing or whose size is not the recorded one. Reads no contents."""
+    found = []
+    for record in manifest.files():
+        prefix = folder / record.name
+        for path, expected in (bin_path(prefix), record.bin_bytes), (idx_path(prefix), record.idx_bytes):
+            size = path.stat().st_size if path.is_file() else None
+            if size != expected:
+                is_what = "is missing" if size is None else f"has {size} bytes"
+                found.append(_changed(path, is_what, f"the manifest records {expected} bytes", folder))
+    return found
+
+
+def hash_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """One line for each token file whose bytes do not hash to what was recorded. Reads everything."""
+    found = size_problems(folder, manifest)
+    if found:
+        return found
+    for record in manifest.files():
+        prefix = folder / record.name
+        for path, expected in (bin_path(prefix), record.bin_xxh3), (idx_path(prefix), record.idx_xxh3):
+            actual = hash_file(path)
+            if actual != expected:
+                found.append(_changed(path, f"hashes to {actual}", f"the manifest records {expected}", folder))
+    return found
+
+
+def hash_file(path: Path) -> str:
+    """The file's xxh3 (128 bits, hexadecimal)."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _changed(path: Path, found: str, recorded: str, folder: Path) -> str:
+    return problem(f"{path} {found}", f"but {recorded}", f"remove {folder} and prepare again")

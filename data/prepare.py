@@ -1,0 +1,244 @@
+"""From raw text to token files: planned, spread over processes, restartable, finished by one atomic act.
+
+Everything is checked before anything is created. Then each shard is a file or two and a small record, written
+whole or not at all; a source's manifest is written when all its shards are there.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.config import DataConfig, SourceConfig
+from data.documents import read_documents
+from data.errors import DataError, refuse
+from data.manifest import (
+    FORMAT,
+    INPUTS,
+    Manifest,
+    hash_file,
+    read_manifest,
+    remove_abandoned,
+    write_json,
+    write_manifest,
+)
+from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder
+from data.rules import check_data
+from data.shards import Shard, plan_shards
+from data.shardwriter import ShardRecord, ShardTask, no_room, read_record
+from data.sources import InputFile, input_files, is_hugging_face, is_raw
+from data.tokenfile import token_dtype
+from data.tokenizer import tokenizer_folder
+from data.tokenizer_setup import set_up_tokenizer
+from data.workers import write_shards
+
+BYTES_PER_TOKEN = 2.5  # of text, at least, whatever the tokenizer; for the estimate of disk only
+Progress = Callable[[int, int, int, int], None]  # bytes of text done, bytes in all (0: unknown), documents, tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One raw source, looked at but not touched."""
+
+    source: SourceConfig
+    key: str  # "data.sources[2]"
+    files: list[InputFile]
+    shards: list[Shard]
+
+
+def prepare(
+    config: DataConfig, *, vocab_size: int, progress: Progress | None = None, task: tuple[int, int] | None = None
+) -> Prepared | None:
+    """Prepares what is missing of the tokenizer and the raw sources' token files.
+
+    ``task=(k, n)`` does the k-th of n shares of the shards (k from 0), so that n jobs can work side by side; whichever
+    finds all shards finished writes the manifests, and the others return None. Raises DataError, with nothing
+    created, where the config or the corpus is wrong or the disk too small.
+    """
+    problems = check_data(config, vocab_size)
+    if problems:
+        raise DataError(*problems)
+    plans = plan_sources(config, vocab_size)
+    check_room(config, plans, vocab_size)
+    remove_abandoned(Path(config.token_dir))
+    had = set(Path(config.token_dir).glob("*"))
+    try:
+        return _carry_out(config, plans, vocab_size, progress, task or (0, 1))
+    except (DataError, OSError) as error:
+        if task is None:
+            _remove_fruitless(config, plans, vocab_size, had)
+        if isinstance(error, OSError):
+            raise no_room(Path(config.token_dir), error) from error
+        raise
+
+
+def _carry_out(
+    config: DataConfig, plans: list[Plan], vocab_size: int, progress: Progress | None, task: tuple[int, int]
+) -> Prepared | None:
+    """The tokenizer, this task's shards, the manifests."""
+    tokenizer = set_up_tokenizer(config, vocab_size, [(plan.source, plan.shards, plan.key) for plan in plans])
+    tasks = [job for plan in plans for job in _begin_source(config, plan, tokenizer)]
+    share, n_shares = task
+    _write_missing(tasks[share::n_shares], config.workers, progress)
+    finished = [_finish_source(config, plan, tokenizer) for plan in plans]
+    return locate(config, vocab_size) if all(finished) else None
+
+
+def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, had: set[Path]) -> None:
+    """Deletes the folders that a refused call has made (``had``: those before it), unless a shard was finished in one.
+
+    A refusal leaves nothing new, except what a second try can go on from.
+    """
+    folders = [_folder_if_known(config, plan.source, vocab_size) for plan in plans]
+    folders.append(tokenizer_folder(config, vocab_size))
+    made = [folder for folder in folders if folder is not None and folder not in had]
+    if any(any(folder.glob("shard-*.json")) for folder in made):
+        return
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+    token_dir = Path(config.token_dir)
+    if token_dir.is_dir() and not any(token_dir.iterdir()):
+        token_dir.rmdir()
+
+
+def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
+    """The raw sources that are not finished, each with its files and shards.
+
+    Raises DataError where a corpus is missing, empty, without ``text_key``, or not what was prepared before.
+    """
+    plans, problems = [], []
+    for number, source in enumerate(config.sources):
+        key = f"data.sources[{number}]"
+        try:
+            if is_raw(source) and not _is_finished(config, source, vocab_size, key):
+                plans.append(_plan_source(config, source, key))
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(*problems)
+    return plans
+
+
+def _plan_source(config: DataConfig, source: SourceConfig, key: str) -> Plan:
+    files = [] if is_hugging_face(source) else input_files(source, key)
+    shards = plan_shards(source, files, config.shard_bytes, key)
+    if not any(text for shard in shards for text, _ in read_documents(source, shard, key)):
+        raise refuse(f"{key}.path={source.path!r}", "holds no text", "give a path to a corpus that is not empty")
+    return Plan(source, key, files, shards)
+
+
+def _is_finished(config: DataConfig, source: SourceConfig, vocab_size: int, key: str) -> bool:
+    folder = _folder_if_known(config, source, vocab_size)
+    if folder is None or not folder.is_dir():
+        return False
+    check_inputs(folder, source, key)
+    return read_manifest(folder) is not None
+
+
+def _folder_if_known(config: DataConfig, source: SourceConfig, vocab_size: int) -> Path | None:
+    """The source's folder; None while its tokenizer, and so its name, is not settled."""
+    tokenizer = tokenizer_folder(config, vocab_size)
+    return source_folder(config, source, tokenizer) if tokenizer is not None and tokenizer.is_dir() else None
+
+
+def check_room(config: DataConfig, plans: list[Plan], vocab_size: int) -> None:
+    """Raises DataError where the disk of data.token_dir has less free than what remains is estimated to need."""
+    tokenizer = tokenizer_folder(config, vocab_size)
+    needed = 0 if tokenizer is None or tokenizer.is_dir() else 150 * vocab_size
+    for plan in plans:
+        folder = _folder_if_known(config, plan.source, vocab_size)
+        missing = [s for n, s in enumerate(plan.shards) if folder is None or read_record(folder, n) is None]
+        n_bytes = sum(piece.n_bytes for shard in missing for piece in shard)
+        needed += int(n_bytes / BYTES_PER_TOKEN * token_dtype(vocab_size).itemsize)
+    existing = Path(config.token_dir).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    stats = os.statvfs(existing)
+    free = stats.f_bavail * stats.f_frsize
+    if needed > free:
+        found = f"data.token_dir={config.token_dir!r}: {free / 1e6:.1f} MB are free on its disk"
+        rule = f"but the tokens of data.sources are estimated to take {needed / 1e6:.1f} MB"
+        raise refuse(found, rule, "free some, or set data.token_dir to another disk")
+
+
+def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> list[ShardTask]:
+    """Creates the source's folder, or finds it begun, and returns the tasks of all its shards."""
+    assert tokenizer is not None
+    folder = source_folder(config, plan.source, tokenizer)
+    check_inputs(folder, plan.source, plan.key)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
+    if not (folder / INPUTS).exists():
+        write_json(folder / INPUTS, inputs_tree(plan.files))
+    return [
+        ShardTask(folder, number, shard, plan.source, plan.key, tokenizer, config.heldout_fraction)
+        for number, shard in enumerate(plan.shards)
+    ]
+
+
+def _write_missing(tasks: list[ShardTask], workers: int | None, progress: Progress | None) -> None:
+    """Writes the shards that have no record, telling ``progress`` of them and of the finished ones."""
+    records = [read_record(task.folder, task.number) for task in tasks]
+    done = [record for record in records if record is not None]
+    sizes = [sum(piece.n_bytes for piece in task.shard) for task in tasks]
+    finished_bytes = sum(size for size, record in zip(sizes, records, strict=True) if record is not None)
+    totals = [float(finished_bytes), sum(r.n_documents for r in done), sum(f.n_tokens for r in done for f in r.files)]
+
+    def report(n_bytes: float, n_documents: int, n_tokens: int) -> None:
+        for i, n in enumerate((n_bytes, n_documents, n_tokens)):
+            totals[i] += n
+        if progress is not None:
+            progress(round(totals[0]), sum(sizes), int(totals[1]), int(totals[2]))
+
+    report(0, 0, 0)
+    write_shards([task for task, record in zip(tasks, records, strict=True) if record is None], workers, report)
+
+
+def _finish_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> bool:
+    """Writes the manifest if all shards are there; returns whether they are."""
+    tasks = _begin_source(config, plan, tokenizer)
+    folder = tasks[0].folder
+    records = [read_record(folder, task.number) for task in tasks]
+    there = [record for record in records if record is not None]
+    if len(there) < len(tasks):
+        return False
+    moved = _task_for_empty_split(tasks, there)
+    if moved is not None:
+        write_shards([moved], config.workers, lambda *_: None)
+        there[moved.number] = _expect_record(folder, moved.number)
+    files = [file for record in there for file in record.files]
+    manifest = Manifest(
+        format=FORMAT,
+        inputs_xxh3=hash_file(folder / INPUTS),
+        largest_id=max(file.largest_id for file in files),
+        train=tuple(record.train for record in there if record.train is not None),
+        heldout=tuple(record.heldout for record in there if record.heldout is not None),
+    )
+    write_manifest(folder, manifest)
+    return True
+
+
+def _expect_record(folder: Path, number: int) -> ShardRecord:
+    record = read_record(folder, number)
+    assert record is not None
+    return record
+
+
+def _task_for_empty_split(tasks: list[ShardTask], records: list[ShardRecord]) -> ShardTask | None:
+    """The shard to write again with one document moved, where a split came out empty; None where none did.
+
+    The document with the smallest hash moves to the held-out split, the one with the largest to the training split,
+    so the choice depends on the corpus alone. A single document is always for training.
+    """
+    documents = {s: sum(f.n_documents for r in records if (f := getattr(r, s))) for s in ("train", "heldout")}
+    hashed = [record for record in records if record.n_documents]
+    if documents["train"] == 0:
+        chosen = max(hashed, key=lambda r: (r.largest, r.number))
+        assert chosen.largest is not None
+        return replace(tasks[chosen.number], forced=(chosen.largest[1], "train"))
+    if documents["heldout"] == 0 and documents["train"] > 1 and tasks[0].heldout_fraction > 0:
+        chosen = min(hashed, key=lambda r: (r.smallest, r.number))
+        assert chosen.smallest is not None
+        return replace(tasks[chosen.number], forced=(chosen.smallest[1], "heldout"))
+    return None

@@ -1,0 +1,142 @@
+"""Where prepared token files lie, and whether they are there.
+
+    TOKEN_DIR/tokenizer-STEM-HASH/                  a transformers tokenizer directory
+    TOKEN_DIR/STEM-HASH/                            one raw source
+        train-00000.bin .idx, heldout-00000.bin .idx, ...
+        shard-00000.json                            what a finished shard holds
+        inputs.json                                 the corpus's files and sizes
+        manifest.json                               written last: the folder is complete
+
+A HASH covers everything that fixes the contents, so another setting is another folder and nothing is overwritten.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from data.config import DataConfig, SourceConfig
+from data.errors import DataError, refuse
+from data.manifest import FORMAT, INPUTS, Manifest, hash_problems, read_manifest
+from data.sources import HUGGING_FACE, InputFile, expand_path, input_files, is_hugging_face, is_raw
+from data.tokenizer import read_info, tokenizer_folder
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source's token files: a prepared folder with its manifest, or the prefix of existing files."""
+
+    source: SourceConfig
+    path: Path
+    manifest: Manifest | None  # None: ``path`` is the prefix of token files that were not written here
+
+    def prefixes(self, split: str) -> list[Path]:
+        """The token files of "train" or "heldout"; existing token files are all for training."""
+        if self.manifest is None:
+            return [self.path] if split == "train" else []
+        records = self.manifest.train if split == "train" else self.manifest.heldout
+        return [self.path / record.name for record in records]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a run needs of its data."""
+
+    sources: tuple[PreparedSource, ...]
+    tokenizer: Path | None  # None: only existing token files, and no tokenizer named
+
+
+def source_folder(config: DataConfig, source: SourceConfig, tokenizer: Path) -> Path:
+    """The folder of a raw source's token files. ``tokenizer``: the tokenizer's folder, which must be complete."""
+    path = expand_path(source.path)
+    fixes_the_tokens = {
+        "format": FORMAT,
+        "path": path,
+        "exclude": source.exclude,
+        "text_key": source.text_key,
+        "hugging_face": [source.subset, source.split] if is_hugging_face(source) else None,
+        "tokenizer": read_info(tokenizer).fingerprint,
+        "heldout_fraction": config.heldout_fraction,
+        "shard_bytes": config.shard_bytes,
+    }
+    digest = xxhash.xxh3_64(json.dumps(fixes_the_tokens).encode()).hexdigest()
+    return Path(config.token_dir) / f"{readable_stem(source.path)}-{digest}"
+
+
+def readable_stem(path: str) -> str:
+    """The part of a path that a person would know it by, fit for a folder's name."""
+    parts = [part for part in path.removeprefix(HUGGING_FACE).split("/") if part and "*" not in part]
+    letters = (c if c.isalnum() else "-" for c in (parts[-1] if parts else "text"))
+    return "-".join(filter(None, "".join(letters).split("-")))[:40] or "text"
+
+
+def locate(config: DataConfig, vocab_size: int) -> Prepared | None:
+    """The prepared data, or None where something is still missing. Reads manifests, not the corpus.
+
+    Raises DataError where a manifest is damaged.
+    """
+    tokenizer = tokenizer_folder(config, vocab_size)
+    if tokenizer is not None and not tokenizer.is_dir():
+        return None
+    sources = []
+    for source in config.sources:
+        if not is_raw(source):
+            sources.append(PreparedSource(source, Path(expand_path(source.path)), None))
+            continue
+        assert tokenizer is not None
+        folder = source_folder(config, source, tokenizer)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return None
+        sources.append(PreparedSource(source, folder, manifest))
+    return Prepared(tuple(sources), tokenizer)
+
+
+def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
+    """As ``locate``, and the corpus is compared with what was prepared; raises DataError where it has changed.
+
+    A corpus that is no longer on this machine is not missed: its tokens are enough.
+    """
+    prepared = locate(config, vocab_size)
+    for number, part in enumerate(prepared.sources if prepared else ()):
+        if part.manifest is not None:
+            check_inputs(part.path, part.source, f"data.sources[{number}]")
+    return prepared
+
+
+def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
+    """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with."""
+    recorded = read_inputs(folder)
+    if recorded is None or is_hugging_face(source):
+        return
+    try:
+        present = input_files(source, key)
+    except DataError:
+        return
+    if present != recorded:
+        changed = sorted({file.path for file in set(present) ^ set(recorded)})
+        found = f"{key}.path={source.path!r}: {len(changed)} files differ, such as {changed[0]}"
+        raise refuse(found, f"from what {folder} was prepared from", f"remove {folder} and prepare again")
+
+
+def read_inputs(folder: Path) -> list[InputFile] | None:
+    """The corpus that preparing ``folder`` was begun with; None where it was not begun."""
+    path = folder / INPUTS
+    try:
+        return [InputFile(**file) for file in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise refuse(str(path), f"is damaged ({error})", f"remove {folder} and prepare again") from error
+
+
+def inputs_tree(files: list[InputFile]) -> list[dict[str, object]]:
+    """The contents of inputs.json."""
+    return [asdict(file) for file in files]
+
+
+def verify(prepared: Prepared) -> list[str]:
+    """Reads every prepared token file and compares its hash: one line for each that has changed."""
+    parts = [(part.path, part.manifest) for part in prepared.sources if part.manifest is not None]
+    return [line for path, manifest in parts for line in hash_problems(path, manifest)]

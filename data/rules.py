@@ -1,0 +1,82 @@
+"""The cheap rules of the data section, all checked at once."""
+
+import math
+import os
+
+from data.config import DataConfig, SourceConfig
+from data.errors import DataError, problem
+from data.prepared import locate
+from data.sources import expand_path, input_files, is_hugging_face, is_raw
+from data.tokenfile import is_token_file
+from data.tokenizer import BYTES_AND_END
+
+
+def check_data(config: DataConfig, vocab_size: int) -> list[str]:
+    """One line for each rule that the data section breaks. Looks for files, but reads none of the corpus.
+
+    A corpus that is not on this machine is not missed once its token files are there.
+    """
+    found = _check_values(config)
+    for number, source in enumerate(config.sources):
+        found += _check_source(source, f"data.sources[{number}]")
+    if not found and not _is_prepared(config, vocab_size):
+        found += _check_paths(config)
+    trains_tokenizer = config.tokenizer is None and any(is_raw(source) for source in config.sources)
+    if trains_tokenizer and vocab_size < BYTES_AND_END:
+        rule = f"must be at least {BYTES_AND_END} to train a byte-level tokenizer (data.tokenizer=null)"
+        found.append(problem(f"model.vocab_size={vocab_size}", rule, f"set it to {BYTES_AND_END} or more"))
+    if config.heldout_path is not None and not is_token_file(expand_path(config.heldout_path)):
+        rule = "must be the PREFIX of token files, and PREFIX.bin and PREFIX.idx do not both exist"
+        found.append(problem(f"data.heldout_path={config.heldout_path!r}", rule, "check the path, or set it to null"))
+    return found
+
+
+def _check_values(config: DataConfig) -> list[str]:
+    rules = (
+        ("seq_len", config.seq_len >= 1, "must be at least 1", "set it to 1024, for instance"),
+        ("sources", len(config.sources) > 0, "must name at least one source", "add one: sources: [{path: corpus.txt}]"),
+        ("heldout_fraction", 0 <= config.heldout_fraction < 1, "must be at least 0 and below 1", "set it to 0.01"),
+        ("shard_bytes", config.shard_bytes >= 1, "must be at least 1", "set it to 64000000"),
+        ("workers", config.workers is None or config.workers >= 1, "must be at least 1 or null", "set it to null"),
+        ("token_dir", config.token_dir != "", "must name a folder", "set it to tokens"),
+    )
+    broken = ((name, rule, remedy) for name, holds, rule, remedy in rules if not holds)
+    return [problem(f"data.{name}={_shown(getattr(config, name))}", rule, remedy) for name, rule, remedy in broken]
+
+
+def _shown(value: object) -> str:
+    return "[]" if value == () else repr(value)
+
+
+def _check_source(source: SourceConfig, key: str) -> list[str]:
+    found = []
+    if not (source.weight > 0 and math.isfinite(source.weight)):
+        remedy = "set a positive weight, or leave the source out"
+        found.append(problem(f"{key}.weight={source.weight}", "must be above 0 and finite", remedy))
+    if not source.path:
+        found.append(problem(f"{key}.path=''", "must not be empty", "name a file, folder, glob, hf://NAME or PREFIX"))
+    return found
+
+
+def _check_paths(config: DataConfig) -> list[str]:
+    found = []
+    for number, source in enumerate(config.sources):
+        if is_raw(source) and not is_hugging_face(source):
+            try:
+                input_files(source, f"data.sources[{number}]")
+            except DataError as error:
+                found += error.problems
+    token_dir = os.path.abspath(config.token_dir)
+    while not os.path.exists(token_dir):
+        token_dir = os.path.dirname(token_dir)
+    if not os.path.isdir(token_dir) or not os.access(token_dir, os.W_OK):
+        rule = f"must be a folder that can be written to, but {token_dir} is not"
+        found.append(problem(f"data.token_dir={config.token_dir!r}", rule, "name another folder"))
+    return found
+
+
+def _is_prepared(config: DataConfig, vocab_size: int) -> bool:
+    try:
+        return locate(config, vocab_size) is not None
+    except DataError:  # damaged: whoever opens it says so
+        return True

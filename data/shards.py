@@ -1,0 +1,83 @@
+"""How a corpus is cut into shards: fixed slices of the input, so the workers' number changes no byte of the output.
+
+A shard is a list of slices. A slice is a range of bytes of a text or jsonl file (it owns the lines that begin in it),
+a range of row groups of a parquet file, a whole compressed file, or one of a Hugging Face dataset's own shards.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from data.config import SourceConfig
+from data.errors import refuse
+from data.hub import count_hub_shards
+from data.sources import InputFile, Kind, is_hugging_face
+
+COMPRESSION = 4  # text in a compressed file, as a multiple of its size: for progress and the estimate of disk only
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One piece of the input."""
+
+    path: str
+    kind: Kind | Literal["hub"]
+    start: int  # byte, row group or the dataset's shard
+    stop: int
+    n_bytes: int  # of text, as near as its size is known without reading it
+    whole: bool = True  # the only slice of its file
+
+
+Shard = tuple[Slice, ...]
+
+
+def plan_shards(source: SourceConfig, files: list[InputFile], shard_bytes: int, key: str) -> list[Shard]:
+    """The source's shards, in order: each takes slices until it holds ``shard_bytes``.
+
+    Reads parquet footers and a Hugging Face dataset's file list, else nothing. ``key`` names the source in errors.
+    """
+    if is_hugging_face(source):
+        return [(Slice(source.path, "hub", i, i + 1, 0),) for i in range(count_hub_shards(source, key))]
+    shards: list[Shard] = []
+    current: list[Slice] = []
+    room = shard_bytes
+    for file in files:
+        for piece in _cut_file(file, room, shard_bytes):
+            current.append(piece)
+            room -= piece.n_bytes
+            if room <= 0:
+                shards.append(tuple(current))
+                current, room = [], shard_bytes
+    return [*shards, tuple(current)] if current else shards
+
+
+def _cut_file(file: InputFile, room: int, shard_bytes: int) -> Iterator[Slice]:
+    """The file's slices. The first fills the ``room`` left in the current shard, the following ones a whole shard."""
+    match file.kind:
+        case "jsonl":
+            yield from _cut_bytes(file, room, shard_bytes)
+        case "text":  # one document: cut only where it would not fit a shard
+            yield from _cut_bytes(file, max(file.n_bytes, 1) if file.n_bytes <= shard_bytes else room, shard_bytes)
+        case "jsonl.gz" | "jsonl.zst":
+            yield Slice(file.path, file.kind, 0, file.n_bytes, file.n_bytes * COMPRESSION)
+        case "parquet":
+            for group, n_bytes in enumerate(_row_group_bytes(file.path)):
+                yield Slice(file.path, file.kind, group, group + 1, n_bytes, whole=False)
+
+
+def _cut_bytes(file: InputFile, first: int, rest: int) -> Iterator[Slice]:
+    start, stop = 0, min(first, file.n_bytes)
+    while start < file.n_bytes:
+        yield Slice(file.path, file.kind, start, stop, stop - start, whole=stop - start == file.n_bytes)
+        start, stop = stop, min(stop + rest, file.n_bytes)
+
+
+def _row_group_bytes(path: str) -> list[int]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+    except pyarrow.ArrowInvalid as error:
+        raise refuse(path, f"is not a parquet file ({error})", "leave it out with exclude, or mend it") from error
+    return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]

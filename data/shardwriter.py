@@ -1,0 +1,201 @@
+"""Tokenizes one shard: the work of one process of ``prepare``."""
+
+import errno
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from data.config import SourceConfig
+from data.documents import read_documents
+from data.errors import refuse
+from data.manifest import FileRecord, write_json
+from data.shards import Shard
+from data.tokenfile import bin_path, idx_path, token_dtype
+from data.tokenizer import load_fast, read_info
+from data.tokenwriter import TokenFileWriter
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BATCH_CHARACTERS = 1 << 20  # tokenized at once
+PIECE_CHARACTERS = 1 << 18  # a longer document is tokenized in pieces, cut at line ends
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+HASH_RANGE = 1 << 64
+Report = Callable[[float, int, int], None]  # bytes of input, documents, tokens since the last report
+
+
+class StoppedError(Exception):
+    """The parent asked for an end; another process failed."""
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """All that a process needs to know to write one shard."""
+
+    folder: Path
+    number: int
+    shard: Shard
+    source: SourceConfig
+    key: str  # the source, in errors
+    tokenizer: Path
+    heldout_fraction: float
+    forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a finished shard holds. Its presence on disk is what makes the shard finished."""
+
+    number: int
+    n_documents: int
+    smallest: tuple[int, int] | None  # the document with the smallest hash: (hash, number in the shard)
+    largest: tuple[int, int] | None
+    train: FileRecord | None  # None: no document of the shard is in this split, and no file
+    heldout: FileRecord | None
+    forced: tuple[int, str] | None
+
+    @property
+    def files(self) -> list[FileRecord]:
+        """The token files of the shard."""
+        return [file for file in (self.train, self.heldout) if file is not None]
+
+
+def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) -> ShardRecord:
+    """Writes the shard's token files, then its record.
+
+    A document goes to the held-out split by the hash of its text, so copies of a document are on one side. Raises
+    DataError where the input is wrong or the disk full, StoppedError where ``stopped()``; no part of a file is left.
+    """
+    hashes: list[int] = []
+    writers: dict[str, TokenFileWriter] = {}
+    dtype = token_dtype(read_info(task.tokenizer).n_ids)
+    try:
+        for digest, ids in _tokenize(task, report, stopped):
+            split = _split_of(digest, len(hashes), task)
+            hashes.append(digest)
+            if split not in writers:
+                writers[split] = TokenFileWriter(task.folder / f"{split}-{task.number:05}", dtype)
+            writers[split].add(ids)
+        files = {split: writer.finish() for split, writer in writers.items()}
+        record = _make_record(task, hashes, files)
+        write_json(_record_path(task.folder, task.number), asdict(record))
+    except OSError as error:
+        raise no_room(task.folder.parent, error) from error
+    finally:
+        for writer in writers.values():
+            writer.abort()
+    return record
+
+
+def read_record(folder: Path, number: int) -> ShardRecord | None:
+    """The record of a finished shard, or None where it has to be written (again)."""
+    try:
+        tree = json.loads(_record_path(folder, number).read_text())
+        for split in ("train", "heldout"):
+            tree[split] = tree[split] and FileRecord(**tree[split])
+        for name in ("smallest", "largest", "forced"):
+            tree[name] = tree[name] and tuple(tree[name])
+        record = ShardRecord(**tree)
+        for file in record.files:
+            sizes = (bin_path(folder / file.name).stat().st_size, idx_path(folder / file.name).stat().st_size)
+            if sizes != (file.bin_bytes, file.idx_bytes):
+                return None
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return record
+
+
+def no_room(token_dir: Path, error: OSError) -> Exception:
+    """The DataError of a full disk; any other OSError comes back as it is."""
+    if error.errno not in NO_ROOM:
+        return error
+    remedy = "free some, or set data.token_dir to another disk; finished shards are kept"
+    return refuse(f"data.token_dir={str(token_dir)!r}", f"has no room left ({error.strerror})", remedy)
+
+
+def _split_of(digest: int, document: int, task: ShardTask) -> str:
+    if task.forced is not None and task.forced[0] == document:
+        return task.forced[1]
+    return "heldout" if digest < task.heldout_fraction * HASH_RANGE else "train"
+
+
+def _make_record(task: ShardTask, hashes: list[int], files: dict[str, FileRecord]) -> ShardRecord:
+    numbered = [(digest, number) for number, digest in enumerate(hashes)]
+    return ShardRecord(
+        number=task.number,
+        n_documents=len(hashes),
+        smallest=min(numbered, default=None),
+        largest=max(numbered, default=None),
+        train=files.get("train"),
+        heldout=files.get("heldout"),
+        forced=task.forced,
+    )
+
+
+def _record_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05}.json"
+
+
+def _tokenize(task: ShardTask, report: Report, stopped: Callable[[], bool]) -> Iterator[tuple[int, np.ndarray]]:
+    """Each document's hash and its token ids, end of text included, in order."""
+    tokenizer, eos = load_fast(task.tokenizer), read_info(task.tokenizer).eos_id
+    parts: list[np.ndarray] = []
+    for batch, n_bytes in _batches(task):
+        if stopped():
+            raise StoppedError
+        n_documents = n_tokens = 0
+        for (digest, _), ids in zip(batch, _encode(tokenizer, batch), strict=True):
+            parts.append(ids)
+            if digest is not None:
+                parts.append(np.array([eos], np.int64))
+                whole = np.concatenate(parts)
+                parts.clear()
+                n_documents, n_tokens = n_documents + 1, n_tokens + len(whole)
+                yield digest, whole
+        report(n_bytes, n_documents, n_tokens)
+
+
+def _encode(tokenizer: "Tokenizer", batch: list[tuple[int | None, str]]) -> Iterator[np.ndarray]:
+    encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+    return (np.array(encoding.ids, np.int64) for encoding in encodings)
+
+
+def _batches(task: ShardTask) -> Iterator[tuple[list[tuple[int | None, str]], float]]:
+    """Batches of (hash, piece), with the bytes of input they stand for; the hash comes with a document's last piece."""
+    batch: list[tuple[int | None, str]] = []
+    n_characters, n_bytes = 0, 0.0
+    for text, done in read_documents(task.source, task.shard, task.key):
+        n_bytes += done
+        digest, text = _hash_text(text)
+        for piece, is_last in _pieces(text):
+            batch.append((digest if is_last else None, piece))
+            n_characters += len(piece)
+            if n_characters >= BATCH_CHARACTERS:
+                yield batch, n_bytes
+                batch, n_characters, n_bytes = [], 0, 0.0
+    yield batch, n_bytes
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """(piece, is it the last) of a text; nothing for an empty one."""
+    start = 0
+    while start < len(text):
+        stop = start + PIECE_CHARACTERS
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop], stop >= len(text)
+        start = stop
+
+
+def _hash_text(text: str) -> tuple[int, str]:
+    """xxh3 (64 bits) of the text, and the text without lone surrogates (JSON can hold them, UTF-8 cannot)."""
+    try:
+        return xxhash.xxh3_64_intdigest(text.encode()), text
+    except UnicodeEncodeError:
+        data = text.encode(errors="replace")
+        return xxhash.xxh3_64_intdigest(data), data.decode()

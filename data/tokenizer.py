@@ -1,0 +1,170 @@
+"""The tokenizer: one from a folder or the hub, or a byte-level BPE trained on the sources.
+
+Whatever its origin, it is kept as a transformers tokenizer directory under token_dir, so a run does not depend on
+the folder or the hub afterwards. ``transformers`` is imported only when a tokenizer is loaded through it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from data.config import DataConfig
+from data.errors import refuse
+from data.manifest import hash_file, partial_suffix, sync_folder
+from data.sources import expand_path, is_raw
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES_AND_END = 257  # the smallest vocabulary of a byte-level tokenizer
+INFO = "roundtable.json"  # beside transformers' own files
+PREPARE = "run `roundtable prepare` with this config"
+SAMPLE_BYTES = 16_000_000  # text that a tokenizer is trained on, at most
+TRAINING = 1  # raised when training on the same sources would give another tokenizer
+# What a tokenizer's folder may hold that fixes its tokens; model weights beside them do not.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model")
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What preparation needs to know of a tokenizer besides tokenizer.json."""
+
+    eos_id: int
+    n_ids: int  # the largest id, plus one
+    fingerprint: str
+
+
+def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
+    """Where the config's tokenizer is kept, complete if it exists; None where there is nothing to tokenize with one."""
+    if config.tokenizer is None:
+        raw = [source for source in config.sources if is_raw(source)]
+        if not raw:
+            return None
+        trained_on = [[expand_path(s.path), s.exclude, s.text_key, s.subset, s.split, s.weight] for s in raw]
+        name, fixes = f"bpe-{vocab_size}", json.dumps([TRAINING, vocab_size, SAMPLE_BYTES, trained_on])
+    else:
+        origin = Path(expand_path(config.tokenizer))
+        name = Path(config.tokenizer).name or "local"
+        fixes = _hash_origin(origin) if origin.is_dir() else f"hub/{config.tokenizer}"
+    return Path(config.token_dir) / f"tokenizer-{name}-{xxhash.xxh3_64(fixes.encode()).hexdigest()}"
+
+
+def load_tokenizer(config: DataConfig, vocab_size: int) -> "PreTrainedTokenizerFast | None":
+    """The run's tokenizer as ``transformers`` loads it; None where the sources are token files and none is named.
+
+    Raises DataError where a tokenizer has to be trained first, or cannot serve (see ``check_tokenizer``).
+    """
+    folder = tokenizer_folder(config, vocab_size)
+    if folder is None:
+        return None
+    if folder.is_dir():
+        return load_origin(str(folder))
+    if config.tokenizer is None:
+        raise refuse("data.tokenizer=null", "means one trained on the sources, which is not there yet", PREPARE)
+    return check_tokenizer(load_origin(config.tokenizer), config.tokenizer, vocab_size)
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", name: str, vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Returns the tokenizer. Raises DataError where it is not a fast one, marks no end of text, or has too many ids."""
+    found = f"data.tokenizer={name!r}"
+    if not tokenizer.is_fast:
+        raise refuse(found, "must be a fast tokenizer (one with a tokenizer.json)", "convert it, or name another")
+    if tokenizer.eos_token_id is None:
+        raise refuse(found, "has no eos_token, which ends each document", "set eos_token in its tokenizer_config.json")
+    n_ids = count_ids(tokenizer)
+    if n_ids > vocab_size:
+        remedy = f"set model.vocab_size to {-(-n_ids // 128) * 128} or more"
+        raise refuse(f"{found} has {n_ids} ids", f"but model.vocab_size={vocab_size} is smaller", remedy)
+    return tokenizer
+
+
+def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """The largest id, plus one."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE of vocab_size ids (fewer where the text has too few pairs to merge), exact on any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
+    """Writes the tokenizer's directory, atomically: it is complete or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.{partial_suffix()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        tokenizer.save_pretrained(partial)
+        eos_id = tokenizer.eos_token_id
+        assert isinstance(eos_id, int)
+        digest = xxhash.xxh3_64(f"{hash_file(partial / 'tokenizer.json')}/{eos_id}".encode()).hexdigest()
+        info = TokenizerInfo(eos_id, count_ids(tokenizer), digest)
+        (partial / INFO).write_text(json.dumps(asdict(info)) + "\n")
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if not folder.is_dir():  # another process may have finished the same one
+            partial.rename(folder)
+            sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_info(folder: Path) -> TokenizerInfo:
+    """What ``save_tokenizer`` recorded. Raises DataError where it is damaged."""
+    path = folder / INFO
+    try:
+        return TokenizerInfo(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise refuse(str(path), f"cannot be read ({error})", f"remove {folder} and prepare again") from error
+
+
+def load_fast(folder: Path) -> "Tokenizer":
+    """The directory's tokenizer without ``transformers``. A special token's name inside a document is plain text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def load_origin(name: str) -> "PreTrainedTokenizerFast":
+    """The tokenizer of this folder or hub name. Raises DataError where ``transformers`` cannot load it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(expand_path(name))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        remedy = "name a tokenizer's folder or hub name, or null to train one"
+        raise refuse(f"data.tokenizer={name!r}", f"cannot be loaded by transformers ({reason})", remedy) from error
+
+
+def _hash_origin(origin: Path) -> str:
+    paths = sorted({path for pattern in TOKENIZER_FILES for path in origin.glob(pattern) if path.is_file()})
+    return json.dumps([[path.name, hash_file(path)] for path in paths])

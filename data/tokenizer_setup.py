@@ -1,0 +1,62 @@
+"""Puts the config's tokenizer into token_dir: a copy of the one named, or one trained on a sample of the sources."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from data.config import DataConfig, SourceConfig
+from data.documents import read_documents
+from data.shards import Shard
+from data.tokenizer import SAMPLE_BYTES, check_tokenizer, load_origin, save_tokenizer, tokenizer_folder, train_bpe
+from data.workers import run_in_processes
+
+SAMPLE_SHARDS = 16  # of each source, evenly spaced: a sample of a large corpus must not read all of it
+PlannedSource = tuple[SourceConfig, list[Shard], str]
+
+
+def set_up_tokenizer(config: DataConfig, vocab_size: int, sources: Sequence[PlannedSource]) -> Path | None:
+    """The tokenizer's folder, filled if it was not there; None where nothing needs one.
+
+    ``sources``: the raw sources with their shards and the keys that name them in errors. Training takes a process of
+    its own, for the library's threads would make forking this one unsafe. Raises DataError where the tokenizer named
+    cannot serve, with nothing created.
+    """
+    folder = tokenizer_folder(config, vocab_size)
+    if folder is None or folder.is_dir():
+        return folder
+    if config.tokenizer is not None:
+        save_tokenizer(check_tokenizer(load_origin(config.tokenizer), config.tokenizer, vocab_size), folder)
+    else:
+        run_in_processes(_train, [(list(sources), vocab_size, folder)], config.workers, lambda *_: None)
+    return folder
+
+
+def _train(sources: list[PlannedSource], vocab_size: int, folder: Path) -> None:
+    save_tokenizer(train_bpe(sample_documents(sources), vocab_size), folder)
+
+
+def sample_documents(sources: list[PlannedSource], n_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
+    """Documents of all sources, about ``n_bytes`` in all, shared out by weight; the same ones every time.
+
+    A document is kept by the hash of its text, at the rate that fills the share from the shards looked at.
+    """
+    total_weight = sum(source.weight for source, _, _ in sources)
+    for source, shards, key in sources:
+        step = -(-len(shards) // SAMPLE_SHARDS)
+        looked_at = shards[::step]
+        share = n_bytes * source.weight / total_weight
+        size = sum(piece.n_bytes for shard in looked_at for piece in shard)
+        yield from _sample_source(source, looked_at, key, share, min(1.0, share / size) if size else 1.0)
+
+
+def _sample_source(source: SourceConfig, shards: list[Shard], key: str, share: float, rate: float) -> Iterator[str]:
+    """The documents whose hash lies in the lowest part ``rate``, each shard giving up to its part of ``share``."""
+    for shard in shards:
+        left = share / len(shards)
+        for text, _ in read_documents(source, shard, key):
+            if text and xxhash.xxh3_64_intdigest(text.encode(errors="replace"), seed=1) < rate * 2**64:
+                yield text[: int(left) + 1].encode(errors="replace").decode()
+                left -= len(text)
+            if left <= 0:
+                break

@@ -1,0 +1,92 @@
+"""Shards spread over processes.
+
+Processes are spawned, not forked (the parent may hold threads), and end by themselves when the parent is killed.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
+from typing import Any
+
+from data.errors import refuse
+from data.shardwriter import Report, ShardRecord, ShardTask, StoppedError, write_shard
+
+POLL_SECONDS = 0.1
+_reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
+_stop: Event | None = None
+
+
+def write_shards(tasks: Sequence[ShardTask], workers: int | None, report: Report) -> list[ShardRecord]:
+    """Writes all shards on ``workers`` processes (None: as many as cores), calling ``report`` here as they progress.
+
+    Raises the first DataError of a shard after the others have stopped; finished shards stay.
+    """
+    return run_in_processes(_write_one, [(task,) for task in tasks], workers, report)
+
+
+def run_in_processes(
+    function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], workers: int | None, report: Report
+) -> list[Any]:
+    """The results of ``function(*arguments[i])``, in no particular order."""
+    arguments = list(arguments)
+    if not arguments:
+        return []
+    n_cores = workers or len(os.sched_getaffinity(0))
+    n_processes = min(n_cores, len(arguments))
+    context = multiprocessing.get_context("spawn")
+    reports, stop = context.SimpleQueue(), context.Event()
+    initial = (reports, stop, n_cores // n_processes)
+    with ProcessPoolExecutor(n_processes, context, initializer=_begin, initargs=initial) as pool:
+        try:
+            pending = {pool.submit(function, *values) for values in arguments}
+            return list(_collect(pending, reports, report))
+        except BrokenProcessPool as error:
+            found = f"data.workers={workers}"
+            raise refuse(found, "had a process killed, most likely for want of memory", "set fewer workers") from error
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _collect(pending: set[Any], reports: "SimpleQueue[tuple[float, int, int]]", report: Report) -> Iterable[Any]:
+    while pending:
+        done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        while not reports.empty():
+            report(*reports.get())
+        for future in done:
+            yield future.result()
+    while not reports.empty():
+        report(*reports.get())
+
+
+def _begin(reports: "SimpleQueue[tuple[float, int, int]]", stop: Event, n_threads: int) -> None:
+    """Runs first in each worker process."""
+    global _reports, _stop
+    _reports, _stop = reports, stop
+    os.environ["RAYON_NUM_THREADS"] = str(n_threads)  # the tokenizers library's threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if n_threads > 1 else "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _write_one(task: ShardTask) -> ShardRecord | None:
+    reports, stop = _reports, _stop
+    assert reports is not None
+    assert stop is not None
+    try:
+        return write_shard(task, lambda *progress: reports.put(progress), stop.is_set)
+    except StoppedError:
+        return None

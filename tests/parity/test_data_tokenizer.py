@@ -1,0 +1,124 @@
+"""Tokenizers against `transformers`: what is saved loads there, encodes alike and decodes exactly."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data.config import DataConfig, SourceConfig
+from data.errors import DataError
+from data.prepare import prepare
+from data.tokenizer import (
+    END_OF_TEXT,
+    load_fast,
+    load_tokenizer,
+    read_info,
+    save_tokenizer,
+    tokenizer_folder,
+    train_bpe,
+)
+
+TEXT = Path(__file__).read_text() * 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("t") / "bpe"
+    save_tokenizer(train_bpe([TEXT], 400), folder)
+    return folder
+
+
+def test_it_has_exactly_the_ids_asked_for(trained: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(400))
+    assert tokenizer.eos_token == END_OF_TEXT
+    assert read_info(trained).n_ids == 400
+    assert read_info(trained).eos_id == tokenizer.eos_token_id
+
+
+def test_a_small_corpus_gives_fewer_ids() -> None:
+    assert len(train_bpe(["ab"], 1000)) < 300
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=60))
+def test_any_text_round_trips_and_encodes_alike(trained: Path, text: str) -> None:
+    ours, theirs = load_fast(trained), AutoTokenizer.from_pretrained(trained)
+    ids = ours.encode(text, add_special_tokens=False).ids
+    assert ours.decode(ids, skip_special_tokens=False) == text
+    assert theirs.decode(ids) == text
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+
+
+def test_the_name_of_end_of_text_in_a_document_is_plain_text(trained: Path) -> None:
+    ours = load_fast(trained)
+    ids = ours.encode(f"a{END_OF_TEXT}b", add_special_tokens=False).ids
+    assert read_info(trained).eos_id not in ids
+    assert ours.decode(ids, skip_special_tokens=False) == f"a{END_OF_TEXT}b"
+
+
+def test_training_again_gives_the_same_tokenizer(tmp_path: Path, trained: Path) -> None:
+    save_tokenizer(train_bpe([TEXT], 400), tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
+    assert read_info(tmp_path / "again") == read_info(trained)
+
+
+def test_trained_by_prepare_and_loaded_back(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("another document")
+    config = DataConfig(sources=(SourceConfig(path=f"{tmp_path}/*.txt"),), token_dir=str(tmp_path / "t"), workers=1)
+    with pytest.raises(DataError, match=r"data\.tokenizer=null means one trained .* run `roundtable prepare`"):
+        load_tokenizer(config, 384)
+    prepared = prepare(config, vocab_size=384)
+    assert prepared is not None
+    tokenizer = load_tokenizer(config, 384)
+    assert tokenizer is not None
+    assert len(tokenizer) == 384
+    assert prepared.tokenizer == tokenizer_folder(config, 384)
+    assert tokenizer_folder(config, 512) != prepared.tokenizer
+
+
+def config_with(tokenizer: Path | str, tmp_path: Path) -> DataConfig:
+    (tmp_path / "a.txt").write_text(TEXT)
+    sources = (SourceConfig(path=str(tmp_path / "a.txt")),)
+    return DataConfig(sources=sources, tokenizer=str(tokenizer), token_dir=str(tmp_path / "t"), workers=1)
+
+
+def test_a_tokenizer_with_too_many_ids_is_refused(tmp_path: Path, trained: Path) -> None:
+    config = config_with(trained, tmp_path)
+    expected = (
+        r"data\.tokenizer=.* has 400 ids but model\.vocab_size=399 is smaller; set model\.vocab_size to 512 or more"
+    )
+    for call in (load_tokenizer, lambda c, v: prepare(c, vocab_size=v)):
+        with pytest.raises(DataError, match=expected):
+            call(config, 399)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path, trained: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=load_fast(trained)).save_pretrained(tmp_path / "no-eos")
+    with pytest.raises(DataError, match="has no eos_token"):
+        prepare(config_with(tmp_path / "no-eos", tmp_path), vocab_size=400)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.tokenizer='.*none' cannot be loaded by transformers") as caught:
+        prepare(config_with(tmp_path / "none", tmp_path), vocab_size=400)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_tokenizer_folder_is_known_by_its_files(tmp_path: Path, trained: Path) -> None:
+    """Copied elsewhere it is the same one; changed it is another. Weights beside it do not matter."""
+    copy = tmp_path / "bpe"
+    copy.mkdir()
+    for path in trained.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "model.safetensors").write_bytes(b"weights")
+    config, copied = config_with(trained, tmp_path), config_with(copy, tmp_path)
+    assert tokenizer_folder(config, 400) == tokenizer_folder(copied, 400)
+    (copy / "tokenizer_config.json").write_text("{}")
+    assert tokenizer_folder(config, 400) != tokenizer_folder(copied, 400)

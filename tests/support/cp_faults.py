@@ -1,0 +1,65 @@
+"""Faults of context parallelism that tests plant in a rank's own process, to see the checks fail."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def plant(fault: str | None) -> None:
+    """Breaks the code of this process in the named way; None breaks nothing."""
+    from parallel.context_parallel import block, plan, ring, ulysses
+
+    match fault:
+        case None:
+            return
+        case "ring leaks across documents":
+            mask = plan.attention_mask
+
+            def same_document(positions_BQ: Tensor, documents_BQ: Tensor, *rest: Any) -> Tensor:
+                return mask(positions_BQ, documents_BQ * 0, rest[0], rest[1] * 0, rest[2])
+
+            plan.attention_mask = same_document
+        case "order of chunks forgotten":  # the sequence as it arrived, rank after rank
+            ulysses.natural_order = lambda seq_len, cp, device=None: torch.arange(seq_len, device=device)
+        case "positions of plain chunks":  # as if rank r held the r-th of cp pieces
+            plan.held_positions = lambda seq_len, rank, cp, device=None: (
+                torch.arange(seq_len // cp, device=device) + rank * (seq_len // cp)
+            )
+        case "key gradients stay abroad":
+            ring.send_gradient_on = lambda found, receive, axis: lambda: torch.zeros_like(found)
+        case "key gradients one rank short":  # what earlier ranks found for the same block is lost on the way
+
+            def forget(found: Tensor, receive: Any, axis: Any) -> Any:
+                if receive is not None:
+                    receive()
+                return ring.pass_on(found, axis, ring.GRADIENTS)
+
+            ring.send_gradient_on = forget
+        case "blocks merged without their normalizers":
+
+            def average(out_BQHC: Tensor, lse_BHQ: Tensor, block_BQHC: Tensor, block_lse_BHQ: Tensor) -> None:
+                share_BQH1 = (lse_BHQ.isneginf() + 1.0).transpose(1, 2)[..., None] / 2
+                out_BQHC += share_BQH1 * (block_BQHC.float() - out_BQHC)
+                lse_BHQ.copy_(torch.logaddexp(lse_BHQ, block_lse_BHQ))
+
+            ring.merge = average
+        case "normalizer of the last block":
+            merge = ring.merge
+
+            def last(out_BQHC: Tensor, lse_BHQ: Tensor, block_BQHC: Tensor, block_lse_BHQ: Tensor) -> None:
+                merge(out_BQHC, lse_BHQ, block_BQHC, block_lse_BHQ)
+                lse_BHQ.copy_(torch.where(block_lse_BHQ.isneginf(), lse_BHQ, block_lse_BHQ))
+
+            ring.merge = last
+        case "a query that sees nothing counts":  # the kernel's 0 for "no key" taken for a normalizer of 1
+
+            def zero(*arguments: Any) -> tuple[Tensor, Tensor]:
+                out, lse = block.attend_block(*arguments)
+                return out, lse.masked_fill(lse.isneginf(), 0)
+
+            ring.attend_block = zero
+        case "key-value heads dealt in turn":  # replica r goes to rank r % G instead of r // (cp / G)
+            Tensor.repeat_interleave = lambda self, times, dim: torch.cat([self] * times, dim)
+        case _:
+            raise AssertionError(f"no fault named {fault!r}")

@@ -1,0 +1,150 @@
+"""The order of samples: permutations, mixtures and skipped ranges, all as functions of the sample's number."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from data.order import Mixture, permutation_key, permute, take, weight_fraction
+
+
+@given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 100))
+def test_every_index_is_visited_once(n: int, seed: int, epoch: int) -> None:
+    images = permute(np.arange(n), n, permutation_key(seed, 0, epoch))
+    assert images.dtype == np.int64
+    assert sorted(images.tolist()) == list(range(n))
+
+
+@given(n=st.integers(5000, 2**40), seed=st.integers(0, 1000))
+def test_large_domains_stay_inside_and_apart(n: int, seed: int) -> None:
+    index = np.unique(np.random.default_rng(seed).integers(0, n, 2000))
+    images = permute(index, n, permutation_key(seed, 0, 0))
+    assert images.min() >= 0
+    assert images.max() < n
+    assert len(np.unique(images)) == len(index)
+
+
+@given(n=st.integers(2, 10_000), split=st.integers(0, 100))
+def test_an_index_has_one_image_whatever_is_asked_with_it(n: int, split: int) -> None:
+    key = permutation_key(1, 2, 3)
+    whole = permute(np.arange(n), n, key)
+    parts = [permute(part, n, key) for part in np.array_split(np.arange(n), split + 1)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    assert permute(np.array([n - 1]), n, key)[0] == whole[-1]
+
+
+@pytest.mark.parametrize("n", [997, 4096, 100_003])
+def test_it_looks_random(n: int) -> None:
+    """Over 20 seeds: few fixed points and neighbours, no drift, no correlation with the index, even differences."""
+    index = np.arange(n)
+    fixed, neighbours, correlations = 0, 0, []
+    for seed in range(20):
+        images = permute(index, n, permutation_key(seed, 0, 0))
+        fixed += int((images == index).sum())  # Poisson with mean 1 each: 20 in all
+        neighbours += int((np.diff(images) == 1).sum())  # likewise
+        correlations.append(np.corrcoef(index, images)[0, 1] * n**0.5)  # about a standard normal
+        step = np.bincount((np.diff(images) % n) * 16 // n, minlength=16)
+        chi_square = float(((step - n / 16) ** 2 / (n / 16)).sum())
+        assert chi_square < 50  # 15 degrees of freedom: beyond this once in 80,000
+    assert 5 <= fixed <= 45
+    assert 5 <= neighbours <= 45
+    assert abs(np.mean(correlations)) < 1
+    assert np.std(correlations) < 2
+
+
+def test_images_of_one_index_are_even_over_seeds() -> None:
+    n, draws = 10, 3000
+    images = [int(permute(np.array([3]), n, permutation_key(seed, 0, 0))[0]) for seed in range(draws)]
+    counts = np.bincount(images, minlength=n)
+    assert ((counts - draws / n) ** 2 / (draws / n)).sum() < 40  # 9 degrees of freedom: beyond this once in 100,000
+
+
+def test_all_orders_of_four_occur() -> None:
+    orders = Counter(tuple(permute(np.arange(4), 4, permutation_key(seed, 0, 0)).tolist()) for seed in range(2000))
+    assert len(orders) == 24
+    assert min(orders.values()) > 20
+
+
+def test_seed_source_and_epoch_all_matter() -> None:
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (10, 0, 0), (0, 10, 0)]
+    orders = {tuple(permute(np.arange(1000), 1000, permutation_key(*key)).tolist()) for key in keys}
+    assert len(orders) == len(keys)
+
+
+def _period(weights: list[int]) -> int:
+    """After so many samples every node of the tree is where it began."""
+    if len(weights) == 1:
+        return 1
+    middle = 1 << ((len(weights) - 1).bit_length() - 1)
+    left, right = weights[:middle], weights[middle:]
+    n_left, n_right, common = sum(left), sum(right), math.gcd(sum(left), sum(right))
+    n_left, n_right = n_left // common, n_right // common
+    times = math.lcm(*(p // math.gcd(p, n) for p, n in ((_period(left), n_left), (_period(right), n_right))))
+    return (n_left + n_right) * times
+
+
+@given(weights=st.lists(st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**12))
+def test_mixture_gives_each_source_its_exact_share(weights: list[int], start: int) -> None:
+    """In every period of the tree, wherever it begins."""
+    mixture = Mixture(tuple(Fraction(w) for w in weights))
+    period = _period(weights)
+    assume(period <= 20_000)
+    source, nth = mixture.deal(np.arange(start * period, (start + 1) * period))
+    counts = np.bincount(source, minlength=len(weights))
+    assert counts.tolist() == [w * period // sum(weights) for w in weights]
+    for s, count in enumerate(counts.tolist()):
+        assert nth[source == s].tolist() == list(range(start * count, (start + 1) * count))
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=7), st.integers(1, 3000))
+def test_every_prefix_of_a_mixture_is_near_its_share(weights: list[float], n: int) -> None:
+    fractions = tuple(weight_fraction(w) for w in weights)
+    source, _ = Mixture(fractions).deal(np.arange(n))
+    counts = np.bincount(source, minlength=len(weights))
+    for count, share in zip(counts.tolist(), fractions, strict=True):
+        assert abs(count - n * share / sum(fractions)) <= 3  # the tree's depth
+
+
+def test_numbers_too_large_for_64_bits_are_exact() -> None:
+    mixture = Mixture((weight_fraction(0.123456789012345), weight_fraction(0.9)))
+    n = 10**15
+    _, nth = mixture.deal(np.arange(n, n + 100))
+    share = Fraction("0.123456789012345") / (Fraction("0.123456789012345") + Fraction("0.9"))
+    before = n * share.numerator // share.denominator
+    assert set(nth.tolist()) & {before} or set(nth.tolist()) & {n - before}
+
+
+def test_weights_mean_what_is_written() -> None:
+    assert weight_fraction(0.1) == Fraction(1, 10)
+    assert weight_fraction(3e-4) == Fraction(3, 10_000)
+
+
+def _slow_take(consumed: int, n: int, skipped: list[tuple[int, int]]) -> list[int]:
+    taken: list[int] = []
+    while len(taken) < n:
+        if not any(start <= consumed < stop for start, stop in skipped):
+            taken.append(consumed)
+        consumed += 1
+    return taken
+
+
+@given(st.integers(0, 50), st.integers(0, 40), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=5))
+def test_take_hops_over_skipped_ranges(consumed: int, n: int, skipped: list[tuple[int, int]]) -> None:
+    assert take(consumed, n, skipped).tolist() == _slow_take(consumed, n, skipped)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=3),
+)
+def test_take_in_any_batch_sizes_gives_the_same_samples(sizes: list[int], skipped: list[tuple[int, int]]) -> None:
+    taken, consumed = [], 0
+    for size in sizes:
+        part = take(consumed, size, skipped)
+        taken += part.tolist()
+        consumed = taken[-1] + 1
+    assert taken == take(0, sum(sizes), skipped).tolist()

@@ -1,0 +1,154 @@
+"""Sources: which files a path means, how they are cut into slices, and the cheap rules."""
+
+import json
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.config import DataConfig, SourceConfig
+from data.documents import read_documents
+from data.errors import DataError
+from data.prepared import readable_stem
+from data.rules import check_data
+from data.shards import plan_shards
+from data.sources import InputFile, expand_path, input_files
+from data_reference import write_token_file
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.txt", "sub/c.txt", "sub/deep/d.py", "site-packages/e.py", ".hidden/f.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def names(tree: Path, pattern: str, *exclude: str) -> list[str]:
+    source = SourceConfig(path=f"{tree}/{pattern}" if pattern else str(tree), exclude=exclude)
+    return [str(Path(file.path).relative_to(tree)) for file in input_files(source, "data.sources[0]")]
+
+
+def test_files_folders_and_globs_are_sorted(tree: Path) -> None:
+    assert names(tree, "a.txt") == ["a.txt"]
+    assert names(tree, "*.txt") == ["a.txt", "b.txt"]
+    assert names(tree, "**/*.txt") == ["a.txt", "b.txt", "sub/c.txt"]
+    assert names(tree, "") == ["a.txt", "b.txt", "site-packages/e.py", "sub/c.txt", "sub/deep/d.py"]
+    assert names(tree, "**/*.py", "**/site-packages/**") == ["sub/deep/d.py"]
+
+
+def test_excludes_match_relative_paths_at_the_top(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree)
+    files = input_files(SourceConfig(path="**/*.py", exclude=("**/site-packages/**",)), "data.sources[0]")
+    assert [file.path for file in files] == ["sub/deep/d.py"]
+
+
+def test_nothing_there_is_said(tree: Path) -> None:
+    (tree / "half.bin").write_bytes(b"")
+    (tree / "empty").mkdir()
+    cases = {
+        "none.txt": "does not exist",
+        "*.md": "matches no file",
+        "empty": "is a folder without files",
+        "half": "needs both PREFIX.bin and PREFIX.idx but only",
+    }
+    for pattern, expected in cases.items():
+        with pytest.raises(DataError, match=rf"data\.sources\[0\]\.path=.*{expected}.*; check the path"):
+            names(tree, pattern)
+
+
+def test_the_standard_library_is_there() -> None:
+    assert expand_path("${python_stdlib}/os.py") == sysconfig.get_path("stdlib") + "/os.py"
+    assert Path(expand_path("${python_stdlib}/os.py")).is_file()
+
+
+def test_kinds_follow_names() -> None:
+    kinds = {"a.txt": "text", "a.jsonl": "jsonl", "A.JSONL.GZ": "jsonl.gz", "a.jsonl.zst": "jsonl.zst", "a.py": "text"}
+    assert {name: InputFile(name, 0).kind for name in kinds} == kinds
+
+
+def test_stems_are_readable() -> None:
+    assert readable_stem("${python_stdlib}/**/*.py") == "python-stdlib"
+    assert readable_stem("hf://org/My.Data") == "My-Data"
+    assert readable_stem("/a/b/*.txt") == "b"
+    assert readable_stem("**") == "text"
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), max_size=20), st.integers(1, 200))
+def test_slices_of_jsonl_hold_each_line_once(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str], shard_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in documents))  # no newline at the end
+    source = SourceConfig(path=str(path))
+    files = input_files(source, "k")
+    shards = plan_shards(source, files, shard_bytes, "k")
+    read = [[text for text, _ in read_documents(source, shard, "k") if text] for shard in shards]
+    assert [text for shard in read for text in shard] == documents
+    assert sum(piece.n_bytes for shard in shards for piece in shard) == files[0].n_bytes
+    done = sum(n_bytes for shard in shards for _, n_bytes in read_documents(source, shard, "k"))
+    assert done == files[0].n_bytes
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 40))
+def test_text_files_fill_shards_whole(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shard_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    for i, size in enumerate(sizes):
+        (folder / f"{i:03}.txt").write_text("".join(f"{j % 10}\n" for j in range(size // 2)))
+    source = SourceConfig(path=str(folder))
+    files = input_files(source, "k")
+    shards = plan_shards(source, files, shard_bytes, "k")
+    texts = [text for shard in shards for text, _ in read_documents(source, shard, "k")]
+    assert "".join(texts) == "".join(Path(file.path).read_text() for file in files)
+    small = [Path(file.path).read_text() for file in files if 0 < file.n_bytes <= shard_bytes]
+    assert set(small) <= set(texts)
+
+
+GOOD = DataConfig(seq_len=8, sources=(SourceConfig(path="a.txt"),), token_dir="t")
+BROKEN = {
+    "data.seq_len=0 must be at least 1": {"seq_len": 0},
+    "data.sources=[] must name at least one source": {"sources": ()},
+    "data.heldout_fraction=1.0 must be at least 0 and below 1": {"heldout_fraction": 1.0},
+    "data.heldout_fraction=-0.1 must be": {"heldout_fraction": -0.1},
+    "data.shard_bytes=0 must be at least 1": {"shard_bytes": 0},
+    "data.workers=0 must be at least 1 or null": {"workers": 0},
+    "data.token_dir='' must name a folder": {"token_dir": ""},
+    "data.token_dir='a.txt' must be a folder that can be written to": {"token_dir": "a.txt"},
+    "data.sources[0].weight=0.0 must be above 0": {"sources": (SourceConfig(path="a.txt", weight=0.0),)},
+    "data.sources[0].weight=inf must be above 0": {"sources": (SourceConfig(path="a.txt", weight=float("inf")),)},
+    "data.sources[0].path='' must not be empty": {"sources": (SourceConfig(path=""),)},
+    "data.sources[0].path='none.txt' does not exist": {"sources": (SourceConfig(path="none.txt"),)},
+    "data.heldout_path='none' must be the PREFIX": {"heldout_path": "none"},
+}
+
+
+@pytest.mark.parametrize("expected", BROKEN)
+def test_each_rule_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert check_data(GOOD, 300) == []
+    lines = check_data(replace(GOOD, **BROKEN[expected]), 300)
+    assert [line for line in lines if line.startswith(expected) and "; " in line], lines
+    assert len(lines) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt"]
+
+
+def test_all_problems_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = (SourceConfig(path="a", weight=-1.0), SourceConfig(path="b", weight=float("nan")))
+    assert len(check_data(replace(GOOD, seq_len=0, sources=sources, workers=0), 300)) == 4
+    missing = (SourceConfig(path="a"), SourceConfig(path="b"))
+    assert len(check_data(replace(GOOD, sources=missing), 300)) == 2
+
+
+def test_training_a_tokenizer_needs_room_for_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert check_data(GOOD, 256)[0].startswith("model.vocab_size=256 must be at least 257 to train")
+    write_token_file(tmp_path / "a", [[1, 2]])
+    assert check_data(replace(GOOD, sources=(SourceConfig(path="a"),)), 256) == []
