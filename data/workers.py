@@ -50,8 +50,8 @@ def run_in_processes(
             found = f"data.workers={workers}"
             raise refuse(found, "had a process killed, most likely for want of memory", "set fewer workers") from error
         finally:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            stop.set()  # shards under way end at their next batch, and delete what they wrote
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _collect(pending: set[Any], reports: "SimpleQueue[tuple[float, int, int]]", report: Report) -> Iterable[Any]:

@@ -99,6 +99,24 @@ def train(
     return start_training(config, overrides or (), ranks)
 
 
+@app.command()
+def prove(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Local processes (default: the fewest for the axes).", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Updates that are compared.")] = 3,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with tokens and checkpoints.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Show that the layout trains the same model as one plain process: a small one, on local CPU processes."""
+    from launcher.prove.command import prove_config
+
+    return prove_config(config, overrides or (), ranks, steps, keep, as_json)
+
+
 @app.command("eval")
 def evaluate(
     checkpoint: CheckpointArgument,

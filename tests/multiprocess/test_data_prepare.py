@@ -435,6 +435,21 @@ def test_a_disk_that_fills_up_leaves_no_part_of_a_file(
     assert sorted(p.name for p in task.folder.iterdir()) == ["inputs.json"]
 
 
+def test_one_broken_shard_stops_the_others_cleanly(tmp_path: Path, tokenizer: str) -> None:
+    """What the others were writing is deleted before the refusal; what they had finished is kept and used."""
+    lines = write_jsonl(tmp_path / "a.jsonl", make_documents(3000)).read_text().splitlines()
+    broken = [*lines[:1500], "nonsense", *lines[1500:]]
+    (tmp_path / "a.jsonl").write_text("\n".join(broken))
+    config = config_of(tmp_path / "a.jsonl", tokenizer, tmp_path / "t", shard_bytes=40_000, workers=2)
+    with pytest.raises(DataError, match="is not JSON"):
+        prepare(config, vocab_size=VOCAB)
+    names = [path.name for path in (tmp_path / "t").rglob("*")]
+    assert not [name for name in names if "partial" in name]
+    assert "manifest.json" not in names
+    files = {name.partition(".")[0].rpartition("-")[2] for name in names if name.endswith(".idx")}
+    assert files == {name.partition(".")[0].rpartition("-")[2] for name in names if name.startswith("shard-")}
+
+
 def test_hugging_face_mistakes(tmp_path: Path, tokenizer: str) -> None:
     folder = tmp_path / "d"
     WRITERS["hf"](folder, make_documents(40))

@@ -1,7 +1,8 @@
 """Tensor and expert parallelism, with and without ZeRO, against one plain process. Tolerances as in test_zero.py."""
 
 import pytest
-from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+
+from layout_runs import DENSE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
 
 BOUND = 1e-6
 
@@ -36,3 +37,21 @@ def test_dense_tp_equals_one_process(tokens, zero):
     config = run_config(tokens, model=DENSE_MODEL, zero=zero, tp=2)
     errors = largest_error(run_layout(config, 4), run_reference(config))
     assert max(errors.values()) <= BOUND, errors
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, precision):
+    """Not bit for bit: tp sums halves of a product in another order, which 8 (bf16) or 11 bits round differently.
+
+    The bounds are four times what two micro-batch sizes of the plain process differ by in that precision.
+    """
+    config = run_config(tokens, zero=zero, tp=2, ep=2, precision=precision, steps=3)
+    reference = run_reference(config)
+    spread = largest_error(run_reference(config, micro_batch_size=1), reference)
+    errors = largest_error(run_layout(config, 4), reference)
+    for check in ("loss", "grad_norm", "weight"):
+        assert errors[check] <= 4 * max(spread[check], FLOOR[precision]), (check, errors, spread)
+
+
+FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}  # half a unit in the last place of numbers near one

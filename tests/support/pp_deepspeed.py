@@ -60,7 +60,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     ends = stage_ranks(case.pipeline, case.pp)
 
     def finish() -> None:
-        if tied is not None:
+        if tied is not None and case.fault != "tied gradient not reduced":
             add_other_copy(sums.total(tied), mesh.pp, ends[-1] if parts[0].has_embedding else ends[0])
 
     seen = EngineSeen([], [], {}, {})
@@ -69,8 +69,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
         ready, n_targets = micro_batches(batch_of(case, step), scale)
         mine = ready[mesh.dp.rank :: mesh.dp.degree]
         with sums.collect(finish):
-            listener = None if case.fault == "gradients summed in 16 bits" else sums.after_backward
-            outputs = pipeline.train(mine, scale / n_targets, listener)
+            outputs = pipeline.train(mine, scale / n_targets, sums.after_backward)
         seen.losses.append(sum(float(output.loss) for output in outputs if output.loss is not None) / n_targets)
         engine.step()
         seen.norms.append(float(engine.get_global_grad_norm()) if zero > 0 else 0.0)

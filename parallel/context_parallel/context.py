@@ -1,0 +1,38 @@
+"""What a layer may look at where a rank holds only a part of each sequence."""
+
+from dataclasses import dataclass, field
+
+from modeling.context import PADDING, Context
+from parallel.context_parallel.part import take_share
+from parallel.context_parallel.plan import RingPlan
+from parallel.mesh import Axis
+
+
+@dataclass
+class HeldContext(Context):
+    """The held positions' Context, and the whole sequences' beside it.
+
+    ``positions_BS``, ``documents_BS`` and everything derived from them (rotary tables, tokens to route) speak of the
+    positions that this cp rank holds, in held order. The attention cores take ``whole``: all positions in natural
+    order, the same on every cp rank, so its masks and boundaries are built once for all layers.
+    """
+
+    whole: Context = field(kw_only=True)
+    plans: dict[int | None, RingPlan] = field(default_factory=dict)  # sliding window -> what ring attention computes
+
+
+def split_context(whole: Context, axis: Axis) -> HeldContext:
+    """This cp rank's part of a Context of whole sequences (natural order; 2 * cp divides their length).
+
+    The scales carry over as they are; ``choices`` starts empty, since it would hold the held tokens' experts only. No
+    communication.
+    """
+    documents_BS = take_share(whole.documents_BS, axis)
+    return HeldContext(
+        positions_BS=take_share(whole.positions_BS, axis),
+        documents_BS=documents_BS,
+        balance_scale=whole.balance_scale,
+        z_scale=whole.z_scale,
+        has_padding=whole.has_padding and bool((documents_BS == PADDING).any()),
+        whole=whole,
+    )

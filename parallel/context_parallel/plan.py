@@ -1,0 +1,95 @@
+"""What ring attention computes for each block of keys, decided once for all layers of one sliding window.
+
+Shape letters: B batch, Q queries, S keys.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from modeling.context import Context, attention_mask
+from parallel.context_parallel.part import held_positions
+from parallel.mesh import Axis
+
+TILE = 1024  # queries, and keys, of one kernel call at most: no mask or matrix of scores is larger than TILE^2 a head
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some of this rank's queries and of a block's keys, as slices of the held positions, and where they lie.
+
+    It holds O(Q + S) numbers; the mask is built when it is needed.
+    """
+
+    queries: slice
+    keys: slice
+    query_positions_BQ: Tensor
+    query_documents_BQ: Tensor
+    key_positions_BS: Tensor
+    key_documents_BS: Tensor
+    window: int | None
+    sees_all: bool = False  # every query sees every key
+
+    def mask_BQS(self) -> Tensor | None:
+        """Which keys each query sees (bool, by ``modeling``'s own rule), or None for all."""
+        if self.sees_all:
+            return None
+        return attention_mask(
+            self.query_positions_BQ, self.query_documents_BQ, self.key_positions_BS, self.key_documents_BS, self.window
+        )
+
+
+RingPlan = list[list[Tile]]  # by the cp rank whose keys they are
+
+
+def plan_ring(whole: Context, window: int | None, axis: Axis) -> RingPlan:
+    """The tiles that this rank computes: all but those in which no query sees a key.
+
+    Skipped are the future, other documents, and what lies outside the window. Among a rank's own keys, each query's
+    tile with itself comes first. No communication; on CUDA one wait for the device.
+    """
+    plan = [_all_tiles(whole, window, axis, key_rank) for key_rank in range(axis.degree)]
+    verdicts = torch.stack([torch.stack([_how_much(tile) for tile in tiles]) for tiles in plan]).tolist()
+    return [
+        [
+            replace(tile, sees_all=sees_all)
+            for tile, (sees_any, sees_all) in zip(tiles, tile_verdicts, strict=True)
+            if sees_any
+        ]
+        for tiles, tile_verdicts in zip(plan, verdicts, strict=True)
+    ]
+
+
+def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int) -> list[Tile]:
+    """The tiles of this rank's queries and ``key_rank``'s keys, those on the diagonal first."""
+    seq_len, device = whole.positions_BS.shape[1], whole.positions_BS.device
+    mine, theirs = (held_positions(seq_len, rank, axis.degree, device) for rank in (axis.rank, key_rank))
+    tiles = [
+        Tile(
+            queries,
+            keys,
+            whole.positions_BS[:, mine[queries]],
+            whole.documents_BS[:, mine[queries]],
+            whole.positions_BS[:, theirs[keys]],
+            whole.documents_BS[:, theirs[keys]],
+            window,
+        )
+        for queries, keys in product(_slices(len(mine)), repeat=2)
+    ]
+    return sorted(tiles, key=lambda tile: tile.queries != tile.keys)
+
+
+def _slices(n_held: int) -> list[slice]:
+    """The held positions, cut between the two chunks and into pieces of at most TILE."""
+    chunk = n_held // 2
+    starts = [half + start for half in (0, chunk) for start in range(0, chunk, TILE)]
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], n_held], strict=True)]
+
+
+def _how_much(tile: Tile) -> Tensor:
+    """Two bools on the device: does any query see any key, and every query every key."""
+    mask_BQS = tile.mask_BQS()
+    assert mask_BQS is not None
+    return torch.stack([mask_BQS.any(), mask_BQS.all()])
