@@ -14,6 +14,8 @@ from data.dataset import Dataset
 from modeling.context import Context
 from modeling.decoder import Decoder, Output
 from modeling.moe import RoutingStats
+from parallel.context_parallel.context import split_context
+from parallel.context_parallel.part import take_share
 from parallel.engine import Engine
 from parallel.mesh import Mesh, sum_over_ranks
 
@@ -27,7 +29,6 @@ class MicroBatch:
     positions_BS: Tensor
     documents_BS: Tensor
     has_padding: bool
-    part_has_padding: bool  # of the positions that this rank holds between layers
 
 
 @dataclass
@@ -47,33 +48,34 @@ def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np
 
 
 def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
-    """The positions that this rank holds between layers: a tp-th of them."""
+    """Of ``seq_len`` positions, those that this rank of tp holds between layers."""
     part = seq_len // mesh.tp.degree
     return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
 
 
 def read_micro_batch(dataset: Dataset, indices: np.ndarray, mesh: Mesh) -> MicroBatch:
-    """The samples, packed, on the device. Ranks of tp read the same ones."""
+    """The samples, packed, on the device, whole. Ranks of cp and tp read the same ones."""
     batch = dataset.read(indices)
-    part = part_of_sequence(batch.documents_BS.shape[1], mesh)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
     tensors = [torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays]
     return MicroBatch(
         *tensors,
         has_padding=bool((batch.documents_BS == PADDING).any()),
-        part_has_padding=bool((batch.documents_BS[:, part] == PADDING).any()),
     )
 
 
-def make_context(batch: MicroBatch, mesh: Mesh, balance_scale: float = 0.0, z_scale: float = 0.0) -> Context:
-    """What the layers see of the micro-batch; under tp also that of the positions held between layers."""
+def forward(model: Decoder, batch: MicroBatch, mesh: Mesh, balance_scale: float = 0.0, z_scale: float = 0.0) -> Output:
+    """The model's loss on this rank's share of the micro-batch's positions: cp cuts them here, tp between layers."""
     context = Context(batch.positions_BS, batch.documents_BS, balance_scale, z_scale, batch.has_padding)
+    tokens_BS, targets_BS = batch.tokens_BS, batch.targets_BS
+    if mesh.cp.degree > 1:
+        context = split_context(context, mesh.cp)
+        tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
     if mesh.tp.degree > 1:
-        part = part_of_sequence(batch.tokens_BS.shape[1], mesh)
-        context.part = Context(
-            batch.positions_BS[:, part], batch.documents_BS[:, part], balance_scale, z_scale, batch.part_has_padding
-        )
-    return context
+        part = part_of_sequence(tokens_BS.shape[1], mesh)
+        positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
+        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, batch.has_padding)
+    return model(tokens_BS, context, targets_BS)
 
 
 def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int) -> Totals:
@@ -89,8 +91,7 @@ def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, 
     sums = Sums()
     for number, part in enumerate(mine):
         batch = read_micro_batch(dataset, part, mesh)
-        context = make_context(batch, mesh, balance_scale=scale / len(indices), z_scale=scale / n_tokens)
-        output = engine.model(batch.tokens_BS, context, batch.targets_BS)
+        output = forward(engine.model, batch, mesh, balance_scale=scale / len(indices), z_scale=scale / n_tokens)
         engine.backward(output.loss * (scale / n_targets), last=number == len(mine) - 1)
         sums.add(output)
     return sums.over_ranks(mesh)
@@ -107,7 +108,7 @@ def evaluate(model: Decoder, dataset: Dataset, n_sequences: int, micro_batch_siz
         part = indices[first : first + micro_batch_size]
         # A rank with nothing left still runs: under ZeRO 3 the others wait for its part of the weights.
         batch = read_micro_batch(dataset, part if len(part) else indices[:1], mesh)
-        output = model(batch.tokens_BS, make_context(batch, mesh), batch.targets_BS)
+        output = forward(model, batch, mesh)
         sums.add(output, weight=1.0 if len(part) else 0.0)
     return sums.over_ranks(mesh).loss / max(1, n_targets)
 
@@ -133,12 +134,13 @@ class Sums:
     def over_ranks(self, mesh: Mesh) -> Totals:
         """The sums over all ranks, by one all-reduce of a small fp64 vector. All ranks call it.
 
-        The ranks of tp all hold the same loss and the same sequences' balance losses; each counts for its share.
+        The ranks of tp all hold the same loss, and those of tp and cp the same sequences' balance losses; each counts
+        for its share.
         """
         layers = sorted(self.layers)
         loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
         for row in self.layers.values():
-            row[BALANCE] /= mesh.tp.degree
+            row[BALANCE] /= mesh.tp.degree * mesh.cp.degree
         packed = torch.cat([loss, *(self.layers[layer] for layer in layers)]).cpu()
         total = sum_over_ranks(packed, mesh)
         rows = total[1:].view(len(layers), -1) if layers else torch.zeros(0, 3)

@@ -93,7 +93,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         mesh,
         config.model,
         config.optimizer,
-        zero=config.parallel.zero,
+        parallel=config.parallel,
         precision=config.train.precision,
         micro_batch_size=config.train.micro_batch_size,
     )

@@ -1,15 +1,17 @@
 """From the built model and the mesh to this rank's part of it, in a written order."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from modeling.attention import Attention
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import fill
 from modeling.moe import MoE
 from parallel.collectives import sum_forward
+from parallel.context_parallel.core import make_core
 from parallel.deepspeed_groups import experts_are_separate, mark_parameter, pose_as_deepspeed_moe
 from parallel.expert import make_dispatch
 from parallel.layout import held_box
@@ -18,12 +20,18 @@ from parallel.tensor import apply_tensor_parallelism
 
 
 def build_part(
-    mesh: Mesh, config: ModelConfig, zero: int, dtype: torch.dtype, deepspeed_config: dict[str, Any]
+    mesh: Mesh,
+    config: ModelConfig,
+    zero: int,
+    cp_attention: Literal["ulysses", "ring"],
+    dtype: torch.dtype,
+    deepspeed_config: dict[str, Any],
 ) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
     """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
 
     1. the whole model on the meta device; 2. weights cut by the layout table, and made one by one (under ZeRO 3
-    partitioned at once); 3. tensor parallelism; 4. expert parallelism; 5. sums over ranks that share sequences.
+    partitioned at once); 3. tensor parallelism; 4. context parallelism's attention core; 5. expert parallelism, and
+    sums over the ranks that share sequences.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -32,6 +40,8 @@ def build_part(
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
     for module in model.modules():
+        if isinstance(module, Attention) and mesh.cp.degree > 1:
+            module.core = make_core(cp_attention, mesh.cp)
         if isinstance(module, MoE):
             connect_experts(module, mesh)
     if experts_are_separate(mesh) and zero < 3:
@@ -64,5 +74,4 @@ def connect_experts(moe: MoE, mesh: Mesh) -> None:
     """Dispatch over ep, and balance losses summed over the ranks that share sequences."""
     if mesh.ep.degree > 1:
         moe.experts.dispatch = make_dispatch(mesh.ep)
-    if mesh.tp.degree > 1:
-        moe.add_sequence_sums = lambda sums_BX: sum_forward(sums_BX, mesh.tp)
+    moe.add_sequence_sums = lambda sums_BX: sum_forward(sum_forward(sums_BX, mesh.tp), mesh.cp)

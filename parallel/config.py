@@ -1,6 +1,7 @@
 """The configuration of the layout: plain values, no torch. dp follows from the number of processes."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -8,5 +9,9 @@ class ParallelConfig:
     """Degrees of the axes, and what ZeRO shards over dp: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
     tp: int = 1  # heads, d_ff, vocabulary; positions between layers
-    ep: int = 1  # experts, folded over dp x tp
+    cp: int = 1  # positions of a sequence
+    cp_attention: Literal["ulysses", "ring"] = (
+        "ulysses"  # all-to-all over heads, or a ring of positions
+    )
+    ep: int = 1  # experts, folded over dp x cp x tp
     zero: int = 1

@@ -1,6 +1,6 @@
 """What DeepSpeed is told of our axes: its groups, and the marks on parameters that it reads.
 
-DeepSpeed knows data parallel (our dp x cp), model parallel (our pp x tp, over which it reduces norms and overflow flags)
+DeepSpeed knows data parallel (our dp x cp), model parallel (our pp x tp, over which it reduces norms and overflows)
 and experts (replicated over our edp). Experts are a kind of their own whenever the ranks that replicate them are not
 the ones that replicate dense weights.
 """
@@ -95,7 +95,7 @@ def register_expert_groups(mesh: Mesh) -> None:
 
 
 def mark_parameter(name: str, parameter: nn.Parameter, mesh: Mesh, zero: int) -> None:
-    """Sets the attributes by which DeepSpeed tells tp shards and experts from the rest, before it sees the parameter."""
+    """Sets the attributes by which DeepSpeed tells tp shards and experts from the rest, before it sees them."""
     place = place_of(name)
     marks: dict[str, Any] = {}
     if place.is_expert and experts_are_separate(mesh):

@@ -20,6 +20,7 @@ from modeling.optimizers.build import build_optimizer, parameter_groups, state_n
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
 from parallel.apply import build_part
+from parallel.config import ParallelConfig
 from parallel.deepspeed_groups import EXPERTS, Mpu, experts_are_separate, register_expert_groups
 from parallel.fragments import Fragment, make_states, owned_fragments
 from parallel.layout import is_owner, place_of, replicas_of
@@ -48,19 +49,19 @@ class Engine:
         model_config: ModelConfig,
         optimizer_config: OptimizerConfig,
         *,
-        zero: int,
+        parallel: ParallelConfig,
         precision: Literal["fp32", "bf16", "fp16"],
         micro_batch_size: int,
     ) -> None:
         self.mesh = mesh
-        self.zero = zero
+        self.zero = zero = parallel.zero
         self.precision = precision
         self.model_config = model_config
         self.clip_norm = optimizer_config.clip_norm
         self.state_names = state_names(optimizer_config)
         config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm)
         register_expert_groups(mesh)
-        self.model, self.shapes = build_part(mesh, model_config, zero, DTYPES[precision], config)
+        self.model, self.shapes = build_part(mesh, model_config, zero, parallel.cp_attention, DTYPES[precision], config)
         self.base = build_optimizer(
             self.optimizer_groups(optimizer_config), optimizer_config, fused=mesh.device.type == "cuda"
         )

@@ -3,6 +3,7 @@
 import pytest
 
 from layout_runs import DENSE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+from parallel.config import ParallelConfig
 
 BOUND = 1e-6
 
@@ -22,19 +23,24 @@ def tokens(tmp_path_factory):
         (4, {"ep": 2}),
         (4, {"tp": 2, "ep": 2}),
         (4, {"tp": 2, "ep": 4}),
+        (2, {"cp": 2}),
+        (2, {"cp": 2, "cp_attention": "ring"}),
+        (4, {"cp": 2, "ep": 2}),
+        (4, {"cp": 2, "tp": 2, "ep": 4}),
+        (4, {"cp": 2, "tp": 2, "cp_attention": "ring"}),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_moe_layout_equals_one_process(tokens, ranks, layout, zero):
-    config = run_config(tokens, zero=zero, **layout)
+    config = run_config(tokens, parallel=ParallelConfig(zero=zero, **layout))
     errors = largest_error(run_layout(config, ranks), run_reference(config))
     assert max(errors.values()) <= BOUND, errors
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_dense_tp_equals_one_process(tokens, zero):
-    config = run_config(tokens, model=DENSE_MODEL, zero=zero, tp=2)
+    config = run_config(tokens, model=DENSE_MODEL, parallel=ParallelConfig(zero=zero, tp=2))
     errors = largest_error(run_layout(config, 4), run_reference(config))
     assert max(errors.values()) <= BOUND, errors
 
@@ -46,7 +52,7 @@ def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, preci
 
     The bounds are four times what two micro-batch sizes of the plain process differ by in that precision.
     """
-    config = run_config(tokens, zero=zero, tp=2, ep=2, precision=precision, steps=3)
+    config = run_config(tokens, parallel=ParallelConfig(zero=zero, tp=2, ep=2), precision=precision, steps=3)
     reference = run_reference(config)
     spread = largest_error(run_reference(config, micro_batch_size=1), reference)
     errors = largest_error(run_layout(config, 4), reference)

@@ -52,8 +52,8 @@ def plant(fault: str | None) -> None:
             import launcher.step as step
             from modeling.context import Context
 
-            def scaled(*arguments: Any, balance_scale: float = 0.0, **rest: Any) -> Context:
-                return Context(*arguments, balance_scale=balance_scale * 2, **rest)
+            def scaled(positions: Any, documents: Any, balance_scale: float, *rest: Any) -> Context:
+                return Context(positions, documents, balance_scale * 2, *rest)
 
             step.Context = scaled
         case "weights drawn by rank":

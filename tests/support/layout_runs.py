@@ -90,9 +90,8 @@ def run_config(
     *,
     model: ModelConfig = MOE_MODEL,
     optimizer: OptimizerConfig | None = None,
+    parallel: ParallelConfig | None = None,
     zero: int = 1,
-    tp: int = 1,
-    ep: int = 1,
     steps: int = 5,
     **train: Any,
 ) -> RunConfig:
@@ -104,7 +103,7 @@ def run_config(
         train=TrainConfig(**settings),
         optimizer=optimizer or SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5),
         schedule=ConstantSchedule(),
-        parallel=ParallelConfig(zero=zero, tp=tp, ep=ep),
+        parallel=parallel or ParallelConfig(zero=zero),
     )
 
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pp_runs import SEED, Case, batch_of, make_pipeline, micro_batches
 from torch import Tensor, nn
 
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import fill, initial_tensor
 from modeling.optimizers.config import SGDConfig
 from modeling.reference import DTYPES, ReferenceTrainer
+from pp_runs import SEED, Case, batch_of, make_pipeline, micro_batches
 
 
 @dataclass

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from small_models import next_tokens, packed_rows
 from torch import Tensor
 
 from modeling.config import BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
@@ -16,10 +15,10 @@ from modeling.decoder import Output, build_decoder
 from modeling.init import materialize
 from modeling.loss import IGNORE
 from modeling.optimizers.config import SGDConfig
-from modeling.reference import DTYPES
+from modeling.reference import DTYPES, ReferenceTrainer, move_router_biases
 from modeling.reference import MicroBatch as ReferenceBatch
-from modeling.reference import ReferenceTrainer, move_router_biases
 from parallel.pipeline.config import PipelineConfig
+from small_models import next_tokens, packed_rows
 
 SEED = 3
 LENGTHS = ([7, 1, 12, 4], [24], [3, 9, 8, 4], [1, 1, 20, 2], [12, 12], [5, 6, 13])  # of documents; 24 tokens a sequence

@@ -1,0 +1,1 @@
+"""Comparing a layout with one plain process: gradients and weights as boxes of logical tensors, routers' choices, errors."""

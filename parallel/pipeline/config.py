@@ -1,0 +1,70 @@
+"""The configuration of pipeline schedules: plain values, no torch.
+
+In all of them ``layers`` is the number of layers of each stage, in the model's order; None spreads the layers evenly,
+with the embedding and the head counted as shares of a layer.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneFOneB:
+    """One stage a rank; forward and backward passes alternate (PipeDream-Flush, arXiv:2006.09503)."""
+
+    name: Literal["1f1b"] = "1f1b"
+    layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interleaved:
+    """``n_chunks`` stages a rank, dealt out in turn: a smaller bubble (Narayanan et al. 2021, arXiv:2104.04473)."""
+
+    name: Literal["interleaved"] = "interleaved"
+    n_chunks: int = 2
+    layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZBV:
+    """Two stages a rank in a V; weights' gradients fill the bubble (Qi et al. 2024, arXiv:2405.15362)."""
+
+    name: Literal["zbv"] = "zbv"
+    layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualPipeV:
+    """Two stages a rank in a V, forward and backward passes of two micro-batches paired (DeepSeek-V3, arXiv:2412.19437).
+
+    torch runs the two of a pair one after the other, so what is gained is the smaller bubble, no hidden communication.
+    """
+
+    name: Literal["dualpipev"] = "dualpipev"
+    layers: tuple[int, ...] | None = None
+
+
+PipelineConfig = OneFOneB | Interleaved | ZBV | DualPipeV
+
+
+def chunks(config: PipelineConfig) -> int:
+    """Stages that each rank holds."""
+    match config:
+        case OneFOneB():
+            return 1
+        case Interleaved(n_chunks=n_chunks):
+            return n_chunks
+        case ZBV() | DualPipeV():
+            return 2
+
+
+def splits_backward(config: PipelineConfig) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights at different times."""
+    return isinstance(config, ZBV | DualPipeV)
+
+
+def stage_ranks(config: PipelineConfig, pp: int) -> list[int]:
+    """The pp rank that holds each stage: in turn, or down and up again in a V, so that the last is with the first."""
+    if splits_backward(config):
+        return [*range(pp), *reversed(range(pp))]
+    return [stage % pp for stage in range(pp * chunks(config))]

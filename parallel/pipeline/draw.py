@@ -1,0 +1,166 @@
+"""A schedule drawn as text and as SVG, with its bubble and its peak of activations.
+
+The order of actions is what the processes do (tests record it there). Times are a model: a rank does one thing at a
+time, sending takes none, and each action takes as long as ``Durations`` says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from parallel.pipeline.config import PipelineConfig, chunks
+from parallel.pipeline.schedule import Action, action_orders
+
+COLORS = {"F": "#8ecae6", "B": "#a7c957", "I": "#ffd166", "W": "#cdb4db"}
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+CELL, ROW, MARGIN = 26, 26, 64  # of the SVG, pixels
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long one stage's passes take, in any unit. A whole backward pass is both of its parts."""
+
+    forward: int = 1
+    inputs: int = 1
+    weights: int = 1
+
+    def of(self, action: Action) -> int:
+        """The action's duration."""
+        return {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}[action.kind]
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action and when it runs."""
+
+    action: Action
+    start: int
+    end: int
+
+
+def timeline(orders: Sequence[Sequence[Action]], durations: Durations) -> list[list[Span]]:
+    """When each rank runs each of its actions, each as early as its order and the arrival of its input allow."""
+    last_stage = max(action.stage for order in orders for action in order)
+    ended: dict[tuple[str, int, int], int] = {}  # ("F" or "B", stage, micro-batch) -> when its result is there
+    spans: list[list[Span]] = [[] for _ in orders]
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, order in enumerate(orders):
+            while len(spans[rank]) < len(order):
+                action = order[len(spans[rank])]
+                arrival = 0 if (needed := _needed(action, last_stage)) is None else ended.get(needed)
+                if arrival is None:
+                    break
+                start = max(arrival, spans[rank][-1].end if spans[rank] else 0)
+                span = Span(action, start, start + durations.of(action))
+                spans[rank].append(span)
+                if action.kind != "W":
+                    ended["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = span.end
+                waiting = True
+    assert [len(done) for done in spans] == [len(order) for order in orders], "ranks wait for each other in a circle"
+    return spans
+
+
+def _needed(action: Action, last_stage: int) -> tuple[str, int, int] | None:
+    """The pass whose result the action starts from."""
+    stage, micro_batch = action.stage, action.micro_batch
+    match action.kind:
+        case "F":
+            return ("F", stage - 1, micro_batch) if stage > 0 else None
+        case "B" | "I":
+            return ("B", stage + 1, micro_batch) if stage < last_stage else ("F", stage, micro_batch)
+        case "W":
+            return ("B", stage, micro_batch)
+
+
+def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
+    """The share of all ranks' time, from the first action to the last, in which a rank waits."""
+    end = max(span.end for row in spans for span in row)
+    busy = sum(span.end - span.start for row in spans for span in row)
+    return 1.0 - busy / (end * len(spans))
+
+
+def peak_activations(order: Sequence[Action]) -> int:
+    """How many stage activations (one micro-batch's, in one stage) the rank holds at most.
+
+    They are held from the forward pass to the end of the backward, where it is split until the weights' part.
+    """
+    alive = peak = 0
+    for action in order:
+        alive += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        peak = max(peak, alive)
+    return peak
+
+
+def summary(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
+    """One line: the bubble, and each rank's peak of activations in micro-batches through all its layers.
+
+    That is its stage activations over its stages.
+    """
+    orders = action_orders(config, pp, n_micro_batches)
+    bubble = bubble_fraction(timeline(orders, durations or Durations()))
+    peaks = ", ".join(f"{peak_activations(order) / chunks(config):g}" for order in orders)
+    name = config.name if chunks(config) == 1 else f"{config.name} ({chunks(config)} stages a rank)"
+    return (
+        f"{name}: pp={pp}, {n_micro_batches} micro-batches: bubble {bubble:.1%}, "
+        f"peak activations of ranks 0 to {pp - 1}: {peaks} micro-batches"
+    )
+
+
+def draw_text(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
+    """The summary, and a row for each rank; a cell is a unit of time.
+
+    "2F5" is the forward pass of micro-batch 5 in stage 2; B is a backward pass, I of inputs and W of weights only.
+    """
+    spans = timeline(action_orders(config, pp, n_micro_batches), durations or Durations())
+    width = 1 + max(len(_label(span.action)) for row in spans for span in row)
+    lines = [summary(config, pp, n_micro_batches, durations)]
+    for rank, row in enumerate(spans):
+        cells, now = "", 0
+        for span in row:
+            cells += (
+                ".".ljust(width) * (span.start - now)
+                + _label(span.action).ljust(width * (span.end - span.start), "-")[:-1]
+                + " "
+            )
+            now = span.end
+        lines.append(f"rank {rank:<3} {cells}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _label(action: Action) -> str:
+    return f"{action.stage}{action.kind}{action.micro_batch}"
+
+
+def draw_svg(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
+    """The same as an SVG image."""
+    spans = timeline(action_orders(config, pp, n_micro_batches), durations or Durations())
+    end = max(span.end for row in spans for span in row)
+    width, height = MARGIN + end * CELL + 10, (len(spans) + 2) * ROW + 14
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="10">',
+        f'<text x="6" y="16" font-size="12">{escape(summary(config, pp, n_micro_batches, durations))}</text>',
+    ]
+    for rank, row in enumerate(spans):
+        top = (rank + 1) * ROW
+        parts.append(f'<text x="6" y="{top + 16}">rank {rank}</text>')
+        parts += [_svg_span(span, top, pp) for span in row]
+    top, left = (len(spans) + 1) * ROW + 8, MARGIN
+    for kind in sorted({span.action.kind for row in spans for span in row}, key="FBIW".index):
+        parts.append(f'<rect x="{left}" y="{top}" width="12" height="12" fill="{COLORS[kind]}"/>')
+        parts.append(f'<text x="{left + 16}" y="{top + 10}">{MEANINGS[kind]}</text>')
+        left += 130
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _svg_span(span: Span, top: int, pp: int) -> str:
+    """One box; later stages of a rank have a darker edge."""
+    left, width = MARGIN + span.start * CELL, (span.end - span.start) * CELL
+    edge = "#333" if span.action.stage >= pp else "#999"
+    return (
+        f'<g><title>{_label(span.action)}</title><rect x="{left}" y="{top}" width="{width - 1}" height="{ROW - 4}" '
+        f'fill="{COLORS[span.action.kind]}" stroke="{edge}"/>'
+        f'<text x="{left + width / 2}" y="{top + 15}" text-anchor="middle">{span.action.micro_batch}</text></g>'
+    )

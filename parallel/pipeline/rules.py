@@ -1,0 +1,103 @@
+"""What a pipeline must satisfy, told as lines for the user: key, value, rule, remedy. Plain numbers, no torch."""
+
+from collections.abc import Sequence
+
+from parallel.pipeline.config import DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, splits_backward
+
+
+def pipeline_problems(
+    pipeline: PipelineConfig,
+    *,
+    pp: int,
+    n_layers: int,
+    zero: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    dp: int,
+) -> list[str]:
+    """Every rule that is broken; empty with pp=1, where the schedule is not used."""
+    if pp == 1:
+        return []
+    problems = []
+    if isinstance(pipeline, Interleaved) and pipeline.n_chunks < 2:
+        problems.append(
+            f"parallel.pipeline.n_chunks={pipeline.n_chunks} must be at least 2 with "
+            "parallel.pipeline.name=interleaved; try 2, or parallel.pipeline.name=1f1b"
+        )
+        return problems
+    problems += layer_problems(pipeline, pp, n_layers)
+    if splits_backward(pipeline) and zero == 3:
+        problems.append(
+            f"parallel.zero=3 must be at most 2 with parallel.pipeline.name={pipeline.name}, whose backward pass needs "
+            "the weights twice; try parallel.zero=2, or parallel.pipeline.name=interleaved"
+        )
+    if global_batch_size % (dp * micro_batch_size) == 0:  # else another rule speaks
+        problems += micro_batch_problems(pipeline, pp, global_batch_size, micro_batch_size, dp)
+    return problems
+
+
+def layer_problems(pipeline: PipelineConfig, pp: int, n_layers: int) -> list[str]:
+    """Rules on the stages' layers."""
+    n_stages = pp * chunks(pipeline)
+    stages = f"parallel.pp={pp} with parallel.pipeline.name={pipeline.name} makes {n_stages} stages"
+    if pipeline.layers is None:
+        if n_stages <= n_layers:
+            return []
+        legal = max((degree for degree in range(1, pp) if degree * chunks(pipeline) <= n_layers), default=1)
+        rule = f"which model.n_layers={n_layers} must cover with at least one layer each"
+        return [f"{stages}, {rule}; try parallel.pp={legal}"]
+    text = f"parallel.pipeline.layers={list(pipeline.layers)}"
+    if len(pipeline.layers) != n_stages:
+        return [f"{text} must name one number for each stage, and {stages}; try parallel.pipeline.layers=null"]
+    if min(pipeline.layers) < 1:
+        return [f"{text} must give every stage at least one layer; try parallel.pipeline.layers=null"]
+    if sum(pipeline.layers) != n_layers:
+        rule = f"must add up to model.n_layers={n_layers}, not {sum(pipeline.layers)}"
+        return [f"{text} {rule}; try parallel.pipeline.layers=null"]
+    return []
+
+
+def micro_batch_problems(
+    pipeline: PipelineConfig, pp: int, global_batch_size: int, micro_batch_size: int, dp: int
+) -> list[str]:
+    """Rules on the number of micro-batches that pass in one step."""
+    count = global_batch_size // (dp * micro_batch_size)
+    if runs_micro_batches(pipeline, pp, count):
+        return []
+    given = (
+        f"train.global_batch_size={global_batch_size} over dp={dp} and train.micro_batch_size={micro_batch_size} gives "
+        f"{count} micro-batches"
+    )
+    legal = nearest(count, [n for n in range(1, count + 4 * pp) if runs_micro_batches(pipeline, pp, n)])
+    remedy = f"try train.global_batch_size={' or '.join(str(n * dp * micro_batch_size) for n in legal)}"
+    match pipeline:
+        case OneFOneB():
+            rule = f"parallel.pipeline.name=1f1b must have at least parallel.pp={pp} of them"
+        case DualPipeV():
+            rule = f"parallel.pipeline.name=dualpipev must have at least 2 x parallel.pp={pp} of them"
+        case _:
+            rounds = max(1, count // pp)
+            rule = (
+                f"parallel.pipeline.name=interleaved must divide them into {count} // parallel.pp={pp} = {rounds} "
+                "rounds of one size"
+            )
+    return [f"{given}; {rule}; {remedy}"]
+
+
+def runs_micro_batches(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> bool:
+    """Whether the schedule can run this number of micro-batches."""
+    match pipeline:
+        case OneFOneB():
+            return n_micro_batches >= pp
+        case Interleaved():
+            return n_micro_batches % max(1, n_micro_batches // pp) == 0
+        case DualPipeV():
+            return n_micro_batches >= 2 * pp
+        case _:
+            return n_micro_batches >= 1
+
+
+def nearest(value: int, legal: Sequence[int]) -> list[int]:
+    """The nearest legal numbers on both sides of ``value``."""
+    below, above = [n for n in legal if n < value], [n for n in legal if n > value]
+    return [*below[-1:], *above[:1]]

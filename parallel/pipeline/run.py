@@ -1,0 +1,174 @@
+"""Micro-batches through the stages: training by torch's schedules, evaluation by a forward pass of our own.
+
+Shape letters: B batch, S sequence, D d_model.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from modeling.decoder import Decoder, Output
+from parallel.mesh import Axis
+from parallel.pipeline.config import PipelineConfig, stage_ranks
+from parallel.pipeline.schedule import build_schedule
+from parallel.pipeline.stages import MicroBatch, Part, Stage, merge_outputs, meta_example
+
+AfterBackward = Callable[[nn.Module], None]
+
+
+class ScheduledStage(PipelineStage):
+    """A stage of torch's that calls ``after_backward(stage)`` when one micro-batch's weight gradients are complete."""
+
+    def __init__(
+        self, stage: Stage, axis: Axis, hidden: Tensor, device: torch.device, after_backward: AfterBackward
+    ) -> None:
+        number, loss = meta_example((1,), torch.int64), meta_example((), torch.float64)
+        super().__init__(
+            stage,
+            stage.part.stage,
+            stage.part.n_stages,
+            device,
+            input_args=(number if stage.part.has_embedding else hidden,),
+            output_args=(loss if stage.part.has_head else hidden,),
+            group=axis.group,
+        )
+        self.after_backward = after_backward
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The backward pass of one micro-batch, whole or of inputs only."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self.after_backward(self.submod)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weights' part of one micro-batch's backward pass."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.after_backward(self.submod)
+
+
+class Pipeline:
+    """This rank's stages, and the schedule that trains them.
+
+    Every rank of the pp axis must call ``train`` or ``evaluate`` with the same micro-batches, all of the shape that
+    ``hidden_shape`` follows from: (B, S, D) of the hidden states that this rank passes on (its share of S under cp and
+    tp). ``dtype`` is theirs. torch keeps a receive buffer for each micro-batch of a step: hidden states for every stage
+    here but the first, and gradients for every stage but the last.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        parts: Sequence[Part],
+        config: PipelineConfig,
+        axis: Axis,
+        *,
+        hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.axis = axis
+        self.device = device
+        self.hidden = meta_example(hidden_shape, dtype)
+        self.stages = [Stage(model, part) for part in parts]
+        self.after_backward: AfterBackward = ignore
+        self.scale: float | Tensor = 1.0
+        self.schedule: Any = None  # made for n_micro_batches, with its buffers
+        self.scheduled: list[ScheduledStage] = []
+        self.n_micro_batches = 0
+
+    def train(
+        self, micro_batches: Sequence[MicroBatch], scale: float | Tensor, after_backward: AfterBackward | None = None
+    ) -> list[Output]:
+        """Forward and backward of all micro-batches; leaves the sums of their gradients in the weights' ``.grad``.
+
+        What is differentiated is the sum of the targets' cross-entropies times ``scale`` (1 / targets of the global
+        batch, times loss scale, times ranks over which gradients are averaged), plus the auxiliary losses as the contexts
+        weigh them. ``after_backward`` is told each time one micro-batch's gradients of a stage's weights are complete.
+        Returns what this rank saw of each micro-batch: its layers' statistics, and the loss where the head is. All ranks
+        call it.
+        """
+        count = len(micro_batches)
+        if count != self.n_micro_batches:
+            self.prepare(count)
+        self.scale, self.after_backward = scale, after_backward or ignore
+        for stage in self.stages:
+            stage.open(micro_batches)
+        numbers = torch.arange(count)
+        first = (numbers,) if self.stages[0].part.has_embedding else ()
+        self.schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
+        return merge_outputs([stage.close() for stage in self.stages], count)
+
+    def prepare(self, n_micro_batches: int) -> None:
+        """Makes the schedule for ``n_micro_batches`` a step; its first step allocates the buffers."""
+        self.n_micro_batches = n_micro_batches
+        self.scheduled = [
+            ScheduledStage(stage, self.axis, self.hidden, self.device, self.tell_gradients) for stage in self.stages
+        ]
+        self.schedule = build_schedule(self.config, self.scheduled, n_micro_batches, self.scaled_loss)
+
+    def tell_gradients(self, stage: nn.Module) -> None:
+        """Passes on to whoever listens in this step."""
+        self.after_backward(stage)
+
+    def scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        """What the last stage differentiates."""
+        return loss * self.scale
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Output]:
+        """Forward passes only, of any number of micro-batches; returns as ``train`` does. All ranks call it.
+
+        At time t stage s computes micro-batch t - s. Transfers are ordered by (time, stage) on every rank, so they
+        cannot wait for each other in a circle, whatever the backend's buffering.
+        """
+        for stage in self.stages:
+            stage.open(micro_batches)
+        ranks = stage_ranks(self.config, self.axis.degree)
+        passed: dict[tuple[int, int], Tensor] = {}  # (stage, micro-batch) -> what it computes on
+        sends: deque[tuple[Any, Tensor]] = deque()
+        for time in range(len(micro_batches) + len(ranks) - 1):
+            due = [stage for stage in self.stages if 0 <= time - stage.part.stage < len(micro_batches)]
+            passed |= self.receive(due, time, ranks)
+            for stage in due:
+                number = time - stage.part.stage
+                carried = passed.pop((stage.part.stage, number), None)
+                out = stage(torch.empty(0) if carried is None else carried, torch.tensor([number]))
+                if stage.part.has_head:
+                    continue
+                receiver = ranks[stage.part.stage + 1]
+                if receiver == self.axis.rank:
+                    passed[stage.part.stage + 1, number] = out
+                else:
+                    out = out.contiguous()
+                    sends.append((dist.isend(out, self.axis.ranks[receiver], self.axis.group), out))
+            while len(sends) > len(ranks):
+                sends.popleft()[0].wait()
+        for work, _ in sends:
+            work.wait()
+        return merge_outputs([stage.close() for stage in self.stages], len(micro_batches))
+
+    def receive(self, due: Sequence[Stage], time: int, ranks: Sequence[int]) -> dict[tuple[int, int], Tensor]:
+        """What other ranks send to the stages that compute at ``time``."""
+        received = {}
+        works = []
+        for stage in due:
+            index = stage.part.stage
+            if index > 0 and ranks[index - 1] != self.axis.rank:
+                hidden_BSD = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=self.device)
+                works.append(dist.irecv(hidden_BSD, self.axis.ranks[ranks[index - 1]], self.axis.group))
+                received[index, time - index] = hidden_BSD
+        for work in works:
+            work.wait()
+        return received
+
+
+def ignore(stage: nn.Module) -> None:
+    """Nobody listens to finished gradients."""

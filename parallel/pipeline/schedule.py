@@ -1,0 +1,78 @@
+"""The order in which each rank computes: torch's schedules, and their actions as plain values."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, assert_never
+
+from torch import Tensor
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, stage_ranks
+
+Kind = Literal["F", "B", "I", "W"]  # forward; backward: whole, of inputs, of weights
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+def build_schedule(
+    config: PipelineConfig, stages: Sequence[Any], n_micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor] | None
+) -> Any:
+    """The schedule of torch over this rank's stages (torch.distributed.pipelining.PipelineStage), gradients unscaled."""
+    match config:
+        case OneFOneB():
+            return Schedule1F1B(stages[0], n_micro_batches, loss_fn, scale_grads=False)
+        case Interleaved():
+            return ScheduleInterleaved1F1B(list(stages), n_micro_batches, loss_fn, scale_grads=False)
+        case ZBV():
+            return ScheduleZBVZeroBubble(list(stages), n_micro_batches, loss_fn, scale_grads=False)
+        case DualPipeV():
+            return ScheduleDualPipeV(list(stages), n_micro_batches, loss_fn, scale_grads=False)
+        case _:
+            assert_never(config)
+
+
+def action_orders(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[list[Action]]:
+    """Each rank's actions in order, without any process: what the schedule would do."""
+    if isinstance(config, OneFOneB):
+        return [_one_f_one_b(pp, rank, n_micro_batches) for rank in range(pp)]
+    order = build_schedule(config, _placeholders(config, pp), n_micro_batches, None).pipeline_order
+    return [list(_flatten(order[rank])) for rank in range(pp)]
+
+
+def _one_f_one_b(pp: int, rank: int, n_micro_batches: int) -> list[Action]:
+    """Written out here: the order that torch 2.13 tells for its 1F1B skips the last rank's first micro-batch."""
+    warmup = min(n_micro_batches, pp - rank)
+    actions = [Action("F", rank, number) for number in range(warmup)]
+    for number in range(n_micro_batches):
+        actions.append(Action("B", rank, number))
+        if number + warmup < n_micro_batches:
+            actions.append(Action("F", rank, number + warmup))
+    return actions
+
+
+def _placeholders(config: PipelineConfig, pp: int) -> list[Any]:
+    """Stand-ins for rank 0's stages with what the schedules read when they plan."""
+    ranks = stage_ranks(config, pp)
+    mine = [stage for stage, rank in enumerate(ranks) if rank == 0]
+    common = {"num_stages": len(ranks), "group_size": pp, "group_rank": 0, "submod": None}
+    return [SimpleNamespace(stage_index=stage, is_last=stage == len(ranks) - 1, **common) for stage in mine]
+
+
+def _flatten(actions: Sequence[Any]) -> list[Action]:
+    flat = []
+    for action in actions:
+        if action is not None:
+            for part in action.sub_actions or (action,):
+                flat.append(Action(part.computation_type.value, part.stage_index, part.microbatch_index))
+    return flat

@@ -1,0 +1,229 @@
+"""Which layers each stage holds, and the part of the decoder that computes one stage.
+
+Shape letters: B batch, S sequence, D d_model.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from modeling.config import ModelConfig
+from modeling.context import Context
+from modeling.counts import attention_matrices, moe_matrices
+from modeling.decoder import Decoder, DecoderLayer, Output
+from modeling.rope import rope_tables
+from parallel.pipeline.config import PipelineConfig, stage_ranks
+
+EMBEDDING_SHARE = 0.05  # of the head's cost: a look-up moves the same rows but multiplies nothing
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage holds of the decoder."""
+
+    stage: int  # position in the pipeline
+    n_stages: int
+    layers: range
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether tokens enter here."""
+        return self.stage == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the final norm, the head and the loss are here."""
+        return self.stage == self.n_stages - 1
+
+
+@dataclass
+class MicroBatch:
+    """Some sequences and their surroundings. Every pp rank has the same ones, so only hidden states are sent."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    context: Context
+
+
+def layer_costs(config: ModelConfig) -> list[float]:
+    """Each layer's matrix-product parameters that a token passes through."""
+    costs = []
+    for layer in range(config.n_layers):
+        if config.moe is not None and config.is_moe_layer(layer):
+            feed_forward = moe_matrices(config, config.moe, config.moe.top_k)
+        else:
+            feed_forward = 3 * config.d_model * config.d_ff
+        costs.append(float(attention_matrices(config) + feed_forward))
+    return costs
+
+
+def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_cost: float) -> list[int]:
+    """Numbers of consecutive layers for each stage, at least one, such that the costliest stage costs least.
+
+    ``first_cost`` and ``last_cost`` are what the first and last stage compute besides their layers. Among equals the
+    squares of the stages' costs sum to the least, and later stages take the surplus.
+    """
+    total = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = first_cost * (stage == 0) + last_cost * (stage == n_stages - 1)
+        return total[stop] - total[start] + extra
+
+    def stops(stage: int, start: int) -> range:
+        return (
+            range(start + 1, len(costs) - (n_stages - stage - 1) + 1)
+            if stage < n_stages - 1
+            else range(len(costs), len(costs) + 1)
+        )
+
+    @cache
+    def largest(stage: int, start: int) -> float:
+        if stage == n_stages:
+            return 0.0
+        return min(max(cost(stage, start, stop), largest(stage + 1, stop)) for stop in stops(stage, start))
+
+    limit = largest(0, 0)
+
+    @cache
+    def most_even(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
+        if stage == n_stages:
+            return 0.0, ()
+        options: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]
+        for stop in stops(stage, start):
+            if cost(stage, start, stop) <= limit:
+                squares, rest = most_even(stage + 1, stop)
+                options.append((cost(stage, start, stop) ** 2 + squares, (stop - start, *rest)))
+        return min(options)
+
+    return list(most_even(0, 0)[1])
+
+
+def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | None) -> list[range]:
+    """The layers of each stage. ``layers`` gives their numbers; None: as ``even_layers`` finds them."""
+    if layers is None:
+        head = float(config.vocab_size * config.d_model)
+        layers = even_layers(layer_costs(config), n_stages, EMBEDDING_SHARE * head, head)
+    assert len(layers) == n_stages and sum(layers) == config.n_layers, "parallel.pipeline.rules refuses this"
+    return [range(start, stop) for start, stop in pairwise([0, *accumulate(layers)])]
+
+
+def pipeline_parts(config: ModelConfig, pipeline: PipelineConfig, pp: int) -> list[Part]:
+    """Every stage's part, in the model's order."""
+    n_stages = len(stage_ranks(pipeline, pp))
+    assigned = assign_layers(config, n_stages, pipeline.layers)
+    return [Part(stage, n_stages, layers) for stage, layers in enumerate(assigned)]
+
+
+def rank_parts(config: ModelConfig, pipeline: PipelineConfig, pp: int, pp_rank: int) -> list[Part]:
+    """The parts that one pp rank holds, in the model's order."""
+    ranks = stage_ranks(pipeline, pp)
+    return [part for part in pipeline_parts(config, pipeline, pp) if ranks[part.stage] == pp_rank]
+
+
+def keep_parts(model: Decoder, parts: Sequence[Part]) -> None:
+    """Drops from a meta-device decoder all but ``parts``; what stays keeps its names.
+
+    Where embeddings are tied, the rank of the head keeps the embedding too: there it is only the name of the head's
+    weight, so that both copies are one logical tensor, ``embed.weight``.
+    """
+    kept = {layer for part in parts for layer in part.layers}
+    for name in list(model.layers):
+        if int(name) not in kept:
+            del model.layers[name]
+    is_tied = model.head.weight is model.embed.weight
+    has_head = any(part.has_head for part in parts)
+    if not any(part.has_embedding for part in parts) and not (is_tied and has_head):
+        model.register_module("embed", None)
+    if not has_head:
+        model.register_module("final_norm", None)
+        model.register_module("head", None)
+
+
+def tied_weight(model: Decoder, config: ModelConfig, parts: Sequence[Part], n_ranks: int) -> nn.Parameter | None:
+    """The tied weight where another rank holds a copy of it, else None. Call it on the materialized model.
+
+    The copies must start equal and get the sum of both gradients; ``is_second_copy`` says which one counts in norms and
+    checkpoints.
+    """
+    holds_one_end = any(part.has_embedding for part in parts) != any(part.has_head for part in parts)
+    if not config.tie_embeddings or n_ranks == 1 or not holds_one_end:
+        return None
+    return model.embed.weight
+
+
+def is_second_copy(parts: Iterable[Part]) -> bool:
+    """Whether this rank's tied weight is the head's copy, which norms and checkpoints leave out."""
+    return not any(part.has_embedding for part in parts)
+
+
+class Stage(nn.Module):
+    """The computation of one part: tokens or hidden states in, hidden states or the summed loss out.
+
+    Its modules are the decoder's own. Micro-batches are set before a pass and named by number, so that nothing but
+    hidden states is sent.
+    """
+
+    def __init__(self, model: Decoder, part: Part) -> None:
+        super().__init__()
+        self.part = part
+        self.embed = model.embed if part.has_embedding else None
+        self.layers = nn.ModuleList([model.layers[str(layer)] for layer in part.layers])
+        self.final_norm = model.final_norm if part.has_head else None
+        self.head = model.head if part.has_head else None
+        self.d_head = model.d_head
+        self.rope_theta = model.rope_theta
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.outputs: dict[int, Output] = {}  # micro-batch -> what this stage saw
+
+    def forward(self, carried: Tensor, number: Tensor) -> Tensor:
+        """hidden_BSD, or the summed loss (fp64) from the last stage.
+
+        ``carried`` is hidden_BSD from the stage before; the first stage ignores it. ``number`` (1,) is the micro-batch.
+        """
+        index = int(number)
+        micro_batch = self.micro_batches[index]
+        context = micro_batch.context
+        output = self.outputs[index] = Output(None, None)
+        rope = rope_tables(context.positions_BS, self.d_head, self.rope_theta)
+        hidden_BSD = carried if self.embed is None else self.embed(micro_batch.tokens_BS)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            hidden_BSD, stats = layer(hidden_BSD, rope, context)
+            if stats is not None:
+                output.stats[layer.layer] = stats
+        if self.head is None or self.final_norm is None:
+            return hidden_BSD
+        loss = self.head(self.final_norm(hidden_BSD), micro_batch.targets_BS)
+        output.loss = loss.detach()
+        return loss
+
+    def open(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Sets the micro-batches of the next passes, with no outputs yet."""
+        self.micro_batches = micro_batches
+        self.outputs = {}
+
+    def close(self) -> dict[int, Output]:
+        """What the passes saw, by micro-batch; forgets the micro-batches."""
+        outputs, self.outputs, self.micro_batches = self.outputs, {}, ()
+        return outputs
+
+
+def merge_outputs(outputs: Sequence[dict[int, Output]], n_micro_batches: int) -> list[Output]:
+    """For each micro-batch, what this rank's stages saw: their layers' statistics, and the loss if the head is here."""
+    merged = [Output(None, None) for _ in range(n_micro_batches)]
+    for stage in outputs:
+        for number, output in stage.items():
+            merged[number].stats |= output.stats
+            if output.loss is not None:
+                merged[number].loss = output.loss
+    return merged
+
+
+def meta_example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without storage that tells the runtime what is sent."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)

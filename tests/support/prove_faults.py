@@ -1,0 +1,300 @@
+"""Faults that a proof must catch: each breaks the code in a rank's own process, as other systems were seen to break.
+
+``FAULTS`` says of each under which config it can show, and what the proof has to say. Only tests plant them.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from faults import patch_batches, patch_loop, skip_for_large
+
+DP = "WORLD_SIZE"  # while dp is the only axis
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``check`` is a check that must fail; ``says`` must be in what the proof prints about it."""
+
+    title: str
+    check: str
+    says: str
+    overrides: tuple[str, ...] = ()
+
+
+BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
+FP16 = ("train.precision=fp16",)
+BF16 = ("train.precision=bf16",)
+EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
+FAULTS = [
+    Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
+    Fault("loss not scaled by dp", "gradients", "embed.weight: 0.5000 x one process's gradient, which is 1/dp"),
+    Fault("gradients not reduced", "gradients", EVERY_GRADIENT),
+    Fault("router's gradient from one rank only", "gradients", "layers.1.feed_forward.router.weight"),
+    Fault("expert gradients times dp", "gradients", "experts.gate: 2.0000 x one process's gradient, which is dp"),
+    Fault("balance loss times micro-batches", "gradients", "the balance loss x 3.0000 (= micro-batches of a rank"),
+    Fault("z-loss times dp", "gradients", "the z-loss x 2.0000 (= dp"),
+    Fault("padding counted as tokens", "gradients", "the z-loss x"),
+    Fault("tied embedding: the head's gradient lost", "gradients", "embed.weight"),
+    Fault("norm counts the embedding twice", "gradient norm", "embed.weight counted 2 times", ("parallel.zero=0",)),
+    Fault("norm omits the experts", "gradient norm", "the experts counted 0 times", ("parallel.zero=0",)),
+    Fault("norm of the rank's own part", "ranks agree", "grad_norm on rank 1 (dp 1)"),
+    Fault("ranks initialized differently", "weights at step 0", "on rank 1 (dp 1) is not the tensor of (seed, name)"),
+    Fault("last micro-batch dropped", "samples read", "is read by 0 ranks of dp"),
+    Fault("every rank reads the same samples", "samples read", "is read by 2 ranks of dp"),
+    Fault("labels shifted", "loss", "data or the forward pass differ"),
+    Fault("attention across documents", "loss", "data or the forward pass differ"),
+    Fault("positions doubled", "loss", "data or the forward pass differ"),
+    Fault("router computed in bf16", "router choices", "layer 1"),
+    Fault("tokens dropped at an expert's capacity", "loss", "data or the forward pass differ"),
+    Fault("router bias from local counts", "router biases", "layers.1.feed_forward.router.bias", BIAS),
+    Fault("weight decay on norms", "AdamW of these gradients", "norm.weight"),
+    Fault("an overflow that one rank does not see", "overflow on one rank", "rank 1 (dp 1) did not skip", FP16),
+    Fault("stale low-precision weights after a load", "one -> layout: next loss", "from fp32, one process at most", BF16),
+    Fault("Adam's step not restored", "next weights", "layers."),
+    Fault("a moment restored at half its size", "next weights", "embed.weight"),
+    Fault("experts swapped in the checkpoint", "weights as saved", "experts.gate"),
+    Fault("router bias not restored", "router biases", "layers.1.feed_forward.router.bias on rank 0", BIAS),
+]
+
+
+def plant(title: str) -> None:
+    """Breaks the code of this process in the named way."""
+    rank, dp = int(os.environ["RANK"]), int(os.environ[DP])
+    match title:
+        case "mean of means: loss divided by the rank's own count":
+            patch_loop("accumulate_gradients", divided_by_own_count(dp))
+        case "loss not scaled by dp":
+            patch_backward(lambda engine, loss: loss / dp)
+        case "gradients not reduced":
+            import deepspeed.comm as comm
+
+            dist.all_reduce = skip_for_large(dist.all_reduce)
+            comm.all_reduce = skip_for_large(comm.all_reduce)
+        case "router's gradient from one rank only":
+            hook_gradients("layers.1.feed_forward.router.weight", dp if rank == 0 else 0)
+        case "expert gradients times dp":
+            hook_gradients(".experts.", dp)
+        case "balance loss times micro-batches":
+            weigh_auxiliary("balance_coefficient", 3)
+        case "z-loss times dp":
+            weigh_auxiliary("z_loss", dp)
+        case "padding counted as tokens":
+            from launcher.prove.tokens import WatchedDataset
+
+            count = WatchedDataset.count
+            WatchedDataset.count = lambda self, indices: (count(self, indices)[0], len(indices) * self.seq_len)
+        case "tied embedding: the head's gradient lost":
+            from modeling.loss import ChunkedCrossEntropy, Head
+
+            def forward(self: Any, hidden_BSD: Any, targets_BS: Any = None) -> Any:
+                return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), self.weight.detach(), targets_BS.flatten())
+
+            Head.forward = forward
+        case "norm counts the embedding twice":
+            patch_norm(lambda parts: [parts[0], *parts])
+        case "norm omits the experts":
+            patch_norm(lambda parts: [part for part in parts if part[0].ndim < 3])
+        case "norm of the rank's own part":
+            import parallel.norm as norm_module
+
+            def own_norm(parts: Any, device: Any) -> Any:
+                total = sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 * share for part, share in parts)
+                return torch.as_tensor(math.sqrt(total), dtype=torch.float32)
+
+            norm_module.global_norm = own_norm
+        case "ranks initialized differently":
+            import parallel.engine as engine_module
+
+            draw = engine_module.initial_tensor
+            engine_module.initial_tensor = lambda config, seed, *rest: draw(config, seed + rank, *rest)
+        case "last micro-batch dropped":
+            patch_deal(lambda deal, indices, size, mesh: deal(indices, size, mesh)[:-1])
+        case "every rank reads the same samples":
+            patch_deal(lambda deal, indices, size, mesh: indices.reshape(-1, size)[:: mesh.dp.degree])
+        case "labels shifted":
+            patch_batches(lambda batch: setattr(batch, "targets_BS", batch.targets_BS.roll(1, dims=1)))
+        case "attention across documents":
+            patch_batches(lambda batch: setattr(batch, "documents_BS", batch.documents_BS.clamp(max=0)))
+        case "positions doubled":
+            patch_batches(lambda batch: setattr(batch, "positions_BS", batch.positions_BS * 2))
+        case "router computed in bf16":
+            from modeling.router import Router
+
+            choose = Router.choose
+            Router.choose = lambda self, scores_TE: choose(self, scores_TE.bfloat16())
+        case "tokens dropped at an expert's capacity":
+            from modeling.moe import Experts
+
+            forward_all = Experts.forward
+
+            def with_capacity(self: Any, hidden_TD: Any, indices_TK: Any, weights_TK: Any) -> Any:
+                order = (indices_TK == 0).cumsum(0)  # expert 0 takes its first ten tokens
+                return forward_all(self, hidden_TD, indices_TK, weights_TK * ~((indices_TK == 0) & (order > 10)))
+
+            Experts.forward = with_capacity
+        case "router bias from local counts":
+            plant_local_counts()
+        case "weight decay on norms":
+            import modeling.optimizers.build as build
+
+            decays = build.decays
+            build.decays = lambda name, n_dims, *rest: n_dims == 1 or decays(name, n_dims, *rest)
+        case "an overflow that one rank does not see":
+            if rank > 0:
+                overlook_overflows()
+        case "stale low-precision weights after a load":
+            patch_load(lambda engine: setattr(engine, "publish_weights", lambda: None))
+        case "Adam's step not restored":
+            patch_load(reset_without_step)
+        case "a moment restored at half its size":
+            from parallel.checkpoint.read import Checkpoint
+
+            read_box = Checkpoint.read_box
+
+            def mixed_up(self: Any, name: str, box: Any, kind: str = "weight") -> Any:
+                return read_box(self, name, box, kind) * (0.5 if (kind, name) == ("exp_avg", "embed.weight") else 1.0)
+
+            Checkpoint.read_box = mixed_up
+        case "experts swapped in the checkpoint":
+            import parallel.checkpoint.write as write
+
+            collect = write.collect_pieces
+
+            def swapped(*arguments: Any) -> Any:
+                pieces, tensors = collect(*arguments)
+                for key, tensor in tensors.items():
+                    if key.startswith("weight/") and ".experts.gate/" in key and tensor.shape[0] > 1:
+                        tensors[key] = tensor.flip(0).contiguous()
+                return pieces, tensors
+
+            write.collect_pieces = swapped
+        case "router bias not restored":
+            from parallel.checkpoint.read import Checkpoint
+
+            read = Checkpoint.read
+            Checkpoint.read = lambda self, name, kind="weight": read(self, name, kind) * (0 if kind == "buffer" else 1)
+        case _:
+            raise AssertionError(f"no fault named {title!r}")
+
+
+def divided_by_own_count(dp: int) -> Callable[..., Any]:
+    import launcher.step as step
+
+    original = step.accumulate_gradients
+
+    def accumulate(engine: Any, dataset: Any, indices: Any, micro_batch_size: int) -> Any:
+        mine = step.share_of_batch(indices, micro_batch_size, engine.mesh).reshape(-1)
+        n_targets, n_tokens = dataset.count(mine)
+        dataset.count = lambda _: (n_targets * dp, n_tokens * dp)
+        try:
+            return original(engine, dataset, indices, micro_batch_size)
+        finally:
+            del dataset.count
+
+    return accumulate
+
+
+def patch_backward(change: Callable[[Any, Any], Any]) -> None:
+    from parallel.engine import Engine
+
+    original = Engine.backward
+    Engine.backward = lambda self, loss, **rest: original(self, change(self, loss), **rest)
+
+
+def hook_gradients(names: str, factor: float) -> None:
+    """Multiplies the gradients of the weights with ``names`` in their name, in every engine that is built."""
+    import launcher.prove.rank as rank_module
+
+    build = rank_module.build_engine
+
+    def hooked(*arguments: Any) -> Any:
+        engine = build(*arguments)
+        for name, weight in engine.model.named_parameters():
+            if names in name:
+                weight.register_hook(lambda gradient: gradient * factor)
+        return engine
+
+    rank_module.build_engine = hooked
+
+
+def weigh_auxiliary(coefficient: str, factor: float) -> None:
+    from modeling.moe import MoE
+
+    original = MoE.add_auxiliary_losses
+
+    def weighed(self: Any, *arguments: Any) -> Any:
+        true = getattr(self, coefficient)
+        setattr(self, coefficient, true * factor)
+        try:
+            return original(self, *arguments)
+        finally:
+            setattr(self, coefficient, true)
+
+    MoE.add_auxiliary_losses = weighed
+
+
+def patch_norm(change: Callable[[list[Any]], list[Any]]) -> None:
+    import parallel.engine as engine_module
+
+    original = engine_module.global_norm
+    engine_module.global_norm = lambda parts, *rest: original(change(list(parts)), *rest)
+
+
+def patch_deal(change: Callable[..., Any]) -> None:
+    import launcher.step as step
+
+    deal = step.share_of_batch
+    step.share_of_batch = lambda indices, size, mesh: change(deal, indices, size, mesh)
+
+
+def plant_local_counts() -> None:
+    import launcher.step as step
+    import launcher.train as loop
+
+    local: dict[int, torch.Tensor] = {}
+    over_ranks, move = step.Sums.over_ranks, loop.move_router_biases
+
+    def remembering(self: Any, mesh: Any) -> Any:
+        local.update({layer: row[3:].to(torch.int64) for layer, row in self.layers.items()})
+        return over_ranks(self, mesh)
+
+    step.Sums.over_ranks = remembering
+    loop.move_router_biases = lambda model, config, counts: move(model, config, local)
+
+
+def overlook_overflows() -> None:
+    from parallel.engine import Engine
+
+    original = Engine.step
+
+    def overlooking(self: Any, lr: float) -> Any:
+        result = original(self, lr)
+        if result.skipped:
+            self.optimizer.loss_scaler.cur_scale *= 2
+        return replace(result, skipped=False)
+
+    Engine.step = overlooking
+
+
+def patch_load(change: Callable[[Any], None]) -> None:
+    """Changes the engine just before a checkpoint is loaded into it."""
+    import launcher.prove.rank as rank_module
+
+    load = rank_module.load_state
+
+    def changed(engine: Any, checkpoint: Any) -> None:
+        change(engine)
+        load(engine, checkpoint)
+
+    rank_module.load_state = changed
+
+
+def reset_without_step(engine: Any) -> None:
+    reset = engine.reset_states
+    engine.reset_states = lambda step: reset(0)
