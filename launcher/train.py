@@ -1,8 +1,10 @@
 """The training loop, read from top to bottom. Every rank runs it."""
 
+import ctypes
 import dataclasses
 import gc
 import os
+import sys
 import time
 from typing import Any
 
@@ -24,6 +26,9 @@ from modeling.schedules import lr_factor
 from parallel.engine import Engine, StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.recompute import apply_recompute
+
+M_MMAP_THRESHOLD = -3  # malloc.h
+MMAP_THRESHOLD_BYTES = 4 << 20
 
 
 def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
@@ -75,9 +80,22 @@ def prepare_process(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+    if not torch.cuda.is_available():
+        keep_heap_from_growing()
     gc.disable()
     gc.collect()
     gc.freeze()
+
+
+def keep_heap_from_growing() -> None:
+    """Large blocks get maps of their own, which are given back: glibc's heap otherwise fragments and grows without end.
+
+    Left alone, the quickstart's ranks grow by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21).
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def open_heldout(config: RunConfig) -> Dataset | None:

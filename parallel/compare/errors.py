@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 1e-5  # a tensor whose norm is below this share of all tensors' norm is measured against that share
-FACTOR_RESIDUAL = 1e-2  # "a plain factor": what is left after scaling, relative to the tensor
+FACTOR_RESIDUAL = 0.1  # "a plain factor": what is left after scaling, as a share of what the factor explains
 FACTOR_NEARNESS = 1e-2  # how near a ratio must lie to a degree to be named after it
 
 # Within a layer, tensors in the order in which the forward pass uses them.
@@ -41,7 +41,7 @@ class Factor:
     @property
     def is_plain(self) -> bool:
         """Whether the ratio alone explains the difference."""
-        return self.residual <= FACTOR_RESIDUAL
+        return self.residual <= FACTOR_RESIDUAL * abs(self.ratio - 1)
 
 
 def tensor_errors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
@@ -112,7 +112,7 @@ def near(value: float, other: float) -> bool:
 def explain_norm(
     ours: float, gradients: Mapping[str, Tensor], groups: Mapping[str, list[str]], degrees: Mapping[str, int]
 ) -> str | None:
-    """Which tensors a wrong norm ``ours`` counts how often, where one group of them explains it; else None.
+    """Which tensors a wrong norm ``ours`` counts how often, where a tensor or a group of them explains it; else None.
 
     ``gradients`` are the true ones. Tries, for each group and each count of 0, 2 or a degree, whether the norm with the
     group's squares counted that often is ``ours``.

@@ -35,7 +35,7 @@ class ZBV:
 
 @dataclass(frozen=True, kw_only=True)
 class DualPipeV:
-    """Two stages a rank in a V, forward and backward passes of two micro-batches paired (DeepSeek-V3, arXiv:2412.19437).
+    """Two stages a rank in a V, forward and backward passes of two micro-batches in pairs (arXiv:2412.19437).
 
     torch runs the two of a pair one after the other, so what is gained is the smaller bubble, no hidden communication.
     """

@@ -137,11 +137,12 @@ def draw_svg(config: PipelineConfig, pp: int, n_micro_batches: int, durations: D
     """The same as an SVG image."""
     spans = timeline(action_orders(config, pp, n_micro_batches), durations or Durations())
     end = max(span.end for row in spans for span in row)
-    width, height = MARGIN + end * CELL + 10, (len(spans) + 2) * ROW + 14
+    title = summary(config, pp, n_micro_batches, durations)
+    width, height = max(MARGIN + end * CELL, 7 * len(title)) + 10, (len(spans) + 2) * ROW + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="10">',
-        f'<text x="6" y="16" font-size="12">{escape(summary(config, pp, n_micro_batches, durations))}</text>',
+        f'<text x="6" y="16" font-size="12">{escape(title)}</text>',
     ]
     for rank, row in enumerate(spans):
         top = (rank + 1) * ROW

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 class GradientSums:
     """Sums up the micro-batches' gradients of one DeepSpeed engine's weights; state between steps is memory only.
 
-    In fp32 autograd sums them in ``.grad``. In 16 bits they move on into fp32 after each backward pass: into DeepSpeed's
-    own accumulators under ZeRO 1, into ours under ZeRO 2 and 3, where DeepSpeed takes gradients in the weights' dtype:
-    there the sum is rounded once.
+    In fp32 autograd sums them in ``.grad``. In 16 bits they move on into fp32 after each backward pass: under ZeRO 1
+    into DeepSpeed's own accumulators, under ZeRO 2 and 3 into ours, where DeepSpeed takes gradients in the weights'
+    dtype, so the sum is rounded once.
     """
 
     def __init__(self, engine: Any, zero: int, dtype: torch.dtype) -> None:
@@ -31,9 +31,9 @@ class GradientSums:
 
     @contextmanager
     def collect(self, finish: Callable[[], None] | None = None) -> Iterator[None]:
-        """Around one step's schedule, which is given ``after_backward``: leaving reduces the gradients. All ranks call it.
+        """Around one step's schedule, which is given ``after_backward``: on leaving, gradients are reduced.
 
-        ``finish`` is called when the sums are complete and before they are reduced (tied weights).
+        ``finish`` is called when the sums are complete and before they are reduced (tied weights). All ranks call it.
         """
         engine = self.engine
         engine.enable_backward_allreduce = False

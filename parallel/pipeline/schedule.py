@@ -28,7 +28,7 @@ class Action(NamedTuple):
 def build_schedule(
     config: PipelineConfig, stages: Sequence[Any], n_micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor] | None
 ) -> Any:
-    """The schedule of torch over this rank's stages (torch.distributed.pipelining.PipelineStage), gradients unscaled."""
+    """The schedule of torch over this rank's stages (torch.distributed.pipelining.PipelineStage); it scales nothing."""
     match config:
         case OneFOneB():
             return Schedule1F1B(stages[0], n_micro_batches, loss_fn, scale_grads=False)

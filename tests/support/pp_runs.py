@@ -74,6 +74,7 @@ class Seen:
     eval_loss: float = 0.0
     orders: list[list[str]] = field(default_factory=list)  # by rank: actions of the last step
     peaks: list[int] = field(default_factory=list)  # by rank: stage activations alive at once
+    sent: list[int] = field(default_factory=list)  # by rank: bytes sent to other ranks in the last step
     copies: list[dict[str, Tensor]] = field(default_factory=list)  # by rank: weights at the end
 
 
@@ -183,6 +184,7 @@ def run_rank(case: Case) -> Seen:
         ready, n_targets = micro_batches(batch_of(case, step))
         pipeline.prepare(len(ready))
         recorder.watch(pipeline)
+        sent = count_sent()
         outputs = pipeline.train(ready, 1.0 / n_targets)
         if tied is not None and case.fault != "tied gradient not reduced":
             add_other_copy(tied.grad, mesh.pp, ranks[-1] if parts[0].has_embedding else ranks[0])
@@ -194,12 +196,30 @@ def run_rank(case: Case) -> Seen:
                 weight -= case.lr * weight.grad
                 weight.grad = None
         move_router_biases(model, case.model, seen.counts[-1])
+        seen.sent = list(sent)
     ready, n_targets = micro_batches(batch_of(case, 99)[:3])
     seen.eval_loss = sum(float(output.loss or 0.0) for output in pipeline.evaluate(ready)) / n_targets
     seen.orders, seen.peaks = [recorder.order], [recorder.peak]
     seen.copies = [{name: weight.detach() for name, weight in model.named_parameters()}]
     close_mesh()
     return seen
+
+
+def count_sent() -> list[int]:
+    """A list of one number, to which every send of floating-point values adds its bytes from now on."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    sent = [0]
+    isend = getattr(dist.isend, "uncounted", dist.isend)
+
+    def counted(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+        sent[0] += tensor.nbytes if tensor.is_floating_point() else 0
+        return isend(tensor, *arguments, **named)
+
+    counted.uncounted = isend
+    dist.isend = distributed_c10d.isend = counted
+    return sent
 
 
 def collect(seen: Seen, outputs: list[Output], n_targets: int, model: Any, ready: list[Any]) -> None:
@@ -295,6 +315,7 @@ def merge(results: list[Seen], steps: int) -> Seen:
     for result in results:
         merged.orders += result.orders
         merged.peaks += result.peaks
+        merged.sent += result.sent
         merged.copies += result.copies
     return merged
 

@@ -25,15 +25,18 @@ class Fault:
     check: str
     says: str
     overrides: tuple[str, ...] = ()
+    ranks: int = 2
 
 
 BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
+TP, CP, EP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",)
+RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
-    Fault("loss not scaled by dp", "gradients", "embed.weight: 0.5000 x one process's gradient, which is 1/dp"),
+    Fault("loss not scaled by dp", "gradients", "the token loss x 0.5000 (= 1/dp)"),
     Fault("gradients not reduced", "gradients", EVERY_GRADIENT),
     Fault("router's gradient from one rank only", "gradients", "layers.1.feed_forward.router.weight"),
     Fault("expert gradients times dp", "gradients", "experts.gate: 2.0000 x one process's gradient, which is dp"),
@@ -47,18 +50,43 @@ FAULTS = [
     Fault("ranks initialized differently", "weights at step 0", "on rank 1 (dp 1) is not the tensor of (seed, name)"),
     Fault("last micro-batch dropped", "samples read", "is read by 0 ranks of dp"),
     Fault("every rank reads the same samples", "samples read", "is read by 2 ranks of dp"),
-    Fault("labels shifted", "loss", "data or the forward pass differ"),
-    Fault("attention across documents", "loss", "data or the forward pass differ"),
-    Fault("positions doubled", "loss", "data or the forward pass differ"),
+    Fault("labels shifted", "loss", "the head, the loss, its targets or its divisor differ"),
+    Fault("attention across documents", "modules' outputs", "layers.0.attention, sample"),
+    Fault("positions doubled", "modules' outputs", "layers.0.attention, sample"),
     Fault("router computed in bf16", "router choices", "layer 1"),
-    Fault("tokens dropped at an expert's capacity", "loss", "data or the forward pass differ"),
+    Fault("tokens dropped at an expert's capacity", "modules' outputs", "layers.1.feed_forward, sample"),
     Fault("router bias from local counts", "router biases", "layers.1.feed_forward.router.bias", BIAS),
     Fault("weight decay on norms", "AdamW of these gradients", "norm.weight"),
     Fault("an overflow that one rank does not see", "overflow on one rank", "rank 1 (dp 1) did not skip", FP16),
-    Fault("stale low-precision weights after a load", "one -> layout: next loss", "from fp32, one process at most", BF16),
+    Fault(
+        "stale low-precision weights after a load", "one -> layout: next loss", "from fp32, one process at most", BF16
+    ),
     Fault("Adam's step not restored", "next weights", "layers."),
     Fault("a moment restored at half its size", "next weights", "embed.weight"),
     Fault("experts swapped in the checkpoint", "weights as saved", "experts.gate"),
+    Fault("router's gradient not summed over tp", "gradients", "1.feed_forward.router.weight", TP),
+    Fault("norms' gradients not summed over tp", "gradients", "layers.0.attention_norm.weight", TP),
+    Fault("balance loss times tp", "gradients", "the balance loss x 2.0000 (= tp", TP),
+    Fault("norm counts what tp replicates on every rank", "gradient norm", "what no axis cuts counted 2 times", TP),
+    Fault(
+        "one rank of tp moves its copy of the norms",
+        "gradients",
+        "copies alone: a copy of layers.0.attention_norm.weight",
+        TP,
+    ),
+    Fault(
+        "expert gradients times ep", "gradients", "experts.gate: 2.0000 x one process's gradient, which is dp or ep", EP
+    ),
+    Fault("a rank of ep takes its neighbor's experts", "modules' outputs", "layers.1.feed_forward, sample", EP),
+    Fault("attention across documents under cp (all-to-all)", "modules' outputs", "layers.0.attention, sample", CP),
+    Fault("attention across documents under cp (ring)", "modules' outputs", "layers.0.attention, sample", RING),
+    Fault("positions of the wrong chunk under cp", "modules' outputs", "layers.0.attention, sample", CP),
+    Fault(
+        "balance loss of the rank's own positions under cp",
+        "balance loss",
+        "the last is layers.2.feed_forward.router.weight",
+        CP,
+    ),
     Fault("router bias not restored", "router biases", "layers.1.feed_forward.router.bias on rank 0", BIAS),
 ]
 
@@ -179,6 +207,43 @@ def plant(title: str) -> None:
 
             read = Checkpoint.read
             Checkpoint.read = lambda self, name, kind="weight": read(self, name, kind) * (0 if kind == "buffer" else 1)
+        case "router's gradient not summed over tp":
+            change_engines(lambda engine: leave_gradients_alone(engine, "Router"))
+        case "norms' gradients not summed over tp":
+            change_engines(lambda engine: leave_gradients_alone(engine, "RMSNorm"))
+        case "balance loss times tp":
+            weigh_auxiliary("balance_coefficient", 2)
+        case "norm counts what tp replicates on every rank":
+            change_engines(lambda engine: engine.uncounted.clear())
+        case "one rank of tp moves its copy of the norms":
+            hook_gradients("norm.weight", 1.001 if rank == 1 else 1.0)
+        case "expert gradients times ep":
+            hook_gradients(".experts.", 2)
+        case "a rank of ep takes its neighbor's experts":
+            import parallel.expert as expert
+
+            exchange = expert.exchange_counts
+            expert.exchange_counts = lambda counts_E, axis: exchange(counts_E, axis).flip(1)
+        case "attention across documents under cp (all-to-all)" | "attention across documents under cp (ring)":
+            import launcher.step as step
+
+            split = step.split_context
+            step.split_context = lambda whole, axis: split(
+                replace(whole, documents_BS=whole.documents_BS.clamp(max=0)), axis
+            )
+        case "positions of the wrong chunk under cp":
+            import launcher.step as step
+
+            split_right = step.split_context
+
+            def split_wrong(whole: Any, axis: Any) -> Any:
+                context = split_right(whole, axis)
+                context.positions_BS = whole.positions_BS.chunk(axis.degree, 1)[axis.rank]
+                return context
+
+            step.split_context = split_wrong
+        case "balance loss of the rank's own positions under cp":
+            change_engines(keep_sequence_sums)
         case _:
             raise AssertionError(f"no fault named {title!r}")
 
@@ -207,20 +272,43 @@ def patch_backward(change: Callable[[Any, Any], Any]) -> None:
     Engine.backward = lambda self, loss, **rest: original(self, change(self, loss), **rest)
 
 
-def hook_gradients(names: str, factor: float) -> None:
-    """Multiplies the gradients of the weights with ``names`` in their name, in every engine that is built."""
+def change_engines(change: Callable[[Any], object]) -> None:
+    """Changes every engine once it is built."""
     import launcher.prove.rank as rank_module
 
     build = rank_module.build_engine
 
-    def hooked(*arguments: Any) -> Any:
+    def changed(*arguments: Any) -> Any:
         engine = build(*arguments)
+        change(engine)
+        return engine
+
+    rank_module.build_engine = changed
+
+
+def hook_gradients(names: str, factor: float) -> None:
+    """Multiplies the gradients of the weights with ``names`` in their name."""
+
+    def hook(engine: Any) -> None:
         for name, weight in engine.model.named_parameters():
             if names in name:
                 weight.register_hook(lambda gradient: gradient * factor)
-        return engine
 
-    rank_module.build_engine = hooked
+    change_engines(hook)
+
+
+def leave_gradients_alone(engine: Any, kind: str) -> None:
+    from modeling.norm import as_it_is
+
+    for module in engine.model.modules():
+        if type(module).__name__ == kind:
+            module.enter = as_it_is
+
+
+def keep_sequence_sums(engine: Any) -> None:
+    for module in engine.model.modules():
+        if hasattr(module, "add_sequence_sums"):
+            module.add_sequence_sums = lambda sums_BX: sums_BX
 
 
 def weigh_auxiliary(coefficient: str, factor: float) -> None:

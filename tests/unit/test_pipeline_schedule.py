@@ -2,6 +2,7 @@
 
 import xml.dom.minidom
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +86,12 @@ def test_drawn_as_svg(schedule):
     orders = action_orders(schedule, 2, 6)
     assert titles == sorted(f"{one.stage}{one.kind}{one.micro_batch}" for order in orders for one in order)
     assert summary(schedule, 2, 6) in svg.toxml()
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), Interleaved(), ZBV(), DualPipeV()], ids=str)
+def test_documented_drawings_are_drawn(schedule):
+    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    assert draw_text(schedule, 2, 4) in text
 
 
 GOOD = {"pp": 2, "n_layers": 8, "zero": 1, "global_batch_size": 16, "micro_batch_size": 2, "dp": 2}
