@@ -1,0 +1,22 @@
+"""What the pipeline sends, in closed form."""
+
+from itertools import pairwise
+
+from parallel.pipeline.config import PipelineConfig, stage_ranks
+
+FP32_BYTES = 4
+
+
+def sent_bytes(
+    config: PipelineConfig, pp: int, pp_rank: int, n_micro_batches: int, hidden_bytes: int, tied_elements: int = 0
+) -> int:
+    """Bytes that one pp rank sends to others in one training step.
+
+    ``hidden_bytes`` is the size of one micro-batch's hidden states on this rank. At each border between stages on two
+    ranks, the earlier sends every micro-batch's hidden states and the later their gradients. ``tied_elements`` are this
+    rank's elements of a tied embedding (0: not tied); the first and last rank exchange its fp32 gradients.
+    """
+    ranks = stage_ranks(config, pp)
+    sends = sum((a == pp_rank) + (b == pp_rank) for a, b in pairwise(ranks) if a != b)
+    tied = FP32_BYTES * tied_elements if ranks[0] != ranks[-1] and pp_rank in (ranks[0], ranks[-1]) else 0
+    return sends * n_micro_batches * hidden_bytes + tied

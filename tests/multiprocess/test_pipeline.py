@@ -1,0 +1,117 @@
+"""Every schedule on two and four processes against one plain process: losses, gradients, routing, evaluation, order.
+
+Tolerances: fp32 sums in another order. Losses (fp64 sums of fp32 terms) to 1e-6 relative; each gradient to 1e-5 of its
+own norm; counts exactly. SGD is used because it is linear in the gradient.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
+from parallel.pipeline.draw import peak_activations
+from parallel.pipeline.schedule import action_orders
+from parallel.pipeline.volume import sent_bytes
+from pp_runs import BIAS, DENSE, MOE, Case, errors, reference, run_case
+
+SCHEDULES = [OneFOneB(), Interleaved(), ZBV(), DualPipeV()]
+BOUNDS = {"loss": 1e-6, "eval": 1e-6, "gradient": 1e-5, "counts": 0.0, "balance": 1e-6}
+MODELS = {
+    "moe": MOE,
+    "moe_tied": replace(MOE, tie_embeddings=True),
+    "bias": BIAS,
+    "dense_tied": replace(DENSE, tie_embeddings=True),
+}
+
+
+def by_name(config):
+    return config.name
+
+
+def check(case: Case) -> None:
+    """The case equals one process, and did and sent what its schedule says."""
+    ours = run_case(case)
+    found = errors(ours, reference(replace(case, pp=1, pipeline=OneFOneB(), recompute="none")))
+    assert all(found[name] <= bound for name, bound in BOUNDS.items()), found
+    orders = action_orders(case.pipeline, case.pp, case.n_micro)
+    assert ours.orders == [[f"{action.stage}{action.kind}{action.micro_batch}" for action in order] for order in orders]
+    assert ours.peaks == [peak_activations(order) for order in orders]
+    hidden_bytes = case.micro_batch_size * 24 * case.model.d_model * 4
+    tied = case.model.vocab_size * case.model.d_model if case.model.tie_embeddings else 0
+    assert ours.sent == [
+        sent_bytes(case.pipeline, case.pp, rank, case.n_micro, hidden_bytes, tied) for rank in range(case.pp)
+    ]
+
+
+@pytest.mark.parametrize("model", ["moe", "moe_tied", "dense_tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=by_name)
+def test_two_stages_equal_one_process(schedule, model):
+    check(Case(MODELS[model], schedule))
+
+
+@pytest.mark.parametrize("model", ["bias", "dense_tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=by_name)
+def test_four_ranks_equal_one_process(schedule, model):
+    check(Case(replace(MODELS[model], n_layers=9), schedule, pp=4, n_micro=8, micro_batch_size=1))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=by_name)
+def test_recomputation_changes_nothing(schedule, recompute):
+    check(Case(MOE, schedule, recompute=recompute, n_micro=4))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [(OneFOneB(), (4, 1)), (Interleaved(), (1, 2, 1, 1)), (ZBV(), (2, 1, 1, 1)), (DualPipeV(), (1, 1, 1, 2))],
+    ids=str,
+)
+def test_uneven_layers_and_padding(schedule, layers):
+    check(Case(MODELS["moe_tied"], replace(schedule, layers=layers), n_micro=4, padded=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "n_micro"),
+    [
+        (OneFOneB(), 2, 2),
+        (OneFOneB(), 2, 7),
+        (Interleaved(n_chunks=3), 2, 6),
+        (Interleaved(), 2, 1),
+        (Interleaved(), 4, 3),
+        (Interleaved(), 4, 10),
+        (ZBV(), 2, 1),
+        (ZBV(), 4, 3),
+        (DualPipeV(), 2, 5),
+        (DualPipeV(), 4, 9),
+    ],
+    ids=str,
+)
+def test_numbers_of_micro_batches(schedule, pp, n_micro):
+    n_layers = pp * chunks(schedule)
+    check(Case(replace(DENSE, n_layers=n_layers), schedule, pp=pp, n_micro=n_micro, micro_batch_size=1, steps=1))
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), Interleaved()], ids=by_name)
+def test_tied_copies_stay_bitwise_equal(schedule):
+    copies = run_case(Case(MODELS["moe_tied"], schedule)).copies
+    assert torch.equal(copies[0]["embed.weight"], copies[1]["embed.weight"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "check_name"),
+    [
+        ("stage initialized like another", "loss"),
+        ("tied gradient not reduced", "gradient"),
+        ("last micro-batch dropped", "loss"),
+        ("loss scaled per stage", "gradient"),
+        ("context of another micro-batch", "loss"),
+    ],
+)
+@pytest.mark.parametrize("schedule", [OneFOneB(), Interleaved()], ids=by_name)
+def test_planted_fault_is_seen(schedule, fault, check_name):
+    case = Case(MODELS["moe_tied"], schedule, n_micro=5 if fault == "last micro-batch dropped" else 8)
+    if fault == "last micro-batch dropped" and schedule.name == "interleaved":
+        case = replace(case, n_micro=3)
+    found = errors(run_case(replace(case, fault=fault)), reference(replace(case, pp=1, pipeline=OneFOneB())))
+    assert found[check_name] > 10 * BOUNDS[check_name], found
