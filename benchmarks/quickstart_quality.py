@@ -109,22 +109,21 @@ def losses(model: nn.Module, dataset: Dataset, indices: np.ndarray) -> tuple[Ten
     documents_BS, positions_BS = torch.from_numpy(batch.documents_BS), torch.from_numpy(batch.positions_BS)
     mask_BSS = attention_mask(positions_BS, documents_BS, positions_BS, documents_BS, None)
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(
+        output = model.model(  # not the model itself, which would count padding by the 4D mask
             input_ids=torch.from_numpy(batch.tokens_BS),
             attention_mask=mask_BSS[:, None],
             position_ids=positions_BS.long(),
             use_cache=False,
+            output_router_logits=True,
         )
-    loss = F.cross_entropy(
-        output.logits.float().flatten(0, 1), torch.from_numpy(batch.targets_BS).flatten(), reduction="sum"
-    )
-    coefficient = model.config.router_aux_loss_coef
+        logits_BSV = model.lm_head(output.last_hidden_state)
+    targets_T = torch.from_numpy(batch.targets_BS).flatten()
+    loss = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_T, reduction="sum")
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    auxiliary = load_balancing_loss_func(
-        output.router_logits, model.config.num_experts, model.config.num_experts_per_tok
-    )
-    return loss, coefficient * torch.as_tensor(auxiliary)
+    settings = model.config
+    balance = load_balancing_loss_func(output.router_logits, settings.num_experts, settings.num_experts_per_tok)
+    return loss, settings.router_aux_loss_coef * torch.as_tensor(balance)
 
 
 @torch.no_grad()
