@@ -30,7 +30,14 @@ def evaluate_checkpoint(path: Path, sequences: int | None, *, as_json: bool) -> 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_decoder(trained, device, DTYPES[config.train.precision])
     n_sequences = min(sequences or config.train.eval_sequences, heldout.n_samples)
-    loss = evaluate(model, heldout, n_sequences, config.train.micro_batch_size, lone_mesh(device))
+    loss = evaluate(
+        lambda batches: (model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in batches),
+        config.model,
+        heldout,
+        n_sequences,
+        config.train.micro_batch_size,
+        lone_mesh(device),
+    )
     step = trained.checkpoint.step
     if as_json:
         print(json.dumps({"step": step, "eval_loss": loss, "perplexity": math.exp(loss), "sequences": n_sequences}))

@@ -3,32 +3,24 @@
 Shape letters: B micro-batch, S sequence, E experts.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import PADDING
+from data.batch import IGNORED, PADDING
 from data.dataset import Dataset
+from modeling.config import ModelConfig
 from modeling.context import Context
-from modeling.decoder import Decoder, Output
+from modeling.decoder import Output
 from modeling.moe import RoutingStats
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.part import take_share
 from parallel.engine import Engine
 from parallel.mesh import Mesh, sum_over_ranks
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Some sequences on this rank's device."""
-
-    tokens_BS: Tensor
-    targets_BS: Tensor
-    positions_BS: Tensor
-    documents_BS: Tensor
-    has_padding: bool
+from parallel.pipeline.stages import MicroBatch
 
 
 @dataclass
@@ -53,29 +45,27 @@ def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
     return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
 
 
-def read_micro_batch(dataset: Dataset, indices: np.ndarray, mesh: Mesh) -> MicroBatch:
-    """The samples, packed, on the device, whole. Ranks of cp and tp read the same ones."""
+def read_micro_batch(
+    dataset: Dataset, indices: np.ndarray, mesh: Mesh, balance_scale: float = 0.0, z_scale: float = 0.0
+) -> MicroBatch:
+    """The samples on the device, cut to this rank's share of the positions: cp cuts them here, tp between layers.
+
+    Ranks of cp, tp and pp read the same samples. The scales are what the auxiliary losses weigh.
+    """
     batch = dataset.read(indices)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
     tensors = [torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays]
-    return MicroBatch(
-        *tensors,
-        has_padding=bool((batch.documents_BS == PADDING).any()),
-    )
-
-
-def forward(model: Decoder, batch: MicroBatch, mesh: Mesh, balance_scale: float = 0.0, z_scale: float = 0.0) -> Output:
-    """The model's loss on this rank's share of the micro-batch's positions: cp cuts them here, tp between layers."""
-    context = Context(batch.positions_BS, batch.documents_BS, balance_scale, z_scale, batch.has_padding)
-    tokens_BS, targets_BS = batch.tokens_BS, batch.targets_BS
+    tokens_BS, targets_BS, positions_BS, documents_BS = tensors
+    has_padding = bool((batch.documents_BS == PADDING).any())
+    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
     if mesh.cp.degree > 1:
         context = split_context(context, mesh.cp)
         tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
     if mesh.tp.degree > 1:
         part = part_of_sequence(tokens_BS.shape[1], mesh)
         positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
-        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, batch.has_padding)
-    return model(tokens_BS, context, targets_BS)
+        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+    return MicroBatch(tokens_BS, targets_BS, context)
 
 
 def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int) -> Totals:
@@ -88,28 +78,46 @@ def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, 
     n_targets, n_tokens = dataset.count(indices)
     scale = engine.loss_scale * mesh.replicas.degree  # DeepSpeed averages gradients over dp x cp
     mine = share_of_batch(indices, micro_batch_size, mesh)
-    sums = Sums()
-    for number, part in enumerate(mine):
-        batch = read_micro_batch(dataset, part, mesh)
-        output = forward(engine.model, batch, mesh, balance_scale=scale / len(indices), z_scale=scale / n_tokens)
+    batches = (read_micro_batch(dataset, part, mesh, scale / len(indices), scale / n_tokens) for part in mine)
+    sums = Sums(engine.model_config)
+    if engine.pipeline is not None:
+        for output in engine.run_pipeline(list(batches), scale / n_targets):
+            sums.add(output)
+        return sums.over_ranks(mesh)
+    for number, batch in enumerate(batches):
+        output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
         engine.backward(output.loss * (scale / n_targets), last=number == len(mine) - 1)
         sums.add(output)
     return sums.over_ranks(mesh)
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, dataset: Dataset, n_sequences: int, micro_batch_size: int, mesh: Mesh) -> float:
-    """Token cross-entropy of the first held-out samples, normalized as the training loss. All ranks call it."""
+def evaluate(
+    run: Callable[[list[MicroBatch]], Iterable[Output]],
+    config: ModelConfig,
+    dataset: Dataset,
+    n_sequences: int,
+    micro_batch_size: int,
+    mesh: Mesh,
+) -> float:
+    """Token cross-entropy of the first held-out samples, normalized as the training loss. All ranks call it.
+
+    ``run`` makes the forward passes. Every rank makes as many, of one shape, since the others wait for its part: what a
+    rank lacks is filled with samples whose targets do not count.
+    """
     indices = np.arange(min(n_sequences, dataset.n_samples))
     n_targets, _ = dataset.count(indices)
-    sums = Sums()
+    batches = []
     for start in range(0, len(indices), micro_batch_size * mesh.dp.degree):
         first = start + mesh.dp.rank * micro_batch_size
         part = indices[first : first + micro_batch_size]
-        # A rank with nothing left still runs: under ZeRO 3 the others wait for its part of the weights.
-        batch = read_micro_batch(dataset, part if len(part) else indices[:1], mesh)
-        output = forward(model, batch, mesh)
-        sums.add(output, weight=1.0 if len(part) else 0.0)
+        filled = np.concatenate([part, np.zeros(micro_batch_size - len(part), dtype=part.dtype)])
+        batch = read_micro_batch(dataset, filled, mesh)
+        batch.targets_BS[len(part) :] = IGNORED
+        batches.append(batch)
+    sums = Sums(config)
+    for output in run(batches):
+        sums.add(output)
     return sums.over_ranks(mesh).loss / max(1, n_targets)
 
 
@@ -119,16 +127,18 @@ ENTROPY, BALANCE, Z, COUNTS = range(4)  # the columns of a layer's row of sums; 
 class Sums:
     """Running sums of this rank's passes, kept in fp64 on the device until the step's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ModelConfig) -> None:
+        self.moe_layers = [layer for layer in range(config.n_layers) if config.is_moe_layer(layer)]
+        self.n_columns = COUNTS + (config.moe.n_experts if config.moe is not None else 0)
         self.loss: Tensor | float = 0.0
-        self.layers: dict[int, Tensor] = {}  # layer -> entropy, balance loss, z-loss, counts
+        self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold
 
-    def add(self, output: Output, weight: float = 1.0) -> None:
-        """Adds one forward pass, times ``weight``."""
-        assert output.loss is not None
-        self.loss = self.loss + output.loss.detach() * weight
+    def add(self, output: Output) -> None:
+        """Adds one forward pass."""
+        if output.loss is not None:
+            self.loss = self.loss + output.loss.detach()
         for layer, stats in output.stats.items():
-            row = _layer_row(stats) * weight
+            row = _layer_row(stats)
             self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
 
     def over_ranks(self, mesh: Mesh) -> Totals:
@@ -137,14 +147,13 @@ class Sums:
         The ranks of tp all hold the same loss, and those of tp and cp the same sequences' balance losses; each counts
         for its share.
         """
-        layers = sorted(self.layers)
         loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
         for row in self.layers.values():
             row[BALANCE] /= mesh.tp.degree * mesh.cp.degree
-        packed = torch.cat([loss, *(self.layers[layer] for layer in layers)]).cpu()
-        total = sum_over_ranks(packed, mesh)
-        rows = total[1:].view(len(layers), -1) if layers else torch.zeros(0, 3)
-        by_layer = dict(zip(layers, rows, strict=True))
+        nothing = torch.zeros(self.n_columns, dtype=torch.float64, device=mesh.device)
+        rows = [self.layers.get(layer, nothing) for layer in self.moe_layers]
+        total = sum_over_ranks(torch.cat([loss, *rows]).cpu(), mesh)
+        by_layer = dict(zip(self.moe_layers, total[1:].view(len(self.moe_layers), self.n_columns), strict=True))
         return Totals(
             loss=float(total[0]),
             counts={layer: row[COUNTS:].to(torch.int64).numpy() for layer, row in by_layer.items()},

@@ -116,6 +116,8 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         micro_batch_size=config.train.micro_batch_size,
     )
     apply_recompute(engine.model, config.train.recompute)
+    if mesh.pp.degree > 1:
+        engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)
     return engine
 
 
@@ -180,7 +182,7 @@ def metrics_row(
 def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset) -> float:
     """The held-out token cross-entropy. All ranks call it."""
     train = config.train
-    return evaluate(engine.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
+    return evaluate(engine.evaluate, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
 
 
 def report_start(

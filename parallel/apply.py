@@ -1,6 +1,7 @@
 """From the built model and the mesh to this rank's part of it, in a written order."""
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,40 +12,53 @@ from modeling.decoder import Decoder, build_decoder
 from modeling.init import fill
 from modeling.moe import MoE
 from parallel.collectives import sum_forward
+from parallel.config import ParallelConfig
 from parallel.context_parallel.core import make_core
 from parallel.deepspeed_groups import experts_are_separate, mark_parameter, pose_as_deepspeed_moe
 from parallel.expert import make_dispatch
 from parallel.layout import held_box
 from parallel.mesh import Mesh
+from parallel.pipeline.stages import keep_parts, rank_parts
 from parallel.tensor import apply_tensor_parallelism
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The logical tensors of the whole model, whatever this rank holds of them."""
+
+    parameters: dict[str, tuple[int, ...]]
+    buffers: dict[str, tuple[int, ...]]
 
 
 def build_part(
     mesh: Mesh,
     config: ModelConfig,
-    zero: int,
-    cp_attention: Literal["ulysses", "ring"],
+    parallel: ParallelConfig,
     dtype: torch.dtype,
     deepspeed_config: dict[str, Any],
-) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
+) -> tuple[Decoder, Shapes]:
     """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
 
-    1. the whole model on the meta device; 2. weights cut by the layout table, and made one by one (under ZeRO 3
-    partitioned at once); 3. tensor parallelism; 4. context parallelism's attention core; 5. expert parallelism, and
-    sums over the ranks that share sequences.
+    1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table,
+    and made one by one (under ZeRO 3 partitioned at once); 3. tensor parallelism; 4. context parallelism's attention
+    core; 5. expert parallelism, and sums over the ranks that share sequences.
     """
     with torch.device("meta"):
         model = build_decoder(config)
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    make_weights(model, mesh, zero, dtype, deepspeed_config)
+    shapes = Shapes(
+        {name: tuple(weight.shape) for name, weight in model.named_parameters()},
+        {name: tuple(buffer.shape) for name, buffer in model.named_buffers()},
+    )
+    keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
+    make_weights(model, mesh, parallel.zero, dtype, deepspeed_config)
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
     for module in model.modules():
         if isinstance(module, Attention) and mesh.cp.degree > 1:
-            module.core = make_core(cp_attention, mesh.cp)
+            module.core = make_core(parallel.cp_attention, mesh.cp)
         if isinstance(module, MoE):
             connect_experts(module, mesh)
-    if experts_are_separate(mesh) and zero < 3:
+    if experts_are_separate(mesh) and parallel.zero < 3:
         pose_as_deepspeed_moe(model, mesh)
     return model, shapes
 

@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling.config import ModelConfig
-from modeling.decoder import Decoder
+from modeling.decoder import Decoder, Output
 from modeling.init import initial_tensor
 from modeling.optimizers.build import build_optimizer, parameter_groups, state_names
 from modeling.optimizers.config import OptimizerConfig
@@ -26,8 +27,14 @@ from parallel.fragments import Fragment, make_states, owned_fragments
 from parallel.layout import is_owner, place_of, replicas_of
 from parallel.mesh import Axis, Mesh
 from parallel.norm import global_norm, install_norm
+from parallel.pipeline.config import PipelineConfig, stage_ranks
+from parallel.pipeline.gradients import GradientSums
+from parallel.pipeline.run import Pipeline
+from parallel.pipeline.stages import MicroBatch, is_second_copy, rank_parts, tied_weight
+from parallel.pipeline.tied import add_other_copy
 
 INITIAL_LOSS_SCALE_POWER = 16
+TIED = "embed.weight"  # a tied embedding's name, which the head's copy on another stage bears too
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before the scale doubles
 
 
@@ -59,25 +66,73 @@ class Engine:
         self.model_config = model_config
         self.clip_norm = optimizer_config.clip_norm
         self.state_names = state_names(optimizer_config)
+        self.parts = rank_parts(model_config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank)
+        self.holds_second_copy = model_config.tie_embeddings and is_second_copy(self.parts)
+        self.pipeline: Pipeline | None = None
+        self.sums: GradientSums | None = None
+        self.ends: list[int] = []
         config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm)
         register_expert_groups(mesh)
-        self.model, self.shapes = build_part(mesh, model_config, zero, parallel.cp_attention, DTYPES[precision], config)
+        self.model, self.shapes = build_part(mesh, model_config, parallel, DTYPES[precision], config)
         self.base = build_optimizer(
             self.optimizer_groups(optimizer_config), optimizer_config, fused=mesh.device.type == "cuda"
         )
         self.deepspeed = wrap(self.model, self.base, config, mesh)
         self.optimizer: Any = self.deepspeed.optimizer
-        self.uncounted = {id(weight) for name, weight in self.model.named_parameters() if not is_owner(name, mesh)}
+        self.uncounted = {id(weight) for name, weight in self.model.named_parameters() if not self.owns(name)}
         if zero > 0:
             install_norm(self.optimizer, lambda parameter: id(parameter) not in self.uncounted)
         if precision == "fp16":
             defer_loss_scale(self.optimizer)
-        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh, self.shapes)
+        self.fragments: list[Fragment] = owned_fragments(
+            self.model, self.optimizer, zero, mesh, self.shapes.parameters, self.owns
+        )
         self.reset_states(0)
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank counts and writes its part of a tensor that other ranks of pp or tp hold as well."""
+        return is_owner(name, self.mesh) and not (name == TIED and self.holds_second_copy)
+
+    def open_pipeline(self, pipeline: PipelineConfig, micro_batch_size: int, seq_len: int) -> None:
+        """Makes ``run_pipeline`` and ``evaluate`` work under pp; afterwards ``backward`` is not used."""
+        positions = seq_len // (self.mesh.cp.degree * self.mesh.tp.degree)
+        self.pipeline = Pipeline(
+            self.model,
+            self.parts,
+            pipeline,
+            self.mesh.pp,
+            hidden_shape=(micro_batch_size, positions, self.model_config.d_model),
+            dtype=DTYPES[self.precision],
+            device=self.mesh.device,
+        )
+        self.sums = GradientSums(self.deepspeed, self.zero, DTYPES[self.precision])
+        self.ends = stage_ranks(pipeline, self.mesh.pp.degree)
+
+    def run_pipeline(self, micro_batches: Sequence[MicroBatch], scale: float) -> list[Output]:
+        """All of a step's micro-batches forward and backward through the stages, gradients reduced. All ranks call it.
+
+        ``scale`` is what each summed loss is multiplied by; the contexts weigh the auxiliary losses.
+        """
+        assert self.pipeline is not None and self.sums is not None
+        with self.sums.collect(self.add_tied_gradient):
+            return self.pipeline.train(micro_batches, scale, self.sums.after_backward)
+
+    def add_tied_gradient(self) -> None:
+        """Where the tied embedding and head lie on two ranks: both get the sum of both gradients."""
+        tied = tied_weight(self.model, self.model_config, self.parts, self.mesh.pp.degree)
+        if tied is not None and self.sums is not None:
+            other = self.ends[0] if self.holds_second_copy else self.ends[-1]
+            add_other_copy(self.sums.total(tied), self.mesh.pp, other)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Output]:
+        """Forward passes only, under torch.no_grad(). All ranks call it with the same number of micro-batches."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(micro_batches)
+        return (self.model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in micro_batches)
 
     def optimizer_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """The optimizer's groups, experts apart from the rest where DeepSpeed replicates them over other ranks."""
-        named = [(name, weight, len(self.shapes[name])) for name, weight in self.model.named_parameters()]
+        named = [(name, weight, len(self.shapes.parameters[name])) for name, weight in self.model.named_parameters()]
         if not experts_are_separate(self.mesh):
             return parameter_groups(named, config)
         experts = parameter_groups([row for row in named if place_of(row[0]).is_expert], config)
@@ -133,7 +188,7 @@ class Engine:
         """Clips the gradients that every rank holds whole (ZeRO 0), and returns their norm before."""
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.grad is not None]
         gradients = [weight.grad for _, weight in named if weight.grad is not None]
-        shares = [is_owner(name, self.mesh) / replicas_of(name, self.mesh).degree for name, _ in named]
+        shares = [self.owns(name) / replicas_of(name, self.mesh).degree for name, _ in named]
         norm = float(global_norm(zip(gradients, shares, strict=True), self.mesh.device))
         if self.clip_norm is not None and math.isfinite(norm) and norm + 1e-6 > self.clip_norm:
             for gradient in gradients:

@@ -4,6 +4,7 @@ DeepSpeed keeps fp32 masters and optimizer states in flat partitions; a fragment
 where in them. Checkpoints, initial weights and gradient comparisons all go through fragments.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.checkpoint.boxes import Box, boxes_of_range
-from parallel.layout import held_box, is_owner, replicas_of
+from parallel.layout import held_box, replicas_of
 from parallel.mesh import Axis, Mesh
 
 
@@ -48,18 +49,24 @@ class Fragment:
 
 
 def owned_fragments(
-    model: nn.Module, optimizer: Any, zero: int, mesh: Mesh, shapes: dict[str, tuple[int, ...]]
+    model: nn.Module,
+    optimizer: Any,
+    zero: int,
+    mesh: Mesh,
+    shapes: dict[str, tuple[int, ...]],
+    owns: Callable[[str], bool],
 ) -> list[Fragment]:
     """This rank's fragments, in the model's order. Those of owners cover each logical tensor exactly once.
 
-    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage, ``shapes`` the logical tensors' shapes.
+    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage, ``shapes`` the logical tensors' shapes, and
+    ``owns`` says which of several ranks with the same elements counts and writes them.
     """
     fragments = []
     for name, parameter in model.named_parameters():
         place = _find(name, parameter, optimizer, zero, replicas_of(name, mesh))
         if place is not None:
             held = held_box(name, shapes[name], mesh)
-            fragments.append(Fragment(name, shapes[name], held, *place, is_owner=is_owner(name, mesh)))
+            fragments.append(Fragment(name, shapes[name], held, *place, is_owner=owns(name)))
     return fragments
 
 

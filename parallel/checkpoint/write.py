@@ -112,7 +112,7 @@ def collect_pieces(engine: Engine, file: str) -> tuple[list[Piece], dict[str, Te
             for box in fragment.boxes():
                 add(kind, fragment.name, box.start, flat.narrow(0, done, box.numel).view(box.shape))
                 done += box.numel
-    if engine.mesh.rank == 0:  # buffers are the same on every rank
+    if engine.mesh.replicas.rank == 0 and engine.mesh.tp.rank == 0:  # buffers are the same on every rank of a stage
         for name, buffer in engine.model.named_buffers():
             add(BUFFER, name, (0,) * buffer.ndim, buffer)
     return pieces, tensors
@@ -129,8 +129,8 @@ def _commit(
 ) -> None:
     if engine.mesh.rank != 0:
         return
-    parameters = {name: list(shape) for name, shape in engine.shapes.items()}
-    buffers = {name: list(buffer.shape) for name, buffer in engine.model.named_buffers()}
+    parameters = {name: list(shape) for name, shape in engine.shapes.parameters.items()}
+    buffers = {name: list(shape) for name, shape in engine.shapes.buffers.items()}
     kinds = {kind: list(parameters) for kind in ("weight", *engine.state_names)} | {BUFFER: list(buffers)}
     manifest = Manifest(step=step, scalars=scalars, tensors=parameters | buffers, kinds=kinds)
     for pieces, files in descriptions:

@@ -1,1 +1,1 @@
-"""Comparing a layout with one plain process: gradients and weights as boxes of logical tensors, routers' choices, errors."""
+"""Comparing a layout with one plain process: gradients, weights, outputs and routers' choices, tensor by tensor."""

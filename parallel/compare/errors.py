@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 1e-5  # a tensor whose norm is below this share of all tensors' norm is measured against that share
-FACTOR_RESIDUAL = 0.1  # "a plain factor": what is left after scaling, as a share of what the factor explains
+FACTOR_RESIDUAL = 1e-3  # "a plain factor": what is left after scaling, as a share of what the factor explains
 FACTOR_NEARNESS = 1e-2  # how near a ratio must lie to a degree to be named after it
 
 # Within a layer, tensors in the order in which the forward pass uses them.
@@ -33,7 +33,7 @@ _IN_LAYER = (
 
 @dataclass(frozen=True)
 class Factor:
-    """``ours`` = ratio x ``theirs`` in the least-squares sense; ``residual`` is what that leaves, relative to ``ours``."""
+    """``ours`` = ratio x ``theirs`` by least squares; ``residual`` is what that leaves, relative to ``ours``."""
 
     ratio: float
     residual: float

@@ -1,4 +1,4 @@
-"""The gradients that DeepSpeed is about to apply: reduced over ranks, not yet clipped, wherever its stage keeps them."""
+"""The gradients that DeepSpeed is about to apply: reduced, not yet clipped, wherever its ZeRO stage keeps them."""
 
 from typing import Any
 

@@ -1,13 +1,16 @@
 """Routers' choices, token by token: recorded on one process, and replayed on ranks where a tie was decided otherwise.
 
-In fp32 a router's k-th and (k+1)-th scores can lie so close that rounding decides. Such a tie is no fault of a layout, but
-it moves the loss by 5e-7 to 6e-6; so where a rank's choice differs from the reference's and the reference's gap is small,
-the reference's choice is taken, and counted. Shape letters: N sequences, S sequence, T tokens, K top_k, E experts.
+In fp32 a router's k-th and (k+1)-th scores can lie so close that rounding decides. Such a tie is no fault of a layout,
+but it moves the loss by 5e-7 to 6e-6; so where a rank's choice differs from the reference's and the reference's gap is
+small, the reference's choice is taken, and counted.
+
+Shape letters: B sequences of a micro-batch, N of the batch, S sequence, P held positions, T tokens, K top_k, E experts.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +24,14 @@ from parallel.mesh import Mesh
 
 TIE_GAP = 1e-5  # a choice may differ where the reference's k-th score leads the next by less
 NO_CHOICE = -1  # in a recorded choice: padding, which is not routed
+
+
+class Choose(Protocol):
+    """modeling.router.Router.choose."""
+
+    def __call__(self, scores_TE: Tensor) -> Tensor:
+        """indices_TK of the experts chosen."""
+        ...
 
 
 @dataclass
@@ -79,9 +90,7 @@ def record_choices(model: Decoder, into: Callable[[], StepChoices], valid: Calla
         router.choose = _recording(router, layer, into, valid)
 
 
-def _recording(
-    router: Router, layer: int, into: Callable[[], StepChoices], valid: Callable[[], Tensor]
-) -> Callable[[Tensor], Tensor]:
+def _recording(router: Router, layer: int, into: Callable[[], StepChoices], valid: Callable[[], Tensor]) -> Choose:
     original = router.choose
 
     def choose(scores_TE: Tensor) -> Tensor:
@@ -126,7 +135,7 @@ class ChoiceReplay:
         self.reference, self.bound = reference, bound
         self.passes = {}
 
-    def _replaying(self, layer: int, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def _replaying(self, layer: int, original: Choose) -> Choose:
         def choose(scores_TE: Tensor) -> Tensor:
             own_TK = original(scores_TE)
             number = self.passes.get(layer, 0)

@@ -1,11 +1,15 @@
 """Tensor and expert parallelism, with and without ZeRO, against one plain process. Tolerances as in test_zero.py."""
 
+import dataclasses
+
 import pytest
 
-from layout_runs import DENSE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
 from parallel.config import ParallelConfig
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
 
 BOUND = 1e-6
+FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,34 @@ def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, preci
 
 
 FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}  # half a unit in the last place of numbers near one
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"pp": 2}),
+        (2, {"pp": 2, "pipeline": ZBV()}),
+        (4, {"pp": 2, "ep": 2}),
+        (4, {"pp": 2, "tp": 2, "ep": 2}),
+        (4, {"pp": 2, "cp": 2, "pipeline": Interleaved(n_chunks=2)}),
+        (4, {"pp": 2, "tp": 2, "pipeline": DualPipeV()}),
+        (8, {"pp": 2, "tp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_pipeline_layout_equals_one_process(tokens, ranks, layout, zero):
+    if zero == 3 and layout.get("pipeline") in (ZBV(), DualPipeV()):
+        layout = {**layout, "pipeline": OneFOneB()}  # torch's zero-bubble schedules cannot run on ZeRO 3: refused
+    config = run_config(tokens, model=FOUR_LAYERS, parallel=ParallelConfig(zero=zero, **layout), micro_batch_size=1)
+    errors = largest_error(run_layout(config, ranks), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors
+
+
+@pytest.mark.parametrize("pipeline", [OneFOneB(), ZBV()], ids=str)
+def test_all_five_axes_on_sixteen_processes(tokens, pipeline):
+    """tp2 x pp2 x cp2 x dp2 with ep 4, MoE, tied embeddings."""
+    parallel = ParallelConfig(zero=1, tp=2, pp=2, cp=2, ep=4, pipeline=pipeline)
+    config = run_config(tokens, model=FOUR_LAYERS, parallel=parallel, micro_batch_size=1, steps=3)
+    errors = largest_error(run_layout(config, 16), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors

@@ -40,9 +40,11 @@ def plant(fault: str | None) -> None:
         case "labels shifted":
             patch_batches(lambda batch: setattr(batch, "targets_BS", batch.targets_BS.roll(1, dims=1)))
         case "mask off":
-            patch_batches(lambda batch: setattr(batch, "documents_BS", torch.zeros_like(batch.documents_BS)))
+            patch_batches(
+                lambda batch: setattr(batch.context, "documents_BS", torch.zeros_like(batch.context.documents_BS))
+            )
         case "positions doubled":  # (a position that merely fails to restart changes nothing: RoPE is relative)
-            patch_batches(lambda batch: setattr(batch, "positions_BS", batch.positions_BS * 2))
+            patch_batches(lambda batch: batch.context.positions_BS.mul_(2))
         case "last micro-batch dropped":
             import launcher.step as step
 
@@ -74,8 +76,51 @@ def plant(fault: str | None) -> None:
                 original_move(model, config, {layer: count.flip(0) for layer, count in counts.items()})
 
             loop.move_router_biases = local
+        case "second moment forgotten at load":
+            after_load(lambda engine: [engine.pieces(part)["exp_avg_sq"].zero_() for part in engine.fragments])
+        case "optimizer step count not restored":
+            from parallel.engine import Engine
+
+            original_reset = Engine.reset_states
+            Engine.reset_states = lambda self, step: original_reset(self, 0)
+        case "stale low-precision weights after load":
+            from parallel.engine import Engine
+
+            Engine.publish_weights = lambda self: None
+        case "data position not restored":
+            import launcher.train as loop
+
+            original_restore = loop.restore
+
+            def restore(*arguments: Any) -> Any:
+                state, warnings = original_restore(*arguments)
+                state.consumed = 0
+                return state, warnings
+
+            loop.restore = restore
         case _:
             raise AssertionError(f"no fault named {fault!r}")
+
+
+def train_with_fault(fault: str | None, config: Any, changed: list[Any]) -> None:
+    """One rank of the real training loop, broken in the named way."""
+    from launcher.train import train
+
+    plant(fault)
+    train(config, changed)
+
+
+def after_load(change: Any) -> None:
+    """Applies ``change`` to the engine once a checkpoint is loaded into it."""
+    import launcher.state as state
+
+    original = state.load_state
+
+    def changed(engine: Any, checkpoint: Any) -> None:
+        original(engine, checkpoint)
+        change(engine)
+
+    state.load_state = changed
 
 
 def patch_loop(name: str, function: Any) -> None:
@@ -95,10 +140,8 @@ def patch_batches(change: Any) -> None:
 
     def changed(*arguments: Any) -> Any:
         batch = original(*arguments)
-        fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-        loose = type("Loose", (), fields)()
-        change(loose)
-        return step.MicroBatch(**{name: getattr(loose, name) for name in fields})
+        change(batch)
+        return batch
 
     step.read_micro_batch = changed
 

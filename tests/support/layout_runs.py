@@ -128,7 +128,7 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
             pieces += [(kind, fragment.name, box, part) for box, part in zip(fragment.boxes(), parts, strict=True)]
     buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     close_mesh()
-    return RankResult(rows, pieces, engine.shapes, buffers)
+    return RankResult(rows, pieces, engine.shapes.parameters, buffers)
 
 
 def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> LayoutResult:
@@ -136,7 +136,9 @@ def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> Lay
     from parallel.process import run_ranks
 
     results: list[RankResult] = run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1)
-    merged = LayoutResult(results[0].rows, buffers=results[0].buffers)
+    merged = LayoutResult(results[0].rows)
+    for result in results:
+        merged.buffers |= result.buffers
     boxes: dict[tuple[str, str], list[Box]] = {}
     for result in results:
         for kind, name, box, values in result.pieces:

@@ -148,9 +148,9 @@ def plant(title: str) -> None:
         case "labels shifted":
             patch_batches(lambda batch: setattr(batch, "targets_BS", batch.targets_BS.roll(1, dims=1)))
         case "attention across documents":
-            patch_batches(lambda batch: setattr(batch, "documents_BS", batch.documents_BS.clamp(max=0)))
+            patch_contexts(lambda context: setattr(context, "documents_BS", context.documents_BS.clamp(max=0)))
         case "positions doubled":
-            patch_batches(lambda batch: setattr(batch, "positions_BS", batch.positions_BS * 2))
+            patch_contexts(lambda context: setattr(context, "positions_BS", context.positions_BS * 2))
         case "router computed in bf16":
             from modeling.router import Router
 
@@ -207,6 +207,9 @@ def plant(title: str) -> None:
 
             read = Checkpoint.read
             Checkpoint.read = lambda self, name, kind="weight": read(self, name, kind) * (0 if kind == "buffer" else 1)
+        case "a rank dies":
+            if rank == 1:
+                os._exit(7)
         case "router's gradient not summed over tp":
             change_engines(lambda engine: leave_gradients_alone(engine, "Router"))
         case "norms' gradients not summed over tp":
@@ -263,6 +266,10 @@ def divided_by_own_count(dp: int) -> Callable[..., Any]:
             del dataset.count
 
     return accumulate
+
+
+def patch_contexts(change: Callable[[Any], None]) -> None:
+    patch_batches(lambda batch: change(batch.context))
 
 
 def patch_backward(change: Callable[[Any, Any], Any]) -> None:

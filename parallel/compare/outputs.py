@@ -1,0 +1,50 @@
+"""What the forward pass computes on its way: the outputs of the embedding, the attentions and the feed-forward layers.
+
+Where a loss differs, they tell where in the model it begins to. Shape letters: B batch, P held positions, D d_model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modeling.decoder import Decoder
+
+
+def watched_modules(model: Decoder) -> dict[str, nn.Module]:
+    """The modules whose outputs are compared, in the order of execution; those that this process holds."""
+    watched: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_half = name.startswith("layers.") and name.endswith((".attention", ".feed_forward"))
+        if name == "embed" or is_half:
+            watched[name] = module
+    return watched
+
+
+def record_outputs(model: Decoder, sink: Callable[[str, Tensor], None]) -> Callable[[], None]:
+    """Calls ``sink(name, output_BPD)`` for every forward pass of a watched module; returns what ends it.
+
+    Recomputation in the backward pass is left out.
+    """
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(_: nn.Module, __: Any, output: Any) -> None:
+            if not in_backward():
+                hidden_BPD = output[0] if isinstance(output, tuple) else output
+                sink(name, hidden_BPD.detach().to("cpu", torch.float32, copy=True))
+
+        return record
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in watched_modules(model).items()]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (torch.utils.checkpoint asks the same way)."""
+    return torch._C._current_graph_task_id() != -1

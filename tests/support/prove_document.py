@@ -1,0 +1,44 @@
+"""Writes into docs/prove.md what a proof printed about every planted fault: python tests/support/prove_document.py"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launcher.prove.report import Outcome
+from prove_faults import FAULTS, Fault
+from prove_runs import prove_fault
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "prove.md"
+BEGIN, END = "<!-- begin faults -->\n", "<!-- end faults -->\n"
+
+
+def main() -> int:
+    """Rewrites the part between the marks; returns how many faults were not caught as expected."""
+    parts, missed = [], 0
+    for number, fault in enumerate(FAULTS, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = prove_fault(Path(folder), fault)
+        text = section(number, fault, outcome)
+        missed += fault.says not in text or outcome.proven
+        print(text, flush=True)
+        parts.append(text)
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + "\n".join(parts) + END + rest.partition(END)[2])
+    return missed
+
+
+def section(number: int, fault: Fault, outcome: Outcome) -> str:
+    """One fault: under which layout, which checks failed, and what was said."""
+    failed = [check for check in outcome.checks if not check.passed]
+    check = next(check for check in failed if check.name == fault.check)
+    told = f"{check.phase}, {check.name}: {check.worst}, error {check.error:.1e}, bound {check.bound:.0e}"
+    lines = [told + (f" ({check.note})" if check.note else ""), *outcome.diagnosis]
+    layout = " ".join(fault.overrides) or "dp=2, ZeRO 1"
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"{number}. **{fault.title}** ({layout}): {len(failed)} of {len(outcome.checks)} checks fail.\n\n{body}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

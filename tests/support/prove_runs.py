@@ -1,0 +1,72 @@
+"""Proofs as tests run them: a model with everything that a fault can hit, and the proof with a fault planted."""
+
+import functools
+from pathlib import Path
+
+from launcher.prove.command import load_small, prove_in, stay_on_cpu
+from launcher.prove.report import Outcome
+from prove_faults import Fault, plant
+
+STEPS = 2
+CONFIG = """
+name: everything
+model:
+  family: glm4_moe
+  vocab_size: 8192
+  d_model: 512
+  n_layers: 8
+  n_heads: 8
+  n_kv_heads: 4
+  qk_norm: true
+  tie_embeddings: true
+  moe:
+    n_experts: 16
+    top_k: 2
+    d_ff: 256
+    n_shared_experts: 1
+    n_dense_layers: 1
+    score: sigmoid
+    routed_scale: 1.5
+    z_loss: 1e-4
+    balance: {name: sequence_aux, coefficient: 1e-3}
+data: {seq_len: 1024, sources: [{path: no/such/corpus}]}
+train: {steps: 100, global_batch_size: 64, micro_batch_size: 4, precision: fp32}
+optimizer: {name: adamw}
+parallel: {zero: 1}
+"""
+
+
+def write_config(folder: Path) -> Path:
+    """The config as a file."""
+    path = folder / "everything.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def prove(folder: Path, overrides: tuple[str, ...] = (), ranks: int = 2, fault: str | None = None) -> Outcome:
+    """A proof of two steps; ``fault`` is planted in every rank."""
+    stay_on_cpu()
+    config, n_ranks = load_small(write_config(folder), overrides, ranks)
+    before = None if fault is None else functools.partial(plant, fault)
+    return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=120)
+
+
+def prove_fault(folder: Path, fault: Fault) -> Outcome:
+    """The proof that has to catch it."""
+    return prove(folder, fault.overrides, fault.ranks, fault.title)
+
+
+def told_about(outcome: Outcome, fault: Fault) -> str:
+    """What the proof printed about the fault: the failed check that it is expected in, and the diagnosis."""
+    failed = [check for check in outcome.checks if not check.passed and check.name == fault.check]
+    return "\n".join([*(f"{check.name}: {check.worst} {check.note}" for check in failed[:1]), *outcome.diagnosis])
+
+
+def failures(outcome: Outcome) -> str:
+    """The failed checks, for a test's message."""
+    lines = [
+        f"{check.phase} {check.name}: {check.worst} {check.error:.2e} > {check.bound:.0e} {check.note}"
+        for check in outcome.checks
+        if not check.passed
+    ]
+    return "\n".join([*lines, *outcome.diagnosis, outcome.died or ""])
