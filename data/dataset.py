@@ -23,7 +23,7 @@ from data.manifest import size_problems
 from data.order import Mixture, permutation_key, permute, weight_fraction
 from data.packing import pack
 from data.prepared import Prepared, PreparedSource, locate
-from data.sources import expand_path
+from data.sources import expand_path, is_raw
 from data.tokenfile import TokenFile, bin_path
 from data.tokenizer import PREPARE
 
@@ -31,6 +31,10 @@ Split = Literal["train", "heldout"]
 # Places in the training order that are worked out at once, and kept: a step asks for its samples several times over, to
 # count them and then micro-batch by micro-batch, and for 64 samples numpy's calls cost more than their work.
 BLOCK = 4096
+# Ids of a file not prepared here that are looked at before a run begins (0.02 s once in memory; 2026-11-21, one EPYC
+# core); the others are looked at as they are read.
+FIRST_IDS = 100_000_000
+CHUNK_IDS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -143,13 +147,10 @@ class Dataset:
     def _check_ids(self, window_BW: np.ndarray, file_B: np.ndarray) -> None:
         if window_BW.max(initial=0) < self.vocab_size and window_BW.min(initial=0) >= 0:
             return
-        for row, number in enumerate(file_B):
-            low, high = int(window_BW[row].min()), int(window_BW[row].max())
-            if low < 0:
-                found = f"{bin_path(self._files[number].prefix)}: token id {low}"
-                raise refuse(found, "must not be negative", "write the file anew")
-            if high >= self.vocab_size:
-                raise DataError(_vocabulary_problem(self.vocab_size, high, bin_path(self._files[number].prefix)))
+        for window_W, number in zip(window_BW, file_B.tolist(), strict=True):
+            line = _id_problem(window_W, self.vocab_size, self._files[number])
+            if line is not None:
+                raise DataError(line)
 
 
 def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split) -> Dataset:
@@ -169,6 +170,42 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
     else:
         sources = _open_heldout(config, prepared, vocab_size)
     return Dataset(sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=split == "train")
+
+
+def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = FIRST_IDS) -> None:
+    """Opens the token files that were not prepared here, and looks at the first ``max_tokens`` ids of each.
+
+    Raises DataError with a line for each file that is damaged, holds no sample, or an id that the vocabulary lacks.
+    """
+    named = {
+        f"data.sources[{number}].path": source.path
+        for number, source in enumerate(config.sources)
+        if not is_raw(source)
+    }
+    if config.heldout_path is not None:
+        named["data.heldout_path"] = config.heldout_path
+    problems = []
+    for key, path in named.items():
+        try:
+            file = TokenFile(expand_path(path))
+            line = _first_id_problem(file, vocab_size, max_tokens)
+            problems += [line] if line is not None else []
+            problems += [_empty_problem(key, path)] if file.n_tokens < 2 else []
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(*dict.fromkeys(problems))
+
+
+def _first_id_problem(file: TokenFile, vocab_size: int, max_tokens: int) -> str | None:
+    stop = min(file.n_tokens, max_tokens)
+    for start in range(0, stop, CHUNK_IDS):
+        end = min(start + CHUNK_IDS, stop)
+        file.prefetch(start, end)
+        line = _id_problem(file.tokens[start:end], vocab_size, file)
+        if line is not None:
+            return line
+    return None
 
 
 def _open_source(part: PreparedSource, split: Split, vocab_size: int) -> Source:
@@ -196,9 +233,7 @@ def _open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> li
 def _check_not_empty(config: DataConfig, sources: list[Source]) -> None:
     """Every training source needs a sample: its share of the mixture has to come from somewhere."""
     problems = [
-        problem(
-            f"data.sources[{number}].path={config.sources[number].path!r}", "holds fewer than two tokens", "remove it"
-        )
+        _empty_problem(f"data.sources[{number}].path", config.sources[number].path)
         for number, source in enumerate(sources)
         if not _has_samples(source)
     ]
@@ -208,6 +243,19 @@ def _check_not_empty(config: DataConfig, sources: list[Source]) -> None:
 
 def _has_samples(source: Source) -> bool:
     return any(file.n_tokens > 1 for file in source.files)
+
+
+def _empty_problem(key: str, path: str) -> str:
+    remedy = "remove it" if key.startswith("data.sources") else "name other token files, or set it to null"
+    return problem(f"{key}={path!r}", "holds fewer than two tokens", remedy)
+
+
+def _id_problem(tokens: np.ndarray, vocab_size: int, file: TokenFile) -> str | None:
+    """The line on an id among ``tokens`` of ``file`` that is not in the vocabulary; None where all are."""
+    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if low < 0:
+        return problem(f"{bin_path(file.prefix)}: token id {low}", "must not be negative", "write the file anew")
+    return _vocabulary_problem(vocab_size, high, bin_path(file.prefix)) if high >= vocab_size else None
 
 
 def _vocabulary_problem(vocab_size: int, largest_id: int, path: Path) -> str:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
@@ -66,19 +67,53 @@ def _is_fixed(key: str) -> bool:
 
 
 def _show(value: Any) -> str:
+    """The value as YAML would have it in one line."""
     if dataclasses.is_dataclass(value):
-        return f"{{name: {getattr(value, 'name', '…')}}}"
-    return "null" if value is None else str(value)
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return "{" + ", ".join(f"{name}: {_show(below)}" for name, below in fields) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_show(part) for part in value) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def claim(config: RunConfig) -> Any:
+def check_writable(config: RunConfig) -> None:
+    """Raises UserError where the run directory cannot be made or written to. Changes nothing."""
+    existing = config.run_path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(
+            [
+                f"run_dir={config.run_path} must be a folder that can be written to, but {existing} is not; "
+                "choose another run_dir"
+            ]
+        )
+
+
+def check_free(config: RunConfig) -> None:
+    """Raises UserError where another process trains in the run directory. Changes nothing; one process calls it."""
+    if (config.run_path / LOCK).exists():
+        _lock(config.run_path).close()
+
+
+def claim(config: RunConfig) -> IO[str]:
     """Creates the run directory with its config, and locks it for this process; keep what is returned.
 
     One process calls it. Raises UserError where another process trains in it.
     """
     run_path = config.run_path
     run_path.mkdir(parents=True, exist_ok=True)
-    lock = (run_path / LOCK).open("w")
+    lock = _lock(run_path)
+    (run_path / CHECKPOINTS).mkdir(exist_ok=True)
+    temporary = run_path / f"{CONFIG}.partial"
+    temporary.write_text(dump_config(config))
+    temporary.replace(run_path / CONFIG)
+    return lock
+
+
+def _lock(run_path: Path) -> IO[str]:
+    """The run directory's lock file, locked until it is closed; what is there already keeps its time of change."""
+    lock = (run_path / LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -89,8 +124,4 @@ def claim(config: RunConfig) -> Any:
                 "name or run_dir"
             ]
         ) from None
-    (run_path / CHECKPOINTS).mkdir(exist_ok=True)
-    temporary = run_path / f"{CONFIG}.partial"
-    temporary.write_text(dump_config(config))
-    temporary.replace(run_path / CONFIG)
     return lock

@@ -10,7 +10,7 @@ from data.errors import DataError
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS, check_resume, claim
+from launcher.run_dir import CHECKPOINTS, check_free, check_resume, check_writable, claim
 from parallel.world import set_rank_environment, world_size_from_environment
 
 
@@ -24,9 +24,10 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None) -> i
         return join_job(path, overrides, ranks, job_size)
     n_ranks = ranks if ranks is not None else default_ranks()
     config = load_checked(path, overrides, world_size=n_ranks)
-    changed = check_resume(config)
-    check_room(config)
+    changed = check_start(config)
+    check_free(config)
     prepare_missing(config)
+    check_tokens(config)
     lock = claim(config)
     try:
         return run_locally(config, changed, n_ranks)
@@ -41,8 +42,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
             [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
         )
     config = load_checked(path, overrides, world_size=job_size)
-    changed = check_resume(config)
-    check_room(config)
+    changed = check_start(config)
     from data.prepared import find_prepared
 
     if find_prepared(config.data, config.model.vocab_size) is None:
@@ -52,6 +52,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
                 f"run `roundtable prepare {path}` first"
             ]
         )
+    check_tokens(config)
     set_rank_environment()
     from launcher.train import train
 
@@ -60,6 +61,25 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     if lock is not None:
         lock.close()
     return 0
+
+
+def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """What changed since the run's last start; refuses what can be refused before token files are prepared."""
+    from data.dataset import check_foreign_files
+
+    check_writable(config)
+    changed = check_resume(config)
+    check_foreign_files(config.data, config.model.vocab_size)
+    check_room(config)
+    return changed
+
+
+def check_tokens(config: RunConfig) -> None:
+    """Opens what the ranks will open, so that damaged or empty token files are refused before anything is created."""
+    from data.dataset import open_dataset
+
+    for split in ("train", "heldout") if config.train.eval_every_steps is not None else ("train",):
+        open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
 
 
 def default_ranks() -> int:

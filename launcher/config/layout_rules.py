@@ -5,33 +5,58 @@ from collections.abc import Iterator
 
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
+from parallel.pipeline.rules import pipeline_problems
+
+LARGEST_DEGREE = 1024  # that a remedy names
 
 
 def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     """One line for each degree that does not fit, with degrees that would."""
     parallel = config.parallel
-    if min(parallel.tp, parallel.cp, parallel.ep) < 1:
+    if min(parallel.tp, parallel.cp, parallel.pp, parallel.ep) < 1:
         return  # the ranges' rule says so
+    yield from _check_processes(config, world_size)
     if parallel.tp > 1:
-        yield from _check_tp(config, world_size)
+        yield from _check_tp(config)
     if parallel.cp > 1:
-        yield from _check_cp(config, world_size)
+        yield from _check_cp(config)
     if parallel.ep > 1:
         yield from _check_ep(config, world_size)
+    yield from pipeline_problems(
+        parallel.pipeline,
+        pp=parallel.pp,
+        n_layers=config.model.n_layers,
+        zero=parallel.zero,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=max(1, config.train.micro_batch_size),
+        dp=dp_of(config, world_size),
+    )
 
 
 def dp_of(config: RunConfig, world_size: int) -> int:
     """The data-parallel degree that remains, at least 1."""
-    return max(1, world_size // max(1, config.parallel.tp * config.parallel.cp))
+    parallel = config.parallel
+    return max(1, world_size // max(1, parallel.pp * parallel.cp * parallel.tp))
 
 
-def _check_tp(config: RunConfig, world_size: int) -> Iterator[str]:
-    """tp divides the processes, and all that it cuts."""
+def _check_processes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """pp x cp x tp divides the processes; dp is what remains."""
+    degrees = {name: getattr(config.parallel, name) for name in ("pp", "cp", "tp")}
+    product = math.prod(degrees.values())
+    if world_size % product:
+        given = " x ".join(f"parallel.{name}={degree}" for name, degree in degrees.items() if degree > 1)
+        name = max(degrees, key=lambda name: degrees[name])
+        others = product // degrees[name]
+        room = world_size // others if world_size % others == 0 else 1
+        fitting = max(n for n in _divisors(room) if n <= degrees[name])
+        yield f"{given} must divide the number of processes={world_size}; try parallel.{name}={fitting}"
+
+
+def _check_tp(config: RunConfig) -> Iterator[str]:
+    """tp divides all that it cuts."""
     cut = dict(_cut_by_tp(config))
     tp = config.parallel.tp
-    legal = _divisors(math.gcd(world_size, *cut.values()))
-    if world_size % tp:
-        yield f"parallel.tp={tp} must divide the number of processes={world_size}; {_try(legal)}"
+    legal = _divisors(math.gcd(*cut.values()))
     for key, size in cut.items():
         if size % tp:
             yield f"parallel.tp={tp} must divide {key}={size}; {_try(legal)}"
@@ -50,14 +75,9 @@ def _cut_by_tp(config: RunConfig) -> Iterator[tuple[str, int]]:
         yield "model.moe.n_shared_experts x model.moe.d_ff", model.moe.n_shared_experts * model.moe.d_ff
 
 
-def _check_cp(config: RunConfig, world_size: int) -> Iterator[str]:
+def _check_cp(config: RunConfig) -> Iterator[str]:
     """cp cuts each sequence into 2 cp chunks, which tp may cut again; all-to-all over heads needs heads for all ranks."""
     cp, tp, seq_len = config.parallel.cp, config.parallel.tp, config.data.seq_len
-    if world_size % (cp * tp):
-        yield (
-            f"parallel.cp={cp} x parallel.tp={tp} must divide the number of processes={world_size}; "
-            f"{_try(_divisors(max(1, world_size // tp)))} for parallel.cp"
-        )
     step = math.lcm(2 * cp, cp * tp)
     if seq_len % step:
         near = max(step, seq_len // step * step)
@@ -81,15 +101,20 @@ def _check_ep(config: RunConfig, world_size: int) -> Iterator[str]:
     if moe is None:
         yield f"parallel.ep={ep} must be 1 where model.moe=null (there are no experts to cut); try parallel.ep=1"
         return
-    legal = _divisors(math.gcd(world_size, moe.n_experts))
+    stage = world_size // config.parallel.pp
+    legal = _divisors(math.gcd(stage, moe.n_experts))
     if moe.n_experts % ep:
         yield f"parallel.ep={ep} must divide model.moe.n_experts={moe.n_experts}; {_try(legal)}"
-    if world_size % ep:
-        yield f"parallel.ep={ep} must divide the number of processes={world_size}; {_try(legal)}"
+    if stage % ep:
+        yield (
+            f"parallel.ep={ep} must divide the number of processes={world_size} / parallel.pp={config.parallel.pp} = "
+            f"{stage}; {_try(legal)}"
+        )
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """The divisors that could be a degree."""
+    return [n for n in range(1, min(number, LARGEST_DEGREE) + 1) if number % n == 0]
 
 
 def _try(legal: list[int]) -> str:

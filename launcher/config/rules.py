@@ -42,6 +42,7 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "schedule.decay_steps": (0, 0),
     "parallel.tp": (1, 1),
     "parallel.cp": (1, 1),
+    "parallel.pp": (1, 1),
     "parallel.ep": (1, 1),
     "checkpoint.every_steps": (1, 100),
     "checkpoint.keep_last": (1, 3),

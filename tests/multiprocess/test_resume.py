@@ -4,6 +4,7 @@ CPU)."""
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from faults import train_with_fault
 from launcher.config.dump import dump_config
+from launcher.config.load import load_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
+from launcher.run_dir import check_resume, claim
 from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
+from parallel.process import run_ranks
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 BIAS_MODEL = dataclasses.replace(MOE_MODEL, moe=dataclasses.replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
@@ -74,6 +79,49 @@ def test_resumed_run_is_bit_identical(tmp_path, tokens, zero, precision):
     resumed = train(parts, 2)
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     assert numbers(resumed) == numbers(uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory, tokens) -> tuple[Path, list[dict]]:
+    """The config of a bf16 run that stopped after 4 of 6 steps, and the rows of one that did not."""
+    folder = tmp_path_factory.mktemp("halfway")
+    whole = write_config(folder, tokens, "whole", precision="bf16")
+    parts = write_config(folder, tokens, "parts", precision="bf16")
+    uninterrupted = train(whole, 2)
+    train(parts, 2, "train.steps=4")
+    return parts, uninterrupted
+
+
+def resume_with(fault: str | None, halfway: Path, folder: Path) -> list[dict]:
+    """Goes on with a copy of the run that stopped halfway, its code broken in the named way; returns its rows."""
+    shutil.copytree(halfway.with_suffix(""), folder / "copy")
+    config = dataclasses.replace(load_config(halfway), run_dir=str(folder / "copy"))
+    changed = check_resume(config)
+    with claim(config):
+        run_ranks(train_with_fault, 2, fault, config, changed, timeout_seconds=240, threads=1)
+    return updates(folder / "copy.yaml")
+
+
+def test_copied_run_resumes_bit_identical(tmp_path, halfway):
+    config, uninterrupted = halfway
+    assert numbers(resume_with(None, config, tmp_path)) == numbers(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "second moment forgotten at load",
+        "optimizer step count not restored",
+        "stale low-precision weights after load",
+        "data position not restored",
+    ],
+)
+def test_planted_fault_in_resuming_is_seen(tmp_path, halfway, fault):
+    config, uninterrupted = halfway
+    resumed = resume_with(fault, config, tmp_path)
+    assert numbers(resumed)[:4] == numbers(uninterrupted)[:4]
+    assert len(resumed) == 6
+    assert numbers(resumed)[4:] != numbers(uninterrupted)[4:]
 
 
 def test_killed_run_resumes_bit_identical(tmp_path, tokens):

@@ -31,7 +31,7 @@ class Fault:
 BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
-TP, CP, EP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",)
+TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
@@ -87,6 +87,8 @@ FAULTS = [
         "the last is layers.2.feed_forward.router.weight",
         CP,
     ),
+    Fault("tied embedding not summed over the stages", "gradients", "1 of 43 gradients differ; the first", PP),
+    Fault("a stage initialized like another", "weights at step 0", "layers.2.attention.q.weight on rank 1 (pp 1)", PP),
     Fault("router bias not restored", "router biases", "layers.1.feed_forward.router.bias on rank 0", BIAS),
 ]
 
@@ -207,6 +209,17 @@ def plant(title: str) -> None:
 
             read = Checkpoint.read
             Checkpoint.read = lambda self, name, kind="weight": read(self, name, kind) * (0 if kind == "buffer" else 1)
+        case "tied embedding not summed over the stages":
+            from parallel.engine import Engine
+
+            Engine.add_tied_gradient = lambda self: None
+        case "a stage initialized like another":
+            import parallel.engine as engine_module
+
+            draw_own = engine_module.initial_tensor
+            engine_module.initial_tensor = lambda config, seed, name, shape: draw_own(
+                config, seed, name.replace("layers.2.", "layers.1."), shape
+            )
         case "a rank dies":
             if rank == 1:
                 os._exit(7)

@@ -1,0 +1,1 @@
+"""`roundtable prove`: a layout, shrunk, against one plain process."""

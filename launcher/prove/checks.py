@@ -1,0 +1,296 @@
+"""The checks of a proof: each compares what ranks and one process saw, and gives one line of the table."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
+from modeling.reference import ReferenceStep
+from parallel.compare.errors import execution_order, tensor_errors
+from parallel.compare.pieces import Piece, Uncovered, assemble
+from parallel.compare.routing import Replayed
+
+LOSS_BOUND = 1e-6  # relative
+GRADIENT_BOUND = 1e-5  # of each tensor's own norm
+WEIGHT_BOUND = 1e-6  # of each tensor's own norm
+BIAS_BOUND = 1e-7  # absolute; a bias moves by a fixed rate, so a fault moves it by that
+# AdamW divides by the root of the second moment, so where a gradient is next to zero its rounding error decides the
+# update's sign: a few elements in a million. Against the plain run, AdamW's weights may differ by this share of the
+# update; what the optimizer makes of equal gradients is held to WEIGHT_BOUND.
+ADAMW_DRIFT_BOUND = 1e-2
+# In 16 bits: how often as far from fp32 as one process in that precision the layout may be. Its rounding errors are as
+# large, but others (partial sums are rounded elsewhere); two draws of one distribution rarely differ by three.
+NOISE_FACTOR = 3.0
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table. ``worst`` names the tensor, step or rank with the largest error."""
+
+    phase: str
+    name: str
+    worst: str
+    error: float
+    bound: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound; one that is not a number is not."""
+        return self.error <= self.bound
+
+
+def whole_or_failed(
+    phase: str, name: str, pieces: Iterable[Piece], shapes: Shapes
+) -> tuple[dict[str, Tensor] | None, Check | None]:
+    """The logical tensors put together from all ranks' pieces, or the check that fails: they do not cover them."""
+    try:
+        return assemble(pieces, shapes), None
+    except Uncovered as error:
+        return None, Check(phase, name, str(error), math.inf, 0.0)
+
+
+def check_tensors(
+    phase: str, name: str, pieces: Iterable[Piece], theirs: Mapping[str, Tensor], bound: float, step: str = ""
+) -> Check:
+    """Every logical tensor against one process's, relative to its own norm; the worst is shown."""
+    pieces = list(pieces)
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
+    if ours is None:
+        assert failed is not None
+        return failed
+    worst, error = largest(tensor_errors(ours, theirs) | copy_errors(pieces, ours, theirs))
+    return Check(phase, name, f"{worst}{step}", error, bound)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Each tensor's shape."""
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def copy_errors(pieces: Iterable[Piece], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far ``ours`` are from ``theirs`` when copies (pieces that are not the owner's) take their places."""
+    copied: dict[str, Tensor] = {}
+    for piece in pieces:
+        if not piece.is_owner:
+            copied.setdefault(piece.name, ours[piece.name].clone())[piece.box.slices] = piece.value
+    errors = tensor_errors({**ours, **copied}, theirs)
+    return {f"a copy of {name}": errors[name] for name in copied}
+
+
+def check_gradients(phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[ReferenceStep]) -> Check:
+    """Every logical tensor's gradient in every step; the earliest step with a failure is shown, else the worst."""
+    checks = [
+        check_tensors(
+            phase,
+            "gradients",
+            (piece for rank in ranks for piece in rank.steps[step].gradients),
+            plain[step].gradients,
+            GRADIENT_BOUND,
+            f" (step {step + 1})",
+        )
+        for step in range(len(plain))
+    ]
+    failed = [check for check in checks if not check.passed]
+    return failed[0] if failed else max(checks, key=lambda check: check.error)
+
+
+def check_exact(phase: str, name: str, pieces: Iterable[Piece], theirs: Mapping[str, Tensor]) -> Check:
+    """Every logical tensor bit for bit; the first that differs in execution order is shown, with its difference."""
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
+    if ours is None:
+        assert failed is not None
+        return failed
+    differing = [key for key in execution_order(theirs) if not torch.equal(ours[key], theirs[key])]
+    if not differing:
+        return Check(phase, name, f"all {len(theirs)} tensors", 0.0, 0.0)
+    first = differing[0]
+    error = float((ours[first].double() - theirs[first].double()).abs().max())
+    return Check(phase, name, first, error if error > 0 else math.inf, 0.0, f"{len(differing)} tensors differ")
+
+
+def check_series(phase: str, name: str, ours: Sequence[float], theirs: Sequence[float], first_step: int = 1) -> Check:
+    """One number a step, relative; the earliest failing step is shown, else the worst."""
+    errors = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
+    failed = [number for number, error in enumerate(errors) if not error <= LOSS_BOUND]
+    step = failed[0] if failed else max(range(len(errors)), key=errors.__getitem__)
+    note = f"{ours[step]:.7g}, one process {theirs[step]:.7g}" if failed else ""
+    return Check(phase, name, f"step {first_step + step}", errors[step], LOSS_BOUND, note)
+
+
+def check_rows_agree(phase: str, ranks: Sequence[RankSeen], keys: Sequence[str]) -> Check:
+    """Every rank reports the same numbers: exactly, since one collective gave them."""
+    reference = [step.row for step in ranks[0].phases[phase].steps]
+    for rank in ranks[1:]:
+        for number, (step, expected) in enumerate(zip(rank.phases[phase].steps, reference, strict=True)):
+            for key in keys:
+                if key in expected and not same(step.row[key], expected[key]):
+                    error = relative(step.row[key], expected[key])
+                    return Check(phase, "ranks agree", f"{key} on {rank.place} (step {number + 1})", error, 0.0)
+    return Check(phase, "ranks agree", f"{len(ranks)} ranks", 0.0, 0.0)
+
+
+def same(a: float, b: float) -> bool:
+    """Equal, or both not a number."""
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def check_samples(phase: str, ranks: Sequence[RankSeen], expected: Sequence[Mapping[int, str]]) -> Check:
+    """Each sample of each step is read once: by all ranks of one place on dp, and as one process reads it.
+
+    The error is the number of samples that are missing, repeated, foreign or different.
+    """
+    wrong = 0
+    worst = ""
+    for step, truth in enumerate(expected):
+        readers: dict[int, set[int]] = {}
+        for rank in ranks:
+            for sample, digest in rank.phases[phase].steps[step].samples.items():
+                readers.setdefault(sample, set()).add(rank.reads_as)
+                if truth.get(sample) != digest:
+                    wrong, worst = wrong + 1, worst or f"sample {sample} on {rank.place} (step {step + 1}) is another"
+        for sample in truth:
+            count = len(readers.get(sample, ()))
+            if count != 1:
+                wrong += 1
+                worst = worst or f"sample {sample} is read by {count} ranks of dp (step {step + 1})"
+    return Check(phase, "samples read", worst or f"{sum(map(len, expected))} samples", float(wrong), 0.0)
+
+
+def check_counts(phase: str, rows: Sequence[Mapping[str, object]], plain: Sequence[ReferenceStep]) -> Check:
+    """How many token-expert pairs each expert processed, over the whole batch, exactly. The error is in pairs."""
+    worst, largest_miss = "every layer and step", 0
+    for step, (row, seen) in enumerate(zip(rows, plain, strict=True)):
+        for layer, counts_E in seen.counts.items():
+            shares = torch.tensor(row[f"moe/layer_{layer:02d}/load"], dtype=torch.float64)
+            ours_E = (shares * int(counts_E.sum())).round()
+            miss = int((ours_E - counts_E).abs().max())
+            if row["moe/dropped"]:
+                miss = max(miss, int(str(row["moe/dropped"])))
+            if miss > largest_miss:
+                worst, largest_miss = f"layer {layer} (step {step + 1})", miss
+    return Check(phase, "router counts", worst, float(largest_miss), 0.0)
+
+
+def check_biases(
+    phase: str,
+    ranks: Sequence[RankSeen],
+    buffers: Callable[[RankSeen], Mapping[str, Tensor]],
+    plain: Mapping[str, Tensor],
+) -> Check:
+    """The routers' selection biases, on every rank."""
+    worst, error = "every rank", 0.0
+    for rank in ranks:
+        for name, buffer in buffers(rank).items():
+            miss = float((buffer - plain[name]).abs().max())
+            if not miss <= error:
+                worst, error = f"{name} on {rank.place}", miss
+    return Check(phase, "router biases", worst, error, BIAS_BOUND)
+
+
+def check_choices(phase: str, replayed: Sequence[Replayed]) -> Check:
+    """The experts chosen for every token; ties were replayed. The error is the number of choices that differ."""
+    wrong = sum(seen.wrong + seen.strangers for seen in replayed)
+    ties, tokens = sum(seen.ties for seen in replayed), sum(seen.tokens for seen in replayed)
+    layers = [seen.wrong_layer for seen in replayed if seen.wrong_layer is not None]
+    gap = max(seen.largest_gap for seen in replayed)
+    if not wrong:
+        return Check(phase, "router choices", f"{tokens} choices", 0.0, 0.0, f"{ties} ties replayed")
+    where = f"layer {min(layers)}, gap {gap:.1e}" if layers else "tokens that one process never saw"
+    return Check(phase, "router choices", where, float(wrong), 0.0, f"{ties} ties replayed")
+
+
+def check_updates(
+    phase: str,
+    name: str,
+    pieces: Iterable[Piece],
+    theirs: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    bound: float,
+) -> Check:
+    """Every logical tensor's change since ``start`` against one process's, relative to that change."""
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
+    if ours is None:
+        assert failed is not None
+        return failed
+    moved = {key: ours[key].double() - start[key].double() for key in theirs}
+    worst, error = largest(tensor_errors(moved, {key: theirs[key].double() - start[key].double() for key in theirs}))
+    return Check(phase, name, worst, error, bound)
+
+
+def check_noisy_gradients(
+    phase: str,
+    pieces: Iterable[Piece],
+    low: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    step: str,
+    name: str = "gradients",
+) -> Check:
+    """In 16 bits, every gradient's distance from fp32, as a multiple of one process's in that precision.
+
+    The multiple's base is the larger of the tensor's own distance and the median one, since a small tensor's own may be
+    small by chance. The bound is NOISE_FACTOR.
+    """
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(exact))
+    if ours is None:
+        assert failed is not None
+        return failed
+    noise = tensor_errors(low, exact)
+    usual = statistics.median(noise.values())
+    errors = tensor_errors(ours, exact)
+    worst, error = largest({name: errors[name] / max(noise[name], usual) for name in errors})
+    note = f"{errors[worst]:.1e} from fp32, one process {noise[worst]:.1e}"
+    return Check(phase, name, f"{worst}{step}", error, NOISE_FACTOR, note)
+
+
+def check_noisy_losses(
+    phase: str, name: str, ours: Sequence[float], low: Sequence[float], exact: Sequence[float], floor: float
+) -> Check:
+    """In 16 bits, the losses' largest distance from fp32, as a multiple of one process's (of ``floor`` at least)."""
+    base = max(floor, *(relative(a, b) for a, b in zip(low, exact, strict=True)))
+    errors = [relative(a, b) / base for a, b in zip(ours, exact, strict=True)]
+    step = max(range(len(errors)), key=errors.__getitem__)
+    note = f"{errors[step] * base:.1e} from fp32, one process at most {base:.1e}"
+    return Check(phase, name, f"step {step + 1}", errors[step], NOISE_FACTOR, note)
+
+
+def check_overflow(phase: str, ranks: Sequence[RankSeen]) -> Check:
+    """An overflow on one rank: every rank skips the step, keeps its weights, and ends at the same loss scale.
+
+    The error is the number of ranks that did otherwise.
+    """
+    wrong: list[str] = []
+    for number, first in enumerate(ranks[0].phases[phase].overflows):
+        seen = [rank.phases[phase].overflows[number] for rank in ranks]
+        least = min(each.scale for each in seen)
+        for rank, each in zip(ranks, seen, strict=True):
+            if not each.skipped or not each.is_unchanged:
+                wrong.append(f"{rank.place} did not skip an overflow on rank {first.at}")
+            elif each.scale != least:
+                wrong.append(f"{rank.place} is at scale {each.scale:g}, another at {least:g}")
+    return Check(phase, "overflow on one rank", wrong[0] if wrong else "skipped by all", float(len(wrong)), 0.0)
+
+
+def step_pieces(ranks: Sequence[PhaseSeen], step: Callable[[PhaseSeen], StepSeen | None]) -> list[Piece]:
+    """All ranks' gradients in one step."""
+    return [piece for rank in ranks for seen in [step(rank)] if seen is not None for piece in seen.gradients]
+
+
+def largest(errors: Mapping[str, float]) -> tuple[str, float]:
+    """The name with the largest error; what is not a number counts as infinite."""
+    name = max(errors, key=lambda key: math.inf if math.isnan(errors[key]) else errors[key])
+    return name, errors[name]
+
+
+def relative(ours: float, theirs: float) -> float:
+    """|ours - theirs| / |theirs|; infinite where ours is not finite, absolute where theirs is zero."""
+    if not math.isfinite(ours) or not math.isfinite(theirs):
+        return 0.0 if same(ours, theirs) else math.inf
+    difference = abs(ours - theirs)
+    return difference / abs(theirs) if theirs else difference

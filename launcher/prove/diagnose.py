@@ -1,0 +1,199 @@
+"""What a failed proof points at: the first tensor that differs, its axis, and the factor between the two gradients."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, copy_errors, relative, step_pieces
+from launcher.prove.forward_check import check_outputs
+from launcher.prove.judge import phase_of
+from launcher.prove.plain import PlainState, samples_of_step
+from launcher.prove.proof import SGD, Proof, plain_trainer
+from launcher.prove.shrink import sgd_for
+from modeling.config import ModelConfig, SequenceAuxBalance
+from parallel.compare.errors import Factor, execution_order, explain_norm, factor, name_ratio, near, norm, tensor_errors
+from parallel.compare.pieces import Uncovered, assemble
+from parallel.layout import place_of
+from parallel.mesh import Degrees
+
+FIT_RESIDUAL = 1e-3  # a mixture of gradients explains another: what is left, relative to it
+
+
+def diagnose(proof: Proof) -> list[str]:
+    """What the SGD phase's differences point at, in words; empty where nothing differs there."""
+    lines = diagnose_weights(proof)
+    if lines:
+        return lines  # everything after follows from it
+    for step in range(proof.steps):
+        theirs = proof.plain.sgd.steps[step].gradients
+        lines = [*diagnose_loss(proof, step), *diagnose_gradients(proof, step)] or diagnose_norm(proof, step, theirs)
+        if lines:
+            return lines
+    return []
+
+
+def degrees_of(proof: Proof) -> dict[str, int]:
+    """Every number that could have been multiplied once too often, by name."""
+    mesh = Degrees.of(proof.config.parallel, proof.n_ranks)
+    train = proof.config.train
+    degrees = {name: getattr(mesh, name) for name in ("dp", "cp", "tp", "ep", "pp")}
+    degrees["edp"] = mesh.edp if mesh.ep > 1 else 1  # else the same as the others
+    degrees["dp x cp"] = mesh.dp * mesh.cp if mesh.cp > 1 else 1
+    degrees["micro-batches of a rank"] = train.global_batch_size // (mesh.dp * train.micro_batch_size)
+    degrees["micro-batches"] = train.global_batch_size // train.micro_batch_size
+    degrees["sequences"] = train.global_batch_size
+    return {name: int(degree) for name, degree in degrees.items() if degree > 1}
+
+
+def axis_words(name: str, proof: Proof) -> str:
+    """On which axis a tensor lies, in words."""
+    mesh, place = Degrees.of(proof.config.parallel, proof.n_ranks), place_of(name)
+    degree = 1 if place.axis is None else int(getattr(mesh, place.axis))
+    cut = f"dim {place.dim} is cut by {place.axis}={degree}" if degree > 1 else "no axis cuts it"
+    replicas, count = ("edp", mesh.edp) if place.is_expert else ("dp x cp", mesh.dp * mesh.cp)
+    return f"{cut}; summed over {replicas}={count}, parallel.zero={proof.config.parallel.zero}"
+
+
+def diagnose_weights(proof: Proof) -> list[str]:
+    """The first tensor, in execution order, that some rank holds otherwise at step 0, and the rank."""
+    truth: PlainState = proof.plain.sgd.states[0]
+    wrong: dict[str, str] = {}
+    for rank in proof.ranks:
+        for piece in rank.phases[SGD].initial:
+            if not torch.equal(piece.value, truth.weights[piece.name][piece.box.slices]):
+                wrong.setdefault(piece.name, rank.place)
+    if not wrong:
+        return []
+    first = execution_order(wrong)[0]
+    return [f"{first} on {wrong[first]} is not the tensor of (seed, name); {len(wrong)} tensors differ at step 0"]
+
+
+def diagnose_loss(proof: Proof, step: int) -> list[str]:
+    """The ratio of the two losses, where they differ; and in the first step, where in the model they begin to."""
+    ours, theirs = proof.ranks[0].phases[SGD].steps[step].row["loss"], proof.plain.sgd.steps[step].loss
+    if relative(ours, theirs) <= LOSS_BOUND:
+        return []
+    ratio = ours / theirs if theirs else float("nan")
+    named = name_ratio(ratio, degrees_of(proof))
+    told = f"step {step + 1}: the loss is {ratio:.6f} of one process's" + (f", which is {named}" if named else "")
+    if step > 0:
+        return [f"{told}, after weights or biases that differ"]
+    outputs = check_outputs(SGD, proof.ranks, proof.plain.sgd)
+    if outputs.passed:
+        return [f"{told}; every module's outputs are equal: the head, the loss, its targets or its divisor differ"]
+    return [f"{told}; the first output in execution order that differs: {outputs.worst}, by {outputs.error:.1e}"]
+
+
+def diagnose_gradients(proof: Proof, step: int) -> list[str]:
+    """The first tensor in execution order whose gradient differs, its axis, the ratio, and what the ratio says."""
+    theirs = proof.plain.sgd.steps[step].gradients
+    pieces = step_pieces(phase_of(proof, SGD), lambda phase: phase.steps[step])
+    try:
+        ours = assemble(pieces, {name: tuple(value.shape) for name, value in theirs.items()})
+    except Uncovered:
+        return []  # the check says so
+    errors = tensor_errors(ours, theirs)
+    wrong = [name for name in execution_order(theirs) if not errors[name] <= GRADIENT_BOUND]
+    copies = [name for name, error in copy_errors(pieces, ours, theirs).items() if not error <= GRADIENT_BOUND]
+    if not wrong:
+        return [f"step {step + 1}: gradients differ in {len(copies)} copies alone: {copies[0]}"] if copies else []
+    first = wrong[0]
+    lines = [
+        f"step {step + 1}: {len(wrong)} of {len(theirs)} gradients differ; the first in execution order is {first}, "
+        f"by {errors[first]:.1e} ({axis_words(first, proof)}); the last is {wrong[-1]}",
+        ratio_words(first, found := factor(ours[first], theirs[first]), proof),
+    ]
+    mixture = None if found.is_plain else explain_by_losses(proof, step, ours, first)
+    return lines if mixture is None else [*lines, mixture]
+
+
+def ratio_words(name: str, found: Factor, proof: Proof) -> str:
+    """The factor between two gradients of one tensor, and the degree that it equals."""
+    if not found.is_plain:
+        return f"{name}: {found.ratio:.4f} x one process's gradient, but no plain factor ({found.residual:.1e} is left)"
+    named = name_ratio(found.ratio, degrees_of(proof))
+    meaning = f", which is {named}" if named else ""
+    return f"{name}: {found.ratio:.4f} x one process's gradient{meaning}"
+
+
+def explain_by_losses(proof: Proof, step: int, ours: Mapping[str, Tensor], name: str) -> str | None:
+    """How the gradient of ``name`` weighs the losses (tokens, balance, z), if some other weights explain it; else None.
+
+    One process repeats the step with each loss alone, from the same weights and with the same choices.
+    """
+    parts = gradients_by_loss(proof, step)
+    parts = {loss: gradients for loss, gradients in parts.items() if norm(gradients[name]) > 0}
+    if len(parts) < 2:
+        return None
+    matrix = torch.stack([gradients[name].double().flatten() for gradients in parts.values()], dim=1)
+    target = ours[name].double().flatten()
+    weights = torch.linalg.lstsq(matrix, target[:, None]).solution.squeeze(1)
+    left = norm(target - matrix @ weights)
+    if not left <= FIT_RESIDUAL * norm(target):
+        return None
+    said = []
+    for loss, weight in zip(parts, weights.tolist(), strict=True):
+        named = name_ratio(weight, degrees_of(proof))
+        said.append(f"{loss} x {weight:.4f}" + (f" (= {named})" if named else ""))
+    if all(near(weight, 1.0) for weight in weights.tolist()):
+        return None
+    return f"{name}: it is the gradient of {', '.join(said)}"
+
+
+def gradients_by_loss(proof: Proof, step: int) -> dict[str, dict[str, Tensor]]:
+    """One process's gradients of each loss alone, in a step of the SGD phase."""
+    model, plain = proof.config.model, proof.plain.sgd
+    whole = plain.steps[step].gradients
+    without_aux = gradients_of(proof, step, weighing(model, balance=False, z=False))
+    parts = {"the token loss": without_aux}
+    if model.moe is not None and isinstance(model.moe.balance, SequenceAuxBalance) and model.moe.balance.coefficient:
+        with_balance = gradients_of(proof, step, weighing(model, balance=True, z=False))
+        parts["the balance loss"] = {name: with_balance[name] - without_aux[name] for name in whole}
+    if model.moe is not None and model.moe.z_loss:
+        with_z = gradients_of(proof, step, weighing(model, balance=False, z=True))
+        parts["the z-loss"] = {name: with_z[name] - without_aux[name] for name in whole}
+    return parts
+
+
+def weighing(model: ModelConfig, *, balance: bool, z: bool) -> ModelConfig:
+    """The same model with some auxiliary losses switched off."""
+    if model.moe is None:
+        return model
+    changes: dict[str, Any] = {} if z else {"z_loss": 0.0}
+    if not balance and isinstance(model.moe.balance, SequenceAuxBalance):
+        changes["balance"] = replace(model.moe.balance, coefficient=0.0)
+    return replace(model, moe=replace(model.moe, **changes))
+
+
+def gradients_of(proof: Proof, step: int, model: ModelConfig) -> dict[str, Tensor]:
+    """One process's gradients in a step of the SGD phase, of a model that weighs its losses otherwise."""
+    plain = proof.plain.sgd
+    trainer = plain_trainer(replace(proof.config, model=model), proof.dataset, sgd_for(proof.config.optimizer))
+    trainer.load(plain.states[step])
+    samples = samples_of_step(step, proof.config.train.global_batch_size)
+    return trainer.step(samples, plain.choices[step]).gradients
+
+
+def diagnose_norm(proof: Proof, step: int, theirs: Mapping[str, Tensor]) -> list[str]:
+    """Where only the norm is wrong: which tensors it counts how often."""
+    ours, expected = proof.ranks[0].phases[SGD].steps[step].row["grad_norm"], proof.plain.sgd.steps[step].grad_norm
+    if relative(ours, expected) <= LOSS_BOUND:
+        return []
+    found = explain_norm(ours, theirs, groups_of(list(theirs)), degrees_of(proof))
+    told = f"step {step + 1}: the gradient norm is {ours / expected:.6f} of one process's"
+    return [f"{told}: {found}" if found else told]
+
+
+def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Tensors that a norm may miscount together."""
+    groups = {
+        "everything": list(names),
+        "the experts": [name for name in names if place_of(name).is_expert],
+        "what no axis cuts": [name for name in names if place_of(name).axis is None],
+        "what tp cuts": [name for name in names if place_of(name).axis == "tp"],
+        "the routers": [name for name in names if name.endswith("router.weight")],
+    }
+    return {title: group for title, group in groups.items() if group}

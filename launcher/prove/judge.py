@@ -1,0 +1,239 @@
+"""The judgement of a proof: every check, phase by phase, in the order in which a fault would first show."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher.prove import checks
+from launcher.prove.checkpoints import read_plain_checkpoint
+from launcher.prove.checks import Check
+from launcher.prove.forward_check import check_outputs
+from launcher.prove.plain import PlainRun, PlainState, apply_gradients, samples_of_step
+from launcher.prove.proof import ADAMW, SGD, Proof, own_phase
+from launcher.prove.rank import LAYOUT_CHECKPOINTS, PhaseSeen, RankSeen, hash_row
+from launcher.prove.shrink import adamw_for
+from modeling.config import BiasBalance
+from modeling.optimizers.config import OptimizerConfig
+from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.write import step_directory
+from parallel.compare.pieces import Piece
+
+SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue ADAMW's phase
+AGREED = ("loss", "grad_norm", "moe/balance_loss", "moe/z_loss")
+
+
+def judge(proof: Proof) -> list[Check]:
+    """All checks."""
+    found = [*judge_sgd(proof), *judge_adamw(proof), *judge_saved(proof), *judge_loaded(proof)]
+    if proof.plain.own_exact is not None and proof.plain.own_low is not None:
+        found += judge_own(proof, proof.plain.own_exact, proof.plain.own_low)
+    return found
+
+
+def phase_of(proof: Proof, name: str) -> list[PhaseSeen]:
+    """One phase as every rank saw it."""
+    return [rank.phases[name] for rank in proof.ranks]
+
+
+def all_pieces(phases: Sequence[PhaseSeen], of: Callable[[PhaseSeen], list[Piece]]) -> Iterable[Piece]:
+    """All ranks' pieces."""
+    return (piece for phase in phases for piece in of(phase))
+
+
+def judge_sgd(proof: Proof) -> list[Check]:
+    """fp32 with SGD, which is linear in the gradients: everything to the tightest bounds."""
+    seen, plain, steps = phase_of(proof, SGD), proof.plain.sgd, proof.steps
+    rows = [step.row for step in seen[0].steps]
+    start, end = plain.states[0], plain.states[steps]
+    found = [
+        checks.check_exact(SGD, "weights at step 0", all_pieces(seen, lambda phase: phase.initial), start.weights),
+        checks.check_samples(SGD, proof.ranks, [expected_samples(proof, step) for step in range(steps)]),
+        check_outputs(SGD, proof.ranks, plain),
+        checks.check_series(SGD, "loss", [row["loss"] for row in rows], [step.loss for step in plain.steps]),
+    ]
+    moe = proof.config.model.moe
+    if moe is not None:
+        found += [
+            checks.check_choices(SGD, [phase.replayed for phase in seen]),
+            checks.check_counts(SGD, rows, plain.steps),
+            _auxiliary(rows, "balance loss", "moe/balance_loss", [step.balance_loss for step in plain.steps]),
+            _auxiliary(rows, "z-loss", "moe/z_loss", [step.z_loss for step in plain.steps]),
+        ]
+        if isinstance(moe.balance, BiasBalance):
+            found.append(checks.check_biases(SGD, proof.ranks, lambda rank: rank.phases[SGD].buffers, end.buffers))
+    norms = [row["grad_norm"] for row in rows]
+    return [
+        *found,
+        checks.check_gradients(SGD, seen, plain.steps),
+        checks.check_series(SGD, "gradient norm", norms, [step.grad_norm for step in plain.steps]),
+        checks.check_rows_agree(SGD, proof.ranks, AGREED),
+        checks.check_tensors(
+            SGD,
+            f"weights after {steps} steps",
+            all_pieces(seen, lambda phase: phase.weights),
+            end.weights,
+            checks.WEIGHT_BOUND,
+        ),
+    ]
+
+
+def _auxiliary(
+    rows: Sequence[Mapping[str, float]], name: str, key: str, theirs: Sequence[Mapping[int, float]]
+) -> Check:
+    return checks.check_series(SGD, name, [row[key] for row in rows], [sum(layers.values()) for layers in theirs])
+
+
+def expected_samples(proof: Proof, step: int) -> dict[int, str]:
+    """The samples of a step, and what each brings into the model."""
+    samples = samples_of_step(step, proof.config.train.global_batch_size)
+    batch = proof.dataset.read(samples)
+    return {int(sample): hash_row(batch, row) for row, sample in enumerate(samples)}
+
+
+def judge_adamw(proof: Proof) -> list[Check]:
+    """fp32 with AdamW: the first step's gradients, what the optimizer makes of its gradients, and the drift."""
+    seen, plain, steps = phase_of(proof, ADAMW), proof.plain.adamw, proof.steps
+    optimizer = adamw_for(proof.config.optimizer)
+    start, end = plain.states[0], plain.states[steps]
+    gradients = [checks.step_pieces(seen, lambda phase, step=step: phase.steps[step]) for step in range(steps)]
+    weights = list(all_pieces(seen, lambda phase: phase.weights))
+    return [
+        checks.check_tensors(
+            ADAMW, "gradients", gradients[0], plain.steps[0].gradients, checks.GRADIENT_BOUND, " (step 1)"
+        ),
+        check_applied(proof, ADAMW, "AdamW of these gradients", optimizer, start, gradients, weights),
+        checks.check_updates(
+            ADAMW, f"weights after {steps} steps", weights, end.weights, start.weights, checks.ADAMW_DRIFT_BOUND
+        ),
+    ]
+
+
+def check_applied(
+    proof: Proof,
+    phase: str,
+    name: str,
+    optimizer: OptimizerConfig,
+    start: PlainState,
+    gradients: Sequence[list[Piece]],
+    weights: Iterable[Piece],
+) -> Check:
+    """The ranks' weights against what the plain optimizer makes of the ranks' own gradients."""
+    wholes = []
+    shapes = {key: tuple(value.shape) for key, value in start.weights.items()}
+    for step in gradients:
+        whole, failed = checks.whole_or_failed(phase, name, step, shapes)
+        if whole is None:
+            assert failed is not None
+            return failed
+        wholes.append(whole)
+    expected = apply_gradients(proof.trainer(optimizer), start, wholes)
+    return checks.check_tensors(phase, name, weights, expected, checks.WEIGHT_BOUND)
+
+
+def judge_saved(proof: Proof) -> list[Check]:
+    """A checkpoint that the layout saved, loaded on one process: its content, and the step that follows."""
+    seen, optimizer = phase_of(proof, ADAMW), adamw_for(proof.config.optimizer)
+    try:
+        state = read_plain_checkpoint(layout_checkpoint(proof))
+    except DamagedCheckpoint as error:
+        return [Check(SAVED, "checkpoint is whole", str(error), math.inf, 0.0)]
+    trainer = proof.trainer(optimizer)
+    trainer.load(state)
+    plain = trainer.step(torch.tensor(proof.samples_after).numpy(), proof.plain.adamw.choices[proof.steps])
+    gradients = checks.step_pieces(seen, lambda phase: phase.after_save)
+    after = [phase.after_save for phase in seen if phase.after_save is not None]
+    weights = list(all_pieces(seen, lambda phase: phase.weights))
+    return [
+        checks.check_exact(SAVED, "weights as saved", weights, state.weights),
+        *check_saved_biases(proof, SAVED, lambda rank: rank.phases[ADAMW].buffers, state),
+        checks.check_series(SAVED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
+        checks.check_tensors(SAVED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
+        check_applied(
+            proof,
+            SAVED,
+            "next weights",
+            optimizer,
+            state,
+            [gradients],
+            all_pieces(seen, lambda phase: phase.after_save_weights),
+        ),
+    ]
+
+
+def check_saved_biases(
+    proof: Proof, phase: str, buffers: Callable[[RankSeen], Mapping[str, Tensor]], state: PlainState
+) -> list[Check]:
+    """The routers' biases that travelled with a checkpoint, where there are any."""
+    if not state.buffers:
+        return []
+    return [checks.check_biases(phase, proof.ranks, buffers, state.buffers)]
+
+
+def judge_loaded(proof: Proof) -> list[Check]:
+    """A checkpoint that one process saved, loaded under the layout: its content, and the step that follows."""
+    seen, optimizer = phase_of(proof, ADAMW), adamw_for(proof.config.optimizer)
+    state, plain = proof.checkpoint_state, proof.plain.adamw.steps[proof.steps]
+    gradients = checks.step_pieces(seen, lambda phase: phase.after_load)
+    after = [phase.after_load for phase in seen if phase.after_load is not None]
+    loaded = all_pieces(seen, lambda phase: phase.loaded)
+    choices = checks.check_choices(LOADED, [phase.replayed_after_load for phase in seen])
+    return [
+        checks.check_exact(LOADED, "weights as saved", loaded, state.weights),
+        *check_saved_biases(proof, LOADED, lambda rank: rank.phases[ADAMW].loaded_buffers, state),
+        *([choices] if proof.config.model.moe is not None else []),
+        checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
+        checks.check_tensors(LOADED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
+        check_applied(
+            proof,
+            LOADED,
+            "next weights",
+            optimizer,
+            state,
+            [gradients],
+            all_pieces(seen, lambda phase: phase.after_load_weights),
+        ),
+    ]
+
+
+def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
+    """The run's own precision, against bounds taken from one process in that precision."""
+    phase_name, steps, precision = own_phase(proof.config), proof.steps, proof.config.train.precision
+    seen = phase_of(proof, phase_name)
+    floor = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps / 64
+    losses = [step.row["loss"] for step in seen[0].steps]
+    after = [phase.after_load for phase in seen if phase.after_load is not None]
+    exact_losses, low_losses = ([step.loss for step in run.steps] for run in (exact, low))
+    first = next((number for number, step in enumerate(low.steps) if not step.skipped), 0)
+    shown = [
+        checks.check_noisy_losses(phase_name, "loss", losses, low_losses[:steps], exact_losses[:steps], floor),
+        checks.check_noisy_gradients(
+            phase_name,
+            checks.step_pieces(seen, lambda phase: phase.steps[first]),
+            low.steps[first].gradients,
+            exact.steps[first].gradients,
+            f" (step {first + 1})",
+        ),
+        checks.check_rows_agree(phase_name, proof.ranks, (*AGREED, "loss_scale", "skipped")),
+        checks.check_noisy_losses(
+            phase_name, f"{LOADED}: next loss", [after[0].row["loss"]], low_losses[steps:], exact_losses[steps:], floor
+        ),
+        checks.check_noisy_gradients(
+            phase_name,
+            checks.step_pieces(seen, lambda phase: phase.after_load),
+            low.steps[steps].gradients,
+            exact.steps[steps].gradients,
+            "",
+            f"{LOADED}: next gradients",
+        ),
+    ]
+    if precision == "fp16":
+        shown.append(checks.check_overflow(phase_name, proof.ranks))
+    return shown
+
+
+def layout_checkpoint(proof: Proof) -> Path:
+    """Where the layout saved."""
+    return step_directory(proof.folder / LAYOUT_CHECKPOINTS, proof.steps)

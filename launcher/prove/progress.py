@@ -1,0 +1,54 @@
+"""What a proof is doing, while it does it: one changing line on a terminal, plain lines elsewhere."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from launcher.prove.rank import PROGRESS
+
+POLL_SECONDS = 0.2
+
+
+class Progress:
+    """Shows lines on stderr: those it is told, and those that rank 0 writes into the proof's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        console = Console(stderr=True)
+        self.path = folder / PROGRESS
+        self.started = time.monotonic()
+        self.status: Status | None = console.status("") if console.is_terminal else None
+        self.stopping = threading.Event()
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        if self.status is not None:
+            self.status.start()
+        self.watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        self.watcher.join()
+        if self.status is not None:
+            self.status.stop()
+
+    def tell(self, what: str) -> None:
+        """Shows ``what`` is begun."""
+        seconds = time.monotonic() - self.started
+        if self.status is not None:
+            self.status.update(f"{what} ({seconds:.0f} s)")
+        else:
+            print(f"{seconds:5.1f} s  {what}", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        read = 0
+        while not self.stopping.wait(POLL_SECONDS):
+            if self.path.exists():
+                lines = self.path.read_text().splitlines()
+                for line in lines[read:]:
+                    self.tell(line)
+                read = len(lines)

@@ -1,0 +1,171 @@
+"""One proof from end to end: the plain side, the ranks, and the comparison of what both saw."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from data.dataset import Dataset, open_dataset
+from launcher.config.tree import RunConfig
+from launcher.prove.checkpoints import write_plain_checkpoint
+from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, Precision, run_plain, samples_of_step
+from launcher.prove.rank import PLAIN_CHECKPOINT, PhasePlan, Plan, RankSeen, prove_rank
+from launcher.prove.shrink import adamw_for, sgd_for
+from modeling.optimizers.config import OptimizerConfig
+from parallel.compare.routing import TIE_GAP
+from parallel.process import run_ranks
+
+SGD, ADAMW = "fp32 sgd", "fp32 adamw"  # phases; the third is named by own_phase
+PRELOAD = ("launcher.train", "launcher.prove.rank")
+
+
+@dataclass
+class PlainSide:
+    """What one process saw, for each phase. ``own_*`` are None where the run's own precision is fp32."""
+
+    sgd: PlainRun
+    adamw: PlainRun  # one step more than the others: what follows the checkpoint
+    own_exact: PlainRun | None = None  # the run's own optimizer, in fp32; the last step follows the checkpoint
+    own_low: PlainRun | None = None  # the same in the run's own precision, choosing experts as own_exact did
+
+
+@dataclass
+class Proof:
+    """Everything that the judgement needs. ``config`` is the shrunk one, in the run's own precision."""
+
+    config: RunConfig
+    n_ranks: int
+    steps: int
+    folder: Path
+    dataset: Dataset
+    plain: PlainSide
+    ranks: list[RankSeen] = field(default_factory=list)
+
+    def trainer(self, optimizer: OptimizerConfig, precision: Precision = "fp32") -> PlainTrainer:
+        """A plain process at step 0."""
+        return plain_trainer(self.config, self.dataset, optimizer, precision)
+
+    @property
+    def checkpoint_state(self) -> PlainState:
+        """What the plain side saved: AdamW's state after ``steps`` updates."""
+        return self.plain.adamw.states[self.steps]
+
+    @property
+    def samples_after(self) -> Sequence[int]:
+        """The samples of the step after the checkpoint."""
+        return samples_of_step(self.steps, self.config.train.global_batch_size).tolist()
+
+
+def own_phase(config: RunConfig) -> str:
+    """The name of the phase in the run's own precision."""
+    return f"{config.train.precision} {config.optimizer.name}"
+
+
+def plain_trainer(
+    config: RunConfig, dataset: Dataset, optimizer: OptimizerConfig, precision: Precision = "fp32"
+) -> PlainTrainer:
+    """A plain process at step 0."""
+    return PlainTrainer(config.model, optimizer, dataset, seed=config.seed, precision=precision)
+
+
+def run_plain_side(config: RunConfig, dataset: Dataset, steps: int, tell: Callable[[str], None]) -> PlainSide:
+    """All of the plain side's runs."""
+    size = config.train.global_batch_size
+    tell("one process: fp32, SGD")
+    sgd = run_plain(plain_trainer(config, dataset, sgd_for(config.optimizer)), steps, size)
+    tell("one process: fp32, AdamW")
+    adamw = run_plain(plain_trainer(config, dataset, adamw_for(config.optimizer)), steps + 1, size)
+    side = PlainSide(sgd, adamw)
+    if config.train.precision == "fp32":
+        return side
+    tell(f"one process: {config.train.precision}")
+    side.own_exact, side.own_low = run_own_precision(config, dataset, steps, adamw.states[steps])
+    return side
+
+
+def run_own_precision(config: RunConfig, dataset: Dataset, steps: int, saved: PlainState) -> tuple[PlainRun, PlainRun]:
+    """The run's own optimizer in fp32 and in its own precision, in lockstep; then one step of both from ``saved``.
+
+    The second chooses experts as the first does. Where it skips a step for overflow, the first takes its step back, so
+    that both always have the same number of updates.
+    """
+    size = config.train.global_batch_size
+    exact = plain_trainer(config, dataset, config.optimizer)
+    low = plain_trainer(config, dataset, config.optimizer, config.train.precision)
+    for step in range(steps + 1):
+        if step == steps:
+            exact.load(saved)
+            low.load(saved)
+        before = exact.state()
+        exact.step(samples_of_step(step, size))
+        if low.step(samples_of_step(step, size), exact.run.choices[step]).skipped:
+            exact.load(before)
+    return exact.run, low.run
+
+
+def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePlan]:
+    """What the ranks do: SGD and AdamW in fp32, then the run's own precision."""
+
+    def fp32(optimizer: OptimizerConfig) -> RunConfig:
+        return replace(config, train=replace(config.train, precision="fp32", steps=steps), optimizer=optimizer)
+
+    phases = [
+        PhasePlan(SGD, fp32(sgd_for(config.optimizer)), steps, side.sgd.choices, tie_bound=TIE_GAP, watches=True),
+        PhasePlan(
+            ADAMW,
+            fp32(adamw_for(config.optimizer)),
+            steps,
+            side.adamw.choices,
+            tie_bound=math.inf,  # AdamW's weights drift, so choices may; SGD's phase judges them
+            saves=True,
+            loads=True,
+        ),
+    ]
+    if side.own_exact is not None:
+        phases.append(
+            PhasePlan(
+                own_phase(config),
+                replace(config, train=replace(config.train, steps=steps)),
+                steps,
+                side.own_exact.choices,
+                tie_bound=math.inf,  # in 16 bits routers choose otherwise; with equal choices only rounding is left
+                tie_bound_after_load=math.inf,
+                loads=True,
+                overflows=config.train.precision == "fp16",
+            )
+        )
+    return phases
+
+
+def run_proof(
+    config: RunConfig,
+    n_ranks: int,
+    steps: int,
+    folder: Path,
+    tell: Callable[[str], None],
+    *,
+    timeout_seconds: int,
+    before: Callable[[], None] | None = None,
+) -> Proof:
+    """Both sides of the proof of a shrunk config whose token files are in ``folder``.
+
+    Raises parallel.process.RankError where a rank fails or is late. ``before`` runs first in every rank (tests).
+    """
+    torch.set_num_threads(1)  # sums in the same order on both sides where they can be
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    proof = Proof(config, n_ranks, steps, folder, dataset, run_plain_side(config, dataset, steps, tell))
+    scalars = {
+        "consumed": steps * config.train.global_batch_size,
+        "skipped": [],
+        "tokens": 0,
+        "loss_scaler": {},
+    }
+    write_plain_checkpoint(folder / PLAIN_CHECKPOINT, steps, proof.checkpoint_state, scalars)
+    plan = Plan(plan_phases(config, proof.plain, steps), folder, timeout_seconds)
+    tell(f"{n_ranks} processes: start")
+    proof.ranks = run_ranks(
+        prove_rank, n_ranks, plan, before, timeout_seconds=timeout_seconds, threads=1, preload=PRELOAD
+    )
+    return proof

@@ -1,0 +1,270 @@
+"""The layout's side of a proof: what each rank runs, and what it hands back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from data.batch import Batch
+from data.dataset import open_dataset
+from launcher.config.tree import RunConfig
+from launcher.prove.tokens import WatchedDataset
+from launcher.state import TrainState, save
+from launcher.train import build_engine, run_step
+from parallel.checkpoint.read import load_state, open_checkpoint
+from parallel.compare.gradients import gradient_pieces
+from parallel.compare.outputs import record_outputs
+from parallel.compare.pieces import Piece, weight_pieces
+from parallel.compare.routing import (
+    TIE_GAP,
+    ChoiceReplay,
+    HeldTokens,
+    Replayed,
+    StepChoices,
+    positions_between_layers,
+)
+from parallel.engine import StepResult
+from parallel.mesh import Mesh, close_mesh, open_mesh
+
+PROGRESS = "progress.txt"  # in the proof's folder: one line for each thing that rank 0 begins
+LAYOUT_CHECKPOINTS = "layout"  # where the layout saves, and
+PLAIN_CHECKPOINT = "plain"  # where one process has saved
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One engine's part of the proof: ``steps`` updates from step 0, then what the flags say."""
+
+    name: str
+    config: RunConfig
+    steps: int
+    choices: Sequence[StepChoices]  # the reference's, by step; one more than ``steps`` where a checkpoint is loaded
+    tie_bound: float  # a differing choice at a smaller gap is replayed
+    tie_bound_after_load: float = TIE_GAP
+    watches: bool = False  # hand back the first step's outputs of the modules
+    saves: bool = False  # save a checkpoint, then make one more step
+    loads: bool = False  # load one process's checkpoint, then make one more step
+    overflows: bool = False  # make one rank's gradient overflow, once on the first rank and once on the last
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the ranks do, in one go."""
+
+    phases: Sequence[PhasePlan]
+    folder: Path
+    timeout_seconds: int
+
+
+@dataclass(frozen=True)
+class OutputSeen:
+    """What a module gave for one micro-batch: hidden states (sequences, held positions, d_model)."""
+
+    module: str
+    samples: list[int]
+    positions: Tensor
+    hidden_BPD: Tensor
+
+
+@dataclass
+class StepSeen:
+    """One update as one rank saw it."""
+
+    row: dict[str, Any]  # of metrics.jsonl
+    gradients: list[Piece]  # reduced, before clipping
+    samples: dict[int, str]  # sample number -> hash of the batch row that this rank read
+    outputs: list[OutputSeen] = field(default_factory=list)  # of the first step, where the plan asks for them
+
+
+@dataclass
+class OverflowSeen:
+    """An update in which the gradient of rank ``at`` overflowed, as one rank saw it."""
+
+    at: int
+    skipped: bool
+    scale: float  # after the step
+    is_unchanged: bool  # this rank's weights and states
+
+
+@dataclass
+class PhaseSeen:
+    """One phase as one rank saw it."""
+
+    initial: list[Piece]
+    steps: list[StepSeen] = field(default_factory=list)
+    weights: list[Piece] = field(default_factory=list)  # after them
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    replayed: Replayed = field(default_factory=Replayed)
+    overflows: list[OverflowSeen] = field(default_factory=list)
+    after_save: StepSeen | None = None
+    after_save_weights: list[Piece] = field(default_factory=list)
+    loaded: list[Piece] = field(default_factory=list)
+    loaded_buffers: dict[str, Tensor] = field(default_factory=dict)
+    replayed_after_load: Replayed = field(default_factory=Replayed)
+    after_load: StepSeen | None = None
+    after_load_weights: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class RankSeen:
+    """What one rank hands back. ``reads_as`` is its place among the ranks that read different samples."""
+
+    place: str
+    reads_as: int
+    phases: dict[str, PhaseSeen]
+
+
+def prove_rank(plan: Plan, before: Callable[[], None] | None = None) -> RankSeen:
+    """Runs all phases on this rank. ``before`` is called first, in every rank: tests break the code with it."""
+    if before is not None:
+        before()
+    mesh = open_mesh(plan.phases[0].config.parallel, plan.timeout_seconds)
+    phases = {phase.name: run_phase(phase, mesh, plan.folder) for phase in plan.phases}
+    close_mesh()
+    return RankSeen(mesh.place, mesh.dp.rank, phases)
+
+
+def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
+    """One phase on this rank. All ranks call it."""
+    tell = Teller(folder, plan.name, mesh.rank == 0)
+    tell("build")
+    rank = PhaseRank(plan, mesh)
+    rank.engine.initialize_weights(plan.config.seed)
+    seen = PhaseSeen(weight_pieces(rank.engine), replayed=rank.replayed)
+    for step in range(plan.steps):
+        tell(f"step {step + 1} of {plan.steps}")
+        watched = rank.step_watched if plan.watches and step == 0 else rank.step
+        seen.steps.append(watched(plan.choices[step]))
+    seen.weights = weight_pieces(rank.engine)
+    seen.buffers = rank.buffers()
+    if plan.overflows:
+        tell("overflow on one rank")
+        seen.overflows = [rank.overflow(at) for at in dict.fromkeys((0, mesh.world_size - 1))]
+    if plan.saves:
+        tell("save")
+        save(folder / LAYOUT_CHECKPOINTS, rank.engine, rank.state, None, keep_last=1)
+        seen.after_save = rank.step(plan.choices[plan.steps])
+        seen.after_save_weights = weight_pieces(rank.engine)
+    if plan.loads:
+        tell("load")
+        rank.load(folder / PLAIN_CHECKPOINT)
+        seen.loaded, seen.loaded_buffers = weight_pieces(rank.engine), rank.buffers()
+        rank.replay.seen = seen.replayed_after_load
+        seen.after_load = rank.step(plan.choices[plan.steps], plan.tie_bound_after_load)
+        seen.after_load_weights = weight_pieces(rank.engine)
+    return seen
+
+
+class Teller:
+    """Writes what rank 0 begins, for whoever shows progress."""
+
+    def __init__(self, folder: Path, phase: str, speaks: bool) -> None:
+        self.path = folder / PROGRESS
+        self.phase = phase
+        self.speaks = speaks
+
+    def __call__(self, what: str) -> None:
+        """One line, at once."""
+        if self.speaks:
+            with open(self.path, "a") as file:
+                file.write(f"{self.phase}: {what}\n")
+
+
+class PhaseRank:
+    """The real engine and the real loop's step, watched: the batches read, the routers' choices, the gradients."""
+
+    def __init__(self, plan: PhasePlan, mesh: Mesh) -> None:
+        config = plan.config
+        self.plan, self.config = plan, config
+        dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+        self.dataset = WatchedDataset.watching(dataset)
+        self.engine = build_engine(config, mesh)
+        self.state = TrainState()
+        self.replayed = Replayed()
+        self.positions = positions_between_layers(config.data.seq_len, mesh)
+        self.replay = ChoiceReplay(self.engine.model, self.held_tokens, self.replayed)
+        self.gradients: list[Piece] = []
+        self.apply = self.engine.step
+        self.engine.step = self.capture_and_apply
+
+    def held_tokens(self, number: int) -> HeldTokens:
+        """The tokens of the step's micro-batch ``number`` at the positions held between layers."""
+        samples, batch = self.dataset.reads[number]
+        documents_BS = torch.from_numpy(batch.documents_BS)
+        return HeldTokens(samples.tolist(), self.positions, documents_BS[:, self.positions])
+
+    def capture_and_apply(self, lr: float) -> StepResult:
+        """The engine's step, the gradients copied before."""
+        self.gradients = gradient_pieces(self.engine)
+        return self.apply(lr)
+
+    def step(self, choices: StepChoices | None, tie_bound: float | None = None) -> StepSeen:
+        """One update by the real loop's step, compared with the reference's choices (the plan's bound for ties)."""
+        self.dataset.reads.clear()
+        self.replay.start_step(choices, self.plan.tie_bound if tie_bound is None else tie_bound)
+        row = run_step(self.config, self.engine, self.dataset, self.state)
+        samples = {
+            int(sample): hash_row(batch, number)
+            for indices, batch in self.dataset.reads
+            for number, sample in enumerate(indices)
+        }
+        return StepSeen(row, self.gradients, samples)
+
+    def step_watched(self, choices: StepChoices | None) -> StepSeen:
+        """The same, with the outputs of the modules."""
+        hidden: dict[str, list[Tensor]] = {}
+        end = record_outputs(self.engine.model, lambda name, output: hidden.setdefault(name, []).append(output))
+        seen = self.step(choices)
+        end()
+        for name, outputs in hidden.items():
+            for number, hidden_BPD in enumerate(outputs):
+                samples = self.dataset.reads[number][0].tolist()
+                seen.outputs.append(OutputSeen(name, samples, self.positions, hidden_BPD))
+        return seen
+
+    def overflow(self, at: int) -> OverflowSeen:
+        """One update in which the first gradient of rank ``at`` holds an infinity."""
+        before = self.everything()
+        handles = []
+        if self.engine.mesh.rank == at:
+            handles = [next(self.engine.model.parameters()).register_hook(with_infinity)]
+        row = self.step(None).row
+        for handle in handles:
+            handle.remove()
+        unchanged = all(map(torch.equal, before, self.everything()))
+        return OverflowSeen(at, bool(row.get("skipped")), self.engine.loss_scale, unchanged)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of this rank's router biases."""
+        return {name: buffer.detach().cpu().clone() for name, buffer in self.engine.model.named_buffers()}
+
+    def everything(self) -> list[Tensor]:
+        """Copies of this rank's weights and optimizer states."""
+        engine = self.engine
+        return [piece.clone() for fragment in engine.fragments for piece in engine.pieces(fragment).values()]
+
+    def load(self, directory: Path) -> None:
+        """Goes back to step 0, so that nothing of it is there yet, then on from a checkpoint."""
+        self.engine.initialize_weights(self.config.seed)
+        checkpoint = open_checkpoint(directory)
+        load_state(self.engine, checkpoint)
+        self.state = replace(self.state, step=checkpoint.step, consumed=checkpoint.manifest.scalars["consumed"])
+
+
+def hash_row(batch: Batch, row: int) -> str:
+    """A hash of all that one sample brings into the model."""
+    digest = xxhash.xxh3_64()
+    for array in (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS):
+        digest.update(array[row].tobytes())
+    return digest.hexdigest()
+
+
+def with_infinity(gradient: Tensor) -> Tensor:
+    """The gradient, its first element infinite."""
+    gradient = gradient.clone()
+    gradient.view(-1)[0] = float("inf")
+    return gradient

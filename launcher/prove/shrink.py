@@ -1,0 +1,243 @@
+"""A config made small enough to be proven on one machine: the same architecture and axes, everything else little."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from modeling.config import Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
+from modeling.schedules import ConstantSchedule
+from parallel.config import ParallelConfig
+from parallel.mesh import Degrees
+from parallel.pipeline.config import Interleaved, PipelineConfig, chunks
+
+CUT_AXES = ("tp", "pp", "cp")  # with dp they make up the world; ep folds over them
+FEW_RANKS = 8  # where nobody says how many: degrees are lowered, not below 2, to fit into so many
+SEQ_LEN = 32
+D_MODEL = 32
+D_HEAD = 8
+D_FF = 48
+D_FF_EXPERT = 24
+VOCAB_SIZE = 96
+WIDTH_UNIT = 8  # rows of the experts' matrices are whole units of 16 bytes, in 16 bits
+MOST_TOP_K = 4
+# Auxiliary terms, decay and clipping are made strong enough for a fault in them to show.
+BALANCE_COEFFICIENT = 0.05
+BIAS_RATE = 1e-2
+Z_LOSS = 1e-2
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 0.5  # below the first gradients' norm
+ADAMW_LR = 1e-3
+SGD_LR = 0.1
+
+
+def default_ranks(config: RunConfig) -> int:
+    """The processes for the layout, its degrees lowered to fit into FEW_RANKS where they can, with dp = 2."""
+    return 2 * _product(_cut_degrees(config.parallel, lambda product: 2 * product <= FEW_RANKS))
+
+
+def least_ranks(parallel: ParallelConfig) -> int:
+    """The fewest processes that can hold the layout unshrunk: one replica, or as many as ep folds over."""
+    degrees = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+    return parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep) if min(degrees) > 0 else 1
+
+
+def shrink(config: RunConfig, world_size: int) -> RunConfig:
+    """The config's small relative for ``world_size`` processes; its data and run directory are still to be set.
+
+    Kept: family, pattern of dense and MoE layers, kinds of routers, attention and balance, ties, optimizer, precision,
+    recomputation, and every axis of degree above one. Raises UserError where the axes do not fit into ``world_size``.
+    """
+    parallel = shrink_parallel(config.parallel, world_size)
+    degrees = Degrees.of(parallel, world_size)
+    few = few_layers(config.model)
+    parallel = replace(parallel, pipeline=shrink_pipeline(parallel, few))
+    n_layers = sum(parallel.pipeline.layers or (min(config.model.n_layers, max(few, _n_stages(parallel))),))
+    model = shrink_model(config.model, degrees, n_layers)
+    seq_len = _up_to(SEQ_LEN, 2 * degrees.cp * degrees.tp)
+    micro_batch_size = min(2, config.train.micro_batch_size)
+    n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
+    return replace(
+        config,
+        model=replace(model, sliding_window=_window(config, seq_len)),
+        data=replace(config.data, seq_len=seq_len, heldout_path=None),
+        train=replace(
+            config.train,
+            global_batch_size=degrees.dp * micro_batch_size * n_micro_batches,
+            micro_batch_size=micro_batch_size,
+            eval_every_steps=None,
+        ),
+        optimizer=shrink_optimizer(config.optimizer),
+        schedule=ConstantSchedule(),
+        parallel=parallel,
+    )
+
+
+def few_layers(model: ModelConfig) -> int:
+    """The fewest layers that keep the pattern: one dense layer before two of experts, or two of the only kind."""
+    n_dense = model.n_layers if model.moe is None else model.moe.n_dense_layers
+    n_sparse = model.n_layers - n_dense
+    return min(1 if n_sparse else 2, n_dense) + min(2, n_sparse)
+
+
+def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelConfig:
+    """The same kind of decoder, ``n_layers`` deep, of small dims that the axes divide; its window is not set here."""
+    n_heads, n_kv_heads = shrink_heads(model, degrees.tp * degrees.cp)
+    d_model = _up_to(D_MODEL, n_heads * D_HEAD)
+    has_own_d_head = model.d_head is not None and model.d_head * model.n_heads != model.d_model
+    moe = None if model.moe is None else shrink_experts(model.moe, degrees)
+    if moe is not None:
+        n_sparse = model.n_layers - moe.n_dense_layers
+        n_dense = n_layers if n_sparse == 0 else max(min(1, moe.n_dense_layers), n_layers - n_sparse)
+        moe = replace(moe, n_dense_layers=n_dense)
+    return replace(
+        model,
+        vocab_size=min(_up_to(VOCAB_SIZE, degrees.tp), model.vocab_size),
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_head=2 * D_HEAD if has_own_d_head else (None if model.d_head is None else d_model // n_heads),
+        d_ff=_up_to(D_FF, WIDTH_UNIT * degrees.tp),
+        init_std=min(
+            model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5
+        ),  # layers' outputs keep their size
+        moe=moe,
+    )
+
+
+def shrink_heads(model: ModelConfig, unit: int) -> tuple[int, int]:
+    """Few heads and key-value heads of the same ratio, as divisible by ``unit`` (tp x cp) as the model's own are.
+
+    A ratio above four becomes the smallest above one that fits.
+    """
+    ratio = model.n_heads // model.n_kv_heads
+    n_kv_heads = max(math.gcd(model.n_kv_heads, unit), min(2, model.n_kv_heads))
+    small = ratio if ratio <= 4 else 2
+    while n_kv_heads * small % unit and small < ratio:
+        small += 1
+    return n_kv_heads * small, n_kv_heads
+
+
+def shrink_experts(moe: MoEConfig, degrees: Degrees) -> MoEConfig:
+    """Few and narrow experts that ep divides; the same router and the same balancing rule, strengthened."""
+    top_k = min(moe.top_k, MOST_TOP_K)
+    n_experts = _up_to(max(4, 2 * top_k), degrees.ep)
+    return replace(
+        moe,
+        n_experts=min(n_experts, moe.n_experts) if moe.n_experts % degrees.ep == 0 else n_experts,
+        top_k=n_experts if moe.top_k == moe.n_experts <= n_experts else min(top_k, moe.n_experts),
+        d_ff=_up_to(D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
+        n_shared_experts=min(moe.n_shared_experts, 2),
+        balance=shrink_balance(moe.balance),
+        z_loss=max(moe.z_loss, Z_LOSS) if moe.z_loss else 0.0,
+    )
+
+
+def shrink_balance(balance: Balance) -> Balance:
+    """The same rule, strong enough for a fault in it to show; one that is switched off stays off."""
+    if isinstance(balance, SequenceAuxBalance) and balance.coefficient:
+        return replace(balance, coefficient=max(balance.coefficient, BALANCE_COEFFICIENT))
+    if isinstance(balance, BiasBalance) and balance.rate:
+        return replace(balance, rate=max(balance.rate, BIAS_RATE))
+    return balance
+
+
+def shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The same update rule at a learning rate for small models; decay and clipping, where there are any, at work."""
+    lr = ADAMW_LR if isinstance(optimizer, AdamWConfig) else SGD_LR
+    clip_norm = None if optimizer.clip_norm is None else min(optimizer.clip_norm, CLIP_NORM)
+    weight_decay = max(optimizer.weight_decay, WEIGHT_DECAY) if optimizer.weight_decay else 0.0
+    return replace(optimizer, lr=lr, clip_norm=clip_norm, weight_decay=weight_decay)
+
+
+def sgd_for(optimizer: OptimizerConfig) -> SGDConfig:
+    """SGD with momentum, linear in the gradients; clipping and decay as the (shrunk) optimizer has them."""
+    if isinstance(optimizer, SGDConfig):
+        return optimizer
+    same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
+    return SGDConfig(lr=SGD_LR, momentum=0.9, **same)
+
+
+def adamw_for(optimizer: OptimizerConfig) -> AdamWConfig:
+    """AdamW; clipping and decay as the (shrunk) optimizer has them."""
+    if isinstance(optimizer, AdamWConfig):
+        return optimizer
+    same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
+    return AdamWConfig(lr=ADAMW_LR, **same)
+
+
+def shrink_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """The axes at degrees that ``world_size`` processes hold: lowered so that dp = 2 fits, but those above one stay so.
+
+    Raises UserError where they cannot.
+    """
+    cut = _cut_degrees(parallel, lambda product: 2 * product <= world_size and world_size % product == 0)
+    unit = _product(cut)
+    ep = parallel.ep
+    small_ep = max((number for number in range(2, ep + 1) if world_size // cut["pp"] % number == 0), default=1)
+    if world_size % unit or (ep > 1 and small_ep == 1):
+        raise UserError([_ranks_problem(cut, ep, world_size, unit)])
+    return replace(parallel, tp=cut["tp"], pp=cut["pp"], cp=cut["cp"], ep=small_ep)
+
+
+def _ranks_problem(cut: dict[str, int], ep: int, world_size: int, unit: int) -> str:
+    held = [f"parallel.{name}={degree}" for name, degree in cut.items() if degree > 1]
+    if world_size % unit == 0:
+        return f"--ranks={world_size} must be a multiple of 2 to hold parallel.ep={ep}; try {2 * unit}"
+    below = world_size // unit * unit
+    tries = f"{below} or {below + unit}" if below else str(unit)
+    return f"--ranks={world_size} must be a multiple of {' x '.join(held)} = {unit} (the least degrees); try {tries}"
+
+
+def _cut_degrees(parallel: ParallelConfig, fits: Callable[[int], bool]) -> dict[str, int]:
+    """tp, pp and cp, the largest lowered again and again until their product ``fits``, or all are 2 or less."""
+    degrees = {name: int(getattr(parallel, name)) for name in CUT_AXES}
+    while not fits(_product(degrees)):
+        largest = max(degrees, key=lambda name: degrees[name])
+        if degrees[largest] <= 2:
+            break
+        degrees[largest] = max((n for n in range(2, degrees[largest]) if degrees[largest] % n == 0), default=2)
+    return degrees
+
+
+def _product(degrees: dict[str, int]) -> int:
+    return math.prod(degrees[name] for name in CUT_AXES)
+
+
+def _n_stages(parallel: ParallelConfig) -> int:
+    return parallel.pp * chunks(parallel.pipeline) if parallel.pp > 1 else 1
+
+
+def shrink_pipeline(parallel: ParallelConfig, least_layers: int) -> PipelineConfig:
+    """The same schedule, at most two chunks a rank. ``parallel`` is shrunk already.
+
+    Where the stages' layers are listed: one for each stage, two where the list has more than its least, and at least
+    ``least_layers`` together.
+    """
+    pipeline = parallel.pipeline
+    if isinstance(pipeline, Interleaved):
+        pipeline = replace(pipeline, n_chunks=min(2, pipeline.n_chunks))
+    given = pipeline.layers
+    if given is None or parallel.pp == 1:
+        return replace(pipeline, layers=None)
+    n_stages = parallel.pp * chunks(pipeline)
+    small = [1 + (given[stage * len(given) // n_stages] > min(given)) for stage in range(n_stages)]
+    while sum(small) < least_layers:
+        small = [number + 1 for number in small]
+    return replace(pipeline, layers=tuple(small))
+
+
+def _window(config: RunConfig, seq_len: int) -> int | None:
+    """The sliding window, as large a part of the sequence as it was."""
+    window = config.model.sliding_window
+    if window is None:
+        return None
+    return max(2, round(window * seq_len / config.data.seq_len))
+
+
+def _up_to(least: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is at least ``least``."""
+    return -(-least // unit) * unit

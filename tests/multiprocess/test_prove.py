@@ -1,0 +1,105 @@
+"""`roundtable prove` on real processes: sound layouts are proven, and every planted fault is caught and named.
+
+Bounds: launcher/prove/checks.py states each with its reason.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from prove_faults import FAULTS
+from prove_runs import failures, prove, prove_fault, told_about, write_config
+
+SOUND = [
+    ("parallel.zero=0",),
+    ("parallel.zero=1", "train.precision=bf16"),
+    ("parallel.zero=2", "train.precision=fp16", "model.moe.balance={name: bias}"),
+    ("parallel.zero=3", "train.precision=bf16", "train.recompute=full", "model.tie_embeddings=false"),
+    ("parallel.zero=3", "optimizer={name: sgd}", "optimizer.clip_norm=null", "train.precision=fp16"),
+    ("parallel.zero=2", "model.family=llama", "model.moe=null", "model.qk_norm=false"),
+    (
+        "model.family=mixtral",
+        "model.qk_norm=false",
+        "model.sliding_window=512",
+        "model.moe={n_experts: 8, top_k: 1, n_dense_layers: 0, n_shared_experts: 0, score: softmax, routed_scale: 1.0}",
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides", SOUND, ids=lambda overrides: " ".join(overrides)[:60])
+def test_sound_layout_is_proven(tmp_path, overrides):
+    outcome = prove(tmp_path, overrides)
+    assert outcome.proven, failures(outcome)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.tp=2", "parallel.ep=4"),
+        ("parallel.cp=2", "parallel.ep=2", "parallel.cp_attention=ring", "parallel.zero=3"),
+        ("parallel.pp=2", "parallel.ep=2", "parallel.zero=2", "train.precision=bf16"),
+    ],
+    ids=str,
+)
+def test_sound_axes_are_proven(tmp_path, overrides):
+    outcome = prove(tmp_path, overrides, ranks=4)
+    assert outcome.proven, failures(outcome)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title)
+def test_planted_fault_is_caught_and_named(tmp_path, fault):
+    outcome = prove_fault(tmp_path, fault)
+    assert not outcome.proven
+    assert any(check.name == fault.check and not check.passed for check in outcome.checks), failures(outcome)
+    assert fault.says in told_about(outcome, fault), failures(outcome)
+
+
+def test_planted_death_of_a_rank_ends_the_proof(tmp_path):
+    outcome = prove(tmp_path, fault="a rank dies")
+    assert not outcome.proven
+    assert outcome.died is not None and "rank 1 of 2 ended by exit code 7" in outcome.died
+
+
+def test_command_prints_a_table_or_json_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    path = write_config(tmp_path)
+    assert main(["prove", str(path), "parallel.zero=2", "--steps", "1", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["proven"] and printed["ranks"] == 2 and printed["steps"] == 1
+    assert all(check["passed"] and check["error"] <= check["bound"] for check in printed["checks"])
+    assert os.listdir(tmp_path) == [path.name]
+    assert main(["prove", str(path), "--steps", "1", "--keep"]) == 0
+    shown = capsys.readouterr()
+    assert "proven: " in shown.out and "layout -> one" in shown.out and "build" in shown.err
+    kept = Path(shown.out.split("kept in ")[1].strip())
+    assert (kept / "layout" / "step-00000001").is_dir() and (kept / "plain" / "manifest.json").is_file()
+
+
+def test_planted_fault_gives_exit_code_one(tmp_path, capsys, monkeypatch):
+    import launcher.prove.command as command
+
+    outcome = prove(tmp_path, fault="loss not scaled by dp")
+    monkeypatch.setattr(command, "prove_in", lambda *_, **__: outcome)
+    assert main(["prove", str(write_config(tmp_path))]) == 1
+    assert "not proven: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["parallel.tp=2", "--ranks", "3"], "--ranks=3 must be a multiple of parallel.tp=2 = 2"),
+        (["parallel.ep=2", "--ranks", "1"], "parallel.ep=2"),
+        (["model.n_heads=7", "model.d_head=64"], "model.n_kv_heads=4 must divide model.n_heads=7"),
+        (["parallel.zero=0", "train.precision=bf16"], "parallel.zero=0 works with train.precision=fp32 only"),
+        (["--steps", "0"], "steps"),
+    ],
+)
+def test_wrong_input_gives_exit_code_two_and_lines_alone(tmp_path, capsys, arguments, line):
+    assert main(["prove", str(write_config(tmp_path)), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and line in shown.err and "Traceback" not in shown.err

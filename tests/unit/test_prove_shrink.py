@@ -1,0 +1,150 @@
+"""Shrunk configs: legal, small, and still the same architecture under the same axes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig, TrainConfig
+from launcher.errors import UserError
+from launcher.prove.shrink import default_ranks, least_ranks, shrink
+from modeling.config import ModelConfig
+from modeling.optimizers.config import AdamWConfig, SGDConfig
+from parallel.config import ParallelConfig
+from parallel.mesh import Degrees
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
+from small_models import FAMILIES, moe_configs
+
+
+@st.composite
+def run_configs(draw):
+    """Large models of every family, under axes that they fit."""
+    family = draw(st.sampled_from(FAMILIES))
+    n_kv_heads = draw(st.sampled_from([1, 2, 4, 8, 64]))
+    n_heads = n_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 16]))
+    n_layers = draw(st.integers(1, 60))
+    moe = None
+    if family != "llama":
+        moe = draw(moe_configs(family, n_layers))
+        moe = replace(moe, n_experts=16 * moe.n_experts, d_ff=256 * moe.d_ff)
+    model = ModelConfig(
+        family=family,
+        vocab_size=128 * draw(st.integers(1, 500)),
+        d_model=16 * n_heads,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_head=draw(st.sampled_from([None, 64])),
+        d_ff=1024,
+        tie_embeddings=draw(st.booleans()),
+        qk_norm=family == "qwen3_moe",
+        sliding_window=draw(st.none() | st.integers(1, 5000)) if family in ("mixtral", "qwen3_moe") else None,
+        moe=moe,
+    )
+    degrees = st.sampled_from([1, 2, 4, 8])
+    ep = draw(degrees) if moe is not None else 1
+    pipeline = draw(st.sampled_from([OneFOneB(), Interleaved(n_chunks=4), ZBV(), DualPipeV()]))
+    pp = draw(degrees)
+    if pp > 1 and n_layers % (pp * chunks(pipeline)) == 0 and draw(st.booleans()):
+        share = n_layers // (pp * chunks(pipeline))
+        pipeline = replace(pipeline, layers=(share,) * (pp * chunks(pipeline)))
+    axes = {"tp": draw(degrees), "pp": pp, "cp": draw(degrees), "ep": ep}
+    parallel = ParallelConfig(**axes, pipeline=pipeline, zero=draw(st.integers(0, 3)))
+    precision = "fp32" if parallel.zero == 0 else draw(st.sampled_from(["fp32", "bf16", "fp16"]))
+    micro_batch_size = draw(st.integers(1, 9))
+    train = TrainConfig(
+        micro_batch_size=micro_batch_size, global_batch_size=512 * micro_batch_size, precision=precision
+    )
+    optimizer = draw(st.sampled_from([AdamWConfig(), AdamWConfig(clip_norm=None), SGDConfig(weight_decay=1e-3)]))
+    return RunConfig(model=model, train=train, parallel=parallel, optimizer=optimizer)
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(run_configs())
+def test_a_legal_config_shrinks_to_a_legal_one_of_the_same_kind(config):
+    assume(not check(config, least_ranks(config.parallel)))
+    n_stages = config.parallel.pp * chunks(config.parallel.pipeline)
+    assume(config.parallel.pp == 1 or n_stages <= config.model.n_layers)
+    n_ranks = default_ranks(config)
+    small = shrink(config, n_ranks)
+    assert check(small, n_ranks) == []
+    assert n_ranks <= 16 and small.model.d_model <= 512 and small.data.seq_len <= 128
+    degrees = Degrees.of(small.parallel, n_ranks)
+    assert degrees.dp >= 2
+    for axis in ("tp", "pp", "cp", "ep"):
+        before, after = getattr(config.parallel, axis), getattr(small.parallel, axis)
+        assert after <= before and (after > 1) == (before > 1)
+    assert small.train.global_batch_size >= 2 * degrees.dp * small.train.micro_batch_size
+    if degrees.pp > 1:
+        n_small_stages = degrees.pp * chunks(small.parallel.pipeline)
+        assert n_small_stages <= small.model.n_layers and small.parallel.pipeline.name == config.parallel.pipeline.name
+        layers = small.parallel.pipeline.layers
+        assert (layers is None) == (config.parallel.pipeline.layers is None)
+        assert layers is None or (len(layers) == n_small_stages and sum(layers) == small.model.n_layers)
+    assert small.parallel.zero == config.parallel.zero and small.train.precision == config.train.precision
+    assert_same_kind(config.model, small.model)
+
+
+def assert_same_kind(model, small):
+    for name in ("family", "tie_embeddings", "qk_norm", "rope_theta", "norm_eps"):
+        assert getattr(small, name) == getattr(model, name)
+    assert (small.n_heads > small.n_kv_heads) == (model.n_heads > model.n_kv_heads)
+    assert (small.n_kv_heads > 1) == (model.n_kv_heads > 1)
+    assert (small.sliding_window is None) == (model.sliding_window is None)
+    assert (small.d_head is None) == (model.d_head is None)
+    if model.moe is None or small.moe is None:
+        assert small.moe is model.moe is None
+        return
+    for name in ("score", "normalize_top_k", "routed_scale"):
+        assert getattr(small.moe, name) == getattr(model.moe, name)
+    assert type(small.moe.balance) is type(model.moe.balance)
+    assert (small.moe.n_shared_experts > 0) == (model.moe.n_shared_experts > 0)
+    assert (small.moe.z_loss > 0) == (model.moe.z_loss > 0)
+    assert (small.moe.n_dense_layers > 0) == (model.moe.n_dense_layers > 0)
+    assert (small.moe.n_dense_layers < small.n_layers) == (model.moe.n_dense_layers < model.n_layers)
+    assert 1 <= small.moe.top_k <= small.moe.n_experts and (small.moe.top_k > 1) == (model.moe.top_k > 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given_axes", "kept"),
+    [
+        (2, {"tp": 1}, (1, 1, 1)),
+        (2, {"tp": 2}, (2, 1, 1)),
+        (4, {"tp": 8}, (2, 1, 1)),
+        (8, {"tp": 8}, (4, 1, 1)),
+        (6, {"tp": 3}, (3, 1, 1)),
+        (8, {"tp": 4, "cp": 4, "ep": 16}, (2, 2, 8)),
+        (4, {"ep": 64}, (1, 1, 4)),
+    ],
+)
+def test_degrees_for_a_number_of_processes(ranks, given_axes, kept):
+    from launcher.prove.shrink import shrink_parallel
+
+    small = shrink_parallel(ParallelConfig(**given_axes), ranks)
+    assert (small.tp, small.cp, small.ep) == kept
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given_axes", "line"),
+    [
+        (3, {"tp": 2}, "--ranks=3 must be a multiple of parallel.tp=2 = 2 (the least degrees); try 2 or 4"),
+        (2, {"tp": 2, "cp": 8}, "--ranks=2 must be a multiple of parallel.tp=2 x parallel.cp=2 = 4"),
+        (1, {"ep": 2}, "--ranks=1 must be a multiple of 2 to hold parallel.ep=2; try 2"),
+    ],
+)
+def test_too_few_processes_are_refused(ranks, given_axes, line):
+    from launcher.prove.shrink import shrink_parallel
+
+    with pytest.raises(UserError) as refusal:
+        shrink_parallel(ParallelConfig(**given_axes), ranks)
+    assert refusal.value.problems[0].startswith(line)
+
+
+def test_the_quickstart_shrinks():
+    config = load_config("configs/quickstart.yaml")
+    small = shrink(config, default_ranks(config))
+    assert check(small, 2) == []
+    assert small.model.moe.balance.coefficient > config.model.moe.balance.coefficient
