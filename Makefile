@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test check format bench clean
+.PHONY: install demo test prove check format bench clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m 'not slow'
+
+# The rest of the layout matrix: what `make test` leaves out to fit in its time.
+prove: $(STAMP)
+	$(BIN)/python -m pytest tests -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

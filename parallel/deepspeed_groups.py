@@ -120,4 +120,4 @@ def pose_as_deepspeed_moe(model: Decoder, mesh: Mesh) -> None:
     for module in list(model.modules()):
         if type(module) is MoE:
             module.__class__ = posing
-            module.num_experts = module.experts.gate.shape[0] * mesh.ep.degree
+            vars(module)["num_experts"] = module.experts.gate.shape[0] * mesh.ep.degree

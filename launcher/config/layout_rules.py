@@ -40,7 +40,7 @@ def dp_of(config: RunConfig, world_size: int) -> int:
 
 
 def _check_processes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """pp x cp x tp divides the processes; dp is what remains."""
+    """The product pp x cp x tp divides the processes; dp is what remains."""
     degrees = {name: getattr(config.parallel, name) for name in ("pp", "cp", "tp")}
     product = math.prod(degrees.values())
     if world_size % product:
@@ -53,7 +53,7 @@ def _check_processes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_tp(config: RunConfig) -> Iterator[str]:
-    """tp divides all that it cuts."""
+    """Degree tp divides all that it cuts."""
     cut = dict(_cut_by_tp(config))
     tp = config.parallel.tp
     legal = _divisors(math.gcd(*cut.values()))
@@ -76,7 +76,7 @@ def _cut_by_tp(config: RunConfig) -> Iterator[tuple[str, int]]:
 
 
 def _check_cp(config: RunConfig) -> Iterator[str]:
-    """cp cuts each sequence into 2 cp chunks, which tp may cut again; all-to-all over heads needs heads for all ranks."""
+    """Degree cp cuts sequences into 2 cp chunks, which tp may cut again; all-to-all needs heads for all ranks."""
     cp, tp, seq_len = config.parallel.cp, config.parallel.tp, config.data.seq_len
     step = math.lcm(2 * cp, cp * tp)
     if seq_len % step:
@@ -96,7 +96,7 @@ def _check_cp(config: RunConfig) -> Iterator[str]:
 
 
 def _check_ep(config: RunConfig, world_size: int) -> Iterator[str]:
-    """ep divides the experts, and the processes over which it folds."""
+    """Degree ep divides the experts, and the processes over which it folds."""
     ep, moe = config.parallel.ep, config.model.moe
     if moe is None:
         yield f"parallel.ep={ep} must be 1 where model.moe=null (there are no experts to cut); try parallel.ep=1"

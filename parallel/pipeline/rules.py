@@ -43,7 +43,9 @@ def layer_problems(pipeline: PipelineConfig, pp: int, n_layers: int) -> list[str
     if pipeline.layers is None:
         if n_stages <= n_layers:
             return []
-        legal = max((degree for degree in range(1, min(pp, n_layers + 1)) if degree * chunks(pipeline) <= n_layers), default=1)
+        legal = max(
+            (degree for degree in range(1, min(pp, n_layers + 1)) if degree * chunks(pipeline) <= n_layers), default=1
+        )
         rule = f"which model.n_layers={n_layers} must cover with at least one layer each"
         return [f"{stages}, {rule}; try parallel.pp={legal}"]
     text = f"parallel.pipeline.layers={list(pipeline.layers)}"
@@ -69,7 +71,9 @@ def micro_batch_problems(
         f"{count} micro-batches"
     )
     reach = min(pp, 4096)
-    legal = nearest(count, [n for n in range(max(1, count - 4 * reach), count + 4 * reach) if runs_micro_batches(pipeline, pp, n)])
+    legal = nearest(
+        count, [n for n in range(max(1, count - 4 * reach), count + 4 * reach) if runs_micro_batches(pipeline, pp, n)]
+    )
     remedy = f"try train.global_batch_size={' or '.join(str(n * dp * micro_batch_size) for n in legal)}"
     match pipeline:
         case OneFOneB():

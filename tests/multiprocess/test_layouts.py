@@ -9,6 +9,17 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
 
 BOUND = 1e-6
+
+
+def with_zero(layouts: list[tuple[int, dict]]) -> list:
+    """Each layout with every ZeRO stage. What has more than two ranks and is not ZeRO 1 runs with `make prove` alone."""
+    return [
+        pytest.param(ranks, layout, zero, marks=[pytest.mark.slow] if ranks > 2 and zero != 1 else [])
+        for ranks, layout in layouts
+        for zero in (0, 1, 2, 3)
+    ]
+
+
 FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
 
 
@@ -18,24 +29,25 @@ def tokens(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, {"tp": 2}),
-        (2, {"ep": 2}),
-        (2, {"tp": 2, "ep": 2}),
-        (4, {"tp": 2}),
-        (4, {"ep": 2}),
-        (4, {"tp": 2, "ep": 2}),
-        (4, {"tp": 2, "ep": 4}),
-        (2, {"cp": 2}),
-        (2, {"cp": 2, "cp_attention": "ring"}),
-        (4, {"cp": 2, "ep": 2}),
-        (4, {"cp": 2, "tp": 2, "ep": 4}),
-        (4, {"cp": 2, "tp": 2, "cp_attention": "ring"}),
-    ],
+    ("ranks", "layout", "zero"),
+    with_zero(
+        [
+            (2, {"tp": 2}),
+            (2, {"ep": 2}),
+            (2, {"tp": 2, "ep": 2}),
+            (4, {"tp": 2}),
+            (4, {"ep": 2}),
+            (4, {"tp": 2, "ep": 2}),
+            (4, {"tp": 2, "ep": 4}),
+            (2, {"cp": 2}),
+            (2, {"cp": 2, "cp_attention": "ring"}),
+            (4, {"cp": 2, "ep": 2}),
+            (4, {"cp": 2, "tp": 2, "ep": 4}),
+            (4, {"cp": 2, "tp": 2, "cp_attention": "ring"}),
+        ]
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_moe_layout_equals_one_process(tokens, ranks, layout, zero):
     config = run_config(tokens, parallel=ParallelConfig(zero=zero, **layout))
     errors = largest_error(run_layout(config, ranks), run_reference(config))
@@ -68,19 +80,20 @@ FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}  # half a unit in the last place of 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, {"pp": 2}),
-        (2, {"pp": 2, "pipeline": ZBV()}),
-        (4, {"pp": 2, "ep": 2}),
-        (4, {"pp": 2, "tp": 2, "ep": 2}),
-        (4, {"pp": 2, "cp": 2, "pipeline": Interleaved(n_chunks=2)}),
-        (4, {"pp": 2, "tp": 2, "pipeline": DualPipeV()}),
-        (8, {"pp": 2, "tp": 2, "ep": 2}),
-    ],
+    ("ranks", "layout", "zero"),
+    with_zero(
+        [
+            (2, {"pp": 2}),
+            (2, {"pp": 2, "pipeline": ZBV()}),
+            (4, {"pp": 2, "ep": 2}),
+            (4, {"pp": 2, "tp": 2, "ep": 2}),
+            (4, {"pp": 2, "cp": 2, "pipeline": Interleaved(n_chunks=2)}),
+            (4, {"pp": 2, "tp": 2, "pipeline": DualPipeV()}),
+            (8, {"pp": 2, "tp": 2, "ep": 2}),
+        ]
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_pipeline_layout_equals_one_process(tokens, ranks, layout, zero):
     if zero == 3 and layout.get("pipeline") in (ZBV(), DualPipeV()):
         layout = {**layout, "pipeline": OneFOneB()}  # torch's zero-bubble schedules cannot run on ZeRO 3: refused
@@ -89,7 +102,7 @@ def test_pipeline_layout_equals_one_process(tokens, ranks, layout, zero):
     assert max(errors.values()) <= BOUND, errors
 
 
-@pytest.mark.parametrize("pipeline", [OneFOneB(), ZBV()], ids=str)
+@pytest.mark.parametrize("pipeline", [OneFOneB(), pytest.param(ZBV(), marks=pytest.mark.slow)], ids=str)
 def test_all_five_axes_on_sixteen_processes(tokens, pipeline):
     """tp2 x pp2 x cp2 x dp2 with ep 4, MoE, tied embeddings."""
     parallel = ParallelConfig(zero=1, tp=2, pp=2, cp=2, ep=4, pipeline=pipeline)
