@@ -12,7 +12,7 @@ BOUND = 1e-6
 
 
 def with_zero(layouts: list[tuple[int, dict]]) -> list:
-    """Each layout with every ZeRO stage. What has more than two ranks and is not ZeRO 1 runs with `make prove` alone."""
+    """Each layout with every ZeRO stage; those of more than two ranks run with `make prove` alone, but for ZeRO 1."""
     return [
         pytest.param(ranks, layout, zero, marks=[pytest.mark.slow] if ranks > 2 and zero != 1 else [])
         for ranks, layout in layouts
