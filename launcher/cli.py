@@ -109,9 +109,18 @@ def prove(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Updates that are compared.")] = 3,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with tokens and checkpoints.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="The whole table of layouts, whatever the config's own; about an hour.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Show that the layout trains the same model as one plain process: a small one, on local CPU processes."""
+    if matrix:
+        from launcher.prove.matrix import prove_matrix
+
+        if ranks is not None or keep:
+            raise UserError(["--matrix sets the processes itself and keeps nothing; leave out --ranks and --keep"])
+        return prove_matrix(config, overrides or (), steps, as_json)
     from launcher.prove.command import prove_config
 
     return prove_config(config, overrides or (), ranks, steps, keep, as_json)

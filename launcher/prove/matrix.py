@@ -1,0 +1,105 @@
+"""`roundtable prove --matrix`: every pair and triple of axes at degree 2, with every ZeRO stage and schedule that is legal."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.prove.command import prove_in, scratch_folder, stay_on_cpu
+from launcher.prove.report import Outcome, layout_words
+from launcher.prove.shrink import shrink
+from parallel.config import ParallelConfig
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
+
+AXES = ("tp", "cp", "pp", "ep", "dp")
+SCHEDULES = (OneFOneB(), Interleaved(), ZBV(), DualPipeV())
+LARGEST_SET = 3  # axes above degree one at once
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the matrix."""
+
+    parallel: ParallelConfig
+    n_ranks: int
+
+
+def layouts() -> Iterator[Layout]:
+    """The table: one to three axes at degree 2, every ZeRO stage, every schedule where there is a pipeline.
+
+    ep folds over the ranks of a stage, so it comes with an axis that gives a stage two ranks.
+    """
+    for size in range(1, LARGEST_SET + 1):
+        for chosen in itertools.combinations(AXES, size):
+            degrees = {axis: 2 if axis in chosen else 1 for axis in AXES}
+            n_ranks = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp"]
+            if n_ranks == 1 or (degrees["ep"] == 2 and n_ranks == degrees["pp"]):
+                continue
+            for zero, schedule in itertools.product(range(4), SCHEDULES if degrees["pp"] == 2 else SCHEDULES[:1]):
+                if zero == 3 and isinstance(schedule, ZBV | DualPipeV):
+                    continue  # refused: their backward pass needs the weights twice
+                named = {axis: degrees[axis] for axis in ("tp", "cp", "pp", "ep")}
+                yield Layout(ParallelConfig(**named, zero=zero, pipeline=schedule), n_ranks)
+
+
+def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
+    """The config, shrunk, under the layout; and the rules that it breaks there, in which case it is not to be run."""
+    precision = "fp32" if layout.parallel.zero == 0 else config.train.precision
+    train = replace(config.train, global_batch_size=32, micro_batch_size=1, precision=precision)
+    wanted = replace(config, parallel=layout.parallel, train=train)
+    problems = check(wanted, layout.n_ranks)
+    if problems:
+        return wanted, problems
+    small = shrink(wanted, layout.n_ranks)
+    return small, check(small, layout.n_ranks)
+
+
+def prove_matrix(
+    path: Path, overrides: Sequence[str], steps: int, as_json: bool, table: Sequence[Layout] | None = None
+) -> int:
+    """Proves the config's model under the whole table; a line each as it goes. Returns 0 where all is equal, else 1.
+
+    Layouts that the model does not fit (a dense model has no ep) are listed with the rule, and are no failure.
+    """
+    config = load_config(path, overrides)
+    problems = check(replace(config, parallel=ParallelConfig()), 1)
+    if problems:
+        raise UserError(problems)
+    stay_on_cpu()
+    console = Console(stderr=as_json, highlight=False)
+    rows = list(layouts()) if table is None else list(table)
+    results = []
+    for number, layout in enumerate(rows, 1):
+        small, refused = fit(config, layout)
+        words = layout_words(small, layout.n_ranks)
+        if refused:
+            verdict, detail = "not legal", refused[0]
+        else:
+            with scratch_folder() as folder:
+                outcome = prove_in(Path(folder), small, layout.n_ranks, steps)
+            verdict, detail = ("proven" if outcome.proven else "DIFFERS"), describe(outcome)
+        results.append({"layout": words, "verdict": verdict, "detail": detail})
+        console.print(f"{number}/{len(rows)}  {verdict:9}  {words}  {detail}", soft_wrap=True, markup=False)
+    counts = {
+        verdict: sum(row["verdict"] == verdict for row in results) for verdict in ("proven", "DIFFERS", "not legal")
+    }
+    if as_json:
+        print(json.dumps({**counts, "layouts": results}))
+    else:
+        console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return 1 if counts["DIFFERS"] else 0
+
+
+def describe(outcome: Outcome) -> str:
+    """How long it took, or the first check that failed."""
+    if outcome.died is not None:
+        return outcome.died.strip().splitlines()[-1]
+    failed = [check for check in outcome.checks if not check.passed]
+    return f"{failed[0].phase}: {failed[0].name}, {failed[0].worst}" if failed else f"{outcome.seconds:.0f} s"

@@ -1,0 +1,34 @@
+"""The matrix's table, and what a model that does not fit it is told."""
+
+from launcher.config.load import load_config
+from launcher.prove.matrix import fit, layouts
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+def degrees(layout):
+    parallel = layout.parallel
+    dp = layout.n_ranks // (parallel.tp * parallel.cp * parallel.pp)
+    return (("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp), ("ep", parallel.ep), ("dp", dp))
+
+
+def test_the_table_holds_every_pair_and_triple_that_ranks_allow():
+    axes = {frozenset(axis for axis, degree in degrees(layout) if degree == 2) for layout in layouts()}
+    names = ("tp", "cp", "pp", "ep", "dp")
+    pairs = {frozenset((a, b)) for a in names for b in names if a < b}
+    assert pairs - axes == {frozenset(("ep", "pp"))}  # a stage of one rank has nothing to fold experts over
+    assert all(1 <= len(chosen) <= 3 for chosen in axes)
+    assert {layout.parallel.zero for layout in layouts()} == {0, 1, 2, 3}
+    assert {layout.parallel.pipeline.name for layout in layouts()} == {"1f1b", "interleaved", "zbv", "dualpipev"}
+
+
+def test_every_layout_of_the_table_is_legal_for_the_quickstart():
+    config = load_config(QUICKSTART)
+    assert {layout: problems for layout in layouts() if (problems := fit(config, layout)[1])} == {}
+
+
+def test_a_dense_model_has_no_experts_to_cut():
+    dense = ["model.family=llama", "model.moe=null", "model.qk_norm=false"]
+    config = load_config(QUICKSTART, dense)
+    refused = [layout for layout in layouts() if fit(config, layout)[1]]
+    assert refused == [layout for layout in layouts() if layout.parallel.ep == 2]
