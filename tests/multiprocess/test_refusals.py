@@ -144,7 +144,7 @@ CASES = {
     ),
     "layout that does not fit": Case(
         [
-            ("parallel.tp=3", "must divide the number of processes=2", "; try 1 or 2"),
+            ("parallel.tp=3", "must divide the number of processes=2", "; try parallel.tp=2"),
             ("parallel.tp=3", "must divide model.n_heads=4", "; try 1 or 2"),
             ("parallel.tp=3", "must divide model.n_kv_heads=2", "; try 1 or 2"),
         ],
