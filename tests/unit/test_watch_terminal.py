@@ -135,7 +135,8 @@ def test_the_live_view_gives_the_cursor_back(error: type[BaseException] | None) 
 
 def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back() -> None:
     program = (
-        "import time; from pathlib import Path; from launcher.watch.terminal import open_view\n"
+        "import signal, time; from pathlib import Path; from launcher.watch.terminal import open_view\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs inherit it ignored
         "view = open_view(10, 1, 'run', Path('runs/run'))\n"  # not closed on purpose: the exit hook must do it
         "view.update({'step': 1, 'loss': 2.5}); time.sleep(30)"
     )
