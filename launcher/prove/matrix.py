@@ -34,7 +34,8 @@ class Layout:
 def layouts() -> Iterator[Layout]:
     """The table: one to three axes at degree 2, every ZeRO stage, every schedule where there is a pipeline.
 
-    ep folds over the ranks of a stage, so it comes with an axis that gives a stage two ranks.
+    ep folds over the ranks of a stage, so it comes with an axis that gives a stage two ranks. Ring attention runs
+    beside ulysses at ZeRO 1.
     """
     for size in range(1, LARGEST_SET + 1):
         for chosen in itertools.combinations(AXES, size):
@@ -42,11 +43,31 @@ def layouts() -> Iterator[Layout]:
             n_ranks = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp"]
             if n_ranks == 1 or (degrees["ep"] == 2 and n_ranks == degrees["pp"]):
                 continue
-            for zero, schedule in itertools.product(range(4), SCHEDULES if degrees["pp"] == 2 else SCHEDULES[:1]):
+            tp, cp, pp, ep = (degrees[axis] for axis in ("tp", "cp", "pp", "ep"))
+            for zero, schedule in itertools.product(range(4), SCHEDULES if pp == 2 else SCHEDULES[:1]):
                 if zero == 3 and isinstance(schedule, ZBV | DualPipeV):
                     continue  # refused: their backward pass needs the weights twice
-                tp, cp, pp, ep = (degrees[axis] for axis in ("tp", "cp", "pp", "ep"))
-                yield Layout(ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, pipeline=schedule), n_ranks)
+                parallel = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, pipeline=schedule)
+                yield Layout(parallel, n_ranks)
+                if cp == 2 and zero == 1:
+                    yield Layout(replace(parallel, cp_attention="ring"), n_ranks)
+
+
+def markdown_rows() -> list[str]:
+    """The table as docs/layouts.md has it: a line for each set of axes."""
+    together: dict[str, list[Layout]] = {}
+    for layout in layouts():
+        parallel, n_ranks = layout.parallel, layout.n_ranks
+        dp = n_ranks // (parallel.tp * parallel.cp * parallel.pp)
+        degrees = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "dp": dp}
+        named = ", ".join(f"{axis} 2" for axis, degree in degrees.items() if degree == 2)
+        together.setdefault(f"{named} | {n_ranks}", []).append(layout)
+    rows = []
+    for words, group in together.items():
+        schedules = dict.fromkeys(layout.parallel.pipeline.name for layout in group if layout.parallel.pp > 1)
+        attentions = dict.fromkeys(layout.parallel.cp_attention for layout in group if layout.parallel.cp > 1)
+        rows.append(f"| {words} | {', '.join(schedules)} | {', '.join(attentions)} | {len(group)} |")
+    return rows
 
 
 def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:

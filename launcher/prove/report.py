@@ -39,10 +39,11 @@ class Outcome:
 
 
 def layout_words(config: RunConfig, n_ranks: int) -> str:
-    """The layout in one line: "2 processes: dp=2, parallel.zero=1, bf16"."""
+    """The layout in one line: "4 processes: pp=2 (zbv), cp=2 (ring), ZeRO 1, bf16, recompute none"."""
     degrees = Degrees.of(config.parallel, n_ranks)
-    axes = [f"{name}={getattr(degrees, name)}" for name in ("pp", "dp", "cp", "tp", "ep")]
-    shown = [axis for axis in axes if not axis.endswith("=1")] or ["no axis"]
+    kinds = {"pp": f" ({config.parallel.pipeline.name})", "cp": f" ({config.parallel.cp_attention})"}
+    axes = {name: getattr(degrees, name) for name in ("pp", "dp", "cp", "tp", "ep")}
+    shown = [f"{name}={degree}{kinds.get(name, '')}" for name, degree in axes.items() if degree > 1] or ["no axis"]
     precision, recompute = config.train.precision, config.train.recompute
     return f"{n_ranks} processes: {', '.join(shown)}, ZeRO {config.parallel.zero}, {precision}, recompute {recompute}"
 

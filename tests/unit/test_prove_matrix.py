@@ -1,7 +1,9 @@
 """The matrix's table, and what a model that does not fit it is told."""
 
+from pathlib import Path
+
 from launcher.config.load import load_config
-from launcher.prove.matrix import fit, layouts
+from launcher.prove.matrix import fit, layouts, markdown_rows
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -32,3 +34,11 @@ def test_a_dense_model_has_no_experts_to_cut():
     config = load_config(QUICKSTART, dense)
     refused = [layout for layout in layouts() if fit(config, layout)[1]]
     assert refused == [layout for layout in layouts() if layout.parallel.ep == 2]
+
+
+def test_the_docs_have_the_table():
+    lines = Path("docs/layouts.md").read_text().splitlines()
+    head = lines.index("| axes | processes | schedules | cp attention | layouts |")
+    rows = markdown_rows()
+    assert lines[head + 2 : head + 2 + len(rows)] == rows
+    assert f"{len(list(layouts()))} layouts" in Path("docs/layouts.md").read_text()

@@ -1,0 +1,45 @@
+"""The whole table of layouts, each proven for the quickstart's model: what `roundtable prove --matrix` runs.
+
+Bounds: launcher/prove/checks.py: losses to 1e-6, every gradient to 1e-5 of its norm (fp32, SGD), and what docs/prove.md names.
+"""
+
+import pytest
+
+from launcher.config.load import load_config
+from launcher.prove.command import prove_in, stay_on_cpu
+from launcher.prove.matrix import Layout, fit, layouts
+from launcher.prove.report import layout_words
+from parallel.config import ParallelConfig
+from parallel.pipeline.config import ZBV, Interleaved
+from prove_runs import failures
+
+QUICKSTART = "configs/quickstart.yaml"
+STEPS = 2
+FAST = [
+    Layout(ParallelConfig(tp=2, cp=2, ep=2, zero=1, cp_attention="ring"), 4),
+    Layout(ParallelConfig(tp=2, pp=2, zero=2, pipeline=Interleaved()), 4),
+    Layout(ParallelConfig(pp=2, ep=2, zero=1, pipeline=ZBV()), 4),
+]
+
+
+def words(layout: Layout) -> str:
+    """The layout as the matrix prints it."""
+    small, _ = fit(load_config(QUICKSTART), layout)
+    return layout_words(small, layout.n_ranks)
+
+
+def test_the_fast_ones_are_of_the_table():
+    assert set(FAST) <= set(layouts())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[] if layout in FAST else pytest.mark.slow) for layout in layouts()],
+    ids=words,
+)
+def test_layout_is_proven(tmp_path, layout):
+    stay_on_cpu()
+    small, refused = fit(load_config(QUICKSTART), layout)
+    assert not refused
+    outcome = prove_in(tmp_path, small, layout.n_ranks, STEPS, timeout_seconds=300)
+    assert outcome.proven, failures(outcome)
