@@ -1,6 +1,6 @@
 """The whole table of layouts, each proven for the quickstart's model: what `roundtable prove --matrix` runs.
 
-Bounds: launcher/prove/checks.py: losses to 1e-6, every gradient to 1e-5 of its norm (fp32, SGD), and what docs/prove.md names.
+Bounds: launcher/prove/checks.py: losses to 1e-6, every gradient to 1e-5 of its norm (fp32, SGD), and others.
 """
 
 import pytest
