@@ -48,7 +48,9 @@ def global_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> 
 def _norm_of_partitions(optimizer: Any, counted: Counted) -> Tensor:
     parts = []
     for group, parameters in enumerate(optimizer.params_in_partition):
-        gradients = [part for part in optimizer.averaged_gradients[group] if not getattr(part, "_zero_padding", False)]
+        *gradients, last = optimizer.averaged_gradients[group]
+        if len(gradients) < len(parameters):
+            gradients.append(last)  # else it is the padding at the partition's end, of which DeepSpeed marks only some
         parts += [(gradient, float(counted(p))) for gradient, p in zip(gradients, parameters, strict=True)]
     return global_norm(parts, optimizer.single_partition_of_fp32_groups[0].device)
 
