@@ -49,6 +49,16 @@ def test_sound_axes_are_proven(tmp_path, overrides):
     assert outcome.proven, failures(outcome)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):
+    """Six ranks share groups of a few dozen elements: DeepSpeed pads partitions, and seldom marks the padding."""
+    axes = ("parallel.cp=3", "parallel.ep=6", "parallel.cp_attention=ring", "model.n_heads=4", "data.seq_len=510")
+    sizes = ("model.moe.n_experts=12", "train.global_batch_size=12", "train.micro_batch_size=2")
+    outcome = prove(tmp_path, (*axes, *sizes, f"parallel.zero={zero}"), ranks=6)
+    assert outcome.proven, failures(outcome)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title)
 def test_planted_fault_is_caught_and_named(tmp_path, fault):
     outcome = prove_fault(tmp_path, fault)
