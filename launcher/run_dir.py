@@ -15,6 +15,7 @@ from launcher.errors import UserError
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
 LOCK = ".lock"
 
 # Where token files lie and how many processes make them does not change which tokens come next.

@@ -14,6 +14,7 @@ from data.dataset import Dataset, open_dataset
 from data.order import take
 from data.prepared import locate
 from launcher.config.tree import RunConfig
+from launcher.ledger import ledger_row
 from launcher.run_dir import CHECKPOINTS
 from launcher.state import TrainState, restore, save
 from launcher.step import Totals, accumulate_gradients, evaluate
@@ -51,7 +52,9 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
     with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:
         report_start(watchers, state, warnings, changed)
         while state.step < config.train.steps:
+            consumed = state.consumed
             row = run_step(config, engine, dataset, state)
+            watchers.consumed(ledger_row(state, consumed, trained=not row.get("skipped", False)))
             watchers.update(row)
             if heldout is not None and is_due(state.step, config.train.eval_every_steps, config.train.steps):
                 watchers.eval({"step": state.step, "eval_loss": heldout_loss(config, engine, heldout)})

@@ -7,16 +7,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from launcher.config.tree import RunConfig
+from launcher.run_dir import LEDGER, METRICS
 from launcher.watch.metrics import MetricsFile, plain_row
 from launcher.watch.terminal import View, open_view
 from launcher.watch.wandb_run import NullRun, WandbRun, open_wandb
 
 
 class Watchers:
-    """metrics.jsonl, the terminal and W&B, in this order, each given the same row. Exists on rank 0."""
+    """metrics.jsonl, the terminal and W&B, in this order, each given the same row; and the ledger. Exists on rank 0."""
 
-    def __init__(self, metrics: MetricsFile, view: View, wandb_run: WandbRun | NullRun) -> None:
+    def __init__(self, metrics: MetricsFile, ledger: MetricsFile, view: View, wandb_run: WandbRun | NullRun) -> None:
         self.metrics = metrics
+        self.ledger = ledger
         self.view = view
         self.wandb_run = wandb_run
 
@@ -38,14 +40,20 @@ class Watchers:
         assert "eval_loss" not in row
         self._pass_on(row)
 
+    def consumed(self, row: Mapping[str, Any]) -> None:
+        """One step's line of the ledger; nobody else is told."""
+        self.ledger.write(row)
+
     def sync(self) -> None:
-        """Forces metrics.jsonl to disk; called before a checkpoint is committed."""
+        """Forces metrics.jsonl and ledger.jsonl to disk; called before a checkpoint is committed."""
         self.metrics.sync()
+        self.ledger.sync()
 
     def close(self, exit_code: int = 0) -> None:
         """Closes all of them, whichever fails; the terminal first. A second call does nothing."""
         with ExitStack() as stack:
             stack.callback(self.metrics.close)
+            stack.callback(self.ledger.close)
             stack.callback(self.wandb_run.finish, exit_code)
             stack.callback(self.view.close)
 
@@ -76,6 +84,9 @@ class NullWatchers:
     def event(self, row: Mapping[str, Any]) -> None:
         """Does nothing."""
 
+    def consumed(self, row: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
     def sync(self) -> None:
         """Does nothing."""
 
@@ -97,13 +108,14 @@ def open_watchers(
     """Opens what watches this run: on rank 0 everything, elsewhere nothing.
 
     ``run_config`` is the config as nested dicts, for W&B. ``restored_step`` is 0 for a fresh run; later rows of
-    metrics.jsonl are dropped. ``run_dir`` must exist. Raises UserError where metrics.jsonl is damaged.
+    metrics.jsonl and ledger.jsonl are dropped. ``run_dir`` must exist. Raises UserError where one of them is damaged.
     """
     if rank != 0:
         return NullWatchers()
     with ExitStack() as opened:  # closes again what was opened before a failure
-        metrics = opened.enter_context(MetricsFile.resume(run_dir / "metrics.jsonl", restored_step))
+        metrics = opened.enter_context(MetricsFile.resume(run_dir / METRICS, restored_step))
+        ledger = opened.enter_context(MetricsFile.resume(run_dir / LEDGER, restored_step))
         view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir))
         wandb_run = open_wandb(config.metrics.wandb, run_config, run_dir, config.name, announce=view.event)
         opened.pop_all()
-    return Watchers(metrics, view, wandb_run)
+    return Watchers(metrics, ledger, view, wandb_run)

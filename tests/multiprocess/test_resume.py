@@ -64,6 +64,10 @@ def updates(config: Path) -> list[dict]:
     return [row for row in rows if "loss" in row]
 
 
+def ledger(config: Path) -> list[dict]:
+    return read_metrics(config.with_suffix("") / "ledger.jsonl")
+
+
 def numbers(rows: list[dict]) -> list[tuple]:
     return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
 
@@ -136,6 +140,10 @@ def test_killed_run_resumes_bit_identical(tmp_path, tokens):
     process.stderr.read()  # ends when the last rank has ended
     process.stderr.close()
     assert numbers(train(killed, 2)) == numbers(uninterrupted)
+    assert ledger(killed) == ledger(whole)
+    assert [(row["first_sample"], row["last_sample"]) for row in ledger(killed)] == [
+        (8 * step, 8 * step + 7) for step in range(6)
+    ]
 
 
 def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:

@@ -41,9 +41,14 @@ def disabled(name: str = "run") -> RunConfig:
     return RunConfig(name=name, train=TrainConfig(steps=3), metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")))
 
 
+def open_files(folder: Path) -> tuple[MetricsFile, MetricsFile]:
+    return MetricsFile(folder / "metrics.jsonl"), MetricsFile(folder / "ledger.jsonl")
+
+
 def test_everyone_is_given_the_same_plain_row(tmp_path: Path) -> None:
     view, run = Recorder(), Recorder()
-    with Watchers(MetricsFile(tmp_path / "metrics.jsonl"), view, run) as watchers:  # type: ignore[arg-type]
+    with Watchers(*open_files(tmp_path), view, run) as watchers:  # type: ignore[arg-type]
+        watchers.consumed({"step": 1, "first_sample": 0})
         watchers.update({"step": 1, "loss": torch.tensor(0.5), "moe/layer_00/load": torch.tensor([0.25, 0.75])})
         watchers.eval({"step": 1, "eval_loss": 0.25})
         watchers.event({"step": 1, "event": "checkpoint"})
@@ -54,23 +59,25 @@ def test_everyone_is_given_the_same_plain_row(tmp_path: Path) -> None:
         {"step": 1, "event": "checkpoint"},
     ]
     assert read_metrics(tmp_path / "metrics.jsonl") == view.rows == run.rows == expected
+    assert read_metrics(tmp_path / "ledger.jsonl") == [{"step": 1, "first_sample": 0}]
     assert run.closed == [0]
 
 
 def test_a_row_of_the_wrong_kind_is_our_own_mistake(tmp_path: Path) -> None:
-    watchers = Watchers(MetricsFile(tmp_path / "metrics.jsonl"), Recorder(), Recorder())  # type: ignore[arg-type]
+    watchers = Watchers(*open_files(tmp_path), Recorder(), Recorder())  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         watchers.eval({"step": 1, "eval_loss": 1.0, "loss": 1.0})
     watchers.close()
 
 
 def test_planted_failure_of_the_view_leaves_nothing_open(tmp_path: Path) -> None:
-    metrics, run = MetricsFile(tmp_path / "metrics.jsonl"), Recorder()
-    with pytest.raises(RuntimeError, match="view"), Watchers(metrics, Recorder(fails=True), run):  # type: ignore[arg-type]
+    files, run = open_files(tmp_path), Recorder()
+    with pytest.raises(RuntimeError, match="view"), Watchers(*files, Recorder(fails=True), run):  # type: ignore[arg-type]
         raise KeyboardInterrupt
     assert run.closed == [1]
-    with pytest.raises(ValueError, match="closed"):
-        metrics.write({"step": 1})
+    for file in files:
+        with pytest.raises(ValueError, match="closed"):
+            file.write({"step": 1})
 
 
 def test_rank_0_speaks_and_the_others_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +90,8 @@ def test_rank_0_speaks_and_the_others_do_not(tmp_path: Path, capsys: pytest.Capt
             watchers.event({"step": 1, "event": "checkpoint"})
             watchers.sync()
         assert isinstance(watchers, NullWatchers) == (rank == 1)
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == ["0/metrics.jsonl"]
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*"))
+    assert written == ["0/ledger.jsonl", "0/metrics.jsonl"]
     assert not (tmp_path / "0" / "wandb").exists()
     assert "step 1/3  loss 2.0000" in capsys.readouterr().out
 
@@ -93,8 +101,7 @@ def test_reopening_at_a_restored_step_drops_later_rows(tmp_path: Path) -> None:
         with open_watchers(disabled(), {}, tmp_path, restored_step, 0) as watchers:
             for step in range(restored_step + 1, 4):
                 watchers.update({"step": step, "loss": float(restored_step)})
-    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [
-        (1, 0.0),
-        (2, 1.0),
-        (3, 1.0),
-    ]
+                watchers.consumed({"step": step, "loss": float(restored_step)})
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        rows = [(row["step"], row["loss"]) for row in read_metrics(tmp_path / name)]
+        assert rows == [(1, 0.0), (2, 1.0), (3, 1.0)]
