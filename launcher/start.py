@@ -11,6 +11,7 @@ from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.run_dir import CHECKPOINTS, check_free, check_resume, check_writable, claim
+from parallel.stop import hearing
 from parallel.world import set_rank_environment, world_size_from_environment
 
 
@@ -57,10 +58,11 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     from launcher.train import train
 
     lock = claim(config) if int(os.environ["RANK"]) == 0 else None
-    train(config, changed)
+    with hearing(ends_at_second=True) as stop:
+        code = train(config, changed, stop)
     if lock is not None:
         lock.close()
-    return 0
+    return code
 
 
 def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
@@ -135,24 +137,24 @@ def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks:
     from parallel.process import RankError, run_ranks
 
     try:
-        run_ranks(train_rank, n_ranks, config, changed, preload=["launcher.train"])
+        return max(run_ranks(train_rank, n_ranks, config, changed, preload=["launcher.train"], passes_stop=True))
     except RankError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return 0
 
 
-def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
-    """One rank's process."""
-    from launcher.train import train
+def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> int:
+    """One rank's process; returns the exit code."""
+    with hearing(ends_at_second=False) as stop:  # the launching process ends its ranks
+        from launcher.train import train
 
-    exit_two_for(lambda: train(config, changed))
+        return exit_two_for(lambda: train(config, changed, stop))
 
 
-def exit_two_for(work: Callable[[], None]) -> None:
-    """Runs ``work``; the user's mistakes found on the way (a foreign token id) are printed as lines, with code 2."""
+def exit_two_for(work: Callable[[], int]) -> int:
+    """What ``work`` returns; the user's mistakes found on the way (a foreign token id) are printed, with code 2."""
     try:
-        work()
+        return work()
     except (DataError, UserError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -21,6 +21,7 @@ from parallel.context_parallel.part import take_share
 from parallel.engine import Engine
 from parallel.mesh import Mesh, sum_over_ranks
 from parallel.pipeline.stages import MicroBatch
+from parallel.stop import StopRequest, elected
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Totals:
     entropy: dict[int, float]  # layer -> sum over tokens, nats
     balance_loss: dict[int, float]  # layer -> sum over sequences
     z_loss: dict[int, float]  # layer -> sum over tokens
+    stop_signal: int | None  # that some rank was asked to stop by
 
 
 def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
@@ -68,7 +70,9 @@ def read_micro_batch(
     return MicroBatch(tokens_BS, targets_BS, context)
 
 
-def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int) -> Totals:
+def accumulate_gradients(
+    engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int, stop: StopRequest
+) -> Totals:
     """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
 
     The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
@@ -83,12 +87,20 @@ def accumulate_gradients(engine: Engine, dataset: Dataset, indices: np.ndarray, 
     if engine.pipeline is not None:
         for output in engine.run_pipeline(list(batches), scale / n_targets):
             sums.add(output)
-        return sums.over_ranks(mesh)
+        return sums.over_ranks(mesh, stop)
     for number, batch in enumerate(batches):
         output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
         engine.backward(output.loss * (scale / n_targets), last=number == len(mine) - 1)
         sums.add(output)
-    return sums.over_ranks(mesh)
+    return sums.over_ranks(mesh, stop)
+
+
+def agree_to_stop(stop: StopRequest, mesh: Mesh) -> int | None:
+    """A signal that some rank was asked to stop by, the same on all ranks, or None. All ranks call it; 16 bytes.
+
+    For after long work outside the steps, which tell each other along with their sums.
+    """
+    return elected(sum_over_ranks(torch.tensor(stop.votes(), dtype=torch.float64), mesh).tolist())
 
 
 @torch.no_grad()
@@ -118,7 +130,7 @@ def evaluate(
     sums = Sums(config)
     for output in run(batches):
         sums.add(output)
-    return sums.over_ranks(mesh).loss / max(1, n_targets)
+    return sums.over_ranks(mesh, StopRequest()).loss / max(1, n_targets)
 
 
 ENTROPY, BALANCE, Z, COUNTS = range(4)  # the columns of a layer's row of sums; the counts take the rest
@@ -141,18 +153,20 @@ class Sums:
             row = _layer_row(stats)
             self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
 
-    def over_ranks(self, mesh: Mesh) -> Totals:
+    def over_ranks(self, mesh: Mesh, stop: StopRequest) -> Totals:
         """The sums over all ranks, by one all-reduce of a small fp64 vector. All ranks call it.
 
         The ranks of tp all hold the same loss, and those of tp and cp the same sequences' balance losses; each counts
-        for its share.
+        for its share. Whether a rank has been asked to stop goes along, so that all know of it after the same step.
         """
         loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
         for row in self.layers.values():
             row[BALANCE] /= mesh.tp.degree * mesh.cp.degree
         nothing = torch.zeros(self.n_columns, dtype=torch.float64, device=mesh.device)
         rows = [self.layers.get(layer, nothing) for layer in self.moe_layers]
-        total = sum_over_ranks(torch.cat([loss, *rows]).cpu(), mesh)
+        votes = torch.tensor(stop.votes(), dtype=torch.float64)
+        total = sum_over_ranks(torch.cat([votes, torch.cat([loss, *rows]).cpu()]), mesh)
+        votes, total = total[: len(votes)], total[len(votes) :]
         by_layer = dict(zip(self.moe_layers, total[1:].view(len(self.moe_layers), self.n_columns), strict=True))
         return Totals(
             loss=float(total[0]),
@@ -160,6 +174,7 @@ class Sums:
             entropy={layer: float(row[ENTROPY]) for layer, row in by_layer.items()},
             balance_loss={layer: float(row[BALANCE]) for layer, row in by_layer.items()},
             z_loss={layer: float(row[Z]) for layer, row in by_layer.items()},
+            stop_signal=elected(votes.tolist()),
         )
 
 

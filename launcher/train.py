@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from signal import Signals
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from launcher.config.tree import RunConfig
 from launcher.ledger import ledger_row
 from launcher.run_dir import CHECKPOINTS
 from launcher.state import TrainState, restore, save
-from launcher.step import Totals, accumulate_gradients, evaluate
+from launcher.step import Totals, accumulate_gradients, agree_to_stop, evaluate
 from launcher.watch.moe import moe_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
 from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
@@ -27,16 +28,19 @@ from modeling.schedules import lr_factor
 from parallel.engine import Engine, StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.recompute import apply_recompute
+from parallel.stop import STOPPED, StopRequest
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_THRESHOLD_BYTES = 4 << 20
 
 
-def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
+def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequest | None = None) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
+    Returns the exit code: 0, or STOPPED where ``stop`` was heard on some rank; the state is then saved.
     ``changed`` are the config's differences since the run's last start, logged as an event. The run directory exists.
     """
+    stop = stop or StopRequest()
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
@@ -46,25 +50,33 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> None:
     state, warnings = restore(checkpoints, engine, config.seed)
     if state.step >= config.train.steps:
         close_mesh()
-        return
+        return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
     with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:
         report_start(watchers, state, warnings, changed)
-        while state.step < config.train.steps:
+        stopped = agree_to_stop(stop, mesh)
+        while state.step < config.train.steps and stopped is None:
             consumed = state.consumed
-            row = run_step(config, engine, dataset, state)
+            row, stopped = run_step(config, engine, dataset, state, stop)
             watchers.consumed(ledger_row(state, consumed, trained=not row.get("skipped", False)))
             watchers.update(row)
-            if heldout is not None and is_due(state.step, config.train.eval_every_steps, config.train.steps):
+            in_haste = stopped is not None and state.step < config.train.steps
+            is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
+            if heldout is not None and is_eval_due and not in_haste:
                 watchers.eval({"step": state.step, "eval_loss": heldout_loss(config, engine, heldout)})
-            if is_due(state.step, config.checkpoint.every_steps, config.train.steps):
+                stopped = stopped or agree_to_stop(stop, mesh)
+            if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
                 watchers.sync()
                 path = save(checkpoints, engine, state, tokenizer, config.checkpoint.keep_last)
                 watchers.event({"step": state.step, "event": "checkpoint", "path": str(path)})
+                stopped = stopped or agree_to_stop(stop, mesh)
             if state.step % config.train.gc_every_steps == 0:
                 gc.collect()
+        if stopped is not None and state.step < config.train.steps:
+            watchers.event({"step": state.step, "event": "stopped", "signal": Signals(stopped).name})
     close_mesh()
+    return 0 if state.step >= config.train.steps else STOPPED
 
 
 def is_due(step: int, every_steps: int | None, last_step: int) -> bool:
@@ -124,20 +136,26 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     return engine
 
 
-def run_step(config: RunConfig, engine: Engine, dataset: Dataset, state: TrainState) -> dict[str, Any]:
-    """One update: draws the batch, accumulates gradients, steps, advances ``state``; returns the metrics row."""
+def run_step(
+    config: RunConfig, engine: Engine, dataset: Dataset, state: TrainState, stop: StopRequest
+) -> tuple[dict[str, Any], int | None]:
+    """One update: draws the batch, accumulates gradients, steps, advances ``state``. All ranks call it.
+
+    Returns the metrics row, and the signal that some rank was asked to stop by, or None: the same on all ranks.
+    """
     started = time.perf_counter()
     step = state.step + 1
     indices = take(state.consumed, config.train.global_batch_size, state.skipped)
     n_targets, n_tokens = dataset.count(indices)
-    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size)
+    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop)
     lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
     update = engine.step(lr)
     if not update.skipped:
         move_router_biases(engine.model, config.model, move_to(totals, engine.mesh.device))
     state.step, state.consumed, state.tokens = step, int(indices[-1]) + 1, state.tokens + n_tokens
     seconds = time.perf_counter() - started
-    return metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
+    row = metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
+    return row, totals.stop_signal
 
 
 def move_to(totals: Totals, device: torch.device) -> dict[int, torch.Tensor]:

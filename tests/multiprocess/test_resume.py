@@ -7,69 +7,22 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from command_runs import ENVIRONMENT, command, ledger, numbers, train, updates, wait_for_step, write_config
 from faults import train_with_fault
-from launcher.config.dump import dump_config
 from launcher.config.load import load_config
-from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
 from launcher.run_dir import check_resume, claim
-from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
-from modeling.config import BiasBalance
-from modeling.optimizers.config import AdamWConfig
 from parallel.process import run_ranks
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-BIAS_MODEL = dataclasses.replace(MOE_MODEL, moe=dataclasses.replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
-
-
-def write_config(folder: Path, tokens: str, name: str, **changes) -> Path:
-    """A config file for a run in ``folder``/``name``."""
-    defaults = {"model": BIAS_MODEL, "optimizer": AdamWConfig(lr=1e-3), "steps": 6}
-    config: RunConfig = dataclasses.replace(
-        run_config(tokens, **{**defaults, **changes}),
-        name=name,
-        run_dir=str(folder / name),
-        checkpoint=CheckpointConfig(every_steps=2),
-        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
-    )
-    path = folder / f"{name}.yaml"
-    path.write_text(dump_config(config))
-    return path
-
-
-def command(config: Path, ranks: int, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "launcher", "train", str(config), "--ranks", str(ranks), *overrides]
-
-
-def train(config: Path, ranks: int, *overrides: str) -> list[dict]:
-    """Does what the command does, to its end; returns the rows of updates."""
-    assert start_training(config, overrides, ranks) == 0
-    return updates(config)
-
-
-def updates(config: Path) -> list[dict]:
-    rows = read_metrics(config.with_suffix("") / "metrics.jsonl")
-    return [row for row in rows if "loss" in row]
-
-
-def ledger(config: Path) -> list[dict]:
-    return read_metrics(config.with_suffix("") / "ledger.jsonl")
-
-
-def numbers(rows: list[dict]) -> list[tuple]:
-    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -144,14 +97,6 @@ def test_killed_run_resumes_bit_identical(tmp_path, tokens):
     assert [(row["first_sample"], row["last_sample"]) for row in ledger(killed)] == [
         (8 * step, 8 * step + 7) for step in range(6)
     ]
-
-
-def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:
-    path = config.with_suffix("") / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (path.exists() and any(row["step"] >= step for row in read_metrics(path))):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read() if process.stderr else ""
-        time.sleep(0.01)
 
 
 CHAINS = {

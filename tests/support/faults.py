@@ -22,12 +22,12 @@ def plant(fault: str | None) -> None:
 
             original = step.accumulate_gradients
 
-            def local_mean(engine: Any, dataset: Any, indices: Any, micro_batch_size: int) -> Any:
+            def local_mean(engine: Any, dataset: Any, indices: Any, micro_batch_size: int, *rest: Any) -> Any:
                 mine = step.share_of_batch(indices, micro_batch_size, engine.mesh).reshape(-1)
                 n_targets, n_tokens = dataset.count(mine)
                 dataset.count = lambda _: (n_targets * engine.mesh.dp.degree, n_tokens * engine.mesh.dp.degree)
                 try:
-                    return original(engine, dataset, indices, micro_batch_size)
+                    return original(engine, dataset, indices, micro_batch_size, *rest)
                 finally:
                     del dataset.count
 

@@ -113,6 +113,7 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     from launcher.state import TrainState
     from launcher.train import build_engine, run_step
     from parallel.mesh import close_mesh, open_mesh
+    from parallel.stop import StopRequest
 
     plant(fault)
     mesh = open_mesh(config.parallel, 120)
@@ -120,7 +121,7 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     engine = build_engine(config, mesh)
     engine.initialize_weights(config.seed)
     state = TrainState()
-    rows = [run_step(config, engine, dataset, state) for _ in range(config.train.steps)]
+    rows = [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(config.train.steps)]
     pieces = []
     for fragment in (fragment for fragment in engine.fragments if fragment.is_owner):
         for kind, flat in engine.pieces(fragment).items():

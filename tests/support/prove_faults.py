@@ -269,12 +269,12 @@ def divided_by_own_count(dp: int) -> Callable[..., Any]:
 
     original = step.accumulate_gradients
 
-    def accumulate(engine: Any, dataset: Any, indices: Any, micro_batch_size: int) -> Any:
+    def accumulate(engine: Any, dataset: Any, indices: Any, micro_batch_size: int, *rest: Any) -> Any:
         mine = step.share_of_batch(indices, micro_batch_size, engine.mesh).reshape(-1)
         n_targets, n_tokens = dataset.count(mine)
         dataset.count = lambda _: (n_targets * dp, n_tokens * dp)
         try:
-            return original(engine, dataset, indices, micro_batch_size)
+            return original(engine, dataset, indices, micro_batch_size, *rest)
         finally:
             del dataset.count
 
@@ -368,9 +368,9 @@ def plant_local_counts() -> None:
     local: dict[int, torch.Tensor] = {}
     over_ranks, move = step.Sums.over_ranks, loop.move_router_biases
 
-    def remembering(self: Any, mesh: Any) -> Any:
+    def remembering(self: Any, *rest: Any) -> Any:
         local.update({layer: row[3:].to(torch.int64) for layer, row in self.layers.items()})
-        return over_ranks(self, mesh)
+        return over_ranks(self, *rest)
 
     step.Sums.over_ranks = remembering
     loop.move_router_biases = lambda model, config, counts: move(model, config, local)

@@ -1,0 +1,151 @@
+"""Requests to stop, by real signals to the real command: it saves, exits 75, and goes on later as if nothing had been.
+
+Equality is bit for bit (one layout, fp32, CPU).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from command_runs import ENVIRONMENT, command, ledger, numbers, rank_pids, updates, wait_for_step, write_config
+from launcher.start import start_training
+from launcher.watch.metrics import read_metrics
+from layout_runs import write_tokens
+from parallel.config import ParallelConfig
+from parallel.stop import KILLED, REPEAT_SECONDS, STOPPED
+
+STEPS = 400  # far more than are reached before the signal
+LAST_STEP = 12  # of the runs that are compared
+PP = ParallelConfig(pp=2)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def start(config: Path, ranks: int, *overrides: str) -> subprocess.Popen:
+    """The command in a process group of its own, as a shell would start it."""
+    return subprocess.Popen(
+        command(config, ranks, *overrides),
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    """The exit code, and what it wrote to stderr; returns when its last process has ended."""
+    _, errors = process.communicate(timeout=200)
+    return process.returncode, errors
+
+
+def events(config: Path, name: str) -> list[dict]:
+    return [row for row in read_metrics(config.with_suffix("") / "metrics.jsonl") if row.get("event") == name]
+
+
+def to_launcher(process: subprocess.Popen, signum: int) -> None:
+    process.send_signal(signum)
+
+
+def to_one_rank(process: subprocess.Popen, signum: int) -> None:
+    os.kill(rank_pids(process.pid)[-1], signum)
+
+
+def to_group(process: subprocess.Popen, signum: int) -> None:
+    os.killpg(process.pid, signum)
+
+
+WAYS = {
+    "SIGTERM to the launcher, pp2": (to_launcher, signal.SIGTERM, PP),
+    "SIGUSR1 to one rank, pp2": (to_one_rank, signal.SIGUSR1, PP),
+    "SIGTERM to the group, dp2": (to_group, signal.SIGTERM, None),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tokens) -> dict[ParallelConfig | None, tuple[list, list]]:
+    """The rows of runs that nobody stopped, and their ledgers, by layout."""
+    found = {}
+    for number, parallel in enumerate((PP, None)):
+        config = write_config(tmp_path_factory.mktemp(f"whole{number}"), tokens, "whole", parallel=parallel)
+        assert start_training(config, [f"train.steps={LAST_STEP}"], 2) == 0
+        found[parallel] = numbers(updates(config)), ledger(config)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopped_run_saves_and_goes_on_bit_identical(tmp_path, tokens, uninterrupted, way):
+    send, signum, parallel = WAYS[way]
+    config = write_config(tmp_path, tokens, "stopped", parallel=parallel, steps=STEPS)
+    process = start(config, 2, "checkpoint.every_steps=null")
+    wait_for_step(config, 2, process)
+    send(process, signum)
+    assert end(process) == (STOPPED, "")
+    (stopped,) = events(config, "stopped")
+    rows = updates(config)
+    assert stopped["signal"] == signal.Signals(signum).name
+    assert stopped["step"] == rows[-1]["step"] == len(rows) < STEPS
+    assert [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()] == [f"step-{len(rows):08d}"]
+    last = max(LAST_STEP, len(rows) + 2)
+    assert start_training(config, [f"train.steps={last}", "checkpoint.every_steps=null"], 2) == 0
+    expected, expected_ledger = uninterrupted[parallel]
+    assert numbers(updates(config))[:LAST_STEP] == expected
+    assert ledger(config)[:LAST_STEP] == expected_ledger
+    assert [row["step"] for row in updates(config)] == list(range(1, last + 1))
+
+
+def test_a_request_before_the_first_step_trains_nothing(tmp_path, tokens):
+    config = write_config(tmp_path, tokens, "early", steps=STEPS)
+    process = start(config, 2)
+    deadline = time.monotonic() + 120
+    while len(rank_pids(process.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    to_group(process, signal.SIGTERM)
+    assert end(process) == (STOPPED, "")
+    assert updates(config) == []
+    assert [row["step"] for row in events(config, "stopped")] == [0]
+
+
+def test_a_second_request_ends_at_once(tmp_path, tokens):
+    config = write_config(tmp_path, tokens, "twice", global_batch_size=1 << 17)  # one step takes many minutes
+    process = start(config, 2)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "twice" / "ledger.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = rank_pids(process.pid)
+    to_launcher(process, signal.SIGTERM)
+    time.sleep(REPEAT_SECONDS + 0.2)
+    assert process.poll() is None
+    to_launcher(process, signal.SIGTERM)
+    assert end(process) == (KILLED + signal.SIGTERM, "")
+    assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not list((tmp_path / "twice" / "checkpoints").iterdir())
+
+
+def test_a_rank_of_a_job_hears_for_itself(tmp_path, tokens):
+    """As under srun or torchrun: no launching process, the signal comes to the rank, and twice at that."""
+    config = write_config(tmp_path, tokens, "job", steps=STEPS)
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29671"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", "train", str(config)],
+        env={**ENVIRONMENT, **job},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(config, 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    code, _ = end(process)
+    assert code == STOPPED
+    assert events(config, "stopped")
