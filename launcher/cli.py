@@ -23,6 +23,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
+app.add_typer(checkpoint_app, name="checkpoint")
+
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -124,6 +127,27 @@ def prove(
     from launcher.prove.command import prove_config
 
     return prove_config(config, overrides or (), ranks, steps, keep, as_json)
+
+
+DirArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="One checkpoint's directory, or a run directory.", show_default=False)
+]
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
+    """Re-check certificate and hashes, of one checkpoint or of all of a run; exit code 1 where a file is damaged."""
+    from launcher.checkpoint_command import verify
+
+    return verify(directory, as_json=as_json)
+
+
+@checkpoint_app.command("show")
+def show_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
+    """List what a checkpoint holds, or a run's checkpoints."""
+    from launcher.checkpoint_command import show
+
+    return show(directory, as_json=as_json)
 
 
 @app.command("eval")

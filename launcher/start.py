@@ -104,30 +104,34 @@ def prepare_missing(config: RunConfig) -> None:
 def check_room(config: RunConfig) -> None:
     """Refuses a run whose checkpoints cannot fit on its disk, before anything is created.
 
-    One checkpoint more than keep_last exists while it is being written.
+    One checkpoint more than those that stay exists while it is being written.
     """
     import shutil
 
     from modeling.counts import count_parameters
     from modeling.optimizers.build import state_names
 
-    copies = 1 + len(state_names(config.optimizer))
+    copies, checkpoint = 1 + len(state_names(config.optimizer)), config.checkpoint
     one_gib = 4 * copies * count_parameters(config.model).total / 2**30
     existing = config.run_path
     while not existing.exists():
         existing = existing.absolute().parent
     free_gib = shutil.disk_usage(existing).free / 2**30
     here = len(list((config.run_path / CHECKPOINTS).glob("step-*")))
-    planned = config.train.steps // config.checkpoint.every_steps + 1 if config.checkpoint.every_steps else 1
-    wanted = min(config.checkpoint.keep_last, planned) + 1
+    planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
+    for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
+    wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
     needed_gib = one_gib * max(1, wanted - here)
     if needed_gib > free_gib:
+        kept = f"checkpoint.keep_last={checkpoint.keep_last}"
+        kept += f", checkpoint.keep_best={checkpoint.keep_best}" if checkpoint.keep_best else ""
+        kept += f", checkpoint.keep_every_steps={checkpoint.keep_every_steps}" if for_good else ""
+        remedy = "raise checkpoint.keep_every_steps" if for_good else "lower checkpoint.keep_last"
         raise UserError(
             [
                 f"run_dir={config.run_path} must have room for {wanted} checkpoints of {one_gib:.3g} GiB "
-                f"(checkpoint.keep_last={config.checkpoint.keep_last}, and one being written), "
-                f"and has {free_gib:.3g} GiB free; "
-                f"lower checkpoint.keep_last, or choose a run_dir on another disk"
+                f"({kept}, and one being written), and has {free_gib:.3g} GiB free; "
+                f"{remedy}, or choose a run_dir on another disk"
             ]
         )
 

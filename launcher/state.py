@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.checkpoint.read import load_state, open_latest
-from parallel.checkpoint.write import remove_old, save_checkpoint
+from parallel.checkpoint.retention import Retention
+from parallel.checkpoint.write import save_checkpoint
 from parallel.engine import Engine
 
 
@@ -17,6 +18,7 @@ class TrainState:
     consumed: int = 0  # where the next sample lies in the order of samples
     skipped: list[tuple[int, int]] = field(default_factory=list)  # ranges of samples that are not to be trained on
     tokens: int = 0  # real tokens seen
+    heldout: tuple[int, float] | None = None  # the latest held-out loss: after which update, and its value
 
     def scalars(self, engine: Engine) -> dict[str, Any]:
         """For the checkpoint's manifest."""
@@ -24,9 +26,17 @@ class TrainState:
             "consumed": self.consumed,
             "skipped": self.skipped,
             "tokens": self.tokens,
+            "heldout": self.heldout,
             "updates": engine.updates(),
             "loss_scaler": engine.loss_scaler_state(),
+            "written_by": layout_of(engine),
         }
+
+
+def layout_of(engine: Engine) -> dict[str, Any]:
+    """The layout and precision, for whoever looks at a checkpoint: loading does not need them."""
+    degrees = {name: getattr(engine.mesh, name).degree for name in ("pp", "dp", "cp", "tp", "ep")}
+    return {"ranks": engine.mesh.world_size, **degrees, "zero": engine.zero, "precision": engine.precision}
 
 
 def restore(checkpoints: Path, engine: Engine, seed: int) -> tuple[TrainState, list[str]]:
@@ -41,12 +51,13 @@ def restore(checkpoints: Path, engine: Engine, seed: int) -> tuple[TrainState, l
     load_state(engine, checkpoint)
     scalars = checkpoint.manifest.scalars
     skipped = [(first, last) for first, last in scalars["skipped"]]
-    return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"]), warnings
+    heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
+    return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout), warnings
 
 
-def save(checkpoints: Path, engine: Engine, state: TrainState, tokenizer: Path | None, keep_last: int) -> Path:
-    """Writes a checkpoint of the state, then deletes those beyond ``keep_last``. All ranks call it."""
+def save(checkpoints: Path, engine: Engine, state: TrainState, tokenizer: Path | None, retention: Retention) -> Path:
+    """Writes a checkpoint of the state, then deletes those that no rule keeps. All ranks call it."""
     path = save_checkpoint(checkpoints, state.step, engine, state.scalars(engine), tokenizer=tokenizer)
     if engine.mesh.rank == 0:
-        remove_old(checkpoints, keep_last)
+        retention.apply(checkpoints)
     return path

@@ -14,7 +14,7 @@ import torch
 from data.dataset import Dataset, open_dataset
 from data.order import take
 from data.prepared import locate
-from launcher.config.tree import RunConfig
+from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.ledger import ledger_row
 from launcher.run_dir import CHECKPOINTS
 from launcher.state import TrainState, restore, save
@@ -25,6 +25,7 @@ from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
 from modeling.counts import flops_per_token
 from modeling.reference import move_router_biases
 from modeling.schedules import lr_factor
+from parallel.checkpoint.retention import Retention
 from parallel.engine import Engine, StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.recompute import apply_recompute
@@ -47,6 +48,7 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequ
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
     checkpoints = config.run_path / CHECKPOINTS
+    retention = open_retention(config.checkpoint)
     state, warnings = restore(checkpoints, engine, config.seed)
     if state.step >= config.train.steps:
         close_mesh()
@@ -64,11 +66,12 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequ
             in_haste = stopped is not None and state.step < config.train.steps
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
             if heldout is not None and is_eval_due and not in_haste:
-                watchers.eval({"step": state.step, "eval_loss": heldout_loss(config, engine, heldout)})
+                state.heldout = (state.step, heldout_loss(config, engine, heldout))
+                watchers.eval({"step": state.step, "eval_loss": state.heldout[1]})
                 stopped = stopped or agree_to_stop(stop, mesh)
             if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
                 watchers.sync()
-                path = save(checkpoints, engine, state, tokenizer, config.checkpoint.keep_last)
+                path = save(checkpoints, engine, state, tokenizer, retention)
                 watchers.event({"step": state.step, "event": "checkpoint", "path": str(path)})
                 stopped = stopped or agree_to_stop(stop, mesh)
             if state.step % config.train.gc_every_steps == 0:
@@ -118,6 +121,11 @@ def open_heldout(config: RunConfig) -> Dataset | None:
     if config.train.eval_every_steps is None:
         return None
     return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")
+
+
+def open_retention(checkpoint: CheckpointConfig) -> Retention:
+    """The rules by which old checkpoints are deleted."""
+    return Retention(checkpoint.keep_last, checkpoint.keep_every_steps, checkpoint.keep_best)
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:

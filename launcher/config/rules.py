@@ -46,6 +46,8 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "parallel.ep": (1, 1),
     "checkpoint.every_steps": (1, 100),
     "checkpoint.keep_last": (1, 3),
+    "checkpoint.keep_every_steps": (1, 1000),
+    "checkpoint.keep_best": (0, 0),
 }
 _ABOVE_ZERO: dict[str, float] = {  # key: value to try
     "model.rope_theta": 10000.0,
@@ -62,6 +64,7 @@ _NULLABLE = (
     "train.eval_every_steps",
     "optimizer.clip_norm",
     "checkpoint.every_steps",
+    "checkpoint.keep_every_steps",
 )
 
 
@@ -81,6 +84,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_schedule(config),
         *_check_precision(config),
         *_check_evaluation(config),
+        *_check_retention(config),
         *check_family(config.model),
         *check_layout(config, world_size),
     ]
@@ -261,6 +265,29 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
         yield (
             f"{told}, but all of data.sources are token files, which have no held-out split, and "
             "data.heldout_path=null; set data.heldout_path to a prefix of token files, or train.eval_every_steps=null"
+        )
+
+
+def _check_retention(config: RunConfig) -> Iterator[str]:
+    """Checkpoints that are to stay for their step or their held-out loss are written, and have one."""
+    checkpoint, evaluated = config.checkpoint, config.train.eval_every_steps
+    every, kept = checkpoint.every_steps, checkpoint.keep_every_steps
+    if kept is not None and (every is None or (min(every, kept) >= 1 and kept % every)):
+        tries = 10 * every if every is not None and kept < every else _nearest_multiple(kept, every or 1)
+        remedy = f"try {tries}" if every is not None else f"try checkpoint.every_steps={max(1, kept // 10)}"
+        yield (
+            f"checkpoint.keep_every_steps={kept} must be a multiple of checkpoint.every_steps={show(every)}, "
+            f"since no other step is saved; {remedy}"
+        )
+    if checkpoint.keep_best < 1:
+        return
+    told = f"checkpoint.keep_best={checkpoint.keep_best} needs"
+    if evaluated is None:
+        yield f"{told} held-out losses, but train.eval_every_steps=null; try train.eval_every_steps={every or 100}"
+    elif every is not None and min(every, evaluated) >= 1 and every % evaluated:
+        yield (
+            f"{told} a held-out loss at each checkpoint: checkpoint.every_steps={every} must be a multiple of "
+            f"train.eval_every_steps={evaluated}; try checkpoint.every_steps={_nearest_multiple(every, evaluated)}"
         )
 
 

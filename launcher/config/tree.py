@@ -33,6 +33,8 @@ class CheckpointConfig:
 
     every_steps: int | None = None  # None: only at the end
     keep_last: int = 3
+    keep_every_steps: int | None = None  # those at multiples of it stay for good; None: none
+    keep_best: int = 0  # so many of the lowest held-out loss stay as well
 
 
 @dataclass(frozen=True, kw_only=True)

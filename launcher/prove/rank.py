@@ -16,6 +16,7 @@ from launcher.prove.tokens import WatchedDataset
 from launcher.state import TrainState, save
 from launcher.train import build_engine, run_step
 from parallel.checkpoint.read import load_state, open_checkpoint
+from parallel.checkpoint.retention import Retention
 from parallel.compare.gradients import gradient_pieces
 from parallel.compare.outputs import record_outputs
 from parallel.compare.pieces import Piece, weight_pieces
@@ -147,7 +148,7 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
         seen.overflows = [rank.overflow(at) for at in dict.fromkeys((0, mesh.world_size - 1))]
     if plan.saves:
         tell("save")
-        save(folder / LAYOUT_CHECKPOINTS, rank.engine, rank.state, None, keep_last=1)
+        save(folder / LAYOUT_CHECKPOINTS, rank.engine, rank.state, None, Retention(keep_last=1))
         seen.after_save = rank.step(plan.choices[plan.steps])
         seen.after_save_weights = weight_pieces(rank.engine)
     if plan.loads:

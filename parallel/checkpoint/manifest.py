@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import xxhash
 
 from parallel.checkpoint.boxes import Box, coverage_error
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 HASH_CHUNK = 16 << 20
 
@@ -68,11 +70,9 @@ def certify(manifest: Manifest) -> list[str]:
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     """Writes and syncs manifest.json, its own hash within, through a temporary file."""
-    body = {"format": FORMAT, **asdict(manifest)}
-    body["xxh3_128"] = _hash_of(body)
     temporary = directory / f"{MANIFEST}.partial"
-    with open(temporary, "w") as out:
-        json.dump(body, out, separators=(",", ":"))
+    with open(temporary, "wb") as out:
+        out.write(seal({"format": FORMAT, **asdict(manifest)}))
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(directory / MANIFEST)
@@ -80,23 +80,39 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint; raises DamagedCheckpoint where it is missing, torn, changed or foreign."""
+    """The manifest of a checkpoint; raises DamagedCheckpoint where it is missing, torn, changed, foreign or moved."""
     path = directory / MANIFEST
     try:
-        body = json.loads(path.read_text())
+        content = path.read_bytes()
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
-    except (ValueError, UnicodeDecodeError):
-        raise DamagedCheckpoint(f"{path} is not whole JSON") from None
-    if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
-        raise DamagedCheckpoint(f"{path} is not of format {FORMAT}")
-    if body.pop("xxh3_128", None) != _hash_of({"format": FORMAT, **body}):
+    if seal_of(content[:-SEAL_BYTES] + b"}") != content[-SEAL_BYTES:]:
         raise DamagedCheckpoint(f"{path} does not match its own hash")
+    body = json.loads(content[:-SEAL_BYTES] + b"}")
+    if body.pop("format", None) != FORMAT:
+        raise DamagedCheckpoint(f"{path} is not of format {FORMAT}")
+    named = re.fullmatch(r"step-(\d+)", directory.name)
+    if named is not None and int(named[1]) != body["step"]:
+        raise DamagedCheckpoint(f"{path} is of step {body['step']}, and its folder is named {directory.name}")
     pieces = [
         Piece(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])})
         for piece in body.pop("pieces")
     ]
     return Manifest(pieces=pieces, **body)
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """The body as JSON, with the hash of exactly these bytes as its last entry: no change of any byte goes unseen."""
+    content = json.dumps(body, separators=(",", ":")).encode()
+    return content[:-1] + seal_of(content)
+
+
+def seal_of(content: bytes) -> bytes:
+    """What ends a manifest whose JSON without it is ``content``."""
+    return b',"xxh3_128":"' + xxhash.xxh3_128(content).hexdigest().encode() + b'"}'
+
+
+SEAL_BYTES = len(seal_of(b""))
 
 
 def check_files(manifest: Manifest, directory: Path, files: list[str]) -> list[str]:
@@ -113,12 +129,14 @@ def check_files(manifest: Manifest, directory: Path, files: list[str]) -> list[s
     return problems
 
 
-def hash_file(path: Path) -> str:
-    """xxh3_128 of the file's bytes, in hexadecimal."""
+def hash_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """xxh3_128 of the file's bytes, in hexadecimal. ``on_bytes`` is told how many more bytes are done."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(HASH_CHUNK):
             digest.update(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return digest.hexdigest()
 
 
@@ -129,7 +147,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _hash_of(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

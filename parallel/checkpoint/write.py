@@ -160,14 +160,6 @@ def _copy_tokenizer(tokenizer: Path, partial: Path) -> dict[str, dict[str, Any]]
     return files
 
 
-def remove_old(checkpoints: Path, keep_last: int) -> None:
-    """Deletes all but the newest ``keep_last`` checkpoints, and what interrupted saves left. One rank calls it."""
-    for path in list_checkpoints(checkpoints)[:-keep_last]:
-        shutil.rmtree(path)
-    for partial in checkpoints.glob(".step-*.partial"):
-        shutil.rmtree(partial)
-
-
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """The checkpoints' directories, oldest first. Damaged and partial ones have other names."""
     found = [path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit() and path.is_dir()]

@@ -77,6 +77,11 @@ CASES = [
     ("llama", "schedule={name: wsd, warmup_steps: 600, decay_steps: 500}", 1, "schedule.decay_steps=500 + schedule.warmup_steps=600 must be at most train.steps=1000; try schedule.decay_steps=400", "schedule.decay_steps=400"),
     ("llama", "parallel.zero=0", 1, "parallel.zero=0 works with train.precision=fp32 only, not train.precision=bf16; try parallel.zero=1", "parallel.zero=1"),
     ("llama", "train.eval_every_steps=5 data.heldout_fraction=0", 1, "train.eval_every_steps=5 needs held-out data, but data.heldout_fraction=0.0 and data.heldout_path=null; try data.heldout_fraction=0.01, or train.eval_every_steps=null", "data.heldout_fraction=0.01"),
+    ("llama", "checkpoint.every_steps=40 checkpoint.keep_every_steps=100", 1, "checkpoint.keep_every_steps=100 must be a multiple of checkpoint.every_steps=40, since no other step is saved; try 80", "checkpoint.keep_every_steps=80"),
+    ("llama", "checkpoint.every_steps=40 checkpoint.keep_every_steps=10", 1, "checkpoint.keep_every_steps=10 must be a multiple of checkpoint.every_steps=40, since no other step is saved; try 400", "checkpoint.keep_every_steps=400"),
+    ("llama", "checkpoint.keep_every_steps=100", 1, "checkpoint.keep_every_steps=100 must be a multiple of checkpoint.every_steps=null, since no other step is saved; try checkpoint.every_steps=10", "checkpoint.every_steps=10"),
+    ("llama", "checkpoint.every_steps=40 checkpoint.keep_best=2", 1, "checkpoint.keep_best=2 needs held-out losses, but train.eval_every_steps=null; try train.eval_every_steps=40", "train.eval_every_steps=40"),
+    ("llama", "train.eval_every_steps=30 checkpoint.every_steps=40 checkpoint.keep_best=1", 1, "checkpoint.keep_best=1 needs a held-out loss at each checkpoint: checkpoint.every_steps=40 must be a multiple of train.eval_every_steps=30; try checkpoint.every_steps=30", "checkpoint.every_steps=30"),
     ("llama", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
     ("llama", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=llama, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("llama", "model.moe.n_experts=8", 1, "model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family=mixtral, qwen3_moe or glm4_moe", "model.family=mixtral"),
@@ -150,6 +155,8 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, usual):
     )
     base = list(BASES[family])
     base += ["optimizer={name: sgd}"] if "momentum" in key else ["schedule={name: wsd}"] if "decay_steps" in key else []
+    if "keep_every" in key:
+        base.append("checkpoint.every_steps=100")
     if "coefficient" in key:
         base.append("model.moe.balance={name: sequence_aux}")
     lines = check(load(*base, f"{key}={illegal}"), 1)

@@ -1,0 +1,104 @@
+"""Which checkpoints stay."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from parallel.checkpoint.retention import Retention, steps_to_delete
+from parallel.checkpoint.write import list_checkpoints, step_directory
+
+losses = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    st.sets(st.integers(1, 60)),
+    st.dictionaries(st.integers(1, 60), losses),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 4),
+    st.data(),
+)
+def test_every_rule_keeps_its_own_and_nothing_else_stays(steps, known, last, every, best, data):
+    good = data.draw(st.sampled_from([None, *sorted(steps)]))
+    rules = {"keep_last": last, "keep_every_steps": every, "keep_best": best, "last_good": good}
+    deleted = steps_to_delete(steps, known, **rules)
+    stay = steps - set(deleted)
+    assert deleted == sorted(steps - stay)
+    newest = sorted(steps)[-last:]
+    assert set(newest) <= stay
+    assert good is None or good in stay
+    assert every is None or {step for step in steps if step % every == 0} <= stay
+    finite = {step: known[step] for step in steps if math.isfinite(known.get(step, math.nan))}
+    assert len(stay & set(finite)) >= min(best, len(finite))
+    for step in deleted:  # whatever goes is older than the last ones and beaten by as many as are to stay
+        assert step < min(newest)
+        assert every is None or step % every
+        if step in finite:
+            assert sum((loss, other) < (finite[step], step) for other, loss in finite.items() if other in stay) >= best
+    for step in stay:  # and whatever stays has its reason
+        is_best = step in finite and sum((loss, other) < (finite[step], step) for other, loss in finite.items()) < best
+        assert step in newest or step == good or (every is not None and step % every == 0) or is_best
+    assert steps_to_delete(stay, known, **rules) == []  # once is enough
+
+
+def make(checkpoints, step, loss=None):
+    """A checkpoint with one file, and a held-out loss at its step."""
+    directory = step_directory(checkpoints, step)
+    directory.mkdir(parents=True)
+    file = directory / "shard-00000.safetensors"
+    file.write_bytes(bytes(100 + step))
+    scalars = {"heldout": [step, loss] if loss is not None else [step - 1, 0.0]}
+    files = {file.name: {"bytes": 100 + step, "xxh3_128": hash_file(file)}}
+    write_manifest(Manifest(step=step, scalars=scalars, tensors={}, kinds={}, files=files), directory)
+    return directory
+
+
+def steps_in(checkpoints):
+    return [read_manifest(directory).step for directory in list_checkpoints(checkpoints)]
+
+
+def test_deletes_by_what_the_manifests_say(tmp_path):
+    for step, loss in [(1, 5.0), (2, 4.0), (3, math.nan), (4, 4.5), (5, None), (6, 4.25), (7, 9.0)]:
+        make(tmp_path, step, loss)
+    (tmp_path / ".step-00000008.partial").mkdir()
+    (tmp_path / "step-00000003.damaged").mkdir()
+    assert Retention(keep_last=1, keep_every_steps=5, keep_best=2).apply(tmp_path) == [1, 3, 4]
+    assert steps_in(tmp_path) == [2, 5, 6, 7]
+    assert (tmp_path / "step-00000003.damaged").is_dir()
+    assert not (tmp_path / ".step-00000008.partial").exists()
+
+
+def test_a_later_best_replaces_the_earlier_one(tmp_path):
+    retention = Retention(keep_last=1, keep_best=1)
+    for step, loss in enumerate([3.0, 2.0, 2.5, 1.5, 1.75], 1):
+        make(tmp_path, step, loss)
+        retention.apply(tmp_path)
+    assert steps_in(tmp_path) == [4, 5]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing file", "missing manifest", "manifest"])
+def test_planted_damage_of_the_newest_keeps_the_last_good_one(tmp_path, damage):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    newest = step_directory(tmp_path, 3)
+    match damage:
+        case "truncated":
+            (newest / "shard-00000.safetensors").write_bytes(b"")
+        case "missing file":
+            (newest / "shard-00000.safetensors").unlink()
+        case "missing manifest":
+            (newest / "manifest.json").unlink()
+        case _:
+            (newest / "manifest.json").write_text("{}")
+    assert Retention(keep_last=1).apply(tmp_path) == [1]
+    assert [directory.name for directory in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+def test_nothing_is_deleted_where_none_is_whole(tmp_path):
+    for step in (1, 2, 3):
+        (make(tmp_path, step) / "manifest.json").unlink()
+    assert Retention(keep_last=1, keep_best=1).apply(tmp_path) == []
+    assert len(list_checkpoints(tmp_path)) == 3
