@@ -84,7 +84,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise DamagedCheckpoint(f"{path} is missing") from None
     if seal_of(content[:-SEAL_BYTES] + b"}") != content[-SEAL_BYTES:]:
         raise DamagedCheckpoint(f"{path} does not match its own hash")

@@ -1,0 +1,263 @@
+"""Every way in which a checkpoint's files go wrong, and what a restart makes of each."""
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from data.dataset import open_dataset
+from launcher.config.tree import RunConfig
+from launcher.state import TrainState, restore, save
+from launcher.train import build_engine, run_step
+from parallel.checkpoint.retention import Retention
+from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.process import run_ranks
+
+BEFORE, VICTIM = "step-00000001", "step-00000002"
+OTHER = "other"  # a run of another seed, of the same sizes
+TIMEOUT_SECONDS = 900
+BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that happens to the newest checkpoint. ``files`` may be blamed: one of them must be."""
+
+    name: str
+    files: tuple[str, ...]
+    do: Callable[[Path], object]  # with the folder of checkpoints
+
+
+def save_two_steps(config: RunConfig, folder: Path) -> None:
+    """Two checkpoints of this run in folder/own, two of another seed in folder/other. All ranks call it."""
+    mesh = open_mesh(config.parallel, TIMEOUT_SECONDS)
+    engine = build_engine(config, mesh)
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    for name, seed in (("own", 0), (OTHER, 1)):
+        engine.initialize_weights(seed)
+        state = TrainState()
+        for _ in range(2):
+            run_step(config, engine, dataset, state)
+            save(folder / name, engine, state, None, Retention(keep_last=3))
+    close_mesh()
+
+
+def all_damages(folder: Path, n_flips: int, seed: int = 0) -> Iterator[Damage]:
+    """Every damage of every file of folder/own's newest checkpoint, at random places where there is a choice."""
+    draw = random.Random(seed)
+    victim = folder / "own" / VICTIM
+    files = sorted(path.relative_to(victim).as_posix() for path in victim.rglob("*") if path.is_file())
+    for file in files:
+        size = (victim / file).stat().st_size
+        for bit in sorted(draw.sample(range(8 * size), min(n_flips, 8 * size))):
+            yield Damage(f"{file}: bit {bit} flipped", (file,), Flip(file, bit))
+        for length in sorted({0, 1, draw.randrange(size), size - 1}):
+            yield Damage(f"{file}: cut to {length} bytes", (file,), Cut(file, length))
+        start = draw.randrange(size)
+        yield Damage(f"{file}: a block of other bytes at {start}", (file,), Overwrite(file, start))
+        yield Damage(f"{file}: a byte more", (file,), Append(file))
+        yield Damage(f"{file}: deleted", (file,), Delete(file))
+        yield Damage(f"{file}: a folder instead", (file,), Folder(file))
+        for source in (f"own/{BEFORE}", f"{OTHER}/{VICTIM}"):
+            yield from replaced(folder, file, source, files)
+        for other in files:
+            if other != file:
+                yield Damage(f"{file}: replaced by {other}", (file,), Replace(file, victim / other, victim / file))
+            if other > file:
+                yield Damage(f"{file}: swapped with {other}", (file, other), Swap(file, other))
+    yield Damage("the checkpoint before it under its name", ("manifest.json",), Rename())
+    yield Damage("all files deleted", ("manifest.json",), Empty())
+
+
+def replaced(folder: Path, file: str, source: str, files: list[str]) -> Iterator[Damage]:
+    """The file of another checkpoint in its place. A foreign manifest may blame the shards that it does not fit."""
+    own, foreign = folder / "own" / VICTIM / file, folder / source / file
+    if own.read_bytes() != foreign.read_bytes():
+        blamed = tuple(files) if file == "manifest.json" else (file,)
+        yield Damage(f"{file}: that of {source}", blamed, Replace(file, foreign, own))
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit of one file."""
+
+    file: str
+    bit: int
+
+    def __call__(self, checkpoints: Path) -> None:
+        path = checkpoints / VICTIM / self.file
+        content = bytearray(path.read_bytes())
+        content[self.bit // 8] ^= 1 << self.bit % 8
+        path.write_bytes(content)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The end of a file is missing."""
+
+    file: str
+    length: int
+
+    def __call__(self, checkpoints: Path) -> None:
+        path = checkpoints / VICTIM / self.file
+        path.write_bytes(path.read_bytes()[: self.length])
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """A disk's block came back as something else: every byte of it is another."""
+
+    file: str
+    start: int
+
+    def __call__(self, checkpoints: Path) -> None:
+        path = checkpoints / VICTIM / self.file
+        content = path.read_bytes()
+        stop = self.start + BLOCK
+        changed = bytes(byte ^ 0xFF for byte in content[self.start : stop])
+        path.write_bytes(content[: self.start] + changed + content[stop:])
+
+
+@dataclass(frozen=True)
+class Append:
+    """One byte more than there was."""
+
+    file: str
+
+    def __call__(self, checkpoints: Path) -> None:
+        with open(checkpoints / VICTIM / self.file, "ab") as file:
+            file.write(b"\n")
+
+
+@dataclass(frozen=True)
+class Delete:
+    """The file is gone."""
+
+    file: str
+
+    def __call__(self, checkpoints: Path) -> None:
+        (checkpoints / VICTIM / self.file).unlink()
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of the file's name."""
+
+    file: str
+
+    def __call__(self, checkpoints: Path) -> None:
+        (checkpoints / VICTIM / self.file).unlink()
+        (checkpoints / VICTIM / self.file).mkdir()
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Another file's content, with the time stamps of the one that was there."""
+
+    file: str
+    source: Path
+    times: Path
+
+    def __call__(self, checkpoints: Path) -> None:
+        target = checkpoints / VICTIM / self.file
+        shutil.copyfile(self.source, target)
+        shutil.copystat(self.times, target)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Two files under each other's names."""
+
+    file: str
+    other: str
+
+    def __call__(self, checkpoints: Path) -> None:
+        first, second = checkpoints / VICTIM / self.file, checkpoints / VICTIM / self.other
+        between = first.rename(first.with_name("between"))
+        second.rename(first)
+        between.rename(second)
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A good checkpoint under a step's name that is not its own."""
+
+    def __call__(self, checkpoints: Path) -> None:
+        shutil.rmtree(checkpoints / VICTIM)
+        shutil.copytree(checkpoints / BEFORE, checkpoints / VICTIM)
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Names without files, as after a crash of a file system."""
+
+    def __call__(self, checkpoints: Path) -> None:
+        shutil.rmtree(checkpoints / VICTIM)
+        (checkpoints / VICTIM).mkdir()
+
+
+def restart_after(config: RunConfig, folder: Path, damages: list[Damage], skip_hashes: bool = False) -> list[str]:
+    """Each damage done to a copy, then a restart; what is not as it must be, one line each. All ranks call it.
+
+    ``skip_hashes`` plants the fault that a drill is to see: loading trusts the files' sizes.
+    """
+    if skip_hashes:
+        trust_sizes()
+    mesh = open_mesh(config.parallel, TIMEOUT_SECONDS)
+    engine = build_engine(config, mesh)
+    problems = []
+    for number, damage in enumerate(damages):
+        copy = folder / f"copy-{number}"
+        if mesh.rank == 0:
+            shutil.copytree(folder / "own", copy)
+            damage.do(copy)
+        mesh_barrier(mesh)
+        state, warnings = restore(copy, engine, config.seed)
+        problems += [f"{damage.name}: {line}" for line in judge(damage, state, warnings, copy)]
+        mesh_barrier(mesh)
+        if mesh.rank == 0:
+            shutil.rmtree(copy)
+    close_mesh()
+    return problems
+
+
+def judge(damage: Damage, state: TrainState, warnings: list[str], copy: Path) -> list[str]:
+    """What a restart did wrong."""
+    problems = []
+    if state.step != 1:
+        problems.append(f"step {state.step} was loaded")
+    if len(warnings) != 1 or not any(f"{VICTIM}/{file}" in warnings[0] for file in damage.files):
+        problems.append(f"no file of {damage.files} is named in {warnings}")
+    if (copy / VICTIM).exists() or not (copy / f"{VICTIM}.damaged").is_dir():
+        problems.append("it was not set aside")
+    return problems
+
+
+def mesh_barrier(mesh: Mesh) -> None:
+    """Waits for all ranks."""
+    dist.barrier(group=mesh.control)
+
+
+def trust_sizes() -> None:
+    """Breaks hashing on purpose: every file has the hash that is expected of it."""
+    from parallel.checkpoint import read
+
+    def check_sizes(described, directory, files):
+        return [
+            f"{directory / file} is cut"
+            for file in files
+            if not (directory / file).is_file() or (directory / file).stat().st_size != described.files[file]["bytes"]
+        ]
+
+    read.check_files = check_sizes
+
+
+def drill(config: RunConfig, n_ranks: int, folder: Path, damages: list[Damage], skip_hashes: bool = False) -> list[str]:
+    """``restart_after`` on ``n_ranks`` processes; what any rank found."""
+    found = run_ranks(
+        restart_after, n_ranks, config, folder, damages, skip_hashes, timeout_seconds=TIMEOUT_SECONDS, threads=1
+    )
+    return list(dict.fromkeys(line for rank in found for line in rank))
