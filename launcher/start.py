@@ -138,10 +138,15 @@ def check_room(config: RunConfig) -> None:
 
 def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int) -> int:
     """Trains in ``n_ranks`` processes of this machine; their failure is printed once, and its code returned."""
+    from parallel.mesh import Degrees
     from parallel.process import RankError, run_ranks
 
+    places = Degrees.of(config.parallel, n_ranks).places()
     try:
-        return max(run_ranks(train_rank, n_ranks, config, changed, preload=["launcher.train"], passes_stop=True))
+        codes = run_ranks(
+            train_rank, n_ranks, config, changed, preload=["launcher.train"], passes_stop=True, places=places
+        )
+        return max(codes)
     except RankError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
 from signal import Signals
 from typing import Any
 
@@ -22,12 +23,15 @@ from launcher.step import Totals, accumulate_gradients, agree_to_stop, evaluate
 from launcher.watch.moe import moe_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
 from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
+from launcher.watchdog import STEP, Watchdog
 from modeling.counts import flops_per_token
+from modeling.decoder import Output
 from modeling.reference import move_router_biases
 from modeling.schedules import lr_factor
 from parallel.checkpoint.retention import Retention
 from parallel.engine import Engine, StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.pipeline.stages import MicroBatch
 from parallel.recompute import apply_recompute
 from parallel.stop import STOPPED, StopRequest
 
@@ -41,9 +45,18 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequ
     Returns the exit code: 0, or STOPPED where ``stop`` was heard on some rank; the state is then saved.
     ``changed`` are the config's differences since the run's last start, logged as an event. The run directory exists.
     """
-    stop = stop or StopRequest()
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds)
+    with Watchdog(config, mesh) as watchdog:
+        code = train_watched(config, changed, stop or StopRequest(), mesh, watchdog)
+    close_mesh()
+    return code
+
+
+def train_watched(
+    config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequest, mesh: Mesh, watchdog: Watchdog
+) -> int:
+    """The run itself, from top to bottom; returns the exit code. All ranks call it."""
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
@@ -51,14 +64,15 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequ
     retention = open_retention(config.checkpoint)
     state, warnings = restore(checkpoints, engine, config.seed)
     if state.step >= config.train.steps:
-        close_mesh()
         return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
     with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:
+        watchdog.watchers = watchers
         report_start(watchers, state, warnings, changed)
         stopped = agree_to_stop(stop, mesh)
         while state.step < config.train.steps and stopped is None:
+            watchdog.beat(state.step + 1, STEP)
             consumed = state.consumed
             row, stopped = run_step(config, engine, dataset, state, stop)
             watchers.consumed(ledger_row(state, consumed, trained=not row.get("skipped", False)))
@@ -66,10 +80,12 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequ
             in_haste = stopped is not None and state.step < config.train.steps
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
             if heldout is not None and is_eval_due and not in_haste:
-                state.heldout = (state.step, heldout_loss(config, engine, heldout))
+                watchdog.beat(state.step, "evaluation")
+                state.heldout = (state.step, heldout_loss(config, engine, heldout, watchdog))
                 watchers.eval({"step": state.step, "eval_loss": state.heldout[1]})
                 stopped = stopped or agree_to_stop(stop, mesh)
             if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
+                watchdog.beat(state.step, "checkpoint")
                 watchers.sync()
                 path = save(checkpoints, engine, state, tokenizer, retention)
                 watchers.event({"step": state.step, "event": "checkpoint", "path": str(path)})
@@ -78,7 +94,6 @@ def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequ
                 gc.collect()
         if stopped is not None and state.step < config.train.steps:
             watchers.event({"step": state.step, "event": "stopped", "signal": Signals(stopped).name})
-    close_mesh()
     return 0 if state.step >= config.train.steps else STOPPED
 
 
@@ -208,10 +223,16 @@ def metrics_row(
     return row
 
 
-def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset) -> float:
+def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, watchdog: Watchdog) -> float:
     """The held-out token cross-entropy. All ranks call it."""
     train = config.train
-    return evaluate(engine.evaluate, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
+
+    def run(micro_batches: list[MicroBatch]) -> Iterator[Output]:
+        for output in engine.evaluate(micro_batches):
+            watchdog.beat(watchdog.step, watchdog.phase)
+            yield output
+
+    return evaluate(run, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
 
 
 def report_start(

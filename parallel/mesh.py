@@ -47,10 +47,17 @@ class Mesh:
 
     @property
     def place(self) -> str:
-        """The rank's positions on the axes of degree above one, for messages: "rank 3 (tp 1, dp 1)"."""
-        axes = {name: getattr(self, name) for name in ("pp", "dp", "cp", "tp", "ep")}
-        inside = ", ".join(f"{name} {axis.rank}" for name, axis in axes.items() if axis.degree > 1)
-        return f"rank {self.rank} ({inside})" if inside else f"rank {self.rank}"
+        """The rank's positions on the axes of degree above one, for messages: "rank 3 (pp 1, tp 1)"."""
+        return _place(self.rank, {name: (getattr(self, name).rank, getattr(self, name).degree) for name in SHOWN_AXES})
+
+
+SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")  # those that name a place
+
+
+def _place(rank: int, axes: dict[str, tuple[int, int]]) -> str:
+    """A rank with its positions: axes are name -> (position, degree)."""
+    inside = ", ".join(f"{name} {position}" for name, (position, degree) in axes.items() if degree > 1)
+    return f"rank {rank} ({inside})" if inside else f"rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,15 @@ class Degrees:
     def edp(self) -> int:
         """How often each expert is held."""
         return self.stage // self.ep
+
+    def places(self) -> list[str]:
+        """Each rank's name in messages, as ``Mesh.place`` says it."""
+        found: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world_size)]
+        for name in SHOWN_AXES:
+            for line in self.lines(name):
+                for position, rank in enumerate(line):
+                    found[rank][name] = (position, len(line))
+        return [_place(rank, axes) for rank, axes in enumerate(found)]
 
     def lines(self, axis: str) -> list[tuple[int, ...]]:
         """The ranks along ``axis``, for every line of the mesh parallel to it: a partition of the world."""
@@ -174,6 +190,12 @@ def close_mesh() -> None:
     """Leaves the process group. All ranks call it, after their last collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def wait_for_all(mesh: Mesh) -> None:
+    """Returns when every rank has come here. All ranks call it."""
+    if mesh.control is not None:
+        dist.barrier(group=mesh.control)
 
 
 def sum_over_ranks(values: Tensor, mesh: Mesh) -> Tensor:

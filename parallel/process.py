@@ -1,6 +1,7 @@
 """Starting local processes that fail together, quickly, and leave nobody behind."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import pickle
@@ -29,8 +30,12 @@ PRELOAD = [
 ]
 
 
+# How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection.
+LINGER_SECONDS = 15.0
+
+
 class RankError(Exception):
-    """Some rank failed; the message holds the first failing ranks' tracebacks."""
+    """Some rank failed; the message names the one that was the cause, with its traceback if it left one."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -40,8 +45,26 @@ class RankError(Exception):
 @dataclass
 class _Child:
     rank: int
+    place: str
     process: Any
     results: Connection
+
+
+@dataclass
+class _Failure:
+    """How one rank ended. The lowest ``order`` is the likeliest cause of all the others."""
+
+    order: int
+    message: str
+    exit_code: int
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it explains itself: a lost connection does not, nor does an exit on purpose."""
+        return self.order < EXITED
+
+
+KILLED, RAISED, TOLD, ENDED, EXITED, CUT = range(6)  # the orders
 
 
 def run_ranks(
@@ -52,13 +75,15 @@ def run_ranks(
     threads: int | None = None,
     preload: Sequence[str] = (),
     passes_stop: bool = False,
+    places: Sequence[str] | None = None,
 ) -> list[Any]:
     """Calls ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh; returns their results by rank.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each. When one fails, or the time is over, all
-    others are killed and RankError is raised. ``threads`` sets each rank's torch threads (default: cores / ranks);
-    ``preload`` names further modules that the fork server imports, once for all ranks. ``passes_stop``: requests to
-    stop are passed on to the ranks, which listen by ``parallel.stop.hearing``.
+    others are killed (stopped ones too) and RankError is raised. ``threads`` sets each rank's torch threads (default:
+    cores / ranks); ``preload`` names further modules that the fork server imports, once for all ranks. ``passes_stop``:
+    requests to stop are passed on to the ranks, which listen by ``parallel.stop.hearing``. ``places`` are the ranks'
+    names in messages (``parallel.mesh.Degrees.places``).
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", *preload])
@@ -76,7 +101,8 @@ def run_ranks(
                 with held_back() if passes_stop else nullcontext():
                     process.start()
                 send.close()
-                children.append(_Child(rank, process, receive))
+                place = f"{places[rank] if places is not None else f'rank {rank}'} of {n_ranks}"
+                children.append(_Child(rank, place, process, receive))
                 if forwarder is not None and process.pid is not None:
                     forwarder.add(process.pid)
             return _collect(children, timeout_seconds)
@@ -101,23 +127,53 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
+_to_launcher: Connection | None = None  # in a process that run_ranks started: where its answer goes
+
+
 def _rank_main(
     send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, function: Any, arguments: Any
 ) -> None:
+    global _to_launcher
     _die_with_parent()
     os.environ.update(environment)
     import torch
 
     torch.set_num_threads(threads)
+    _to_launcher = send
     try:
         result = function(*arguments)
     except SystemExit as stop:
         _send(send, ("exit", stop.code if isinstance(stop.code, int) else 1))
         raise
     except BaseException as error:
-        _send(send, ("error", traceback.format_exc(), getattr(error, "exit_code", 1)))
+        _send(send, ("error", traceback.format_exc(), getattr(error, "exit_code", 1), is_lost_connection(error)))
         os._exit(1)  # without a word: the launcher prints the traceback, once
     _send(send, ("done", result))
+
+
+def has_launcher() -> bool:
+    """Whether ``run_ranks`` started this process, and so sees it and every other rank end."""
+    return _to_launcher is not None
+
+
+def tell_launcher(message: str, exit_code: int) -> None:
+    """Gives the launcher the reason for which all ranks are to end; from any thread, as this process's last word."""
+    assert _to_launcher is not None
+    _send(_to_launcher, ("told", message, exit_code))
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether an exception says that another rank did not answer, rather than that this one went wrong."""
+    import torch.distributed as dist
+
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL")
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _send(send: Connection, message: Any) -> None:
@@ -132,37 +188,53 @@ def _die_with_parent() -> None:
 
 
 def _collect(children: list[_Child], timeout_seconds: float | None) -> list[Any]:
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    """The ranks' results, in order; raises RankError for the failure that the others follow from."""
+    deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
+    failures: list[_Failure] = []
     waiting = {child.results: child for child in children}
-    while waiting:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), left)
+    while waiting and not any(failure.is_cause for failure in failures):
+        left = max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), None if math.isinf(left) else left)
+        if not ready and not failures:
+            late = ", ".join(child.place for child in waiting.values())
+            raise RankError(f"no answer within {timeout_seconds} s from {late}; all ranks were ended", 1)
         if not ready:
-            late = ", ".join(str(child.rank) for child in waiting.values())
-            raise RankError(f"no answer from rank {late} within {timeout_seconds} s; all ranks were ended", 1)
+            break
         for connection in ready:
             assert isinstance(connection, Connection)
             child = waiting.pop(connection)
-            results[child.rank] = _receive(child, children)
+            answer = _receive(child)
+            if isinstance(answer, _Failure):
+                failures.append(answer)
+                deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+            else:
+                results[child.rank] = answer
+    if failures:
+        cause = min(failures, key=lambda failure: failure.order)
+        raise RankError(cause.message, cause.exit_code)
     return [results[child.rank] for child in children]
 
 
-def _receive(child: _Child, children: list[_Child]) -> Any:
+def _receive(child: _Child) -> Any:
+    """What the rank's function returned, or a _Failure."""
     try:
         message = pickle.loads(child.results.recv_bytes())
     except (EOFError, ConnectionError):
         child.process.join(5)
         code = child.process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        raise RankError(f"rank {child.rank} of {len(children)} ended by {how}", 1) from None
+        if code is not None and code < 0:
+            return _Failure(KILLED, f"{child.place} ended by signal {signal.Signals(-code).name}", 1)
+        return _Failure(ENDED, f"{child.place} ended by exit code {code}", 1)
     match message:
         case ("done", result):
             return result
+        case ("told", text, code):
+            return _Failure(TOLD, text, code)
         case ("exit", code):
-            raise RankError(f"rank {child.rank} of {len(children)} exited with code {code}", code)
-        case ("error", text, code):
-            raise RankError(f"rank {child.rank} of {len(children)} failed:\n{text}", code)
+            return _Failure(EXITED, f"{child.place} exited with code {code}", code)
+        case ("error", text, code, is_lost):
+            return _Failure(CUT if is_lost else RAISED, f"{child.place} failed:\n{text}", code)
     raise AssertionError(message)
 
 

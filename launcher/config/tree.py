@@ -25,6 +25,7 @@ class TrainConfig:
     deterministic: bool = False  # deterministic kernels, no TF32
     gc_every_steps: int = 100  # Python's garbage collector runs then, and only then, on every rank at once
     timeout_seconds: int = 600  # a collective that takes longer ends the job
+    step_timeout_seconds: int | None = None  # a step that takes longer, too; None: 0.9 timeouts or 3 longest steps
 
 
 @dataclass(frozen=True, kw_only=True)

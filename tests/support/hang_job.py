@@ -1,0 +1,105 @@
+"""`roundtable`, with one rank that dies, hangs or lags on purpose: hang_job.py FAULT RANK STEP ARGUMENTS-OF-ROUNDTABLE.
+
+Works for `train --ranks N` as for ranks that torchrun, srun or a test starts. The fault comes in the given rank before
+the given step, unless the file named by FAULT_ONCE exists: it is made then.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+STOPPED_FOR_SECONDS = 3600
+
+
+def plant(fault: str, rank: int, step: int) -> None:
+    """Breaks this process's training loop, if it is the rank."""
+    import launcher.train as loop
+
+    original = loop.run_step
+
+    def run_step(config: Any, engine: Any, dataset: Any, state: Any, *rest: Any) -> Any:
+        if engine.mesh.rank == rank and (state.step + 1 == step or fault == "slow") and not happened():
+            strike(fault, engine)
+        return original(config, engine, dataset, state, *rest)
+
+    loop.run_step = run_step
+
+
+def happened() -> bool:
+    """Whether the fault has been before, in an earlier start; from now on it has."""
+    marker = os.environ.get("FAULT_ONCE")
+    if marker is None:
+        return False
+    before = Path(marker).exists()
+    Path(marker).touch()
+    return before
+
+
+def strike(fault: str, engine: Any) -> None:
+    match fault:
+        case "none":
+            return
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raises":
+            raise ValueError("a planted fault")
+        case "user error":
+            from data.errors import DataError
+
+            raise DataError("data.sources=planted must be right; mend it")
+        case "exits":
+            os._exit(7)
+        case "sleeps":
+            time.sleep(STOPPED_FOR_SECONDS)
+        case "slow":
+            time.sleep(0.15)
+        case "holds the lock":
+            hold_the_lock()
+        case "other collective":
+            import torch
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.ones(1), group=engine.mesh.control)
+        case _:
+            raise AssertionError(fault)
+
+
+def hold_the_lock() -> None:
+    """Keeps Python's lock for good: no other thread of this process runs any Python code."""
+    import ctypes
+
+    assert threading.current_thread() is threading.main_thread()
+    ctypes.PyDLL(None).sleep(STOPPED_FOR_SECONDS)
+
+
+def train_rank(fault: str, rank: int, step: int, *arguments: Any) -> Any:
+    """What `train --ranks N` runs in each process."""
+    from launcher.start import train_rank as original
+
+    plant(fault, rank, step)
+    return original(*arguments)
+
+
+def main() -> int:
+    fault, rank, step, *arguments = sys.argv[1:]
+    import launcher.start as start
+    from launcher.cli import main as roundtable
+
+    if "RANK" in os.environ:
+        plant(fault, int(rank), int(step))
+    else:
+        import hang_job  # by its name as a module, so that the ranks can find it
+
+        vars(start)["train_rank"] = partial(hang_job.train_rank, fault, int(rank), int(step))
+    return roundtable(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

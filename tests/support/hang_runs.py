@@ -1,0 +1,102 @@
+"""Small runs in which a rank dies or hangs: under a launcher of ours, and started one by one as srun does it."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import hang_job
+from launcher.config.dump import dump_config
+from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
+from launcher.run_dir import claim
+from layout_runs import run_config
+from parallel.mesh import Degrees
+from parallel.process import PRELOAD, RankError, _die_with_parent, _free_port, _rank_environment, run_ranks
+
+FAULT_STEP = 3
+
+
+def small_run(folder: Path, tokens: str, *, every_steps: int | None = None, **changes: Any) -> RunConfig:
+    """A run of six steps in ``folder``/run, with its config in ``folder``/run.yaml."""
+    train = {"step_timeout_seconds": 300, **{key: changes.pop(key) for key in list(changes) if key.endswith("seconds")}}
+    config = dataclasses.replace(
+        run_config(tokens, **{"steps": 6, **changes}),
+        run_dir=str(folder / "run"),
+        checkpoint=CheckpointConfig(every_steps=every_steps),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    )
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+    (folder / "run.yaml").write_text(dump_config(config))
+    return config
+
+
+def run_with_launcher(config: RunConfig, n_ranks: int, fault: str, rank: int, step: int = FAULT_STEP) -> RankError:
+    """What `train --ranks` does when the fault comes: the error that it prints."""
+    places = Degrees.of(config.parallel, n_ranks).places()
+    with claim(config):
+        try:
+            arguments = (hang_job.train_rank, n_ranks, fault, rank, step, config, [])
+            run_ranks(*arguments, timeout_seconds=280, threads=1, places=places, preload=["launcher.train"])
+        except RankError as error:
+            return error
+    raise AssertionError("nothing failed")
+
+
+@dataclasses.dataclass
+class Ended:
+    """How one process ended."""
+
+    code: int  # negative: a signal
+    stderr: str
+
+
+def run_alone(config: RunConfig, n_ranks: int, fault: str, rank: int, seconds: float = 200) -> list[Ended]:
+    """Ranks that nobody watches over, each `train CONFIG` in a job's environment. A stopped one goes on at the end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", "launcher.train"])
+    port, folder = _free_port(), config.run_path.parent
+    processes = []
+    for number in range(n_ranks):
+        given = (_rank_environment(number, n_ranks, port), folder / "run.yaml", fault, rank, folder / f"{number}.err")
+        processes.append(context.Process(target=_alone, args=given, daemon=True))
+        processes[-1].start()
+    deadline = time.monotonic() + seconds
+    try:
+        for number in sorted(range(n_ranks), key=lambda number: number == rank):
+            process = processes[number]
+            if number == rank and fault == "stopped":
+                os.kill(process.pid, signal.SIGCONT)
+            process.join(max(1.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"rank {number} still lives"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [Ended(process.exitcode, (folder / f"{number}.err").read_text()) for number, process in enumerate(processes)]
+
+
+def _alone(environment: dict[str, str], config: Path, fault: str, rank: int, stderr: Path) -> None:
+    _die_with_parent()
+    os.environ.update(environment)
+    with stderr.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    import torch
+
+    from launcher.cli import main
+
+    torch.set_num_threads(1)
+    hang_job.plant(fault, rank, FAULT_STEP)
+    sys.exit(main(["train", str(config)]))
+
+
+def living_ranks() -> list[psutil.Process]:
+    """The fork server's children: the ranks that still live."""
+    server = psutil.Process(_forkserver._forkserver_pid)
+    return [process for process in server.children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
