@@ -38,6 +38,7 @@ CheckpointArgument = Annotated[
     Path,
     typer.Argument(metavar="CHECKPOINT", help="A run directory, or one checkpoint's directory.", show_default=False),
 ]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -100,6 +101,67 @@ def train(
     from launcher.start import start_training
 
     return start_training(config, overrides or (), ranks)
+
+
+@app.command()
+def submit(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int | None, typer.Option(help="Short for slurm.nodes=N.", show_default=False)] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="PROFILE", help="slurm/clusters/PROFILE.yaml, or a YAML file's path.")
+    ] = "generic",
+    chain: Annotated[int | None, typer.Option(help="Short for slurm.chain=N.", show_default=False)] = None,
+    no_requeue: Annotated[bool, typer.Option("--no-requeue", help="Short for slurm.requeue=false.")] = False,
+    skip_hashes: Annotated[
+        bool, typer.Option("--skip-hashes", help="Do not read all token files to compare their hashes.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and submit nothing.")] = False,
+) -> int:
+    """Check a run and hand it to Slurm; it saves and goes on through time limits, preemption and lost nodes."""
+    from launcher.slurm.submit import submit_run
+
+    short = {"slurm.nodes": nodes, "slurm.chain": chain, "slurm.requeue": "false" if no_requeue else None}
+    given = [f"{key}={value}" for key, value in short.items() if value is not None]
+    return submit_run(config, [*(overrides or ()), *given], cluster, dry_run=dry_run, hashes=not skip_hashes)
+
+
+@app.command()
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run directory or name.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Say how far a run is and what its jobs do; without RUN, those of all runs in the queue."""
+    from launcher.slurm.follow import print_status
+
+    return print_status(run, as_json=as_json)
+
+
+@app.command()
+def logs(
+    run: RunArgument,
+    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
+    job: Annotated[bool, typer.Option("--job", help="The job script's log instead of a rank's.")] = False,
+    lines: Annotated[int, typer.Option(min=0, help="At most so many of its last lines.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until no job of the run lives.")] = False,
+) -> int:
+    """Print the end of a rank's log."""
+    from launcher.slurm.follow import print_log
+
+    return print_log(run, None if job else rank, lines, follow=follow)
+
+
+@app.command()
+def cancel(
+    run: RunArgument,
+    save: Annotated[bool, typer.Option("--save", help="The running job saves before it ends.")] = False,
+) -> int:
+    """End a run's jobs."""
+    from launcher.slurm.follow import cancel_run
+
+    return cancel_run(run, save=save)
 
 
 @app.command()

@@ -1,6 +1,5 @@
 """What comes before the loop: checks, missing token files, the run directory, and the ranks."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,13 +54,20 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
         )
     check_tokens(config)
     set_rank_environment()
+    from launcher.agreement import agree
     from launcher.train import train
+    from parallel.roll_call import RollCallError
 
-    lock = claim(config) if int(os.environ["RANK"]) == 0 else None
+    try:
+        agreed = agree(config)
+    except RollCallError as error:
+        if error.is_disagreement:
+            raise UserError(error.lines) from None
+        print(error, file=sys.stderr)
+        return 1
     with hearing(ends_at_second=True) as stop:
         code = train(config, changed, stop)
-    if lock is not None:
-        lock.close()
+    agreed.leave()
     return code
 
 
@@ -108,11 +114,7 @@ def check_room(config: RunConfig) -> None:
     """
     import shutil
 
-    from modeling.counts import count_parameters
-    from modeling.optimizers.build import state_names
-
-    copies, checkpoint = 1 + len(state_names(config.optimizer)), config.checkpoint
-    one_gib = 4 * copies * count_parameters(config.model).total / 2**30
+    one_gib, checkpoint = checkpoint_gib(config), config.checkpoint
     existing = config.run_path
     while not existing.exists():
         existing = existing.absolute().parent
@@ -134,6 +136,15 @@ def check_room(config: RunConfig) -> None:
                 f"{remedy}, or choose a run_dir on another disk"
             ]
         )
+
+
+def checkpoint_gib(config: RunConfig) -> float:
+    """The size of one checkpoint: masters and the optimizer's states in fp32."""
+    from modeling.counts import count_parameters
+    from modeling.optimizers.build import state_names
+
+    copies = 1 + len(state_names(config.optimizer))
+    return 4 * copies * count_parameters(config.model).total / 2**30
 
 
 def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int) -> int:

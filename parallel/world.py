@@ -1,6 +1,8 @@
 """Whether this process is already one rank of a job, and which: torchrun's or srun's environment."""
 
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Mapping, MutableMapping
 
@@ -27,9 +29,32 @@ def set_rank_environment(environment: MutableMapping[str, str] = os.environ) -> 
     environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
     if "MASTER_ADDR" not in environment:
-        command = ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]]
-        hosts = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()
-        environment["MASTER_ADDR"] = hosts[0]
+        environment["MASTER_ADDR"] = expand_hosts(environment["SLURM_STEP_NODELIST"])[0]
     if "MASTER_PORT" not in environment:
         job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
         environment["MASTER_PORT"] = str(PORTS[(job * 31 + step) % len(PORTS)])
+
+
+def expand_hosts(node_list: str) -> list[str]:
+    """n[1-3] as n1, n2, n3: what `scontrol show hostnames` prints."""
+    command = ["scontrol", "show", "hostnames", node_list]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+
+
+def rank_hosts(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The node of each rank of an srun job with block distribution; None where that is not known.
+
+    Unknown under torchrun, and in a container that has no `scontrol`.
+    """
+    if "SLURM_STEP_TASKS_PER_NODE" not in environment or shutil.which("scontrol") is None:
+        return None
+    counts = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
+    ranks = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
+    return ranks if len(ranks) == int(environment["WORLD_SIZE"]) else None
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's short form of tasks on each node: 2(x3),1 is 2, 2, 2, 1."""
+    parts = (re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(","))
+    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]

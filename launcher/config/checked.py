@@ -1,7 +1,8 @@
 """What every command does first: load the config and check it, before anything is created."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from launcher.config.load import load_config
 from launcher.config.rules import check
@@ -10,15 +11,21 @@ from launcher.errors import UserError
 
 
 def load_checked(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, world_size: int = 1, data: bool = True
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = 1,
+    data: bool = True,
+    base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The config of ``path`` and ``overrides``, which can run on ``world_size`` processes.
+    """The config of ``path`` and ``overrides``, which can run on ``world_size`` processes (None: those of its job).
 
+    ``base`` holds sections of a tree that the YAML's own keys go before: a cluster's profile.
     With ``data`` the sources are looked at too (paths exist, weights are positive); without, only the config itself.
     Raises UserError with every problem at once, one line each.
     """
-    config = load_config(path, overrides)
-    problems = check(config, world_size)
+    config = load_config(path, overrides, base)
+    problems = check(config, config.slurm.world_size if world_size is None else world_size)
     if data:
         from data.rules import check_data  # its libraries take a second to import
 

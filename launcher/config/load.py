@@ -1,8 +1,9 @@
 """Loading a config: defaults, YAML, dotted overrides, validation."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher.config.overrides import apply_overrides, parse_overrides
 from launcher.config.tree import RunConfig
@@ -11,8 +12,12 @@ from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> RunConfig:
     """The config that the YAML file ``path`` and the ``key=value`` overrides describe; defaults fill the rest.
+
+    ``base`` holds sections that lie below the file's: a key of theirs counts where the file has none.
 
     Types and names are checked here; rules between values are ``launcher.config.rules.check``'s.
     Raises UserError with every problem at once, one line each.
@@ -22,6 +27,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         tree = read_yaml_file(Path(path))
     except UserError as error:
         raise UserError([*error.problems, *problems]) from None
+    for section, values in (base or {}).items():
+        own = tree.get(section)
+        if own is None or isinstance(own, dict):
+            tree[section] = {**values, **(own or {})}
     problems += apply_overrides(tree, parsed)
     config, faults = build_config(tree)
     if config is None or problems:

@@ -9,6 +9,7 @@ from launcher.config.families import check_family
 from launcher.config.layout_rules import check_layout, dp_of
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
+from launcher.slurm.rules import check_slurm
 from modeling.schedules import WSDSchedule
 
 _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, value to try)
@@ -37,6 +38,7 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "train.gc_every_steps": (1, 100),
     "train.timeout_seconds": (1, 600),
     "train.step_timeout_seconds": (1, 540),
+    "train.start_seconds": (1, 300),
     "optimizer.lr": (0, 0.0003),
     "optimizer.weight_decay": (0, 0.1),
     "schedule.warmup_steps": (0, 0),
@@ -49,6 +51,14 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "checkpoint.keep_last": (1, 3),
     "checkpoint.keep_every_steps": (1, 1000),
     "checkpoint.keep_best": (0, 0),
+    "slurm.nodes": (1, 1),
+    "slurm.gpus_per_node": (0, 8),
+    "slurm.tasks_per_node": (1, 8),
+    "slurm.cpus_per_task": (1, 8),
+    "slurm.time_minutes": (1, 1440),
+    "slurm.notice_seconds": (1, 300),
+    "slurm.chain": (1, 1),
+    "slurm.restarts": (0, 3),
 }
 _ABOVE_ZERO: dict[str, float] = {  # key: value to try
     "model.rope_theta": 10000.0,
@@ -67,6 +77,8 @@ _NULLABLE = (
     "optimizer.clip_norm",
     "checkpoint.every_steps",
     "checkpoint.keep_every_steps",
+    "slurm.tasks_per_node",
+    "slurm.cpus_per_task",
 )
 
 
@@ -89,6 +101,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_retention(config),
         *check_family(config.model),
         *check_layout(config, world_size),
+        *check_slurm(config.slurm),
     ]
     return lines + [line for line in relations if line.partition("=")[0] not in broken]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.config import DataConfig
+from launcher.slurm.config import SlurmConfig
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig
 from modeling.schedules import CosineSchedule, ScheduleConfig
@@ -26,6 +27,7 @@ class TrainConfig:
     gc_every_steps: int = 100  # Python's garbage collector runs then, and only then, on every rank at once
     timeout_seconds: int = 600  # a collective that takes longer ends the job
     step_timeout_seconds: int | None = None  # a step that takes longer, too; None: 0.9 timeouts or 3 longest steps
+    start_seconds: int = 300  # at the start of a job, a rank that does not answer for so long is named, and all end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     @property
     def run_path(self) -> Path:

@@ -25,7 +25,7 @@ def running_cluster() -> Iterator[Cluster]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    cluster = Cluster(Path(f"/tmp/rt-slurm-{os.getpid()}"))
+    cluster = Cluster(Path(f"/tmp/rt-slurm-{os.getpid()}"), subnet=1 + os.getpid() % 250)  # beside another session
     try:
         cluster.start(N_NODES)
         yield cluster

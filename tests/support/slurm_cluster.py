@@ -1,14 +1,14 @@
 """A real Slurm cluster on one machine: every node has its own network, hostname, processes and /dev/shm.
 
-    python tests/support/slurm_cluster.py up 4 /tmp/rt-slurm        prints the line that points sbatch, squeue, ... at it
+    python tests/support/slurm_cluster.py up 4 /tmp/rt-slurm   prints the line that points sbatch, squeue, ... at it
     python tests/support/slurm_cluster.py down /tmp/rt-slurm
-    python tests/support/slurm_cluster.py power-off n2 /tmp/rt-slurm        also: power-on, cut, heal, kill-slurmd,
-                                                                            start-slurmd, kill-slurmctld, start-slurmctld
+    python tests/support/slurm_cluster.py power-off n2 /tmp/rt-slurm   or power-on, cut, heal, kill-slurmd, start-slurmd
+    python tests/support/slurm_cluster.py kill-slurmctld /tmp/rt-slurm   or start-slurmctld
 
 A node is a process in namespaces of its own whose pid 1 starts slurmd; slurmctld is a node as well (`ctl`). Cables are
-veth pairs into a bridge, which lives in a namespace of its own, so that nothing of the host's network is touched but one
-interface. Files are shared by all nodes, as on a cluster's parallel file system. Needs Linux, root with CAP_SYS_ADMIN and
-CAP_NET_ADMIN, and Debian's packages (`why_not` says what is missing). Nothing is left behind by `stop`.
+veth pairs into a bridge, which lives in a namespace of its own, so that nothing of the host's network is touched but
+one interface. Files are shared by all nodes, as on a cluster's parallel file system. Needs Linux, root with
+CAP_SYS_ADMIN and CAP_NET_ADMIN, and Debian's packages (`why_not` says what is missing). `stop` leaves nothing behind.
 """
 
 import contextlib

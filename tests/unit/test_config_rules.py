@@ -19,6 +19,7 @@ from launcher.config.rules import check
 from launcher.config.schema import hint_at, members
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.slurm import rules as slurm_rules
 from modeling.schedules import lr_factor
 
 BASES = {
@@ -75,6 +76,11 @@ CASES = [
     ("llama", "model.d_model=8", 1, "model.d_model=8 must be a multiple of 2 x model.n_heads=8 = 16 where model.d_head=null (rotary embedding turns channels in pairs); try 16, or set model.d_head", "model.d_model=16"),
     ("llama", "schedule.warmup_steps=1001", 1, "schedule.warmup_steps=1001 must be at most train.steps=1000; try 100", "schedule.warmup_steps=100"),
     ("llama", "schedule={name: wsd, warmup_steps: 600, decay_steps: 500}", 1, "schedule.decay_steps=500 + schedule.warmup_steps=600 must be at most train.steps=1000; try schedule.decay_steps=400", "schedule.decay_steps=400"),
+    ("llama", "slurm.partition=a%b", 1, "slurm.partition='a%b' must be one word, as Slurm knows it; try null, or look it up with sinfo", "slurm.partition=null"),
+    ("llama", "slurm.scratch=''", 1, "slurm.scratch='' must be a path or a name; try null", "slurm.scratch=null"),
+    ("llama", "slurm.modules=[a;b]", 1, "slurm.modules[0]='a;b' must be a module's name; try one that `module avail` lists", "slurm.modules=[a]"),
+    ("llama", "slurm.environment=[NCCL_DEBUG]", 1, "slurm.environment[0]='NCCL_DEBUG' must be NAME=value; try NCCL_DEBUG=INFO", "slurm.environment=[NCCL_DEBUG=INFO]"),
+    ("llama", "slurm.time_minutes=5", 1, "slurm.time_minutes=5 must be longer than slurm.notice_seconds=300, the time to save at its end; try 65", "slurm.time_minutes=65"),
     ("llama", "parallel.zero=0", 1, "parallel.zero=0 works with train.precision=fp32 only, not train.precision=bf16; try parallel.zero=1", "parallel.zero=1"),
     ("llama", "train.eval_every_steps=5 data.heldout_fraction=0", 1, "train.eval_every_steps=5 needs held-out data, but data.heldout_fraction=0.0 and data.heldout_path=null; try data.heldout_fraction=0.01, or train.eval_every_steps=null", "data.heldout_fraction=0.01"),
     ("llama", "checkpoint.every_steps=40 checkpoint.keep_every_steps=100", 1, "checkpoint.keep_every_steps=100 must be a multiple of checkpoint.every_steps=40, since no other step is saved; try 80", "checkpoint.keep_every_steps=80"),
@@ -179,7 +185,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, families, layout_rules)
+        for module in (rules, families, layout_rules, slurm_rules)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }

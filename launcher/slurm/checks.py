@@ -1,0 +1,157 @@
+"""What is looked at before a job is submitted, so that it does not fail after a night in the queue."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from data.errors import DataError
+from launcher.config.tree import RunConfig
+from launcher.config.words import join_or, show
+from launcher.errors import UserError
+from launcher.run_dir import CHECKPOINTS, check_resume, check_writable
+from launcher.slurm.queue import SlurmError, live_jobs, partitions, require, would_take
+from launcher.start import check_room, check_tokens, checkpoint_gib
+
+NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
+SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save's time only
+
+
+def check_job(config: RunConfig, script: str) -> list[str]:
+    """Every reason not to submit, one line each. Changes nothing."""
+    problems = [*check_names(config), *check_run(config), *check_data(config)]
+    try:
+        require("sbatch", "squeue", "sinfo")
+        cluster = [*check_partition(config), *check_unused(config)]
+        refusal = None if cluster or problems else would_take(script)
+        if refusal is not None:
+            cluster = [f"slurm.nodes={config.slurm.nodes}: sbatch does not take the job: {refusal}; see the script"]
+    except SlurmError as error:
+        cluster = [f"Slurm does not answer here: {error}; try again, or ask whether the cluster is up"]
+    except UserError as error:
+        cluster = error.problems
+    return problems + cluster
+
+
+def check_names(config: RunConfig) -> Iterator[str]:
+    """The name and the path can be written into a job script."""
+    for key, text in (("name", config.name), ("run_dir", str(config.run_path))):
+        if not re.fullmatch(r"[\w.,:+@=/ -]+", text):
+            yield f"{key}={show(text)} must be of letters, digits and . , : + @ = _ - to name a job; choose another"
+
+
+def check_run(config: RunConfig) -> list[str]:
+    """The run directory: writable, shared, with room, of this run; and the notice is long enough for a save."""
+    problems = _problems(lambda: check_writable(config)) + _problems(lambda: check_resume(config))
+    if not problems:
+        problems = _problems(lambda: check_room(config))
+    kind = file_system(config.run_path)
+    if kind in NODE_LOCAL:
+        problems.append(
+            f"run_dir={config.run_path} must be on a file system that the nodes share, and is on {kind}; "
+            "choose a run_dir on the cluster's parallel file system"
+        )
+    slurm = config.slurm
+    seconds = checkpoint_gib(config) / (SAVE_GIB_PER_SECOND * slurm.nodes)
+    if slurm.notice_seconds < seconds:
+        problems.append(
+            f"slurm.notice_seconds={slurm.notice_seconds} must be enough for a save, about {seconds:.0f} s for "
+            f"{checkpoint_gib(config):.3g} GiB from {slurm.nodes} nodes; try slurm.notice_seconds={round(2 * seconds)}"
+        )
+    return problems
+
+
+def check_data(config: RunConfig) -> list[str]:
+    """The sources are there, and so are their token files, which can be opened, as the ranks will."""
+    from data import rules
+
+    return rules.check_data(config.data, config.model.vocab_size) or _problems(lambda: _open_data(config))
+
+
+def check_hashes(config: RunConfig) -> list[str]:
+    """The token files still are what was prepared. Reads all of them."""
+    from data.prepared import locate, verify
+
+    prepared = locate(config.data, config.model.vocab_size)
+    return verify(prepared) if prepared is not None else []
+
+
+def _open_data(config: RunConfig) -> None:
+    from data.prepared import find_prepared
+
+    if find_prepared(config.data, config.model.vocab_size) is None:
+        raise UserError(
+            [f"data.token_dir={config.data.token_dir} lacks this config's token files; run `roundtable prepare` first"]
+        )
+    check_tokens(config)
+
+
+def _problems(check: Callable[[], object]) -> list[str]:
+    """The lines of the user's mistake that ``check`` raises."""
+    try:
+        check()
+    except UserError as error:
+        return error.problems
+    except DataError as error:
+        return str(error).splitlines()
+    return []
+
+
+def check_partition(config: RunConfig) -> Iterator[str]:
+    """The partition is there, and has what is asked of it."""
+    slurm = config.slurm
+    found, default = partitions()
+    name = slurm.partition or default
+    if name is None:
+        yield f"slurm.partition=null needs a cluster with a default partition; try {join_or(sorted(found))}"
+        return
+    if name not in found:
+        yield f"slurm.partition={name} must be a partition of this cluster; try {join_or(sorted(found))}"
+        return
+    partition = found[name]
+    if slurm.nodes > partition.nodes:
+        most = partition.nodes
+        yield f"slurm.nodes={slurm.nodes} must be at most the {most} nodes of partition {name}; try {most}"
+    if slurm.gpus_per_node > partition.gpus_per_node:
+        yield (
+            f"slurm.gpus_per_node={slurm.gpus_per_node} must be at most the {partition.gpus_per_node} that a node of "
+            f"partition {name} has; try {partition.gpus_per_node}"
+        )
+    if partition.max_minutes is not None and slurm.time_minutes > partition.max_minutes:
+        yield (
+            f"slurm.time_minutes={slurm.time_minutes} must be at most the {partition.max_minutes} that partition "
+            f"{name} allows; try {partition.max_minutes}, and --chain for more"
+        )
+
+
+def check_unused(config: RunConfig) -> Iterator[str]:
+    """No live job trains in the run directory."""
+    for job in live_jobs(config.run_path)[:1]:
+        yield (
+            f"name={config.name} must not be in use by a live job, and job {job.job_id} ({job.state}) trains in "
+            f"{config.run_path}; choose another name or run_dir, or `roundtable cancel {config.run_path}`"
+        )
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that ``path`` is or would be on: ext4, nfs4, lustre, tmpfs, ...; "" where unknown."""
+    mounts, existing = Path("/proc/mounts"), path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    best, kind = -1, ""
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        _, point, each, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if existing.resolve().is_relative_to(point) and len(point) >= best:
+            best, kind = len(point), each
+    return kind
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """What is worth saying and no reason not to submit."""
+    from launcher.watch.wandb_run import choose_mode
+
+    mode = choose_mode(config.metrics.wandb.mode)
+    if mode != "disabled":
+        yield f"W&B: {mode}" + ("" if mode == "online" else f"; `wandb sync {config.run_path}/wandb/*run-*` uploads it")
+    if any((config.run_path / CHECKPOINTS).glob("step-*")):
+        yield f"{config.run_path} holds checkpoints: the run goes on from the newest good one"

@@ -1,0 +1,40 @@
+"""What a run asks of Slurm. A cluster's profile (slurm/clusters/*.yaml) holds the same keys; the run's go before."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """How `roundtable submit` asks for nodes, and what its job does at the end of its time."""
+
+    partition: str | None = None  # None: the cluster's default
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None  # kinds of nodes, as the cluster names them
+    exclude: str | None = None  # nodes not to use: n3,n[7-9]
+    nodes: int = 1
+    gpus_per_node: int = 8  # 0: the job asks for no GPU
+    tasks_per_node: int | None = None  # processes of a node; None: one for each GPU, or one where there is none
+    cpus_per_task: int | None = None  # None: as the cluster has it
+    memory: str | None = None  # of a node: 500G; 0 for all of it; None: as the cluster has it
+    time_minutes: int = 1440  # the time limit of one job, not of the run
+    notice_seconds: int = 300  # so long before the time limit the ranks are told to save and stop
+    requeue: bool = True  # a job that was stopped (time limit, preemption, lost node) is queued again
+    chain: int = 1  # jobs submitted at once, of which each begins when the one before has ended
+    restarts: int = 3  # a failed run is started again in the same job so many times in a row without a new checkpoint
+    python: str | None = None  # the interpreter on the nodes; None: the one that submits
+    modules: tuple[str, ...] = ()  # `module load`ed before anything else
+    container: str | None = None  # an image for srun's --container-image (pyxis)
+    network_interface: str | None = None  # that NCCL and gloo meet on: ib0, ^lo,docker; None: they choose
+    scratch: str | None = None  # a folder on each node's own disk, for compiled kernels; None: the user's home
+    environment: tuple[str, ...] = ()  # further NAME=value
+
+    @property
+    def n_tasks_per_node(self) -> int:
+        """Processes of one node."""
+        return self.tasks_per_node if self.tasks_per_node is not None else max(1, self.gpus_per_node)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return self.nodes * self.n_tasks_per_node

@@ -1,0 +1,148 @@
+"""`roundtable status`, `logs` and `cancel`: a run seen from where it was submitted."""
+
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import UserError
+from launcher.run_dir import CHECKPOINTS, METRICS, saved_config
+from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require
+from launcher.watch.metrics import read_metrics
+
+POLL_SECONDS = 0.5  # between two looks at a log that is followed
+JOB_POLL_SECONDS = 15  # between two questions to Slurm whether its job still lives
+
+
+def print_status(run: str | None, *, as_json: bool) -> int:
+    """Prints how far a run is and what its jobs do, or those of all runs with live jobs."""
+    require("squeue")
+    jobs = _live(None)
+    run_paths = [find_run(run)] if run is not None else list(dict.fromkeys(job.run_path for job in jobs))
+    found = [status(path, [job for job in jobs if job.run_path == path.absolute()]) for path in run_paths]
+    if as_json:
+        print(json.dumps(found if run is None else found[0], indent=2))
+    elif not found:
+        print("no run has a live job")
+    else:
+        print("\n".join(line for each in found for line in lines(each)))
+    return 0
+
+
+def status(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
+    """How far the run is, as JSON would have it; what is not known yet is null."""
+    config = saved_config(run_path)
+    metrics = run_path / METRICS
+    updates = [row for row in read_metrics(metrics) if "loss" in row] if metrics.exists() else []
+    last = updates[-1] if updates else {}
+    checkpoints = sorted(path.name for path in (run_path / CHECKPOINTS).glob("step-*[0-9]"))
+    return {
+        "run_dir": str(run_path),
+        "step": last.get("step"),
+        "steps": config.train.steps if config is not None else None,
+        "loss": last.get("loss"),
+        "tokens_per_second": last.get("tokens_per_second"),
+        "last_step_seconds_ago": round(time.time() - metrics.stat().st_mtime, 1) if updates else None,
+        "checkpoint": checkpoints[-1] if checkpoints else None,
+        "jobs": [
+            {"job_id": job.job_id, "state": job.state, "reason": job.reason, "nodes": job.nodes}
+            | {"elapsed": job.elapsed, "limit": job.limit}
+            for job in jobs
+        ],
+        "last_word": last_word(run_path),
+    }
+
+
+def last_word(run_path: Path) -> str | None:
+    """The newest line of the job script's own log."""
+    logs = sorted((run_path / "logs").glob("job-*.log"), key=lambda path: path.stat().st_mtime)
+    said = logs[-1].read_text(errors="replace").split("\n") if logs else []
+    return next((line for line in reversed(said) if line.strip()), None)
+
+
+def lines(status: dict[str, Any]) -> list[str]:
+    """A status as people read it."""
+    told = [f"{status['run_dir']}: "]
+    if status["step"] is None:
+        told[0] += "no step yet"
+    else:
+        told[0] += (
+            f"step {status['step']} of {status['steps']}, loss {status['loss']:.4f}, "
+            f"{status['tokens_per_second']:,.0f} tokens/s, {status['last_step_seconds_ago']:.0f} s ago"
+        )
+    told.append(f"  checkpoint: {status['checkpoint'] or 'none yet'}")
+    for job in status["jobs"]:
+        where = f"on {job['nodes']}" if job["nodes"] else f"waits: {job['reason']}"
+        told.append(f"  job {job['job_id']}: {job['state']} {where}, {job['elapsed']} of {job['limit']}")
+    if not status["jobs"]:
+        told.append("  no live job")
+    if status["last_word"] is not None:
+        told.append(f"  last word: {status['last_word']}")
+    return told
+
+
+def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
+    """Prints the end of a rank's log, or of the job script's (rank None); with ``follow`` until no job of it lives."""
+    run_path = find_run(run)
+    path = log_path(run_path, rank)
+    if path is None:
+        raise UserError([f"{run_path}/logs holds no log of {_whose(rank)} yet; see `roundtable status {run}`"])
+    with path.open(errors="replace") as log:
+        for line in deque(log, maxlen=n_lines):
+            sys.stdout.write(line)
+        asked = 0.0
+        while follow:
+            sys.stdout.write(log.read())
+            sys.stdout.flush()
+            if time.monotonic() - asked > JOB_POLL_SECONDS:
+                asked = time.monotonic()
+                follow = bool(_live(run_path))
+            time.sleep(POLL_SECONDS)
+        sys.stdout.write(log.read())
+    return 0
+
+
+def log_path(run_path: Path, rank: int | None) -> Path | None:
+    """Where the rank writes; rank None: the newest job script."""
+    pattern = "job-*.log" if rank is None else f"rank-{rank}.log"
+    paths = sorted((run_path / "logs").glob(pattern), key=lambda path: path.stat().st_mtime)
+    return paths[-1] if paths else None
+
+
+def _whose(rank: int | None) -> str:
+    return "a job" if rank is None else f"rank {rank}"
+
+
+def cancel_run(run: str, *, save: bool) -> int:
+    """Ends the run's jobs: those that wait at once, and with ``save`` the running one after it has saved."""
+    require("squeue", "scancel")
+    run_path = find_run(run)
+    jobs = _live(run_path)
+    if not jobs:
+        raise UserError([f"{run_path} has no live job to cancel; see `roundtable status`"])
+    jobs.sort(key=lambda job: job.state != "PENDING")  # first those that would begin when the running one ends
+    for job in jobs:
+        if save and job.state == "RUNNING":
+            ask("scancel", "--batch", "--signal=USR2", job.job_id)
+            print(f"job {job.job_id}: told to save and stop; `roundtable status {run}` says when it has")
+        else:
+            ask("scancel", job.job_id)
+            print(f"job {job.job_id}: cancelled")
+    return 0
+
+
+def find_run(run: str) -> Path:
+    """The run directory that a user means by its path or by the run's name."""
+    for path in (Path(run), Path("runs") / run):
+        if any((path / name).exists() for name in ("config.yaml", "slurm")):
+            return path
+    raise UserError([f"RUN={run} must be a run directory, or a run's name below runs; check it"])
+
+
+def _live(run_path: Path | None) -> list[LiveJob]:
+    try:
+        return live_jobs(run_path)
+    except SlurmError as error:
+        raise UserError([f"Slurm does not answer: {error}; try again later"]) from None

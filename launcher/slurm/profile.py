@@ -1,0 +1,26 @@
+"""Clusters' profiles: what a cluster's `slurm:` section begins with."""
+
+from pathlib import Path
+from typing import Any
+
+from launcher.config.yaml_text import read_yaml_file
+from launcher.errors import UserError
+
+FOLDER = Path(__file__).parents[2] / "slurm"
+
+
+def read_profile(name: str) -> dict[str, Any]:
+    """The keys of a profile: of slurm/clusters/NAME.yaml, or of a file that ``name`` is the path of."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(each.stem for each in (FOLDER / "clusters").glob("*.yaml"))
+        raise UserError([f"--cluster={name} must be one of {', '.join(known)}, or the path of a YAML file; check it"])
+    return read_yaml_file(path)
+
+
+def job_script(name: str) -> str:
+    """The text of slurm/NAME.sbatch."""
+    path = FOLDER / f"{name}.sbatch"
+    if not path.is_file():
+        raise UserError([f"{path} is missing; install Roundtable from its source tree with `pip install -e .`"])
+    return path.read_text()

@@ -1,0 +1,115 @@
+"""What Slurm's commands say: partitions, live jobs, and what becomes of a job."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import UserError
+from launcher.slurm.script import COMMENT
+
+SECONDS = 60  # a busy slurmctld may take long to answer; one that is away never does
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What sinfo says of a partition, the most that any of its nodes has."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    cpus_per_node: int
+    max_minutes: int | None  # None: no limit
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """A job in the queue that trains a run."""
+
+    job_id: str
+    state: str  # PENDING, RUNNING, COMPLETING, ...
+    reason: str  # why it waits
+    nodes: str  # where it runs: n[1-4]
+    elapsed: str
+    limit: str
+    run_path: Path
+
+
+class SlurmError(Exception):
+    """A command of Slurm's failed; the message is what it said."""
+
+
+def require(*programs: str) -> None:
+    """Raises UserError where a command of Slurm's is not to be had."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        raise UserError([f"{missing[0]} must be on the PATH, and is not; run this where Slurm is, on a login node"])
+
+
+def ask(*command: str, text: str | None = None) -> str:
+    """What a command prints; raises SlurmError with its own words."""
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} did not answer within {SECONDS} s") from None
+    if done.returncode:
+        words = (done.stderr.strip().splitlines() or [""])[-1].removeprefix(f"{command[0]}: ")
+        raise SlurmError(words or f"{command[0]} failed with code {done.returncode}")
+    return done.stdout
+
+
+def partitions() -> tuple[dict[str, Partition], str | None]:
+    """Every partition by its name, and the default one's name."""
+    found: dict[str, Partition] = {}
+    default = None
+    for line in ask("sinfo", "-h", "-o", "%P|%D|%G|%c|%l").splitlines():
+        name, nodes, gres, cpus, limit = line.split("|")
+        if name.endswith("*"):
+            name = default = name[:-1]
+        old = found.get(name, Partition(name, 0, 0, 0, None))
+        found[name] = Partition(
+            name,
+            old.nodes + int(nodes),
+            max(old.gpus_per_node, gpus_of(gres)),
+            max(old.cpus_per_node, int(cpus.rstrip("+"))),
+            minutes_of(limit),
+        )
+    return found, default
+
+
+def gpus_of(gres: str) -> int:
+    """GPUs in what sinfo's %G says of a node: gpu:8, gpu:h100:4(S:0-1),shard:2, (null)."""
+    counts = re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres)
+    return sum(map(int, counts))
+
+
+def minutes_of(limit: str) -> int | None:
+    """Minutes of a time limit as Slurm prints it, days-hours:minutes:seconds; None where there is none."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", limit)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 1440 * days + 60 * hours + minutes + (1 if seconds else 0)
+
+
+def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
+    """The user's jobs in the queue that train ``run_path``, or that train anything; arrays' tasks one by one."""
+    jobs = []
+    for line in ask("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r|%N|%M|%l|%k").splitlines():
+        job_id, state, reason, nodes, elapsed, limit, comment = line.split("|", 6)
+        if not comment.startswith(COMMENT):
+            continue
+        job = LiveJob(job_id, state, reason, nodes, elapsed, limit, Path(comment.removeprefix(COMMENT)))
+        if run_path is None or job.run_path == run_path.absolute():
+            jobs.append(job)
+    return jobs
+
+
+def would_take(script: str) -> str | None:
+    """Why Slurm would not take the script, in its own words; None where it would."""
+    try:
+        ask("sbatch", "--test-only", text=script)
+    except SlurmError as error:
+        return str(error)
+    return None

@@ -1,0 +1,69 @@
+"""`roundtable submit`: checks all that can be checked here, then hands the run to Slurm."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.config.checked import load_checked
+from launcher.config.dump import dump_config
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.slurm.checks import check_hashes, check_job, notes
+from launcher.slurm.profile import job_script, read_profile
+from launcher.slurm.queue import SlurmError, ask
+from launcher.slurm.script import render
+
+FOLDER = "slurm"  # in the run directory: the config and the script that were submitted
+
+
+def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool) -> int:
+    """Submits the run, or with ``dry_run`` prints its script; returns the exit code.
+
+    Raises UserError, with nothing created or submitted, where the config is wrong, or, without ``dry_run``, where the
+    job could not run. ``hashes``: read all token files and compare them with what was prepared.
+    """
+    config = load_checked(path, overrides, base={"slurm": read_profile(cluster)}, world_size=None, data=False)
+    folder = config.run_path / FOLDER
+    script = render(job_script("train"), config, folder / "config.yaml", sys.executable)
+    problems = check_job(config, script)
+    if dry_run:
+        print(script, end="")
+        for problem in problems:
+            print(f"warning: {problem}", file=sys.stderr)
+        return 0
+    if hashes and not problems:
+        problems = check_hashes(config)
+    if problems:
+        raise UserError(problems)
+    for note in notes(config):
+        print(note, file=sys.stderr)
+    job_ids = hand_over(config, script, folder)
+    print_how_to_follow(config, job_ids)
+    return 0
+
+
+def hand_over(config: RunConfig, script: str, folder: Path) -> list[str]:
+    """Writes the config and the script into the run directory and submits the script, slurm.chain times."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (config.run_path / "logs").mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "train.sbatch").write_text(script)
+    try:
+        return [
+            ask("sbatch", "--parsable", str(folder / "train.sbatch")).strip().partition(";")[0]
+            for _ in range(config.slurm.chain)
+        ]
+    except SlurmError as error:
+        raise UserError(
+            [f"sbatch does not take {folder / 'train.sbatch'}: {error}; mend that, and submit again"]
+        ) from None
+
+
+def print_how_to_follow(config: RunConfig, job_ids: list[str]) -> None:
+    """The job ids, and the commands that show and end them."""
+    slurm, run = config.slurm, shlex.quote(str(config.run_path))
+    print(f"job {', '.join(job_ids)}: {slurm.nodes} nodes x {slurm.n_tasks_per_node} processes train {run}")
+    print(f"  roundtable status {run}")
+    print(f"  roundtable logs {run} -f")
+    print(f"  roundtable cancel {run} --save")

@@ -1,0 +1,171 @@
+"""Before the process group: do all ranks answer, and do they agree? Who does not is named on every rank.
+
+A process group that lacks a rank only says that it timed out, and one whose ranks run different code says nothing. The
+roll is called over the same store, at MASTER_ADDR:MASTER_PORT, that the process group then uses.
+"""
+
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] -- documented, but not in torch's __all__
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+LINGER_SECONDS = 10  # rank 0 hosts the store, and waits so long for the others to read why the roll call failed
+
+
+class RollCallError(Exception):
+    """Ranks are missing, or disagree. The same ``lines`` on every rank that could be reached."""
+
+    def __init__(self, lines: Sequence[str], *, is_disagreement: bool) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+        self.is_disagreement = is_disagreement  # False: somebody did not answer
+
+
+class RollCall:
+    """The store that all ranks share; keep it until the process group is open. All ranks make it, at the same time.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. ``hosts`` names each rank's node where that is known. Raises
+    RollCallError where rank 0 cannot be reached within ``limit_seconds``.
+    """
+
+    def __init__(self, limit_seconds: float, hosts: Sequence[str] | None = None) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.limit_seconds = limit_seconds
+        self.hosts = hosts
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = TCPStore(
+                address,
+                port,
+                self.world_size,
+                is_master=self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+                timeout=datetime.timedelta(seconds=limit_seconds),
+                wait_for_workers=False,
+                multi_tenant=True,  # the process group's store, at the same port, shares the server
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise RollCallError([self._unreachable(address, port, error)], is_disagreement=False) from error
+        self.store = PrefixStore("roll_call", store)
+
+    def _unreachable(self, address: str, port: int, error: Exception) -> str:
+        me = self._name(self.rank)
+        if self.rank == 0:
+            return f"{me} cannot listen at {address}:{port}: {str(error).splitlines()[0]}"
+        return (
+            f"{me} could not reach {self._name(0)} at {address}:{port} within {self.limit_seconds:g} s "
+            f"(train.start_seconds); is that node up, and is {address} its address on the network of the nodes?"
+        )
+
+    def agree(self, name: str, facts: Mapping[str, str]) -> None:
+        """Returns when all ranks have called it with equal facts. All ranks call it.
+
+        Raises RollCallError on all of them, with a line for each rank's absence or for each fact that differs.
+        """
+        self._round(name, dict(facts), lambda answers: self._differences(answers))
+
+    def fail_together(self, name: str, problems: Sequence[str]) -> None:
+        """Returns when all ranks have called it without problems; raises RollCallError with all of them elsewhere."""
+        self._round(
+            name, list(problems), lambda answers: list(dict.fromkeys(line for each in answers for line in each))
+        )
+
+    def share(self, name: str, text: str | None = None) -> str:
+        """Rank 0's text, on every rank. All ranks call it; only rank 0's ``text`` counts."""
+        if self.rank == 0:
+            self.store.set(f"{name}/text", text or "")
+        return self.store.get(f"{name}/text").decode()
+
+    def _round(self, name: str, answer: Any, judge: Callable[[list[Any]], list[str]]) -> None:
+        """Every rank hands in its answer, rank 0 judges, every rank reads the verdict."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(answer))
+        if self.rank == 0:
+            missing = self._wait_for_all(name)
+            present = [rank for rank in range(self.world_size) if rank not in missing]
+            if missing:
+                verdict = {"missing": [self._absence(missing)]}
+            else:
+                verdict = {"differ": judge([json.loads(self.store.get(f"{name}/{rank}")) for rank in present])}
+            self.store.set(name, json.dumps(verdict))
+        else:
+            present = []
+            verdict = self._read_verdict(name)
+        lines = verdict.get("missing") or verdict["differ"]
+        if lines:
+            self.store.set(f"{name}/read/{self.rank}", "")
+            self._linger([f"{name}/read/{rank}" for rank in present])
+            raise RollCallError(lines, is_disagreement="differ" in verdict)
+
+    def _wait_for_all(self, name: str) -> set[int]:
+        """Rank 0: the ranks that have not answered within the limit."""
+        deadline, missing = time.monotonic() + self.limit_seconds, set(range(self.world_size))
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in missing if not self.store.check([f"{name}/{rank}"])}
+            time.sleep(0.02 if missing else 0)
+        return missing
+
+    def _read_verdict(self, name: str) -> dict[str, list[str]]:
+        """Any other rank: what rank 0 found; rank 0 itself may have gone."""
+        try:
+            self.store.wait([name], datetime.timedelta(seconds=self.limit_seconds + LINGER_SECONDS))
+            return json.loads(self.store.get(name))
+        except (dist.DistNetworkError, dist.DistStoreError):
+            line = f"{self._name(0)} ended or was cut off before all ranks were there; its log says why"
+            return {"missing": [line]}
+
+    def _linger(self, keys: list[str]) -> None:
+        deadline = time.monotonic() + LINGER_SECONDS
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _absence(self, missing: set[int]) -> str:
+        nodes = f" on {', '.join(sorted({self.hosts[rank] for rank in missing}))}" if self.hosts else ""
+        return (
+            f"no answer from {_ranks(sorted(missing))}{nodes} within {self.limit_seconds:g} s (train.start_seconds); "
+            f"the other {self.world_size - len(missing)} of {self.world_size} ranks are there"
+        )
+
+    def _differences(self, answers: list[dict[str, str]]) -> list[str]:
+        """A line for each fact that is not the same on all ranks."""
+        lines = []
+        for fact in dict.fromkeys(key for answer in answers for key in answer):
+            held: dict[str, list[int]] = {}
+            for rank, answer in enumerate(answers):
+                held.setdefault(answer.get(fact, "nothing"), []).append(rank)
+            if len(held) > 1:
+                each = "; ".join(f"{value} on {self._names(ranks)}" for value, ranks in held.items())
+                lines.append(
+                    f"{fact} must be the same on all ranks, and is {each}; make the nodes' installations equal"
+                )
+        return lines
+
+    def _name(self, rank: int) -> str:
+        host = self.hosts[rank] if self.hosts else socket.gethostname() if rank == self.rank else None
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+    def _names(self, ranks: list[int]) -> str:
+        return (
+            f"{_ranks(ranks)} ({', '.join(dict.fromkeys(self.hosts[r] for r in ranks))})"
+            if self.hosts
+            else _ranks(ranks)
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-3, 6``: neighbours joined."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

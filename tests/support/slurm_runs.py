@@ -1,0 +1,93 @@
+"""Small runs through the tests' Slurm cluster, by the commands that a user types."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from launcher.config.dump import dump_config
+from launcher.config.tree import RunConfig
+from launcher.watch.metrics import read_metrics
+from slurm_cluster import Cluster, wait_until
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+
+
+class Run:
+    """A run in a folder of its own, submitted to the cluster."""
+
+    def __init__(self, cluster: Cluster, folder: Path, config: RunConfig) -> None:
+        self.cluster, self.folder, self.config = cluster, folder, config
+        self.path = folder / config.run_path
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(config))
+
+    def command(self, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+        """One `roundtable` command on the login host."""
+        environment = self.cluster.environment | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "launcher", *arguments],
+            cwd=self.folder,
+            env=environment if path is None else environment | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    def submit(self, *arguments: str) -> list[str]:
+        """Submits it; returns the job ids."""
+        done = self.command("submit", "config.yaml", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[0].removeprefix("job ").partition(":")[0].split(", ")
+
+    def state(self, job_id: str) -> str:
+        """The job's state; "" while slurmctld does not answer."""
+        return self.cluster.job(job_id).get("JobState", "")
+
+    def wait_for_state(self, job_id: str, *states: str, seconds: float = 300) -> float:
+        """Seconds until the job is in one of the states, which are final ones where none is given."""
+        return wait_until(lambda: self.state(job_id) in (states or ENDED), seconds, self.story)
+
+    def wait_for_step(self, step: int, seconds: float = 300) -> float:
+        """Seconds until the update is in metrics.jsonl."""
+        return wait_until(lambda: self.steps()[-1:] >= [step], seconds, self.story)
+
+    def wait_for_checkpoint(self, step: int, seconds: float = 300) -> float:
+        """Seconds until a checkpoint of that step or a later one is there."""
+        return wait_until(lambda: self.newest_checkpoint() >= step, seconds, self.story)
+
+    def newest_checkpoint(self) -> int:
+        """The newest committed checkpoint's step; -1 where there is none."""
+        return max((int(each.name[5:]) for each in self.path.glob("checkpoints/step-*[0-9]")), default=-1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    def steps(self) -> list[int]:
+        """The updates in metrics.jsonl."""
+        return [row["step"] for row in self.rows() if "loss" in row]
+
+    def losses(self) -> list[float]:
+        """Their losses."""
+        return [row["loss"] for row in self.rows() if "loss" in row]
+
+    def story(self) -> str:
+        """Everything that was said, for a failure's message."""
+        told = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.path.glob("logs/*.log"))]
+        queue = self.cluster.command("squeue", check=False) + self.cluster.command("sinfo", "-p", "main", check=False)
+        return "\n".join([*told, queue, f"steps {self.steps()[-3:]}, checkpoint {self.newest_checkpoint()}"])
+
+
+def own_python() -> str:
+    """The interpreter that runs the tests, as the nodes see it."""
+    return os.path.abspath(sys.executable)
+
+
+def as_json(text: str) -> Any:
+    """A command's --json output."""
+    return json.loads(text)

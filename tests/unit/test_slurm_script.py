@@ -1,0 +1,215 @@
+"""The job script: its text for three clusters, and that each key of `slurm:` changes it."""
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.config.schema import leaf_keys
+from launcher.config.tree import RunConfig
+from launcher.slurm.config import SlurmConfig
+from launcher.slurm.profile import FOLDER, job_script
+from launcher.slurm.queue import gpus_of, minutes_of
+from launcher.slurm.script import render
+from parallel.world import expand_counts
+
+BATCH = "train.global_batch_size=96"
+CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\n"
+
+GENERIC = """\
+#SBATCH --job-name=small
+#SBATCH --comment=roundtable:FOLDER/runs/small
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --time=1-00:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
+#SBATCH --output=runs/small/logs/job-%j.log
+#SBATCH --requeue
+RUN_DIR=runs/small
+PYTHON=python3
+REQUEUE=yes
+RESTARTS=3
+SRUN_OPTIONS=()
+set -- runs/small/slurm/config.yaml
+"""
+INFINIBAND = """\
+#SBATCH --job-name=small
+#SBATCH --comment=roundtable:FOLDER/runs/small
+#SBATCH --partition=gpu
+#SBATCH --account=my-project
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --mem=0
+#SBATCH --time=2-00:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
+#SBATCH --output=runs/small/logs/job-%j.log
+#SBATCH --requeue
+module load cuda/12.8 nccl/2.27
+export NCCL_SOCKET_IFNAME=ib0
+export GLOO_SOCKET_IFNAME=ib0
+export TRITON_CACHE_DIR=/local_scratch/roundtable/triton
+export TORCHINDUCTOR_CACHE_DIR=/local_scratch/roundtable/inductor
+export NCCL_IB_HCA=mlx5
+RUN_DIR=runs/small
+PYTHON=python3
+REQUEUE=yes
+RESTARTS=3
+SRUN_OPTIONS=()
+set -- runs/small/slurm/config.yaml
+"""
+CONTAINER = """\
+#SBATCH --job-name=small
+#SBATCH --comment=roundtable:FOLDER/runs/small
+#SBATCH --partition=batch
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --time=0-04:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --dependency=singleton
+#SBATCH --open-mode=append
+#SBATCH --output=runs/small/logs/job-%j.log
+#SBATCH --no-requeue
+export NCCL_SOCKET_IFNAME='^lo,docker0'
+RUN_DIR=runs/small
+PYTHON=python3
+REQUEUE=no
+RESTARTS=3
+SRUN_OPTIONS=(--container-image=registry.example.org/roundtable:1.0 --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
+set -- runs/small/slurm/config.yaml
+"""  # noqa: E501 -- one line of the script
+SETTINGS = {"generic": GENERIC, "infiniband": INFINIBAND, "container": CONTAINER}
+MARKS = ("# --- settings\n", "# --- end of settings\n")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with a config, nothing prepared, on a machine without Slurm."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("profile", SETTINGS)
+def test_dry_run_prints_this_script_for_the_cluster(folder, capsys, profile):
+    arguments = ["submit", "config.yaml", BATCH, "slurm.python=python3", "--nodes", "2", "--cluster", profile]
+    assert main([*arguments, "--dry-run"]) == 0
+    told = capsys.readouterr()
+    head, settings, body = split(told.out)
+    assert settings == SETTINGS[profile].replace("FOLDER", str(folder))
+    assert head == "\n".join(job_script("train").splitlines()[:2]) + "\n"
+    assert body == split(job_script("train"))[2], "below the settings it is the script that people edit"
+    assert [line.partition(": ")[0] for line in told.err.splitlines()] == ["warning"] * 2
+    assert "data.sources[0].path='none.txt' does not exist" in told.err
+    assert "sbatch must be on the PATH" in told.err
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def split(script: str) -> list[str]:
+    head, _, rest = script.partition(MARKS[0])
+    return [head, *rest.split(MARKS[1])]
+
+
+def test_the_profiles_are_those_of_the_test():
+    assert sorted(path.stem for path in (FOLDER / "clusters").glob("*.yaml")) == sorted(SETTINGS)
+
+
+def test_without_a_dry_run_the_same_is_refused(folder, capsys):
+    assert main(["submit", "config.yaml", BATCH, "--nodes", "2"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines()[0].startswith("data.sources[0].path='none.txt' does not exist")
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (["--nodes", "3"], "train.global_batch_size=96 must be a multiple of dp=24"),
+        (["--cluster", "none"], "--cluster=none must be one of container, generic, infiniband"),
+        (["slurm.nods=2"], "slurm.nods=2 is not a known key; did you mean slurm.nodes?"),
+        (["slurm.time_minutes=5"], "slurm.time_minutes=5 must be longer than slurm.notice_seconds=300"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_config_is_refused_by_a_dry_run_too(folder, capsys, arguments, start):
+    batch = "train.global_batch_size=96" if "3" in arguments else "train.global_batch_size=64"
+    micro = ["train.micro_batch_size=3"] if "3" in arguments else []
+    assert main(["submit", "config.yaml", batch, *micro, *arguments, "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(start)
+
+
+def test_a_profile_lies_below_the_config_and_that_below_options(folder, capsys):
+    (folder / "mine.yaml").write_text("partition: theirs\nnodes: 7\nqos: low\n")
+    (folder / "config.yaml").write_text(CONFIG + "slurm: {nodes: 5, qos: high}\n")
+    assert main(["submit", "config.yaml", BATCH, "--cluster", "mine.yaml", "--nodes", "2", "--dry-run"]) == 0
+    settings = split(capsys.readouterr().out)[1]
+    for line in ("partition=theirs", "nodes=2", "qos=high"):
+        assert f"#SBATCH --{line}\n" in settings
+
+
+CHANGES = {
+    "partition": "p",
+    "account": "a",
+    "qos": "q",
+    "constraint": "c",
+    "exclude": "n1",
+    "nodes": 2,
+    "gpus_per_node": 4,
+    "tasks_per_node": 4,
+    "cpus_per_task": 4,
+    "memory": "1G",
+    "time_minutes": 60,
+    "notice_seconds": 60,
+    "requeue": False,
+    "chain": 2,
+    "restarts": 1,
+    "python": "/python",
+    "modules": ("cuda",),
+    "container": "image",
+    "network_interface": "ib0",
+    "scratch": "/scratch",
+    "environment": ("A=b",),
+}
+
+
+def test_each_key_changes_the_script():
+    keys = [key.removeprefix("slurm.") for key in leaf_keys(RunConfig) if key.startswith("slurm.")]
+    assert sorted(CHANGES) == sorted(keys)
+
+    def script(**changes) -> str:
+        config = RunConfig(slurm=SlurmConfig(**changes))
+        return render(job_script("train"), config, Path("config.yaml"), "python")
+
+    texts = [script(**{key: value}) for key, value in CHANGES.items()]
+    assert len({*texts, script()}) == len(CHANGES) + 1
+
+
+def test_the_scripts_are_bash():
+    for path in sorted(FOLDER.glob("*.sbatch")):
+        subprocess.run(["bash", "-n", path], check=True)
+    odd = RunConfig(name="it's", slurm=SlurmConfig(environment=("A=b c'd",), python="/a b/python"))
+    text = render(job_script("train"), dataclasses.replace(odd, run_dir="a dir/run"), Path("a dir/c.yaml"), "python")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert '#SBATCH --output="a dir/run/logs/job-%j.log"' in text
+
+
+def test_what_slurm_prints_is_read():
+    assert [gpus_of(text) for text in ("gpu:8", "gpu:h100:4(S:0-1),shard:2", "gpu:a:2,gpu:b:2", "(null)")] == [
+        8,
+        4,
+        4,
+        0,
+    ]
+    limits = {"infinite": None, "30:00": 30, "1:00:00": 60, "2-00:00:00": 2880, "n/a": None}
+    assert {text: minutes_of(text) for text in limits} == limits
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
