@@ -100,17 +100,17 @@ def hash_of_config(config: RunConfig) -> str:
     return hashlib.sha256(dump_config(config).encode()).hexdigest()
 
 
-def check_shared(roll: RollCall, run_path: Path) -> None:
+def check_shared(roll: RollCall, run_path: Path, seconds: float = SEEN_SECONDS) -> None:
     """Raises RollCallError on all ranks where one does not see the file that rank 0 writes into the run directory.
 
-    All ranks call it; the run directory exists on rank 0.
+    All ranks call it; the run directory exists on rank 0. A rank looks for at most ``seconds``.
     """
     mark = run_path / ".seen"
     text = roll.share("seen", str(time.time_ns()))
     if roll.rank == 0:
         mark.write_text(text)
     roll.share("seen written")
-    problems = [] if _appears(mark, text) else [_not_shared(roll, run_path)]
+    problems = [] if _appears(mark, text, seconds) else [_not_shared(roll, run_path)]
     try:
         roll.fail_together("shared", problems)
     finally:
@@ -118,8 +118,8 @@ def check_shared(roll: RollCall, run_path: Path) -> None:
             mark.unlink(missing_ok=True)
 
 
-def _appears(path: Path, text: str) -> bool:
-    deadline = time.monotonic() + SEEN_SECONDS
+def _appears(path: Path, text: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if path.is_file() and path.read_text() == text:
             return True

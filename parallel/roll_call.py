@@ -4,6 +4,7 @@ A process group that lacks a rank only says that it timed out, and one whose ran
 roll is called over the same store, at MASTER_ADDR:MASTER_PORT, that the process group then uses.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -18,7 +19,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-LINGER_SECONDS = 10  # rank 0 hosts the store, and waits so long for the others to read why the roll call failed
+LINGER_SECONDS = 10  # rank 0 hosts the store, and before it may end waits so long for the others to read the verdict
 
 
 class RollCallError(Exception):
@@ -98,10 +99,11 @@ class RollCall:
         else:
             present = []
             verdict = self._read_verdict(name)
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):  # rank 0 did not linger long enough
+            self.store.set(f"{name}/read/{self.rank}", "")
+        self._linger([f"{name}/read/{rank}" for rank in present])
         lines = verdict.get("missing") or verdict["differ"]
         if lines:
-            self.store.set(f"{name}/read/{self.rank}", "")
-            self._linger([f"{name}/read/{rank}" for rank in present])
             raise RollCallError(lines, is_disagreement="differ" in verdict)
 
     def _wait_for_all(self, name: str) -> set[int]:
@@ -122,8 +124,9 @@ class RollCall:
             return {"missing": [line]}
 
     def _linger(self, keys: list[str]) -> None:
+        """Rank 0: waits until the keys are there. The others have none to wait for."""
         deadline = time.monotonic() + LINGER_SECONDS
-        while not self.store.check(keys) and time.monotonic() < deadline:
+        while keys and not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _absence(self, missing: set[int]) -> str:

@@ -1,0 +1,94 @@
+"""The roll call: who is missing or differs is named on every rank, within the limit."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.agreement import check_shared, facts
+from launcher.config.tree import RunConfig
+from parallel.process import RankError, run_ranks
+from parallel.roll_call import RollCall, RollCallError
+
+HOSTS = ["n1", "n1", "n2", "n2"]
+
+
+def answer(fault: str | None, folder: str) -> tuple[bool, list[str]]:
+    """One rank's roll call; with a fault of rank 2. Whether it is a disagreement, and its lines."""
+    rank = int(os.environ["RANK"])
+    limit = 60.0 if fault != "absent" else 6.0
+    if fault == "absent" and rank == 2:
+        time.sleep(8)
+        return False, []
+    run_path = Path(folder) / (f"node-{rank}" if fault == "not shared" and rank == 2 else "shared")
+    run_path.mkdir(exist_ok=True)
+    try:
+        roll = RollCall(limit, HOSTS)
+        roll.agree("facts", facts(RunConfig()) | ({"torch": "1.0"} if fault == "other torch" and rank == 2 else {}))
+        roll.fail_together("claim", ["a=1 must be 2; try 2"] if fault == "refused" and rank == 2 else [])
+        check_shared(roll, run_path, seconds=3.0)
+    except RollCallError as error:
+        return error.is_disagreement, error.lines
+    return False, []
+
+
+def call(fault: str | None, folder: Path) -> list[Any]:
+    return run_ranks(answer, 4, fault, str(folder), timeout_seconds=240, threads=1, preload=["launcher.agreement"])
+
+
+def test_ranks_that_agree_go_on(tmp_path):
+    assert call(None, tmp_path) == [(False, [])] * 4
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_planted_absence_is_named_on_every_rank_that_is_there(tmp_path):
+    line = "no answer from rank 2 on n2 within 6 s (train.start_seconds); the other 3 of 4 ranks are there"
+    assert call("absent", tmp_path) == [(False, [line]), (False, [line]), (False, []), (False, [line])]
+
+
+def test_planted_other_version_is_named_on_every_rank(tmp_path):
+    torch = facts(RunConfig())["torch"]
+    line = f"torch must be the same on all ranks, and is {torch} on ranks 0-1, 3 (n1, n2); 1.0 on rank 2 (n2)"
+    for is_disagreement, lines in call("other torch", tmp_path):
+        assert is_disagreement
+        assert [each.partition("; make ")[0] for each in lines] == [line]
+
+
+def test_planted_refusal_of_one_rank_is_that_of_all(tmp_path):
+    assert call("refused", tmp_path) == [(True, ["a=1 must be 2; try 2"])] * 4
+
+
+def test_planted_run_directory_that_one_node_does_not_share(tmp_path):
+    for is_disagreement, lines in call("not shared", tmp_path):
+        assert is_disagreement
+        assert len(lines) == 1
+        assert "must be on a file system that the nodes share, but n2 does not see" in lines[0]
+
+
+def meet_nobody(folder: str) -> None:
+    """Rank 0 never listens."""
+    if os.environ["RANK"] == "0":
+        time.sleep(8)
+        return
+    RollCall(3, HOSTS)
+
+
+def test_planted_rank_0_that_does_not_listen_is_named():
+    with pytest.raises(RankError, match=r"could not reach rank 0 on n1 at 127\.0\.0\.1:\d+ within 3 s"):
+        run_ranks(meet_nobody, 2, "", timeout_seconds=120, threads=1)
+
+
+def test_facts_see_an_edit_that_no_commit_holds(tmp_path, monkeypatch):
+    from launcher import agreement
+
+    before = agreement.hash_of_code()
+    package = tmp_path / "launcher"
+    package.mkdir()
+    (package / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr(agreement, "ROOT", tmp_path)
+    first = agreement.hash_of_code()
+    (package / "a.py").write_text("x = 2\n")
+    assert len({before, first, agreement.hash_of_code()}) == 3
+    assert agreement.commit() == "none"
