@@ -1,0 +1,1 @@
+"""The bytes that one training step sends, in closed form."""

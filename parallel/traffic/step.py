@@ -1,0 +1,147 @@
+"""One training step as its traffic depends on it, and how bytes are counted.
+
+Bytes are those that a rank sends to others when a collective runs around a ring: of a buffer of x bytes on n ranks
+2 x (n-1)/n for an all-reduce, x (n-1)/n for an all-gather (x all parts together), a reduce-scatter (x one rank's input)
+and an all-to-all of equal parts, and what leaves the rank for an all-to-all of unequal ones. Where n does not divide x,
+it is the mean over the ranks, a fraction. An axis of degree 1 sends nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from modeling.config import ModelConfig
+from modeling.decoder import build_decoder
+from modeling.optimizers.build import decays
+from modeling.optimizers.config import OptimizerConfig
+from parallel.config import ParallelConfig
+from parallel.layout import place_of
+from parallel.mesh import Degrees
+from parallel.pipeline.config import splits_backward
+from parallel.pipeline.stages import Part, keep_parts, rank_parts
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What this rank sends over one axis (a field of parallel.mesh.Mesh, or "world") by one kind of collective."""
+
+    axis: str
+    what: str
+    collective: Collective
+    sent_bytes: Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step as a rank of pipeline position ``pp_rank`` sees it; its dp, cp and tp ranks all send the same.
+
+    ``routed`` are the token-expert pairs of the step, summed over micro-batches: layer -> for each rank of the ep axis
+    in order, for each expert, how many pairs that rank sends to it. Needed for ep > 1 alone.
+    """
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    world_size: int
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    recompute: Literal["none", "selective", "full"]
+    pp_rank: int = 0
+    ep_rank: int = 0
+    routed: Mapping[int, Sequence[Sequence[int]]] | None = None
+
+    @property
+    def degrees(self) -> Degrees:
+        """The axes' degrees."""
+        return Degrees.of(self.parallel, self.world_size)
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Micro-batches that this rank works on."""
+        return self.global_batch_size // (self.degrees.dp * self.micro_batch_size)
+
+    @property
+    def positions(self) -> int:
+        """Of each sequence, the positions that a cp rank holds; tp's ranks share them."""
+        return self.seq_len // self.parallel.cp
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of hidden states and weights."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one micro-batch's hidden states at this cp rank's positions."""
+        return self.micro_batch_size * self.positions * self.model.d_model * self.element_bytes
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layers of this rank's stages."""
+        return [layer for part in self.parts for layer in part.layers]
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Those with experts."""
+        return [layer for layer in self.layers if self.model.is_moe_layer(layer)]
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the first stage is this rank's."""
+        return self.parts[0].has_embedding
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the last stage is this rank's."""
+        return self.parts[-1].has_head
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """This rank's stages."""
+        return rank_parts(self.model, self.parallel.pipeline, self.parallel.pp, self.pp_rank)
+
+    @cached_property
+    def weights(self) -> dict[str, int]:
+        """Elements that this rank computes with of each weight of its stages."""
+        return {name: math.prod(shape) // self._cut(name) for name, shape in self._shapes.items()}
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        with torch.device("meta"):
+            model = build_decoder(self.model)
+        keep_parts(model, self.parts)
+        return {name: weight.shape for name, weight in model.named_parameters()}
+
+    def _cut(self, name: str) -> int:
+        axis = place_of(name).axis
+        return 1 if axis is None else int(getattr(self.parallel, axis))
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay falls on a weight: what divides the optimizer's groups."""
+        return decays(name, len(self._shapes[name]), self.optimizer.decay_embeddings)
+
+    def forwards(self, half: Literal["attention", "feed_forward"]) -> int:
+        """How often half a layer's forward pass runs for one micro-batch, recomputation included."""
+        if self.recompute != "none" and self.parallel.pp > 1 and splits_backward(self.parallel.pipeline):
+            raise ValueError(
+                f"parallel.pipeline.name={self.parallel.pipeline.name} with train.recompute={self.recompute} has no "
+                "closed form: torch repeats a layer's forward pass for each group of weights"
+            )
+        repeats = {"none": (), "selective": ("feed_forward",), "full": ("attention", "feed_forward")}
+        return 1 + (half in repeats[self.recompute])
+
+
+def around_ring(collective: Collective, n_bytes: int, degree: int) -> Fraction:
+    """Bytes that each of ``degree`` ranks sends for a buffer of ``n_bytes`` (see the top of this file)."""
+    passes = 2 if collective == "all-reduce" else 1
+    return Fraction(passes * n_bytes * (degree - 1), degree)

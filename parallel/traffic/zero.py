@@ -1,0 +1,111 @@
+"""What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
+
+from collections.abc import Sequence
+
+from parallel.layout import place_of
+from parallel.pipeline.schedule import action_orders
+from parallel.pipeline.stages import Part
+from parallel.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
+
+EMBEDDING = "embed.weight"
+# DeepSpeed's own numbers, as parallel.engine.deepspeed_config leaves them.
+PARTITION_UNIT = 2  # ZeRO 1 and 2 pad each optimizer group to a multiple of so many elements a rank
+PERSISTENT_ELEMENTS = 100_000  # ZeRO 3 keeps weights of at most so many elements whole, between steps too
+REUSE_ELEMENTS = 1_000_000_000  # and gathered weights whose next use is no more than so many elements away
+
+
+def zero_traffic(step: Step) -> list[Traffic]:
+    """Gradients and weights over the ranks that replicate them: dp x cp for dense weights, edp for experts.
+
+    Where both are the same ranks (ep = tp), experts count as dense.
+    """
+    degrees = step.degrees
+    is_separate = degrees.ep != degrees.tp
+    experts = [name for name in step.weights if place_of(name).is_expert and is_separate]
+    dense = [name for name in step.weights if name not in experts]
+    terms = []
+    for axis, n, names in (("replicas", degrees.dp * degrees.cp, dense), ("edp", degrees.edp, experts)):
+        terms += [*_gradient_traffic(step, axis, n, names), *_weight_traffic(step, axis, n, names)]
+    return terms
+
+
+def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
+    """Gradients in fp32, once a step, or under ZeRO 2 and 3 without a pipeline after each micro-batch."""
+    zero = step.parallel.zero
+    times = step.n_micro_batches if zero >= 2 and step.parallel.pp == 1 else 1
+    collective: Collective = "reduce-scatter" if zero == 3 else "all-reduce"
+    if zero == 1 and step.precision == "bf16":  # DeepSpeed's BF16_Optimizer reduces its flat accumulators as they are
+        n_elements = _partitioned(step, n, names)
+    else:
+        n_elements = sum(padded(step.weights[name], n if zero == 3 else 1) for name in names)
+    return [Traffic(axis, "gradients", collective, around_ring(collective, times * FP32_BYTES * n_elements, n))]
+
+
+def _partitioned(step: Step, n: int, names: Sequence[str]) -> int:
+    """Elements of ZeRO 1's and 2's flat tensors, one for each optimizer group, padded to equal parts."""
+    groups = ([name for name in names if step.decays(name) == key] for key in (True, False))
+    return sum(padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) for group in groups)
+
+
+def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
+    """The updated weights, whole again: after the step under ZeRO 1 and 2, for each use under 3."""
+    match step.parallel.zero:
+        case 0:
+            return []
+        case 1 | 2:
+            n_elements = _partitioned(step, n, names)
+        case _:
+            n_elements = sum(padded(step.weights[name], n) * gathers_of(step, name) for name in names)
+    sent = around_ring("all-gather", step.element_bytes * n_elements, n)
+    return [Traffic(axis, "weights", "all-gather", sent)]
+
+
+def padded(n_elements: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-n_elements // unit) * unit
+
+
+def gathers_of(step: Step, name: str) -> int:
+    """How often a step gathers a weight under ZeRO 3. Raises ValueError where DeepSpeed would drop weights earlier.
+
+    Without a pipeline a small weight stays whole and is gathered after the update; another one is gathered once for
+    each micro-batch and kept from its forward to its backward pass. Under a pipeline DeepSpeed knows no order of the
+    layers: it drops every weight after each use, small ones too.
+    """
+    is_small = step.weights[name] <= PERSISTENT_ELEMENTS
+    if step.parallel.pp > 1:
+        return _gathers_under_pipeline(step, name, is_small)
+    if sum(step.weights.values()) > REUSE_ELEMENTS:
+        raise ValueError(f"ZeRO 3 with more than {REUSE_ELEMENTS} elements of weights a rank has no closed form")
+    # The embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it.
+    return 1 if is_small or name == EMBEDDING else step.n_micro_batches
+
+
+def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
+    """Walks through what the schedule does with the weight's stage."""
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    is_embedding = name == EMBEDDING and step.has_embedding
+    stage = next(part.stage for part in step.parts if layer in part.layers or (layer is None and is_end(part, name)))
+    backward = 1 + (layer is not None and is_computed_again(step, layer, name))
+    is_whole = is_small
+    count = int(is_small)  # after the update
+    for action in action_orders(step.parallel.pipeline, step.parallel.pp, step.n_micro_batches)[step.pp_rank]:
+        if action.stage == stage:
+            count += (1 if action.kind == "F" else backward) - is_whole
+            is_whole = is_embedding and action.kind == "B"  # as above: nothing drops it
+    return count
+
+
+def is_end(part: Part, name: str) -> bool:
+    """Whether a weight outside the layers belongs to this stage (a tied weight: to the first of the rank's two)."""
+    return part.has_embedding if name == EMBEDDING and part.has_embedding else part.has_head
+
+
+def is_computed_again(step: Step, layer: int, name: str) -> bool:
+    """Whether recomputation gathers the weight anew: not the last one, with which the backward pass begins."""
+    half = "feed_forward" if ".feed_forward" in name else "attention"
+    if step.forwards(half) == 1:
+        return False
+    has_shared = step.model.moe is not None and step.model.moe.n_shared_experts > 0
+    last = ".shared.down." if has_shared else ".experts."
+    return (last if layer in step.moe_layers else ".down.") not in name

@@ -1,0 +1,144 @@
+"""Bytes that every rank really sends in one training step, by axis and collective, against parallel.traffic's forms.
+
+Exactly: both are fractions. Every collective of the step, DeepSpeed's too, must be one that a term explains.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from launcher.config.tree import RunConfig
+from layout_runs import MOE_MODEL, run_config, write_tokens
+from modeling.config import ModelConfig
+from modeling.optimizers.config import AdamWConfig
+from parallel.config import ParallelConfig
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
+from traffic_faults import FAULTS
+from traffic_runs import problems, run_counts
+
+assert MOE_MODEL.moe is not None
+# Sizes that no number of ranks divides, so that ZeRO pads: q_norm has 10 elements, the embedding 97 x 40.
+ODD = dataclasses.replace(MOE_MODEL, vocab_size=97, d_model=40, d_ff=56)
+FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
+FOUR_KV_HEADS = dataclasses.replace(MOE_MODEL, n_kv_heads=4)
+# Weights of more than 100,000 elements, which ZeRO 3 does not keep whole, dense and of experts.
+LARGE = dataclasses.replace(
+    MOE_MODEL, n_layers=4, vocab_size=3501, d_ff=3300, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=800)
+)
+LARGE_UNTIED = dataclasses.replace(
+    LARGE, tie_embeddings=False, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=800, n_shared_experts=0)
+)
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
+RING = {"cp_attention": "ring"}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def variant(tokens: str, model: ModelConfig, degrees: dict[str, Any], **changes: Any) -> RunConfig:
+    """A run under the axes' degrees; ``changes`` are keys of parallel and train."""
+    train: dict[str, Any] = {"micro_batch_size": 1 if "pp" in degrees else 2} | changes
+    parallel = {key: train.pop(key) for key in ("zero", "pipeline", "cp_attention") if key in train}
+    return run_config(
+        tokens,
+        model=model,
+        parallel=ParallelConfig(**degrees, **parallel),
+        optimizer=AdamWConfig(lr=1e-3, clip_norm=0.5),
+        **train,
+    )
+
+
+def slow(*values: Any) -> Any:
+    """A row for `make prove` alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "model", "variants"),
+    [
+        (
+            4,
+            {},
+            ODD,
+            [
+                {"zero": 0},
+                {"zero": 1, **BF16},
+                {"zero": 2, **FP16, "micro_batch_size": 1},
+                {"zero": 3, **FULL, "micro_batch_size": 1},
+            ],
+        ),
+        slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
+        slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),
+        (2, {"tp": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 1, **FP16, **SELECTIVE}, {"zero": 3, **BF16, **FULL}]),
+        slow(4, {"tp": 4}, FOUR_KV_HEADS, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3}]),
+        slow(2, {"cp": 2}, MOE_MODEL, [{"zero": 1, **BF16}, {"zero": 2, **RING}, {"zero": 3, **FULL}]),
+        (
+            4,
+            {"cp": 4},
+            ODD,
+            [{"zero": 1, **FULL}, {"zero": 2, **RING, **BF16, **FULL}, {"zero": 3, **RING, **SELECTIVE}],
+        ),
+        slow(2, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **FP16}, {"zero": 3, **SELECTIVE}]),
+        slow(4, {"ep": 4}, ODD, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3, **FP16}]),
+        slow(4, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3, **FP16}]),
+        (4, {"tp": 2, "ep": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **SELECTIVE}]),
+        slow(4, {"tp": 2, "ep": 4}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3}]),
+        slow(2, {"pp": 2}, FOUR_LAYERS, [{"zero": 0}, {"zero": 1, "pipeline": Interleaved(), **FULL}]),
+        slow(4, {"pp": 4}, FOUR_LAYERS, [{"zero": 1}, {"zero": 1, **BF16, **FULL}]),
+        (
+            8,
+            {"tp": 2, "pp": 2, "cp": 2},
+            FOUR_LAYERS,
+            [
+                {"zero": 2, **BF16, **FULL},
+                {"zero": 1, **RING, "pipeline": ZBV()},
+            ],
+        ),
+        slow(
+            8,
+            {"tp": 2, "pp": 2, "cp": 2},
+            FOUR_LAYERS,
+            [
+                {"zero": 0},
+                {"zero": 3, **SELECTIVE},
+                {"zero": 1, **RING, "pipeline": Interleaved()},
+                {"zero": 1, **FP16, "pipeline": DualPipeV()},
+            ],
+        ),
+        slow(8, {"tp": 2, "pp": 2, "ep": 4}, FOUR_LAYERS, [{"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3}]),
+        slow(4, {"ep": 2}, LARGE, [{"zero": 3}, {"zero": 3, **BF16, **FULL, "micro_batch_size": 1}]),
+        slow(4, {}, LARGE_UNTIED, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **SELECTIVE}]),
+        slow(
+            4,
+            {"pp": 2},
+            LARGE,
+            [
+                {"zero": 3, "pipeline": pipeline, **recompute}
+                for pipeline in (ParallelConfig().pipeline, Interleaved())
+                for recompute in ({}, SELECTIVE, FULL)
+            ],
+        ),
+        slow(4, {"pp": 2}, LARGE_UNTIED, [{"zero": 3}, {"zero": 3, **BF16, **FULL}]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bytes_are_those_of_the_closed_forms(tokens, ranks, degrees, model, variants):
+    configs = [variant(tokens, model, degrees, **changes) for changes in variants]
+    found = {}
+    for changes, config, seen in zip(variants, configs, run_counts(configs, ranks), strict=True):
+        found |= {str(changes): wrong} if (wrong := problems(config, seen)) else {}
+    assert not found, found
+
+
+def test_planted_collectives_too_many_or_too_few_are_noticed(tokens):
+    """Without ep, tp's two ranks both hold the experts: their gradients are the ones that are reduced."""
+    config = variant(tokens, MOE_MODEL, {"tp": 2}, zero=0)
+    results = run_counts([config] * (len(FAULTS) + 1), 2, [None, *FAULTS])
+    assert problems(config, results[0]) == []
+    for (fault, said), seen in zip(FAULTS.items(), results[1:], strict=True):
+        wrong = problems(config, seen)
+        assert any(said in line for line in wrong), (fault, wrong)

@@ -1,0 +1,58 @@
+"""Collectives too many and too few, planted in every rank to see the count of bytes notice them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import parallel.collectives as collectives
+from modeling.norm import as_it_is
+from parallel.engine import Engine
+
+FAULTS = {  # and what the comparison has to say
+    "a barrier in every step": "barrier by tests/support/traffic_faults.py",
+    "an all-reduce of one number in every step": "allreduce by tests/support/traffic_faults.py",
+    "router's gradient not summed over tp": "tp, gradients of norms and routers, all-reduce",
+    "positions gathered once more": "tp, positions, all-gather",
+    "gradients reduced twice": "edp, gradients, all-reduce",
+}
+
+
+@contextmanager
+def planted(fault: str | None, engine: Any) -> Iterator[None]:
+    """Breaks the code, or this engine, in the named way for a while; None breaks nothing."""
+    match fault:
+        case None:
+            yield
+        case "a barrier in every step":
+            with before_step(lambda _: dist.barrier()):
+                yield
+        case "an all-reduce of one number in every step":
+            with before_step(lambda _: dist.all_reduce(torch.zeros(1))):
+                yield
+        case "router's gradient not summed over tp":
+            router = next(module for module in engine.model.modules() if type(module).__name__ == "Router")
+            with patch.object(router, "enter", as_it_is):
+                yield
+        case "positions gathered once more":
+            with before_step(lambda engine: collectives._all_gather(torch.zeros(1, 1, 1), engine.mesh.tp)):
+                yield
+        case "gradients reduced twice":
+            with before_step(lambda engine: engine.deepspeed.allreduce_gradients()):
+                yield
+        case _:
+            raise AssertionError(f"no fault named {fault!r}")
+
+
+def before_step(action: Any) -> Any:
+    """Does something before every update."""
+    step = Engine.step
+
+    def changed(self: Any, lr: float) -> Any:
+        action(self)
+        return step(self, lr)
+
+    return patch.object(Engine, "step", changed)

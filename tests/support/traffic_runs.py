@@ -1,0 +1,124 @@
+"""What every rank sends in one real training step, and what parallel.traffic says that it sends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from launcher.config.tree import RunConfig
+from parallel.mesh import Degrees
+from parallel.traffic.axes import step_traffic
+from parallel.traffic.step import Step
+from traffic_counter import Counted, Key, TrafficCounter
+
+PRELOAD = ("launcher.train",)
+WARM_UP = 2  # steps; after two forward passes ZeRO 3 knows the order of the modules
+
+
+@dataclass
+class RankSent:
+    """One rank's counts in one step."""
+
+    pp_rank: int
+    ep_rank: int
+    counted: Counted
+    routed: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its pairs for each expert
+
+
+def count_rank(configs: Sequence[RunConfig], faults: Sequence[str | None]) -> list[RankSent]:
+    """One rank: of each config's run (all of the same degrees) one step, counted; each with its fault, or None."""
+    from parallel.mesh import close_mesh, open_mesh
+
+    mesh = open_mesh(configs[0].parallel, 240)
+    counter = TrafficCounter(mesh)
+    seen = [count_step(config, mesh, counter, fault) for config, fault in zip(configs, faults, strict=True)]
+    close_mesh()
+    return seen
+
+
+def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str | None) -> RankSent:
+    """The step after two others, in which the fault is planted."""
+    from data.dataset import open_dataset
+    from launcher.state import TrainState
+    from launcher.train import build_engine, run_step
+    from traffic_faults import planted
+
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    engine = build_engine(config, mesh)
+    engine.initialize_weights(config.seed)
+    state = TrainState()
+    for _ in range(WARM_UP):
+        run_step(config, engine, dataset, state)
+    routed = watch_routers(engine.model, config)
+    with planted(fault, engine):
+        counter.start()
+        run_step(config, engine, dataset, state)
+        counted = counter.stop()
+    return RankSent(mesh.pp.rank, mesh.ep.rank, counted, routed)
+
+
+def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
+    """Sums of each router's choices from now on, filled as it chooses."""
+    from parallel.compare.routing import routers_of
+
+    routed: dict[int, torch.Tensor] = {}
+
+    def watching(layer: int, choose: Any) -> Any:
+        def chosen(scores_TE: Any) -> Any:
+            indices_TK = choose(scores_TE)
+            routed[layer] += torch.bincount(indices_TK.flatten(), minlength=len(routed[layer]))
+            return indices_TK
+
+        return chosen
+
+    for layer, router in routers_of(model).items():
+        assert config.model.moe is not None
+        routed[layer] = torch.zeros(config.model.moe.n_experts, dtype=torch.int64)
+        router.choose = watching(layer, router.choose)
+    return routed
+
+
+def run_counts(
+    configs: Sequence[RunConfig], n_ranks: int, faults: Sequence[str | None] | None = None
+) -> list[list[RankSent]]:
+    """For each config, every rank's counts. All configs have the same degrees; ``faults`` names one for each."""
+    from parallel.process import run_ranks
+
+    faults = faults or [None] * len(configs)
+    by_rank = run_ranks(count_rank, n_ranks, configs, faults, timeout_seconds=400, threads=1, preload=PRELOAD)
+    return [[seen[number] for seen in by_rank] for number in range(len(configs))]
+
+
+def expected(config: RunConfig, ranks: Sequence[RankSent], rank: int) -> dict[Key, Fraction]:
+    """The closed forms for one rank."""
+    line = next(line for line in Degrees.of(config.parallel, len(ranks)).lines("ep") if rank in line)
+    step = Step(
+        model=config.model,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        world_size=len(ranks),
+        seq_len=config.data.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        precision=config.train.precision,
+        recompute=config.train.recompute,
+        pp_rank=ranks[rank].pp_rank,
+        ep_rank=ranks[rank].ep_rank,
+        routed={layer: [ranks[other].routed[layer].tolist() for other in line] for layer in ranks[rank].routed},
+    )
+    return {(term.axis, term.what, term.collective): term.sent_bytes for term in step_traffic(step)}
+
+
+def problems(config: RunConfig, ranks: Sequence[RankSent]) -> list[str]:
+    """Every term whose count is not the form's, every collective that nothing explains, on any rank."""
+    found = []
+    for rank, seen in enumerate(ranks):
+        forms, sent = expected(config, ranks, rank), seen.counted.sent
+        found += [f"rank {rank}: {stranger}" for stranger in seen.counted.strangers]
+        found += [f"rank {rank}: {seen.counted.missed} operations were not seen"] * (seen.counted.missed != 0)
+        for key in sorted({*forms, *sent}):
+            if forms.get(key) != sent.get(key):
+                found.append(f"rank {rank}: {', '.join(key)}: sent {sent.get(key)}, the form says {forms.get(key)}")
+    return found
