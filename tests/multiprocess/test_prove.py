@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from prove_faults import FAULTS
+from prove_faults import DIES, FAULTS
 from prove_runs import failures, prove, prove_fault, told_about, write_config
 
 SOUND = [
@@ -63,8 +63,31 @@ def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):
 def test_planted_fault_is_caught_and_named(tmp_path, fault):
     outcome = prove_fault(tmp_path, fault)
     assert not outcome.proven
-    assert any(check.name == fault.check and not check.passed for check in outcome.checks), failures(outcome)
+    caught = outcome.died is not None if fault.check == DIES else fails(outcome, fault.check)
+    assert caught, failures(outcome)
     assert fault.says in told_about(outcome, fault), failures(outcome)
+
+
+def fails(outcome, name):
+    return any(check.name == name and not check.passed for check in outcome.checks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, ("parallel.ep=2",)),
+        pytest.param(2, ("parallel.ep=2", "parallel.zero=0"), marks=pytest.mark.slow),
+        pytest.param(2, ("parallel.ep=2", "parallel.zero=2", "train.recompute=full"), marks=pytest.mark.slow),
+        pytest.param(4, ("parallel.ep=2", "parallel.zero=3", "train.precision=bf16"), marks=pytest.mark.slow),
+        pytest.param(4, ("parallel.ep=4", "parallel.tp=2"), marks=pytest.mark.slow),
+        pytest.param(4, ("parallel.ep=2", "parallel.pp=2", "parallel.pipeline.name=zbv"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_whose_experts_get_no_tokens_are_proven(tmp_path, ranks, overrides):
+    """That such ranks exist is seen by the planted fault that only their experts can show."""
+    outcome = prove(tmp_path, overrides, ranks, starves=True)
+    assert outcome.proven, failures(outcome)
 
 
 def test_planted_death_of_a_rank_ends_the_proof(tmp_path):

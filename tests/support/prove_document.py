@@ -31,11 +31,15 @@ def main() -> int:
 
 def section(number: int, fault: Fault, outcome: Outcome) -> str:
     """One fault: under which layout, which checks failed, and what was said."""
+    layout = " ".join(fault.overrides) or "dp=2, ZeRO 1"
+    if outcome.died is not None:
+        lines = outcome.died.strip().splitlines()
+        body = "\n".join(f"    {line}" for line in dict.fromkeys((lines[0], lines[-1])))
+        return f"{number}. **{fault.title}** ({layout}): the processes do not come to an end.\n\n{body}\n"
     failed = [check for check in outcome.checks if not check.passed]
     check = next(check for check in failed if check.name == fault.check)
     told = f"{check.phase}, {check.name}: {check.worst}, error {check.error:.1e}, bound {check.bound:.0e}"
     lines = [told + (f" ({check.note})" if check.note else ""), *outcome.diagnosis]
-    layout = " ".join(fault.overrides) or "dp=2, ZeRO 1"
     body = "\n".join(f"    {line}" for line in lines)
     return f"{number}. **{fault.title}** ({layout}): {len(failed)} of {len(outcome.checks)} checks fail.\n\n{body}\n"
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import prove_faults_gradients as gradients
 from faults import patch_batches, patch_loop, skip_for_large
 
 DP = "WORLD_SIZE"  # while dp is the only axis
@@ -19,20 +20,23 @@ DP = "WORLD_SIZE"  # while dp is the only axis
 
 @dataclass(frozen=True)
 class Fault:
-    """``check`` is a check that must fail; ``says`` must be in what the proof prints about it."""
+    """``check`` is a check that must fail (DIES: the ranks); ``says`` must be in what the proof prints about it."""
 
     title: str
     check: str
     says: str
     overrides: tuple[str, ...] = ()
     ranks: int = 2
+    starves: bool = False  # no router of either side chooses the second half of the experts
 
 
+DIES = "the processes come to an end"  # instead of a check: they do not
 BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
+MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
@@ -89,6 +93,12 @@ FAULTS = [
     ),
     Fault("tied embedding not summed over the stages", "gradients", "1 of 43 gradients differ; the first", PP),
     Fault("a stage initialized like another", "weights at step 0", "layers.2.attention.q.weight on rank 1 (pp 1)", PP),
+    Fault("keys' and values' gradients not summed over tp", "gradients", "layers.2.attention", TP),
+    Fault("grouped queries: keys' gradient of one query head", "gradients", "layers.2.attention", TP),
+    Fault("replicated key-value heads: gradient of one copy", "gradients", "layers.2.attention", MQA_CP),
+    Fault("keys' and values' gradients not brought home (ring)", "gradients", "layers.2.attention", RING),
+    Fault("experts without tokens: gradient not set", "gradients", ".feed_forward.experts.", EP, starves=True),
+    Fault("a rank whose experts get no tokens leaves the graph", DIES, "rank", EP, starves=True),
     Fault("router bias not restored", "router biases", "layers.1.feed_forward.router.bias on rank 0", BIAS),
 ]
 
@@ -258,6 +268,18 @@ def plant(title: str) -> None:
                 return context
 
             step.split_context = split_wrong
+        case "keys' and values' gradients not summed over tp":
+            change_engines(gradients.keep_gradient_at_home)
+        case "grouped queries: keys' gradient of one query head":
+            gradients.first_query_head_only()
+        case "replicated key-value heads: gradient of one copy":
+            gradients.first_replica_only()
+        case "keys' and values' gradients not brought home (ring)":
+            gradients.lose_travelling_gradients()
+        case "experts without tokens: gradient not set":
+            change_engines(gradients.leave_gradients_unset)
+        case "a rank whose experts get no tokens leaves the graph":
+            gradients.leave_the_graph()
         case "balance loss of the rank's own positions under cp":
             change_engines(keep_sequence_sums)
         case _:

@@ -1,13 +1,16 @@
 """Proofs as tests run them: a model with everything that a fault can hit, and the proof with a fault planted."""
 
 import functools
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from launcher.prove.command import load_small, prove_in, stay_on_cpu
 from launcher.prove.report import Outcome
-from prove_faults import Fault, plant
+from prove_faults import DIES, Fault, plant
+from starved import starved
 
 STEPS = 2
+FOR_GOOD = ExitStack()  # what a rank's process never leaves
 CONFIG = """
 name: everything
 model:
@@ -43,21 +46,34 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def prove(folder: Path, overrides: tuple[str, ...] = (), ranks: int = 2, fault: str | None = None) -> Outcome:
-    """A proof of two steps; ``fault`` is planted in every rank."""
+def prove(
+    folder: Path, overrides: tuple[str, ...] = (), ranks: int = 2, fault: str | None = None, starves: bool = False
+) -> Outcome:
+    """A proof of two steps; ``fault`` is planted in every rank, and both sides starve some experts if asked to."""
     stay_on_cpu()
     config, n_ranks = load_small(write_config(folder), overrides, ranks)
-    before = None if fault is None else functools.partial(plant, fault)
-    return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=120)
+    with starved() if starves else nullcontext():
+        before = functools.partial(prepare_rank, fault, starves)
+        return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=120)
+
+
+def prepare_rank(fault: str | None, starves: bool) -> None:
+    """What happens first in every rank."""
+    if starves:
+        FOR_GOOD.enter_context(starved())
+    if fault is not None:
+        plant(fault)
 
 
 def prove_fault(folder: Path, fault: Fault) -> Outcome:
     """The proof that has to catch it."""
-    return prove(folder, fault.overrides, fault.ranks, fault.title)
+    return prove(folder, fault.overrides, fault.ranks, fault.title, fault.starves)
 
 
 def told_about(outcome: Outcome, fault: Fault) -> str:
     """What the proof printed about the fault: the failed check that it is expected in, and the diagnosis."""
+    if fault.check == DIES:
+        return outcome.died or ""
     failed = [check for check in outcome.checks if not check.passed and check.name == fault.check]
     return "\n".join([*(f"{check.name}: {check.worst} {check.note}" for check in failed[:1]), *outcome.diagnosis])
 

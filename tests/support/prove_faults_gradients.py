@@ -1,0 +1,87 @@
+"""Faults in what attention's keys and values, and experts without tokens, hand back. Planted by prove_faults.plant."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def keep_gradient_at_home(engine: Any) -> None:
+    """What positions get back through k and v comes from their own rank's heads alone, not summed over tp."""
+    from modeling.attention import Attention
+
+    axis = engine.mesh.tp
+    for module in engine.model.modules():
+        if isinstance(module, Attention):
+            for projection in (module.k, module.v):
+                projection.register_forward_pre_hook(lambda _, inputs: own_positions(inputs[0], axis))
+
+
+def own_positions(hidden_BSD: Tensor, axis: Any) -> Tensor:
+    """The same values; only this rank's positions take their gradient."""
+    part = hidden_BSD.shape[1] // axis.degree
+    mask_S1 = torch.zeros(hidden_BSD.shape[1], 1)
+    mask_S1[axis.rank * part : (axis.rank + 1) * part] = 1.0
+    return hidden_BSD.detach() + mask_S1 * (hidden_BSD - hidden_BSD.detach())
+
+
+def first_query_head_only() -> None:
+    """Of the query heads that share keys and values, the gradient of the first alone arrives."""
+    import modeling.kernels.attention as kernels
+
+    attend = kernels.masked_attention
+
+    def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor) -> Tensor:
+        groups = q_BQHC.shape[2] // k_BSGC.shape[2]
+        return attend(q_BQHC, first_copy_only(k_BSGC, groups), first_copy_only(v_BSGC, groups), mask_BQS)
+
+    kernels.masked_attention = masked_attention
+
+
+def first_replica_only() -> None:
+    """Of the ranks of cp to which one key-value head goes, the gradient of the first alone arrives."""
+    import parallel.context_parallel.core as core
+
+    attend = core.ulysses_attend
+
+    def ulysses_attend(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *rest: Any, axis: Any) -> Tensor:
+        copies = max(1, axis.degree // k_BSGC.shape[2])
+        return attend(q_BSHC, first_copy_only(k_BSGC, copies), first_copy_only(v_BSGC, copies), *rest, axis=axis)
+
+    core.ulysses_attend = ulysses_attend
+
+
+def first_copy_only(heads_BSGC: Tensor, copies: int) -> Tensor:
+    """Each head ``copies`` times, of which the first takes its gradient."""
+    return torch.stack([heads_BSGC, *[heads_BSGC.detach()] * (copies - 1)], dim=3).flatten(2, 3)
+
+
+def lose_travelling_gradients() -> None:
+    """Under ring attention, what other ranks find for a block's keys and values does not come home."""
+    import parallel.context_parallel.ring as ring
+
+    ring.send_gradient_on = lambda found, receive, axis: lambda: torch.zeros_like(found)
+
+
+def leave_the_graph() -> None:
+    """A rank whose experts get no row returns a constant, so its backward pass skips both exchanges."""
+    import parallel.expert as expert
+
+    grouped = expert.experts_grouped
+
+    def experts_grouped(rows_RD: Tensor, *rest: Any) -> Tensor:
+        return rows_RD.detach() if len(rows_RD) == 0 else grouped(rows_RD, *rest)
+
+    expert.experts_grouped = experts_grouped
+
+
+def leave_gradients_unset(engine: Any) -> None:
+    """Experts without rows keep what their gradient's memory held."""
+
+    def hook(gradient_E: Tensor) -> Tensor:
+        is_idle_E = (gradient_E == 0).flatten(1).all(1)
+        return torch.where(is_idle_E[:, None, None], 1e-3, gradient_E)
+
+    for name, weight in engine.model.named_parameters():
+        if ".experts." in name:
+            weight.register_hook(hook)
