@@ -4,6 +4,7 @@ from fractions import Fraction
 
 from parallel.layout import place_of
 from parallel.pipeline.volume import sent_bytes
+from parallel.stop import STOP_SIGNALS
 from parallel.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from parallel.traffic.zero import zero_traffic
 
@@ -120,7 +121,7 @@ def bookkeeping_traffic(step: Step) -> list[Traffic]:
     """The sums that metrics need, the gradient norm, and in 16 bits whether a gradient overflowed."""
     moe, degrees = step.model.moe, step.degrees
     n_layers = sum(step.model.is_moe_layer(layer) for layer in range(step.model.n_layers))
-    sums = 1 + (0 if moe is None else n_layers * (3 + moe.n_experts))
+    sums = 1 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (3 + moe.n_experts))
 
     def term(axis: str, what: str, n_bytes: int, degree: int) -> Traffic:
         return Traffic(axis, what, "all-reduce", around_ring("all-reduce", n_bytes, degree))

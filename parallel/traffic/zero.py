@@ -1,6 +1,7 @@
 """What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from parallel.layout import place_of
 from parallel.pipeline.schedule import action_orders
@@ -82,18 +83,30 @@ def gathers_of(step: Step, name: str) -> int:
 
 
 def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
-    """Walks through what the schedule does with the weight's stage."""
+    """Walks through what the schedule does with the weight's stage, as DeepSpeed's hooks see it.
+
+    A forward pass gathers the weight and drops it. So does a backward pass, but of two in a row the second drops
+    nothing: the hook counts forward passes. Recomputation is a forward pass within a backward one.
+    """
     layer = int(name.split(".")[1]) if name.startswith("layers.") else None
-    is_embedding = name == EMBEDDING and step.has_embedding
     stage = next(part.stage for part in step.parts if layer in part.layers or (layer is None and is_end(part, name)))
-    backward = 1 + (layer is not None and is_computed_again(step, layer, name))
-    is_whole = is_small
+    is_embedding = name == EMBEDDING and step.has_embedding
+    is_recomputed = layer is not None and step.forwards(half_of(name)) > 1
+    repeats = int(is_recomputed and not is_last_of_layer(step, layer, name))
+    is_whole, follows_backward = is_small, False
     count = int(is_small)  # after the update
     for action in action_orders(step.parallel.pipeline, step.parallel.pp, step.n_micro_batches)[step.pp_rank]:
-        if action.stage == stage:
-            count += (1 if action.kind == "F" else backward) - is_whole
-            is_whole = is_embedding and action.kind == "B"  # as above: nothing drops it
+        if action.stage != stage:
+            continue
+        count += 1 - is_whole + (repeats if action.kind == "B" else 0)
+        is_whole = action.kind == "B" and (is_embedding or (follows_backward and not is_recomputed))
+        follows_backward = action.kind == "B"
     return count
+
+
+def half_of(name: str) -> Literal["attention", "feed_forward"]:
+    """The half of its layer that a weight is in."""
+    return "feed_forward" if ".feed_forward" in name else "attention"
 
 
 def is_end(part: Part, name: str) -> bool:
@@ -101,11 +114,8 @@ def is_end(part: Part, name: str) -> bool:
     return part.has_embedding if name == EMBEDDING and part.has_embedding else part.has_head
 
 
-def is_computed_again(step: Step, layer: int, name: str) -> bool:
-    """Whether recomputation gathers the weight anew: not the last one, with which the backward pass begins."""
-    half = "feed_forward" if ".feed_forward" in name else "attention"
-    if step.forwards(half) == 1:
-        return False
+def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
+    """Whether the weight is the last that its layer uses: the backward pass begins with it, so it is there already."""
     has_shared = step.model.moe is not None and step.model.moe.n_shared_experts > 0
     last = ".shared.down." if has_shared else ".experts."
-    return (last if layer in step.moe_layers else ".down.") not in name
+    return (last if layer in step.moe_layers else ".down.") in name
