@@ -3,6 +3,7 @@
 Bounds: launcher/prove/checks.py states each with its reason.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.prove.report import to_json, verdict
+from near_ties import twin_experts
 from prove_faults import DIES, FAULTS
 from prove_runs import failures, prove, prove_fault, told_about, write_config
+from starved import starved
 
 SOUND = [
     ("parallel.zero=0",),
@@ -86,8 +90,69 @@ def fails(outcome, name):
 )
 def test_ranks_whose_experts_get_no_tokens_are_proven(tmp_path, ranks, overrides):
     """That such ranks exist is seen by the planted fault that only their experts can show."""
-    outcome = prove(tmp_path, overrides, ranks, starves=True)
+    outcome = prove(tmp_path, overrides, ranks, on_both_sides=(starved,))
     assert outcome.proven, failures(outcome)
+
+
+TWINS = functools.partial(twin_experts, 1e-7)
+
+
+def told_of_ties(outcome):
+    """The number of ties that the table's note and the last line tell, which are equal."""
+    note = next(check.note for check in outcome.checks if check.name == "router choices")
+    assert note == f"{outcome.ties} ties replayed"
+    assert f"; {outcome.ties} router ties replayed; " in str(verdict(outcome))
+    assert json.loads(to_json(outcome))["ties"] == outcome.ties
+    return outcome.ties
+
+
+def test_real_ties_are_replayed_counted_and_printed(tmp_path):
+    """tp rounds otherwise than one process, which decides between two experts whose scores differ by rounding alone."""
+    outcome = prove(tmp_path, ("parallel.tp=2",), on_both_sides=(TWINS,))
+    assert outcome.proven, failures(outcome)
+    assert told_of_ties(outcome) > 0
+
+
+def test_planted_real_ties_that_are_not_replayed_fail(tmp_path):
+    """So the ties above are real: without the replay, weights and gradients of other experts come out."""
+    outcome = prove(tmp_path, ("parallel.tp=2",), fault="ties are not replayed", on_both_sides=(TWINS,))
+    assert not outcome.proven and fails(outcome, "router counts") and fails(outcome, "gradients"), failures(outcome)
+
+
+def test_planted_choices_at_small_gaps_are_replayed(tmp_path):
+    outcome = prove(tmp_path, fault="the next expert at gaps below a tie's", on_both_sides=(TWINS,))
+    assert outcome.proven, failures(outcome)
+    assert told_of_ties(outcome) > 0
+
+
+def test_planted_choices_at_larger_gaps_fail(tmp_path):
+    outcome = prove(tmp_path, fault="the next expert at gaps above a tie's")
+    assert not outcome.proven and fails(outcome, "router choices"), failures(outcome)
+    choices = next(check for check in outcome.checks if check.name == "router choices")
+    assert choices.error > 0 and "layer 1, gap" in choices.worst and told_of_ties(outcome) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes"),
+    [
+        ("zbv", ["parallel.zero=2", "model.tie_embeddings=true"]),
+        pytest.param("zbv", ["parallel.ep=2", "train.precision=bf16", "train.recompute=full"], marks=pytest.mark.slow),
+        pytest.param("interleaved", ["parallel.ep=2", "parallel.zero=3"], marks=pytest.mark.slow),
+        pytest.param("interleaved", ["parallel.tp=2", "train.recompute=selective"], marks=pytest.mark.slow),
+        pytest.param("dualpipev", ["parallel.cp=2", "parallel.ep=2", "train.precision=fp16"], marks=pytest.mark.slow),
+        pytest.param(
+            "dualpipev", ["model.moe=null", "model.family=llama", "model.qk_norm=false"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_command_proves_every_schedule(tmp_path, capsys, schedule, changes):
+    path = write_config(tmp_path)
+    axes = ["parallel.pp=2", f"parallel.pipeline.name={schedule}", *changes]
+    ranks = 2 if changes[0] == "parallel.zero=2" else 4
+    code = main(["prove", str(path), *axes, "--ranks", str(ranks), "--steps", "2"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert f"{ranks} processes: pp=2 ({schedule})" in printed and "proven: " in printed.splitlines()[-1]
 
 
 def test_planted_death_of_a_rank_ends_the_proof(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import near_ties
 import prove_faults_gradients as gradients
 from faults import patch_batches, patch_loop, skip_for_large
 
@@ -280,6 +281,12 @@ def plant(title: str) -> None:
             change_engines(gradients.leave_gradients_unset)
         case "a rank whose experts get no tokens leaves the graph":
             gradients.leave_the_graph()
+        case "the next expert at gaps below a tie's":
+            near_ties.choose_otherwise(0.0, 5e-6)
+        case "the next expert at gaps above a tie's":
+            near_ties.choose_otherwise(2e-5, 1e-2)
+        case "ties are not replayed":
+            near_ties.leave_ties()
         case "balance loss of the rank's own positions under cp":
             change_engines(keep_sequence_sums)
         case _:

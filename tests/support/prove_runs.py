@@ -1,7 +1,8 @@
 """Proofs as tests run them: a model with everything that a fault can hit, and the proof with a fault planted."""
 
 import functools
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from launcher.prove.command import load_small, prove_in, stay_on_cpu
@@ -10,6 +11,7 @@ from prove_faults import DIES, Fault, plant
 from starved import starved
 
 STEPS = 2
+BothSides = Callable[[], AbstractContextManager[None]]  # has to be one that pickle can send
 FOR_GOOD = ExitStack()  # what a rank's process never leaves
 CONFIG = """
 name: everything
@@ -47,27 +49,33 @@ def write_config(folder: Path) -> Path:
 
 
 def prove(
-    folder: Path, overrides: tuple[str, ...] = (), ranks: int = 2, fault: str | None = None, starves: bool = False
+    folder: Path,
+    overrides: tuple[str, ...] = (),
+    ranks: int = 2,
+    fault: str | None = None,
+    on_both_sides: tuple[BothSides, ...] = (),
 ) -> Outcome:
-    """A proof of two steps; ``fault`` is planted in every rank, and both sides starve some experts if asked to."""
+    """A proof of two steps; ``fault`` is planted in every rank, and both sides run within ``on_both_sides``."""
     stay_on_cpu()
     config, n_ranks = load_small(write_config(folder), overrides, ranks)
-    with starved() if starves else nullcontext():
-        before = functools.partial(prepare_rank, fault, starves)
+    with ExitStack() as stack:
+        for enter in on_both_sides:
+            stack.enter_context(enter())
+        before = functools.partial(prepare_rank, fault, on_both_sides)
         return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=120)
 
 
-def prepare_rank(fault: str | None, starves: bool) -> None:
+def prepare_rank(fault: str | None, on_both_sides: tuple[BothSides, ...]) -> None:
     """What happens first in every rank."""
-    if starves:
-        FOR_GOOD.enter_context(starved())
+    for enter in on_both_sides:
+        FOR_GOOD.enter_context(enter())
     if fault is not None:
         plant(fault)
 
 
 def prove_fault(folder: Path, fault: Fault) -> Outcome:
     """The proof that has to catch it."""
-    return prove(folder, fault.overrides, fault.ranks, fault.title, fault.starves)
+    return prove(folder, fault.overrides, fault.ranks, fault.title, (starved,) if fault.starves else ())
 
 
 def told_about(outcome: Outcome, fault: Fault) -> str:

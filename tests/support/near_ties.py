@@ -1,0 +1,60 @@
+"""Routers two of whose experts score almost alike, so that rounding decides; and choices forced to differ."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import modeling.init as init
+from modeling.router import Router
+
+
+@contextmanager
+def twin_experts(difference: float) -> Iterator[None]:
+    """At step 0 every router's row for expert 1 is that for expert 0, larger by the relative ``difference``.
+
+    At 1e-7, half a unit in the last place, a score of one is above the other's by rounding alone.
+    """
+    draw = init.draw_normal
+
+    def draw_normal(seed: int, name: str, shape: Any, std: float) -> Tensor:
+        drawn = draw(seed, name, shape, std)
+        if name.endswith("router.weight"):
+            drawn[1] = drawn[0] * (1 + difference)
+        return drawn
+
+    with patch.object(init, "draw_normal", draw_normal):
+        yield
+
+
+def choose_otherwise(least_gap: float, largest_gap: float) -> None:
+    """Makes this process's routers take the next expert where the last one chosen leads it by a gap in between."""
+    choose = Router.choose
+
+    @torch.no_grad()
+    def chosen(self: Any, scores_TE: Tensor) -> Tensor:
+        biased_TE = scores_TE if self.bias is None else scores_TE + self.bias
+        best_TX = biased_TE.topk(self.top_k + 1, dim=-1)
+        gaps_T = best_TX.values[:, -2] - best_TX.values[:, -1]
+        indices_TK = choose(self, scores_TE)
+        last_T1 = torch.where(((gaps_T > least_gap) & (gaps_T < largest_gap))[:, None], best_TX.indices[:, -1:], -1)
+        changed_TK = torch.cat([best_TX.indices[:, : self.top_k - 1], last_T1], dim=-1)
+        return torch.where(last_T1 >= 0, changed_TK, indices_TK)
+
+    Router.choose = chosen
+
+
+def leave_ties() -> None:
+    """Makes this process replay nothing: what a layout's own rounding chose stays."""
+    from parallel.compare.routing import ChoiceReplay
+
+    compare = ChoiceReplay.compare
+
+    def kept(self: Any, layer: int, own_TK: Tensor, *rest: Any) -> Tensor:
+        compare(self, layer, own_TK, *rest)
+        return own_TK
+
+    ChoiceReplay.compare = kept
