@@ -1,6 +1,7 @@
 """What many-process tests run in each rank, and how its results are put together and compared with one plain
 process."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,19 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     engine.initialize_weights(config.seed)
     state = TrainState()
     rows = [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(config.train.steps)]
+    result = rank_result(engine, rows)
+    close_mesh()
+    return result
+
+
+def rank_result(engine: Any, rows: list[dict[str, Any]]) -> RankResult:
+    """What this rank of the engine owns."""
     pieces = []
     for fragment in (fragment for fragment in engine.fragments if fragment.is_owner):
         for kind, flat in engine.pieces(fragment).items():
             parts = flat.clone().split([box.numel for box in fragment.boxes()])
             pieces += [(kind, fragment.name, box, part) for box, part in zip(fragment.boxes(), parts, strict=True)]
     buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-    close_mesh()
     return RankResult(rows, pieces, engine.shapes.parameters, buffers)
 
 
@@ -136,7 +143,11 @@ def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> Lay
     """Trains under the config's layout on ``n_ranks`` gloo processes."""
     from parallel.process import run_ranks
 
-    results: list[RankResult] = run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1)
+    return merge(run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1))
+
+
+def merge(results: list[RankResult]) -> LayoutResult:
+    """The ranks' pieces as whole tensors; every element must be there exactly once."""
     merged = LayoutResult(results[0].rows)
     for result in results:
         merged.buffers |= result.buffers
@@ -152,8 +163,10 @@ def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> Lay
     return merged
 
 
-def run_reference(config: RunConfig, micro_batch_size: int | None = None) -> LayoutResult:
-    """The same steps on one plain process, without DeepSpeed or any of the parallel code."""
+def run_reference(
+    config: RunConfig, micro_batch_size: int | None = None, skipped: Collection[int] = ()
+) -> LayoutResult:
+    """The same steps on one plain process, without DeepSpeed or any of the parallel code; ``skipped`` ones left out."""
     loss_scale = 2.0**16 if config.train.precision == "fp16" else 1.0
     trainer = ReferenceTrainer(
         config.model, config.optimizer, seed=config.seed, precision=config.train.precision, loss_scale=loss_scale
@@ -161,6 +174,8 @@ def run_reference(config: RunConfig, micro_batch_size: int | None = None) -> Lay
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     result = LayoutResult([])
     for step in range(config.train.steps):
+        if step + 1 in skipped:
+            continue
         indices = take(step * config.train.global_batch_size, config.train.global_batch_size)
         batches = [
             read(dataset, part)
