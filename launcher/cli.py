@@ -96,11 +96,15 @@ def train(
         int | None,
         typer.Option("--ranks", min=1, help="Local processes (default: one for each GPU, or one).", show_default=False),
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option("--max-restarts", min=0, help="Starts after a crash, from the last good checkpoint."),
+    ] = 0,
 ) -> int:
     """Train; goes on from the run directory's checkpoint if it holds one. Under srun or torchrun, joins that job."""
     from launcher.start import start_training
 
-    return start_training(config, overrides or (), ranks)
+    return start_training(config, overrides or (), ranks, max_restarts)
 
 
 @app.command()

@@ -9,18 +9,23 @@ from data.errors import DataError
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS, check_free, check_resume, check_writable, claim
+from launcher.restarts import Restart, Restarts, restart_by_torchrun
+from launcher.run_dir import CHECKPOINTS, METRICS, check_free, check_resume, check_writable, claim
 from parallel.stop import hearing
 from parallel.world import set_rank_environment, world_size_from_environment
 
 
-def start_training(path: Path, overrides: Sequence[str], ranks: int | None) -> int:
+def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int = 0) -> int:
     """Trains the config on ``ranks`` local processes, or as one rank of a torchrun or srun job. Returns the exit code.
 
-    On one machine, missing token files are prepared first; a job refuses instead and names the command.
+    On one machine, missing token files are prepared first; a job refuses instead and names the command. After a crash
+    of local processes, all are started again, ``max_restarts`` times at most.
     """
     job_size = world_size_from_environment()
     if job_size is not None:
+        if max_restarts:
+            remedy = "leave it out, and give torchrun --max-restarts or let the job be requeued"
+            raise UserError([f"--max-restarts={max_restarts} must be 0 under srun or torchrun; {remedy}"])
         return join_job(path, overrides, ranks, job_size)
     n_ranks = ranks if ranks is not None else default_ranks()
     config = load_checked(path, overrides, world_size=n_ranks)
@@ -30,7 +35,7 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None) -> i
     check_tokens(config)
     lock = claim(config)
     try:
-        return run_locally(config, changed, n_ranks)
+        return run_locally(config, changed, n_ranks, max_restarts)
     finally:
         lock.close()
 
@@ -66,7 +71,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
         print(error, file=sys.stderr)
         return 1
     with hearing(ends_at_second=True) as stop:
-        code = train(config, changed, stop)
+        code = train(config, changed, stop, restart_by_torchrun())
     agreed.leave()
     return code
 
@@ -147,28 +152,47 @@ def checkpoint_gib(config: RunConfig) -> float:
     return 4 * copies * count_parameters(config.model).total / 2**30
 
 
-def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int) -> int:
-    """Trains in ``n_ranks`` processes of this machine; their failure is printed once, and its code returned."""
+def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int, max_restarts: int = 0) -> int:
+    """Trains in ``n_ranks`` processes of this machine, starting them again after a crash; returns the exit code.
+
+    A failure is printed once. Each start has new processes, a port of its own, and the last good checkpoint.
+    """
     from parallel.mesh import Degrees
     from parallel.process import RankError, run_ranks
 
     places = Degrees.of(config.parallel, n_ranks).places()
-    try:
-        codes = run_ranks(
-            train_rank, n_ranks, config, changed, preload=["launcher.train"], passes_stop=True, places=places
-        )
-        return max(codes)
-    except RankError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    restarts = Restarts(config.run_path / METRICS, max_restarts)
+    restart: Restart | None = None
+    options: dict[str, Any] = {"preload": ["launcher.train"], "passes_stop": True, "places": places}
+    while True:
+        try:
+            return max(run_ranks(train_rank, n_ranks, config, changed, restart, **options))
+        except RankError as error:
+            failure = error
+        if failure.exit_code != 2:  # else the rank has printed its lines
+            print(failure, file=sys.stderr)
+        following = restarts.next(failure.exit_code, first_line(failure), stop_asked=failure.stop_asked)
+        if isinstance(following, str):
+            if following:
+                print(following, file=sys.stderr)
+            return failure.exit_code
+        restart, changed = following, []  # what changed since the last start is on record
+        what = f"step {restarts.newest}" if restarts.newest else "the start"
+        print(f"restart {restart.number} of {restart.allowed}, from {what}", file=sys.stderr, flush=True)
 
 
-def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]]) -> int:
+def first_line(failure: Exception) -> str:
+    """A failure in a line: of a traceback, the rank and the exception."""
+    lines = str(failure).splitlines()
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[1].startswith("Traceback") else lines[0]
+
+
+def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: Restart | None) -> int:
     """One rank's process; returns the exit code."""
     with hearing(ends_at_second=False) as stop:  # the launching process ends its ranks
         from launcher.train import train
 
-        return exit_two_for(lambda: train(config, changed, stop))
+        return exit_two_for(lambda: train(config, changed, stop, restart))
 
 
 def exit_two_for(work: Callable[[], int]) -> int:

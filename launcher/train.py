@@ -17,6 +17,7 @@ from data.order import take
 from data.prepared import locate
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.ledger import ledger_row
+from launcher.restarts import Restart
 from launcher.run_dir import CHECKPOINTS
 from launcher.state import TrainState, restore, save
 from launcher.step import Totals, accumulate_gradients, agree_to_stop, evaluate
@@ -39,22 +40,33 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_THRESHOLD_BYTES = 4 << 20
 
 
-def train(config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequest | None = None) -> int:
+def train(
+    config: RunConfig,
+    changed: list[tuple[str, Any, Any]],
+    stop: StopRequest | None = None,
+    restart: Restart | None = None,
+) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
     Returns the exit code: 0, or STOPPED where ``stop`` was heard on some rank; the state is then saved.
-    ``changed`` are the config's differences since the run's last start, logged as an event. The run directory exists.
+    ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
+    crash. The run directory exists.
     """
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds)
     with Watchdog(config, mesh) as watchdog:
-        code = train_watched(config, changed, stop or StopRequest(), mesh, watchdog)
+        code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog)
     close_mesh()
     return code
 
 
 def train_watched(
-    config: RunConfig, changed: list[tuple[str, Any, Any]], stop: StopRequest, mesh: Mesh, watchdog: Watchdog
+    config: RunConfig,
+    changed: list[tuple[str, Any, Any]],
+    stop: StopRequest,
+    restart: Restart | None,
+    mesh: Mesh,
+    watchdog: Watchdog,
 ) -> int:
     """The run itself, from top to bottom; returns the exit code. All ranks call it."""
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
@@ -69,7 +81,7 @@ def train_watched(
     tokenizer = prepared.tokenizer if prepared is not None else None
     with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:
         watchdog.watchers = watchers
-        report_start(watchers, state, warnings, changed)
+        report_start(watchers, state, warnings, changed, restart)
         stopped = agree_to_stop(stop, mesh)
         while state.step < config.train.steps and stopped is None:
             watchdog.beat(state.step + 1, STEP)
@@ -236,9 +248,16 @@ def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, watchdog: 
 
 
 def report_start(
-    watchers: Watchers | NullWatchers, state: TrainState, warnings: list[str], changed: list[tuple[str, Any, Any]]
+    watchers: Watchers | NullWatchers,
+    state: TrainState,
+    warnings: list[str],
+    changed: list[tuple[str, Any, Any]],
+    restart: Restart | None,
 ) -> None:
-    """Events of a run's start: a checkpoint set aside, a resume, keys that changed since the last start."""
+    """Events of a run's start: a crash before it, a checkpoint set aside, a resume, keys that changed since."""
+    if restart is not None:
+        row = {"restart": restart.number, "max_restarts": restart.allowed, "reason": restart.reason}
+        watchers.event({"step": state.step, "event": "restart", **row})
     for warning in warnings:
         watchers.event({"step": state.step, "event": "damaged_checkpoint", "message": warning})
     if state.step:

@@ -19,6 +19,7 @@ from parallel.mesh import Mesh
 
 Message = dict[str, Any]
 SEND_SECONDS = 1.0  # a peer that takes no bytes for so long is silent
+GOODBYE_SECONDS = 10.0  # for the others to notice that a connection ends; they poll all the time
 HELLO_SECONDS = 60.0  # for all ranks to connect: they have just met in a collective
 
 
@@ -89,7 +90,13 @@ class Heart:
         wire.connection.close()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Ends all connections, when what was sent has arrived: a close before that would throw it away."""
+        for wire in self.wires.values():
+            with contextlib.suppress(OSError):
+                wire.connection.shutdown(socket.SHUT_WR)  # which the other side answers by its own end
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while self.wires and time.monotonic() < deadline:
+            self.poll(deadline - time.monotonic())
         for rank in list(self.wires):
             self.drop(rank)
         for key in list(self.selector.get_map().values()):

@@ -40,6 +40,7 @@ class RankError(Exception):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.stop_asked = False  # whether the ranks had been asked to stop
 
 
 @dataclass
@@ -60,8 +61,8 @@ class _Failure:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it explains itself: a lost connection does not, nor does an exit on purpose."""
-        return self.order < EXITED
+        """Whether it explains itself: a lost connection does not."""
+        return self.order < CUT
 
 
 KILLED, RAISED, TOLD, ENDED, EXITED, CUT = range(6)  # the orders
@@ -106,6 +107,9 @@ def run_ranks(
                 if forwarder is not None and process.pid is not None:
                     forwarder.add(process.pid)
             return _collect(children, timeout_seconds)
+        except RankError as error:
+            error.stop_asked = forwarder is not None and forwarder.request.signal is not None
+            raise
         finally:
             _end(children)
 

@@ -1,7 +1,7 @@
 """`roundtable`, with one rank that dies, hangs or lags on purpose: hang_job.py FAULT RANK STEP ARGUMENTS-OF-ROUNDTABLE.
 
 Works for `train --ranks N` as for ranks that torchrun, srun or a test starts. The fault comes in the given rank before
-the given step, unless the file named by FAULT_ONCE exists: it is made then.
+the given step. "FAULT once FILE" comes only as long as the file does not exist, and makes it.
 """
 
 import os
@@ -21,19 +21,19 @@ def plant(fault: str, rank: int, step: int) -> None:
     import launcher.train as loop
 
     original = loop.run_step
+    fault, _, marker = fault.partition(" once ")
 
     def run_step(config: Any, engine: Any, dataset: Any, state: Any, *rest: Any) -> Any:
-        if engine.mesh.rank == rank and (state.step + 1 == step or fault == "slow") and not happened():
+        if engine.mesh.rank == rank and (state.step + 1 == step or fault == "slow") and not happened(marker):
             strike(fault, engine)
         return original(config, engine, dataset, state, *rest)
 
     loop.run_step = run_step
 
 
-def happened() -> bool:
+def happened(marker: str) -> bool:
     """Whether the fault has been before, in an earlier start; from now on it has."""
-    marker = os.environ.get("FAULT_ONCE")
-    if marker is None:
+    if not marker:
         return False
     before = Path(marker).exists()
     Path(marker).touch()

@@ -42,7 +42,7 @@ def run_with_launcher(config: RunConfig, n_ranks: int, fault: str, rank: int, st
     places = Degrees.of(config.parallel, n_ranks).places()
     with claim(config):
         try:
-            arguments = (hang_job.train_rank, n_ranks, fault, rank, step, config, [])
+            arguments = (hang_job.train_rank, n_ranks, fault, rank, step, config, [], None)
             run_ranks(*arguments, timeout_seconds=280, threads=1, places=places, preload=["launcher.train"])
         except RankError as error:
             return error

@@ -1,0 +1,134 @@
+"""Starting again after a crash: the same losses as without one, an event that says why, and an end to crash loops."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import hang_job
+import launcher.start as start
+from hang_runs import living_ranks, small_run
+from launcher.cli import main
+from launcher.restarts import FRUITLESS_STARTS, Restart, Restarts, restart_by_torchrun
+from launcher.watch.metrics import MetricsFile, read_metrics
+from layout_runs import write_tokens
+from parallel.config import ParallelConfig
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def losses(folder: Path) -> list[tuple]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(folder) if "loss" in row]
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    return [row for row in rows_of(folder) if row.get("event") == name]
+
+
+def train(monkeypatch, folder: Path, fault: str, *options: str, rank: int = 1) -> int:
+    """`train` on two ranks of this machine, one of which has the fault before step 4."""
+    monkeypatch.setattr(start, "train_rank", partial(hang_job.train_rank, fault, rank, 4))
+    return main(["train", str(folder / "run.yaml"), "--ranks", "2", *options])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tokens):
+    folder = tmp_path_factory.mktemp("whole")
+    small_run(folder, tokens, parallel=ParallelConfig(pp=2), micro_batch_size=1)
+    assert main(["train", str(folder / "run.yaml"), "--ranks", "2"]) == 0
+    return losses(folder)
+
+
+@pytest.mark.parametrize("kind", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
+def test_crashed_run_goes_on_from_its_checkpoint(tmp_path, tokens, uninterrupted, monkeypatch, capsys, kind):
+    small_run(tmp_path, tokens, parallel=ParallelConfig(pp=2), micro_batch_size=1, every_steps=2)
+    assert train(monkeypatch, tmp_path, f"{kind} once {tmp_path / 'marker'}", "--max-restarts", "2") == 0
+    assert losses(tmp_path) == uninterrupted
+    (event,) = events(tmp_path, "restart")
+    reason = {
+        "killed": "rank 1 (pp 1) of 2 ended by signal SIGKILL",
+        "raises": "rank 1 (pp 1) of 2 failed: ValueError: a planted fault",
+    }[kind]
+    assert event == {"step": 2, "event": "restart", "restart": 1, "max_restarts": 2, "reason": reason}
+    assert "restart 1 of 2, from step 2" in capsys.readouterr().err.splitlines()
+    assert living_ranks() == []
+
+
+def test_crash_loop_ends(tmp_path, tokens, monkeypatch, capsys):
+    small_run(tmp_path, tokens, every_steps=2)
+    assert train(monkeypatch, tmp_path, "killed", "--max-restarts", "10") == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1] == f"not started again: {FRUITLESS_STARTS} starts in a row ended before a checkpoint after step 2"
+    assert [event["restart"] for event in events(tmp_path, "restart")] == [1, 2, 3]
+
+
+def test_users_mistake_is_not_tried_again(tmp_path, tokens, monkeypatch, capfd):
+    small_run(tmp_path, tokens, every_steps=2)
+    assert train(monkeypatch, tmp_path, "user error", "--max-restarts", "2") == 2
+    assert "restart" not in capfd.readouterr().err
+
+
+def metrics_with(path: Path, *steps: int) -> Path:
+    with MetricsFile(path / "metrics.jsonl") as file:
+        for step in steps:
+            file.write({"step": step, "event": "checkpoint"})
+    return path / "metrics.jsonl"
+
+
+def test_restarts_are_counted_and_progress_forgives(tmp_path):
+    metrics = metrics_with(tmp_path)
+    restarts = Restarts(metrics, 20)
+    for number in range(1, 9):
+        if number % 3 == 0:  # progress, just before the loop would count as fruitless
+            metrics_with(tmp_path, number)
+        assert restarts.next(1, "x", stop_asked=False) == Restart(number, 20, "x")
+    few = Restarts(metrics, 1)
+    assert few.next(1, "x", stop_asked=False) == Restart(1, 1, "x")
+    assert few.next(1, "x", stop_asked=False) == "no restart is left (--max-restarts 1)"
+    assert Restarts(metrics, 5).next(2, "x", stop_asked=False) == ""
+    assert Restarts(metrics, 5).next(75, "x", stop_asked=False) == ""
+    assert Restarts(metrics, 5).next(1, "x", stop_asked=True) == ""
+
+
+def test_torchruns_count_is_read():
+    assert restart_by_torchrun({"TORCHELASTIC_RESTART_COUNT": "0"}) is None
+    assert restart_by_torchrun({}) is None
+    found = restart_by_torchrun({"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"})
+    assert found is not None and (found.number, found.allowed) == (2, 3)
+
+
+def test_max_restarts_is_refused_in_a_job(tmp_path, tokens, monkeypatch, capsys):
+    small_run(tmp_path, tokens)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(tmp_path / "run.yaml"), "--max-restarts", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--max-restarts=1 must be 0 under srun or torchrun; ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_the_run(tmp_path, tokens, uninterrupted, rank):
+    small_run(tmp_path, tokens, parallel=ParallelConfig(pp=2), micro_batch_size=1, every_steps=2)
+    job = Path(__file__).parents[1] / "support" / "hang_job.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    arguments = [f"killed once {tmp_path / 'marker'}", str(rank), "4", "train", str(tmp_path / "run.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*torchrun, str(job), *arguments], env=environment, capture_output=True, text=True, timeout=290
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert losses(tmp_path) == uninterrupted
+    (event,) = events(tmp_path, "restart")
+    assert (event["restart"], event["max_restarts"]) == (1, 1)
