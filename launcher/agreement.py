@@ -7,12 +7,11 @@ import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
 
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.run_dir import claim
+from launcher.run_dir import Claim, claim
 from parallel.roll_call import RollCall, RollCallError
 from parallel.world import rank_hosts
 
@@ -25,7 +24,7 @@ SEEN_SECONDS = 60  # a network file system may show a new file that much later o
 class Agreed:
     """That all ranks are there and agree; keep it while the run trains."""
 
-    def __init__(self, roll: RollCall, lock: IO[str] | None) -> None:
+    def __init__(self, roll: RollCall, lock: Claim | None) -> None:
         self.roll = roll  # hosts the store that the process group talks over
         self.lock = lock
 

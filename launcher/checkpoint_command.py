@@ -13,43 +13,44 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS
-from parallel.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, read_manifest
+from launcher.run_dir import CHECKPOINTS, checkpoints_of
+from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder, open_store
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from parallel.checkpoint.retention import heldout_loss_of, looks_whole
 from parallel.checkpoint.verify import bytes_of, problems_of, tensor_bytes
 from parallel.checkpoint.write import list_checkpoints
 
 WIDE = 1000  # columns
-STEP_NAME = re.compile(r"\.?step-\d+(\.damaged(-\d+)?|\.partial)?")
+STEP_NAME = re.compile(r"\.?step-\d+(\.damaged(-\d+)?|(\.[\w-]+)?\.partial)?")
 
 
 @dataclass(frozen=True)
 class Found:
     """What DIR names: one checkpoint, or a run's, oldest first, and the leftovers beside them."""
 
-    directories: list[Path]
+    directories: list[Folder]
     is_run: bool
-    set_aside: list[Path]  # damaged ones that a run has renamed
-    partial: list[Path]  # what an interrupted save left
+    set_aside: list[Folder]  # damaged ones that a run has renamed
+    partial: list[Folder]  # what an interrupted save left
 
 
-def find(path: Path) -> Found:
-    """The checkpoints that ``path`` names; raises UserError where it is neither a checkpoint nor a run with one."""
-    if not path.is_dir():
+def find(path: str) -> Found:
+    """The checkpoints that a path or URL names; raises UserError where it names neither one nor a run with one."""
+    if not is_remote(path) and not Path(path).is_dir():
         raise UserError([f"DIR={path} is not a folder; give a run directory, or one of its {CHECKPOINTS}/step-N"])
-    if (path / MANIFEST).is_file() or STEP_NAME.fullmatch(path.absolute().name):
-        return Found([path], False, [], [])
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    set_aside = sorted(folder.glob("step-*.damaged*"))
-    partial = sorted(folder.glob(".step-*.partial"))
-    found = Found(list_checkpoints(folder), True, set_aside, partial)
+    folder = open_folder(path if is_remote(path) else Path(path).absolute())
+    if STEP_NAME.fullmatch(folder.name) or folder.size(MANIFEST) is not None:
+        return Found([open_folder(path)], False, [], [])
+    store = open_store(checkpoints_of(path))
+    found = Found(list_checkpoints(store), True, store.set_aside_ones(), store.leftovers())
     if not found.directories:
-        left = f"only damaged ones ({', '.join(each.name for each in set_aside)})" if set_aside else "no checkpoint"
+        names = ", ".join(each.name for each in found.set_aside)
+        left = f"only damaged ones ({names})" if names else "no checkpoint"
         raise UserError([f"DIR={path} holds {left}; give a run directory with {CHECKPOINTS}/step-N, or one of these"])
     return found
 
 
-def verify(path: Path, *, as_json: bool) -> int:
+def verify(path: str, *, as_json: bool) -> int:
     """Re-checks the certificate and every hash; prints each damaged file. Returns 0 where all is whole, else 1."""
     found = find(path)
     results = dict(zip(found.directories, _check_all(found.directories), strict=True))
@@ -66,7 +67,7 @@ def verify(path: Path, *, as_json: bool) -> int:
     return 1 if any(results.values()) else 0
 
 
-def _check_all(directories: list[Path]) -> list[list[str]]:
+def _check_all(directories: list[Folder]) -> list[list[str]]:
     """The problems of each; a bar over their bytes on a terminal, a line for each checkpoint elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -86,19 +87,19 @@ def _check_all(directories: list[Path]) -> list[list[str]]:
     return results
 
 
-def _bytes_to_read(directory: Path) -> int:
+def _bytes_to_read(directory: Folder) -> int:
     try:
         return bytes_of(read_manifest(directory))
     except DamagedCheckpoint:
         return 0
 
 
-def _summary(directory: Path) -> str:
+def _summary(directory: Folder) -> str:
     manifest = read_manifest(directory)
     return f"whole (step {manifest.step}, {len(manifest.files)} files, {_size(bytes_of(manifest))})"
 
 
-def show(path: Path, *, as_json: bool) -> int:
+def show(path: str, *, as_json: bool) -> int:
     """Prints what a checkpoint holds, or a run's list of checkpoints. Returns 0; 1 where the manifest is damaged."""
     found = find(path)
     if found.is_run:
@@ -116,7 +117,7 @@ def show(path: Path, *, as_json: bool) -> int:
     return 0
 
 
-def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
+def describe(path: str, manifest: Manifest) -> dict[str, Any]:
     """Everything that ``show --json`` says of one checkpoint."""
     kinds_of: dict[str, list[str]] = {name: [] for name in manifest.tensors}
     pieces_of = dict.fromkeys(manifest.tensors, 0)
@@ -146,7 +147,7 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _show_one(path: Path, manifest: Manifest) -> None:
+def _show_one(path: str, manifest: Manifest) -> None:
     about = describe(path, manifest)
     console = _console()
     console.print(f"{path}", markup=False, soft_wrap=True)
@@ -194,7 +195,7 @@ def _show_run(found: Found, as_json: bool) -> None:
     console.print("\nwhole: the manifest and the files' sizes hold; `roundtable checkpoint verify` reads every byte")
 
 
-def _run_row(directory: Path) -> dict[str, Any]:
+def _run_row(directory: Folder) -> dict[str, Any]:
     try:
         manifest: Manifest | None = read_manifest(directory)
     except DamagedCheckpoint:

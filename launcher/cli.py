@@ -35,8 +35,8 @@ OverridesArgument = Annotated[
 ]
 RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
 CheckpointArgument = Annotated[
-    Path,
-    typer.Argument(metavar="CHECKPOINT", help="A run directory, or one checkpoint's directory.", show_default=False),
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="A run directory, a checkpoint's, or its URL.", show_default=False),
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -196,7 +196,8 @@ def prove(
 
 
 DirArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="One checkpoint's directory, or a run directory.", show_default=False)
+    str,
+    typer.Argument(metavar="DIR", help="A checkpoint's directory or URL, or a run directory.", show_default=False),
 ]
 
 

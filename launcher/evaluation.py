@@ -14,7 +14,7 @@ from modeling.reference import DTYPES
 from parallel.mesh import lone_mesh
 
 
-def evaluate_checkpoint(path: Path, sequences: int | None, *, as_json: bool) -> int:
+def evaluate_checkpoint(path: Path | str, sequences: int | None, *, as_json: bool) -> int:
     """Prints the checkpoint's held-out token cross-entropy and perplexity; returns 0.
 
     ``sequences`` bounds the held-out sequences (None: the config's train.eval_sequences). Computes in the precision

@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
 
-def export(checkpoint: Path, out: Path, dtype: Dtype | None = None) -> None:
+def export(checkpoint: Path | str, out: Path, dtype: Dtype | None = None) -> None:
     """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format.
 
     ``dtype`` None keeps the fp32 masters as they are. Raises UserError, nothing created, where the checkpoint or

@@ -13,7 +13,7 @@ from modeling.generate import new_tokens
 
 
 def generate_from_checkpoint(
-    checkpoint: Path,
+    checkpoint: Path | str,
     prompt: str,
     *,
     max_new_tokens: int = 200,

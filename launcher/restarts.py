@@ -49,10 +49,11 @@ class Restarts:
 
 
 def newest_checkpoint(metrics: Path) -> int:
-    """The step of the last checkpoint that a metrics.jsonl tells of; 0 where there is none."""
+    """The step of the last checkpoint that a metrics.jsonl tells of, written or resumed from; 0 where there is none."""
     if not metrics.exists():
         return 0
-    return max((row["step"] for row in read_metrics(metrics) if row.get("event") == "checkpoint"), default=0)
+    told = ("checkpoint", "resume")  # a crash may come between a commit and its event
+    return max((row["step"] for row in read_metrics(metrics) if row.get("event") in told), default=0)
 
 
 def restart_by_torchrun(environment: Mapping[str, str] = os.environ) -> Restart | None:

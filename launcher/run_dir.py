@@ -2,15 +2,20 @@
 
 import dataclasses
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.fence import Fence, raise_fence
+from parallel.checkpoint.folder import is_remote
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -26,6 +31,17 @@ def saved_config(run_path: Path) -> RunConfig | None:
     """The config that the run was last started with, or None for a new run."""
     path = run_path / CONFIG
     return load_config(path) if path.is_file() else None
+
+
+def checkpoints_of(path: Path | str) -> Path | str:
+    """Where the checkpoints lie that a user means by ``path``: a run directory, or their own folder or URL."""
+    if is_remote(path):
+        return path
+    run_path = Path(path)
+    config = saved_config(run_path)
+    if config is not None and config.checkpoint.dir is not None:
+        return config.checkpoint.dir
+    return run_path / CHECKPOINTS if (run_path / CHECKPOINTS).is_dir() else run_path
 
 
 def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -97,27 +113,71 @@ def check_free(config: RunConfig) -> None:
         _lock(config.run_path).close()
 
 
-def claim(config: RunConfig) -> IO[str]:
-    """Creates the run directory with its config, and locks it for this process; keep what is returned.
+class Claim:
+    """The run directory as this start holds it, until ``close``. A context manager."""
 
-    One process calls it. Raises UserError where another process trains in it.
+    def __init__(self, lock: IO[str], fence: Fence) -> None:
+        self.lock = lock
+        self.fence = fence  # what the start's rank 0 writes under
+
+    def close(self) -> None:
+        """Lets the next start come."""
+        self.lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def claim(config: RunConfig) -> Claim:
+    """Creates the run directory with its config, and takes it for this start; keep what is returned.
+
+    Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it.
     """
     run_path = config.run_path
     run_path.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_path)
-    (run_path / CHECKPOINTS).mkdir(exist_ok=True)
-    temporary = run_path / f"{CONFIG}.partial"
-    temporary.write_text(dump_config(config))
-    temporary.replace(run_path / CONFIG)
-    return lock
+    fence = raise_fence(run_path)
+    with fence.held():
+        (run_path / CHECKPOINTS).mkdir(exist_ok=True)
+        temporary = run_path / f"{CONFIG}.partial"
+        temporary.write_text(dump_config(config))
+        temporary.replace(run_path / CONFIG)
+    lock.truncate(0)
+    lock.write(json.dumps(holder_of_this_process()))
+    lock.flush()
+    return Claim(lock, fence)
+
+
+def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What the lock file says of the process that holds it."""
+    job, restarts = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": int(restarts)}
+
+
+def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
+    """Whether Slurm started this process in the place of the lock's holder: one job, requeued since.
+
+    Slurm requeues a job whose node it cannot reach, and the node's processes may live on and keep their lock. The fence
+    keeps them from writing.
+    """
+    same = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
+    return same and mine["slurm_restarts"] > holder.get("slurm_restarts", 0)
 
 
 def _lock(run_path: Path) -> IO[str]:
     """The run directory's lock file, locked until it is closed; what is there already keeps its time of change."""
-    lock = (run_path / LOCK).open("a")
+    lock = (run_path / LOCK).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
+        lock.seek(0)
+        if is_successor(holder_of_this_process(), json.loads(lock.read() or "{}")):
+            return lock
         lock.close()
         raise UserError(
             [

@@ -9,8 +9,10 @@ from data.errors import DataError
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.fence import Fence
 from launcher.restarts import Restart, Restarts, restart_by_torchrun
-from launcher.run_dir import CHECKPOINTS, METRICS, check_free, check_resume, check_writable, claim
+from launcher.run_dir import METRICS, check_free, check_resume, check_writable, claim
+from parallel.checkpoint.folder import is_remote
 from parallel.stop import hearing
 from parallel.world import set_rank_environment, world_size_from_environment
 
@@ -35,7 +37,7 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
     check_tokens(config)
     lock = claim(config)
     try:
-        return run_locally(config, changed, n_ranks, max_restarts)
+        return run_locally(config, changed, n_ranks, lock.fence, max_restarts)
     finally:
         lock.close()
 
@@ -71,7 +73,8 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
         print(error, file=sys.stderr)
         return 1
     with hearing(ends_at_second=True) as stop:
-        code = train(config, changed, stop, restart_by_torchrun())
+        fence = agreed.lock.fence if agreed.lock is not None else None
+        code = train(config, changed, stop, restart_by_torchrun(), fence)
     agreed.leave()
     return code
 
@@ -120,11 +123,13 @@ def check_room(config: RunConfig) -> None:
     import shutil
 
     one_gib, checkpoint = checkpoint_gib(config), config.checkpoint
-    existing = config.run_path
+    if is_remote(config.checkpoint_location):
+        return
+    existing = Path(config.checkpoint_location)
     while not existing.exists():
         existing = existing.absolute().parent
     free_gib = shutil.disk_usage(existing).free / 2**30
-    here = len(list((config.run_path / CHECKPOINTS).glob("step-*")))
+    here = len(list(Path(config.checkpoint_location).glob("step-*")))
     planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
     for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
@@ -152,7 +157,9 @@ def checkpoint_gib(config: RunConfig) -> float:
     return 4 * copies * count_parameters(config.model).total / 2**30
 
 
-def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int, max_restarts: int = 0) -> int:
+def run_locally(
+    config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int, fence: Fence, max_restarts: int = 0
+) -> int:
     """Trains in ``n_ranks`` processes of this machine, starting them again after a crash; returns the exit code.
 
     A failure is printed once. Each start has new processes, a port of its own, and the last good checkpoint.
@@ -166,7 +173,7 @@ def run_locally(config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks:
     options: dict[str, Any] = {"preload": ["launcher.train"], "passes_stop": True, "places": places}
     while True:
         try:
-            return max(run_ranks(train_rank, n_ranks, config, changed, restart, **options))
+            return max(run_ranks(train_rank, n_ranks, config, changed, restart, fence, **options))
         except RankError as error:
             failure = error
         if failure.exit_code != 2:  # else the rank has printed its lines
@@ -187,12 +194,12 @@ def first_line(failure: Exception) -> str:
     return f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[1].startswith("Traceback") else lines[0]
 
 
-def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: Restart | None) -> int:
+def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: Restart | None, fence: Fence) -> int:
     """One rank's process; returns the exit code."""
     with hearing(ends_at_second=False) as stop:  # the launching process ends its ranks
         from launcher.train import train
 
-        return exit_two_for(lambda: train(config, changed, stop, restart))
+        return exit_two_for(lambda: train(config, changed, stop, restart, fence))
 
 
 def exit_two_for(work: Callable[[], int]) -> int:

@@ -1,12 +1,23 @@
-"""What a checkpoint holds besides tensors: how far the run is, in updates and in data."""
+"""What a checkpoint holds besides tensors: how far the run is, in updates and in data. Saving and restoring a run."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel.checkpoint.read import load_state, open_latest
+import torch.distributed as dist
+
+from launcher.config.tree import RunConfig
+from launcher.fence import Fence
+from launcher.run_dir import CONFIG
+from launcher.watch.watchers import NullWatchers, Watchers
+from launcher.watchdog import Watchdog
+from parallel.checkpoint.errors import IncompleteSave
+from parallel.checkpoint.folder import open_store
+from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.read import load_state, open_together
 from parallel.checkpoint.retention import Retention
-from parallel.checkpoint.write import save_checkpoint
+from parallel.checkpoint.saver import Hooks, Saver
 from parallel.engine import Engine
 
 
@@ -24,7 +35,7 @@ class TrainState:
         """For the checkpoint's manifest."""
         return {
             "consumed": self.consumed,
-            "skipped": self.skipped,
+            "skipped": list(self.skipped),
             "tokens": self.tokens,
             "heldout": self.heldout,
             "updates": engine.updates(),
@@ -39,25 +50,73 @@ def layout_of(engine: Engine) -> dict[str, Any]:
     return {"ranks": engine.mesh.world_size, **degrees, "zero": engine.zero, "precision": engine.precision}
 
 
-def restore(checkpoints: Path, engine: Engine, seed: int) -> tuple[TrainState, list[str]]:
+def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainState, list[str]]:
     """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings.
 
-    All ranks call it.
+    A damaged checkpoint is set aside (renamed step-N.damaged), so that step N can be saved again. All ranks call it.
     """
-    checkpoint, warnings = open_latest(checkpoints, engine.mesh)
-    if checkpoint is None:
-        engine.initialize_weights(seed)
-        return TrainState(), warnings
-    load_state(engine, checkpoint)
-    scalars = checkpoint.manifest.scalars
-    skipped = [(first, last) for first, last in scalars["skipped"]]
-    heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
-    return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout), warnings
+    store, mesh, warnings = open_store(checkpoints), engine.mesh, []
+    shared = [store.names()] if mesh.rank == 0 else [None]
+    dist.broadcast_object_list(shared, src=0, group=mesh.control)
+    for name in reversed(shared[0] or []):
+        try:
+            checkpoint = open_together(store, name, mesh)
+            load_state(engine, checkpoint)
+        except DamagedCheckpoint as error:
+            warnings.append(f"checkpoint {name} is damaged and was set aside: {error}")
+            dist.barrier(group=mesh.control)
+            if mesh.rank == 0:
+                store.set_aside(name)
+            dist.barrier(group=mesh.control)
+            continue
+        scalars = checkpoint.manifest.scalars
+        skipped = [(first, last) for first, last in scalars["skipped"]]
+        heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
+        return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout), warnings
+    engine.initialize_weights(seed)
+    return TrainState(), warnings
 
 
-def save(checkpoints: Path, engine: Engine, state: TrainState, tokenizer: Path | None, retention: Retention) -> Path:
-    """Writes a checkpoint of the state, then deletes those that no rule keeps. All ranks call it."""
-    path = save_checkpoint(checkpoints, state.step, engine, state.scalars(engine), tokenizer=tokenizer)
-    if engine.mesh.rank == 0:
-        retention.apply(checkpoints)
-    return path
+def open_saver(
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: Path | None,
+    retention: Retention,
+    fence: Fence | None,
+    watchers: Watchers | NullWatchers,
+    watchdog: Watchdog,
+) -> Saver:
+    """What writes the run's checkpoints. All ranks call it; rank 0 commits under ``fence``."""
+    hooks = Hooks(
+        before_commit=watchers.sync,
+        guard=fence.held if fence is not None else nullcontext,
+        after_commit=retention.apply,
+        while_waiting=lambda: watchdog.beat(watchdog.step, watchdog.phase),
+    )
+    attachments = {CONFIG: config.run_path / CONFIG, **tokenizer_files(tokenizer)}
+    return Saver(
+        open_store(config.checkpoint_location),
+        engine,
+        asynchronous=config.checkpoint.asynchronous,
+        timeout_seconds=config.checkpoint.timeout_seconds,
+        tag=str(fence.token) if fence is not None else "0",
+        attachments=attachments,
+        hooks=hooks,
+    )
+
+
+def tokenizer_files(tokenizer: Path | None) -> dict[str, Path]:
+    """The files of a tokenizer's folder, under the names that they have in a checkpoint."""
+    found = sorted(path for path in tokenizer.iterdir() if path.is_file()) if tokenizer is not None else []
+    return {f"tokenizer/{path.name}": path for path in found}
+
+
+def save(checkpoints: Path, engine: Engine, state: TrainState, tokenizer: Path | None, retention: Retention) -> None:
+    """Writes one checkpoint of the state and waits for it. All ranks call it; all raise IncompleteSave together."""
+    hooks = Hooks(after_commit=retention.apply)
+    attachments = tokenizer_files(tokenizer)
+    with Saver(open_store(checkpoints), engine, asynchronous=False, attachments=attachments, hooks=hooks) as saver:
+        saver.save(state)
+        (saved,) = saver.wait()
+    if saved.error is not None:
+        raise IncompleteSave(saved.error)

@@ -16,10 +16,10 @@ from data.dataset import Dataset, open_dataset
 from data.order import take
 from data.prepared import locate
 from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.fence import Fence
 from launcher.ledger import ledger_row
 from launcher.restarts import Restart
-from launcher.run_dir import CHECKPOINTS
-from launcher.state import TrainState, restore, save
+from launcher.state import TrainState, open_saver, restore
 from launcher.step import Totals, accumulate_gradients, agree_to_stop, evaluate
 from launcher.watch.moe import moe_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
@@ -30,6 +30,7 @@ from modeling.decoder import Output
 from modeling.reference import move_router_biases
 from modeling.schedules import lr_factor
 from parallel.checkpoint.retention import Retention
+from parallel.checkpoint.saver import Saved
 from parallel.engine import Engine, StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.pipeline.stages import MicroBatch
@@ -45,17 +46,18 @@ def train(
     changed: list[tuple[str, Any, Any]],
     stop: StopRequest | None = None,
     restart: Restart | None = None,
+    fence: Fence | None = None,
 ) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
     Returns the exit code: 0, or STOPPED where ``stop`` was heard on some rank; the state is then saved.
     ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
-    crash. The run directory exists.
+    crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds)
     with Watchdog(config, mesh) as watchdog:
-        code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog)
+        code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog, fence)
     close_mesh()
     return code
 
@@ -67,19 +69,22 @@ def train_watched(
     restart: Restart | None,
     mesh: Mesh,
     watchdog: Watchdog,
+    fence: Fence | None,
 ) -> int:
     """The run itself, from top to bottom; returns the exit code. All ranks call it."""
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
-    checkpoints = config.run_path / CHECKPOINTS
     retention = open_retention(config.checkpoint)
-    state, warnings = restore(checkpoints, engine, config.seed)
+    state, warnings = restore(config.checkpoint_location, engine, config.seed)
     if state.step >= config.train.steps:
         return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
-    with open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank) as watchers:
+    with (
+        open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank, fence) as watchers,
+        open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
+    ):
         watchdog.watchers = watchers
         report_start(watchers, state, warnings, changed, restart)
         stopped = agree_to_stop(stop, mesh)
@@ -98,14 +103,18 @@ def train_watched(
                 stopped = stopped or agree_to_stop(stop, mesh)
             if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
                 watchdog.beat(state.step, "checkpoint")
-                watchers.sync()
-                path = save(checkpoints, engine, state, tokenizer, retention)
-                watchers.event({"step": state.step, "event": "checkpoint", "path": str(path)})
+                saver.save(state)
                 stopped = stopped or agree_to_stop(stop, mesh)
+            report_saves(watchers, saver.poll())
             if state.step % config.train.gc_every_steps == 0:
                 gc.collect()
+        watchdog.beat(state.step, "checkpoint")
+        report_saves(watchers, saver.wait())
         if stopped is not None and state.step < config.train.steps:
             watchers.event({"step": state.step, "event": "stopped", "signal": Signals(stopped).name})
+    if saver.last is not None and saver.last.error is not None:
+        report_unsaved(saver.last, mesh.rank)
+        return 1
     return 0 if state.step >= config.train.steps else STOPPED
 
 
@@ -245,6 +254,24 @@ def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, watchdog: 
             yield output
 
     return evaluate(run, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
+
+
+def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
+    """Events of the checkpoints that were committed, or failed, since the last look. A row's step is the state's."""
+    for saved in saves:
+        if saved.error is not None:
+            watchers.event({"step": saved.step, "event": "checkpoint_failed", "message": saved.error})
+            continue
+        seconds = {"seconds": saved.seconds, "hold_seconds": saved.hold_seconds}
+        watchers.event({"step": saved.step, "event": "checkpoint", "path": saved.location, **seconds})
+        if saved.warning is not None:
+            watchers.event({"step": saved.step, "event": "checkpoint_warning", "message": saved.warning})
+
+
+def report_unsaved(saved: Saved, rank: int) -> None:
+    """Says that the last checkpoint that was due could not be written, once."""
+    if rank == 0:
+        print(f"the last checkpoint, step {saved.step}, was not written: {saved.error}", file=sys.stderr)
 
 
 def report_start(

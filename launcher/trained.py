@@ -10,9 +10,10 @@ from torch import Tensor
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS, CONFIG
+from launcher.run_dir import CONFIG, checkpoints_of
 from modeling.decoder import Decoder, build_decoder
-from parallel.checkpoint.manifest import MANIFEST, DamagedCheckpoint
+from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder
+from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.write import BUFFER, list_checkpoints
 
@@ -35,31 +36,52 @@ class Trained:
         return self.checkpoint.read(name, kind)
 
 
-def open_trained(path: Path) -> Trained:
+def open_trained(path: Path | str) -> Trained:
     """Opens ``path``: a checkpoint's directory, or a run directory, of which the latest good checkpoint is taken.
 
-    Nothing is changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its
-    place. Raises UserError where there is no good one.
+    On an object store ``path`` is a URL: a checkpoint's, or that of the folder which checkpoint.dir named. Nothing is
+    changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its place. Raises
+    UserError where there is no good one.
     """
+    run, candidates = find_candidates(path)
+    damaged = []
+    for folder in reversed(candidates):
+        try:
+            checkpoint = open_checkpoint(folder)
+        except DamagedCheckpoint as error:
+            where = folder.location
+            damaged.append(f"CHECKPOINT={where} is damaged ({error}); give another one, or train on to write one")
+            continue
+        for line in damaged:
+            print(f"{line}; taking {folder.name}", file=sys.stderr)
+        return Trained(checkpoint, config_of(checkpoint, run, path))
+    raise UserError(damaged or [f"CHECKPOINT={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
+
+
+def find_candidates(path: Path | str) -> tuple[Path | None, list[Folder]]:
+    """The run directory, if there is one, and the checkpoints that ``path`` may mean, oldest first."""
+    if is_remote(path):
+        folder = open_folder(path)
+        if folder.size(MANIFEST) is not None:
+            return None, [folder]
+        return None, list_checkpoints(path)
+    path = Path(path)
     if not path.is_dir():
         raise UserError([f"CHECKPOINT={path} is not a folder; give a run directory, or one of its checkpoints/step-N"])
     if (path / MANIFEST).is_file():
-        run, candidates = path.absolute().parent.parent, [path]
-    else:
-        run, candidates = path, list_checkpoints(path / CHECKPOINTS)
-    if candidates and not (run / CONFIG).is_file():
-        raise UserError([f"CHECKPOINT={path} must lie in a run directory, and {run / CONFIG} is missing; put it back"])
-    damaged = []
-    for directory in reversed(candidates):
-        try:
-            checkpoint = open_checkpoint(directory)
-        except DamagedCheckpoint as error:
-            damaged.append(f"CHECKPOINT={directory} is damaged ({error}); give another one, or train on to write one")
-            continue
-        for line in damaged:
-            print(f"{line}; taking {directory.name}", file=sys.stderr)
-        return Trained(checkpoint, load_config(run / CONFIG))
-    raise UserError(damaged or [f"CHECKPOINT={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
+        return path.absolute().parent.parent, [open_folder(path)]
+    return path, list_checkpoints(checkpoints_of(path))
+
+
+def config_of(checkpoint: Checkpoint, run: Path | None, path: Path | str) -> RunConfig:
+    """The run directory's config, or else the copy in the checkpoint, which is as old as that."""
+    if run is not None and (run / CONFIG).is_file():
+        return load_config(run / CONFIG)
+    saved = checkpoint.attached(CONFIG)
+    if saved is None:
+        missing = "config.yaml" if run is None else run / CONFIG
+        raise UserError([f"CHECKPOINT={path} must lie in a run directory, and {missing} is missing; put it back"])
+    return load_config(saved)
 
 
 def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtype) -> Decoder:

@@ -51,6 +51,7 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "checkpoint.keep_last": (1, 3),
     "checkpoint.keep_every_steps": (1, 1000),
     "checkpoint.keep_best": (0, 0),
+    "checkpoint.timeout_seconds": (1, 1800),
     "slurm.nodes": (1, 1),
     "slurm.gpus_per_node": (0, 8),
     "slurm.tasks_per_node": (1, 8),

@@ -38,6 +38,9 @@ class CheckpointConfig:
     keep_last: int = 3
     keep_every_steps: int | None = None  # those at multiples of it stay for good; None: none
     keep_best: int = 0  # so many of the lowest held-out loss stay as well
+    dir: str | None = None  # a path, or a URL that fsspec opens (s3://bucket/prefix); None: RUN_DIR/checkpoints
+    asynchronous: bool = True  # training goes on while a copy of the state is written
+    timeout_seconds: int = 1800  # a rank whose part of a save comes this much later than another's ends the job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +80,8 @@ class RunConfig:
     def run_path(self) -> Path:
         """The run directory, relative to the current directory unless run_dir is absolute."""
         return Path(self.run_dir) if self.run_dir is not None else Path("runs") / self.name
+
+    @property
+    def checkpoint_location(self) -> str:
+        """The path or URL of the folder that the checkpoints lie in."""
+        return self.checkpoint.dir if self.checkpoint.dir is not None else str(self.run_path / "checkpoints")

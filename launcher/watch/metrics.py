@@ -9,12 +9,15 @@ W&B and protobuf's JSON do, and ``read_metrics`` gives the floats back.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from launcher.errors import UserError
+
+Guard = Callable[[], AbstractContextManager[Any]]
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -22,31 +25,38 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsFile:
     """The writer. Only rank 0 opens one; each row reaches the operating system before ``write`` returns."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens ``path`` for appending and creates it where it is missing; its directory must exist."""
+    def __init__(self, path: Path, guard: Guard = nullcontext) -> None:
+        """Opens ``path`` for appending and creates it where it is missing; its directory must exist.
+
+        Each row is written within ``guard()``, which raises where this process may write no more.
+        """
         self.path = path
+        self._guard = guard
         self._file = path.open("ab")
 
     @classmethod
-    def resume(cls, path: Path, step: int) -> Self:
+    def resume(cls, path: Path, step: int, guard: Guard = nullcontext) -> Self:
         """The writer of a run restored at ``step`` (0: from the start), with every later row and a torn line dropped.
 
         The file is replaced by a rename, so that a kill in between leaves the old one or the new one. Raises UserError
         where a line other than the last is damaged; the file is then left as it is.
         """
-        if path.exists():
-            shortened = path.with_name(path.name + ".tmp")
-            try:
-                _copy_rows(path, shortened, step)
-                shortened.replace(path)
-            finally:
-                shortened.unlink(missing_ok=True)
-        return cls(path)
+        with guard():
+            if path.exists():
+                shortened = path.with_name(path.name + ".tmp")
+                try:
+                    _copy_rows(path, shortened, step)
+                    shortened.replace(path)
+                finally:
+                    shortened.unlink(missing_ok=True)
+            return cls(path, guard)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""
-        self._file.write(encode_row(row).encode() + b"\n")
-        self._file.flush()
+        line = encode_row(row).encode() + b"\n"
+        with self._guard():
+            self._file.write(line)
+            self._file.flush()
 
     def sync(self) -> None:
         """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts."""

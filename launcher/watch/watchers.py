@@ -1,12 +1,13 @@
 """Everything that watches a run, behind one object that the training loop calls."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from launcher.config.tree import RunConfig
+from launcher.fence import Fence
 from launcher.run_dir import LEDGER, METRICS
 from launcher.watch.metrics import MetricsFile, plain_row
 from launcher.watch.terminal import View, open_view
@@ -103,18 +104,25 @@ class NullWatchers:
 
 
 def open_watchers(
-    config: RunConfig, run_config: Mapping[str, Any], run_dir: Path, restored_step: int, rank: int
+    config: RunConfig,
+    run_config: Mapping[str, Any],
+    run_dir: Path,
+    restored_step: int,
+    rank: int,
+    fence: Fence | None = None,
 ) -> Watchers | NullWatchers:
     """Opens what watches this run: on rank 0 everything, elsewhere nothing.
 
     ``run_config`` is the config as nested dicts, for W&B. ``restored_step`` is 0 for a fresh run; later rows of
-    metrics.jsonl and ledger.jsonl are dropped. ``run_dir`` must exist. Raises UserError where one of them is damaged.
+    metrics.jsonl and ledger.jsonl are dropped. ``run_dir`` must exist; rows are written under ``fence``.
+    Raises UserError where one of the files is damaged.
     """
     if rank != 0:
         return NullWatchers()
+    guard = fence.held if fence is not None else nullcontext
     with ExitStack() as opened:  # closes again what was opened before a failure
-        metrics = opened.enter_context(MetricsFile.resume(run_dir / METRICS, restored_step))
-        ledger = opened.enter_context(MetricsFile.resume(run_dir / LEDGER, restored_step))
+        metrics = opened.enter_context(MetricsFile.resume(run_dir / METRICS, restored_step, guard))
+        ledger = opened.enter_context(MetricsFile.resume(run_dir / LEDGER, restored_step, guard))
         view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir))
         wandb_run = open_wandb(config.metrics.wandb, run_config, run_dir, config.name, announce=view.event)
         opened.pop_all()

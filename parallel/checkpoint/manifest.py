@@ -1,9 +1,7 @@
 """What a checkpoint directory says about itself. Without a valid manifest a directory is not a checkpoint."""
 
 import json
-import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,12 @@ from typing import Any
 import xxhash
 
 from parallel.checkpoint.boxes import Box, coverage_error
+from parallel.checkpoint.folder import MANIFEST, Folder, LocalFolder, open_folder, step_of, sync_directory
 
 FORMAT = 2
-MANIFEST = "manifest.json"
-HASH_CHUNK = 16 << 20
+HASH_CHUNK = 1 << 20
+
+Location = Folder | Path | str  # of one checkpoint: opened already, a directory, or a URL
 
 
 class DamagedCheckpoint(Exception):
@@ -68,22 +68,26 @@ def certify(manifest: Manifest) -> list[str]:
     return problems
 
 
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of manifest.json, its own hash within."""
+    return seal({"format": FORMAT, **asdict(manifest)})
+
+
 def write_manifest(manifest: Manifest, directory: Path) -> None:
-    """Writes and syncs manifest.json, its own hash within, through a temporary file."""
-    temporary = directory / f"{MANIFEST}.partial"
-    with open(temporary, "wb") as out:
-        out.write(seal({"format": FORMAT, **asdict(manifest)}))
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(directory / MANIFEST)
+    """Writes and syncs manifest.json into a directory of a file system, through a temporary file."""
+    partial = f"{MANIFEST}.partial"
+    with LocalFolder(directory).create(partial) as out:
+        out.write(encode_manifest(manifest))
+    (directory / partial).rename(directory / MANIFEST)
     sync_directory(directory)
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(location: Location) -> Manifest:
     """The manifest of a checkpoint; raises DamagedCheckpoint where it is missing, torn, changed, foreign or moved."""
-    path = directory / MANIFEST
+    folder = open_folder(location)
+    path = folder.path(MANIFEST)
     try:
-        content = path.read_bytes()
+        content = folder.read_bytes(MANIFEST)
     except (FileNotFoundError, IsADirectoryError):
         raise DamagedCheckpoint(f"{path} is missing") from None
     if seal_of(content[:-SEAL_BYTES] + b"}") != content[-SEAL_BYTES:]:
@@ -91,9 +95,9 @@ def read_manifest(directory: Path) -> Manifest:
     body = json.loads(content[:-SEAL_BYTES] + b"}")
     if body.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(f"{path} is not of format {FORMAT}")
-    named = re.fullmatch(r"step-(\d+)", directory.name)
-    if named is not None and int(named[1]) != body["step"]:
-        raise DamagedCheckpoint(f"{path} is of step {body['step']}, and its folder is named {directory.name}")
+    named = step_of(folder.name)
+    if named is not None and named != body["step"]:
+        raise DamagedCheckpoint(f"{path} is of step {body['step']}, and its folder is named {folder.name}")
     pieces = [
         Piece(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])})
         for piece in body.pop("pieces")
@@ -115,35 +119,47 @@ def seal_of(content: bytes) -> bytes:
 SEAL_BYTES = len(seal_of(b""))
 
 
-def check_files(manifest: Manifest, directory: Path, files: list[str]) -> list[str]:
-    """What is wrong with these files' sizes and hashes, one line each naming the file."""
-    problems = []
+def check_sizes(manifest: Manifest, location: Location, files: Iterable[str]) -> list[str]:
+    """Which of these files are missing or of another size, one line each."""
+    folder, problems = open_folder(location), []
     for file in files:
-        path, expected = directory / file, manifest.files[file]
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
-        elif hash_file(path) != expected["xxh3_128"]:
-            problems.append(f"{path} does not match its hash in the manifest")
+        size, expected = folder.size(file), manifest.files[file]["bytes"]
+        if size is None:
+            problems.append(f"{folder.path(file)} is missing")
+        elif size != expected:
+            problems.append(f"{folder.path(file)} has {size} bytes, the manifest says {expected}")
     return problems
 
 
-def hash_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """xxh3_128 of the file's bytes, in hexadecimal. ``on_bytes`` is told how many more bytes are done."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(HASH_CHUNK):
-            digest.update(chunk)
+def check_files(
+    manifest: Manifest, location: Location, files: Iterable[str], on_bytes: Callable[[int], None] | None = None
+) -> list[str]:
+    """What is wrong with these files' sizes and hashes, one line each naming the file."""
+    folder, problems = open_folder(location), []
+    for file in files:
+        wrong = check_sizes(manifest, folder, [file])
+        if not wrong and hash_in(folder, file, on_bytes) != manifest.files[file]["xxh3_128"]:
+            wrong = [hash_problem(folder, file)]
+        problems += wrong
+    return problems
+
+
+def hash_problem(folder: Folder, file: str) -> str:
+    """The line for a file whose bytes changed."""
+    return f"{folder.path(file)} does not match its hash in the manifest"
+
+
+def hash_file(path: Path) -> str:
+    """xxh3_128 of a file's bytes, in hexadecimal."""
+    return hash_in(LocalFolder(path.parent), path.name)
+
+
+def hash_in(folder: Folder, file: str, on_bytes: Callable[[int], None] | None = None) -> str:
+    """xxh3_128 of the bytes of a file in a folder, in hexadecimal. ``on_bytes`` is told how many more are done."""
+    digest, view = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
+    with folder.open(file) as content:
+        while got := content.readinto(view):
+            digest.update(view[:got])
             if on_bytes is not None:
-                on_bytes(len(chunk))
+                on_bytes(got)
     return digest.hexdigest()
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes renames within the directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

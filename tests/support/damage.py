@@ -243,16 +243,10 @@ def mesh_barrier(mesh: Mesh) -> None:
 
 def trust_sizes() -> None:
     """Breaks hashing on purpose: every file has the hash that is expected of it."""
-    from parallel.checkpoint import read
+    from parallel.checkpoint.scatter import ShardReader
 
-    def check_sizes(described, directory, files):
-        return [
-            f"{directory / file} is cut"
-            for file in files
-            if not (directory / file).is_file() or (directory / file).stat().st_size != described.files[file]["bytes"]
-        ]
-
-    read.check_files = check_sizes
+    read = ShardReader.read
+    ShardReader.read = lambda self, file, wanted, *, hashes: read(self, file, wanted, hashes=False)
 
 
 def drill(config: RunConfig, n_ranks: int, folder: Path, damages: list[Damage], skip_hashes: bool = False) -> list[str]:

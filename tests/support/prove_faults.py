@@ -196,12 +196,15 @@ def plant(title: str) -> None:
         case "a moment restored at half its size":
             from parallel.checkpoint.read import Checkpoint
 
-            read_box = Checkpoint.read_box
+            fill = Checkpoint.fill
 
-            def mixed_up(self: Any, name: str, box: Any, kind: str = "weight") -> Any:
-                return read_box(self, name, box, kind) * (0.5 if (kind, name) == ("exp_avg", "embed.weight") else 1.0)
+            def mixed_up(self: Any, targets: Any, hashed: Any = ()) -> Any:
+                problems = fill(self, targets, hashed)
+                for target in targets.get(("exp_avg", "embed.weight"), ()):
+                    target.values.mul_(0.5)
+                return problems
 
-            Checkpoint.read_box = mixed_up
+            Checkpoint.fill = mixed_up
         case "experts swapped in the checkpoint":
             import parallel.checkpoint.write as write
 
@@ -218,8 +221,16 @@ def plant(title: str) -> None:
         case "router bias not restored":
             from parallel.checkpoint.read import Checkpoint
 
-            read = Checkpoint.read
-            Checkpoint.read = lambda self, name, kind="weight": read(self, name, kind) * (0 if kind == "buffer" else 1)
+            fill_all = Checkpoint.fill
+
+            def without_biases(self: Any, targets: Any, hashed: Any = ()) -> Any:
+                problems = fill_all(self, targets, hashed)
+                for (kind, _), wanted in targets.items():
+                    for target in wanted if kind == "buffer" else ():
+                        target.values.zero_()
+                return problems
+
+            Checkpoint.fill = without_biases
         case "tied embedding not summed over the stages":
             from parallel.engine import Engine
 

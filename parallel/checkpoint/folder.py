@@ -1,0 +1,330 @@
+"""Where checkpoints lie: folders of files, and the acts that make a folder a checkpoint or take it away again.
+
+One interface, two kinds: a file system (here), where the commit is a rename, and an object store (objects.py), where it
+is the put of the manifest.
+"""
+
+import io
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+MANIFEST = "manifest.json"
+
+
+class Output(Protocol):
+    """A file being written, a context manager: durable when it is left, dropped when it is left by an exception."""
+
+    def write(self, data: Any) -> None:
+        """Appends all bytes of a buffer."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+
+class Input(Protocol):
+    """A file being read, a context manager."""
+
+    def seek(self, offset: int, /) -> Any:
+        """The next read begins at this byte."""
+        ...
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        """Fills the buffer as far as one read goes; the bytes read, 0 at the end."""
+        ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+
+class Folder(Protocol):
+    """The files of one checkpoint. What goes wrong is an OSError; a missing file is FileNotFoundError."""
+
+    name: str
+    location: str  # what a user would type
+
+    def path(self, file: str) -> str:
+        """Where the file lies, for messages."""
+        ...
+
+    def size(self, file: str) -> int | None:
+        """Its bytes, or None where it is missing."""
+        ...
+
+    def read_bytes(self, file: str) -> bytes:
+        """The whole content, for small files."""
+        ...
+
+    def open(self, file: str) -> Input:
+        """For reading in pieces."""
+        ...
+
+    def create(self, file: str) -> Output:
+        """For writing in pieces; folders in its name are made."""
+        ...
+
+    def files(self) -> list[str]:
+        """All files below, with their paths from here, sorted."""
+        ...
+
+
+class Store(Protocol):
+    """A place that holds checkpoints by name: step-00000100 and so on.
+
+    An attempt is one try at writing one, its tag unlike all others' in this place; nothing of it is visible before the
+    commit. One rank commits, discards, sets aside, removes and sweeps.
+    """
+
+    location: str
+
+    def folder(self, name: str) -> Folder:
+        """The checkpoint of this name, there or not."""
+        ...
+
+    def names(self) -> list[str]:
+        """The checkpoints that were committed, in the order of their steps; neither damaged ones nor attempts."""
+        ...
+
+    def begin(self, name: str, attempt: str) -> tuple[Folder, str]:
+        """The folder that an attempt writes to, and what precedes its files' names. Every rank may call it."""
+        ...
+
+    def commit(self, name: str, attempt: str, manifest: bytes) -> None:
+        """Writes the manifest and makes the attempt the checkpoint, in one atomic act."""
+        ...
+
+    def discard(self, name: str, attempt: str) -> None:
+        """Removes what the attempt wrote."""
+        ...
+
+    def set_aside(self, name: str) -> str:
+        """Makes a damaged checkpoint one no longer, keeping its files; returns where they are."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Deletes a checkpoint; cut short, it leaves something that ``sweep`` removes, never half a checkpoint."""
+        ...
+
+    def set_aside_ones(self) -> list[Folder]:
+        """The damaged ones."""
+        ...
+
+    def leftovers(self) -> list[Folder]:
+        """What attempts and removals left that were cut short, or are writing now."""
+        ...
+
+    def sweep(self) -> list[str]:
+        """Removes the leftovers; returns their names. No attempt may be under way."""
+        ...
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after update ``step``."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's name; None for any other name."""
+    digits = name.removeprefix("step-")
+    return int(digits) if digits != name and digits.isdigit() else None
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Those of the names that are checkpoints', by step."""
+    return sorted((name for name in names if step_of(name) is not None), key=lambda name: step_of(name) or 0)
+
+
+def is_remote(location: str | Path) -> bool:
+    """Whether fsspec is to find it: a URL like s3://bucket/prefix. ``file://`` is local."""
+    return "://" in str(location) and not str(location).startswith("file://")
+
+
+def open_store(location: str | Path) -> Store:
+    """The checkpoints at a path or a URL; it need not exist yet. Raises ValueError or ImportError for a foreign URL."""
+    if is_remote(location):
+        from parallel.checkpoint.objects import ObjectStore
+
+        return ObjectStore(str(location))
+    return LocalStore(local_path(location))
+
+
+def open_folder(location: "str | Path | Folder") -> Folder:
+    """One checkpoint's folder at a path or a URL; a Folder is given back as it is."""
+    if not isinstance(location, str | Path):
+        return location
+    if is_remote(location):
+        from parallel.checkpoint.objects import ObjectFolder
+
+        return ObjectFolder.at(str(location))
+    return LocalFolder(local_path(location))
+
+
+def local_path(location: str | Path) -> Path:
+    """The path of a location that is not remote."""
+    return Path(str(location).removeprefix("file://"))
+
+
+class LocalOutput:
+    """A file on a file system, written past Python's buffers; synced when it is left."""
+
+    def __init__(self, path: Path) -> None:
+        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, data: Any) -> None:
+        """Appends all bytes of a buffer."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            view = view[os.write(self.handle, view) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self.handle)
+        finally:
+            os.close(self.handle)
+
+
+class LocalFolder:
+    """A directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.name = directory.name
+        self.location = str(directory)
+
+    def __str__(self) -> str:
+        return self.location
+
+    def path(self, file: str) -> str:
+        """Where the file lies."""
+        return str(self.directory / file)
+
+    def size(self, file: str) -> int | None:
+        """Its bytes, or None where it is missing."""
+        path = self.directory / file
+        return path.stat().st_size if path.is_file() else None
+
+    def read_bytes(self, file: str) -> bytes:
+        """The whole content."""
+        return (self.directory / file).read_bytes()
+
+    def open(self, file: str) -> Input:
+        """For reading, without a buffer of Python's."""
+        return io.FileIO(self.directory / file)
+
+    def create(self, file: str) -> Output:
+        """For writing."""
+        path = self.directory / file
+        if "/" in file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return LocalOutput(path)
+
+    def files(self) -> list[str]:
+        """All files below."""
+        found = (path for path in self.directory.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.directory).as_posix() for path in found)
+
+
+class LocalStore:
+    """Checkpoints as directories of a directory. Hidden names ending in .partial are attempts and removals."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.location = str(root)
+
+    def folder(self, name: str) -> LocalFolder:
+        """The checkpoint of this name."""
+        return LocalFolder(self.root / name)
+
+    def names(self) -> list[str]:
+        """Directories named as checkpoints are."""
+        return in_order([path.name for path in self.root.glob("step-*") if path.is_dir()])
+
+    def begin(self, name: str, attempt: str) -> tuple[LocalFolder, str]:
+        """A hidden directory beside the checkpoints."""
+        partial = self._partial(name, attempt)
+        partial.mkdir(parents=True, exist_ok=True)
+        return LocalFolder(partial), ""
+
+    def commit(self, name: str, attempt: str, manifest: bytes) -> None:
+        """The manifest, then a rename, each synced."""
+        partial, final = self._partial(name, attempt), self.root / name
+        with LocalFolder(partial).create(MANIFEST) as out:
+            out.write(manifest)
+        sync_tree(partial)
+        if final.exists():  # the same step, saved again: the old one makes room only now
+            final.rename(self._partial(name, f"before-{attempt}"))
+        partial.rename(final)
+        sync_directory(self.root)
+
+    def discard(self, name: str, attempt: str) -> None:
+        """Removes the attempt's directory."""
+        if self._partial(name, attempt).exists():
+            shutil.rmtree(self._partial(name, attempt))
+
+    def set_aside(self, name: str) -> str:
+        """Renames it to NAME.damaged, or NAME.damaged-2 and so on."""
+        target = self.root / f"{name}.damaged"
+        number = 1
+        while target.exists():
+            number += 1
+            target = self.root / f"{name}.damaged-{number}"
+        (self.root / name).rename(target)
+        sync_directory(self.root)
+        return str(target)
+
+    def remove(self, name: str) -> None:
+        """Hides the directory, then deletes it."""
+        hidden = self._partial(name, "removed")
+        if hidden.exists():
+            shutil.rmtree(hidden)
+        (self.root / name).rename(hidden)
+        shutil.rmtree(hidden)
+
+    def set_aside_ones(self) -> list[Folder]:
+        """Directories named NAME.damaged."""
+        return [LocalFolder(path) for path in sorted(self.root.glob("step-*.damaged*"))]
+
+    def leftovers(self) -> list[Folder]:
+        """Hidden directories."""
+        return [LocalFolder(path) for path in sorted(self.root.glob(".step-*.partial"))]
+
+    def sweep(self) -> list[str]:
+        """Deletes hidden directories."""
+        partial = self.leftovers()
+        for each in partial:
+            shutil.rmtree(each.location)
+        return [each.name for each in partial]
+
+    def _partial(self, name: str, attempt: str) -> Path:
+        return self.root / f".{name}.{attempt}.partial"
+
+
+def sync_tree(directory: Path) -> None:
+    """Makes the names of all files below durable; their content is."""
+    for path in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
+        sync_directory(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes renames within the directory durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

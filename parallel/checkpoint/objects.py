@@ -1,0 +1,219 @@
+"""Checkpoints on an object store, or wherever else fsspec reaches: no renames there, so the manifest's put commits.
+
+    PREFIX/step-00000100/manifest.json                  the commit; without it there is no checkpoint
+    PREFIX/step-00000100/ATTEMPT/shard-00000.safetensors   written before; no two attempts write to one name
+
+A process whose run was started again may write objects, but under its own attempt's names: no manifest refers to them,
+and the next sweep removes them.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import fsspec
+
+from parallel.checkpoint.folder import MANIFEST, Folder, Input, Output, in_order
+
+DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
+PART_BYTES = 16 << 20  # of one part of an upload, and of one read: what is held in memory besides the state
+
+
+@contextlib.contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Turns what an fsspec file system's own library raises (botocore's, aiohttp's errors) into OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # each library has its own hierarchy; all of them mean that the store did not do it
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class ObjectOutput:
+    """An object being uploaded; it exists once it is left without an exception."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def write(self, data: Any) -> None:
+        """Appends all bytes of a buffer."""
+        with as_os_errors():
+            self.file.write(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            with as_os_errors():
+                self.file.close()
+            return
+        with contextlib.suppress(Exception):  # what was uploaded is swept later; the first error is what counts
+            self.file.discard()
+        self.file.closed = True  # else its finalizer would complete the upload
+
+
+class ObjectInput:
+    """An object being read, in parts."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def seek(self, offset: int, /) -> int:
+        """The next read begins at this byte."""
+        return self.file.seek(offset)
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills the buffer as far as one read goes."""
+        with as_os_errors():
+            return self.file.readinto(buffer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.file.close()
+
+
+class ObjectFolder:
+    """The objects below a prefix."""
+
+    def __init__(self, fs: Any, root: str, location: str) -> None:
+        self.fs = fs
+        self.root = root.rstrip("/")
+        self.location = location.rstrip("/")
+        self.name = self.root.rpartition("/")[2]
+
+    @classmethod
+    def at(cls, url: str) -> "ObjectFolder":
+        """The prefix that a URL names. Raises ValueError or ImportError where fsspec cannot open such URLs."""
+        fs, root = fsspec.core.url_to_fs(url)
+        return cls(fs, root, url)
+
+    def __str__(self) -> str:
+        return self.location
+
+    def below(self, name: str) -> "ObjectFolder":
+        """The prefix of a longer name."""
+        return ObjectFolder(self.fs, f"{self.root}/{name}", f"{self.location}/{name}")
+
+    def path(self, file: str) -> str:
+        """The object's URL."""
+        return f"{self.location}/{file}"
+
+    def size(self, file: str) -> int | None:
+        """Its bytes, or None where it is missing."""
+        with as_os_errors():
+            try:
+                self.fs.invalidate_cache()  # asks the store, not the memory of an earlier listing
+                found = self.fs.info(f"{self.root}/{file}")
+            except FileNotFoundError:
+                return None
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def read_bytes(self, file: str) -> bytes:
+        """The whole content."""
+        with as_os_errors():
+            return self.fs.cat_file(f"{self.root}/{file}")
+
+    def open(self, file: str) -> Input:
+        """For reading in pieces; parts are fetched ahead."""
+        with as_os_errors():
+            self.fs.invalidate_cache(self.root)
+            return ObjectInput(self.fs.open(f"{self.root}/{file}", "rb", block_size=PART_BYTES, cache_type="readahead"))
+
+    def create(self, file: str) -> Output:
+        """For writing in pieces; a part is uploaded whenever there is one."""
+        with as_os_errors():
+            return ObjectOutput(self.fs.open(f"{self.root}/{file}", "wb", block_size=PART_BYTES))
+
+    def files(self) -> list[str]:
+        """All objects below."""
+        with as_os_errors():
+            self.fs.invalidate_cache()
+            return sorted(path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root))
+
+    def delete(self, files: list[str]) -> None:
+        """Deletes objects; those that are gone already do not matter."""
+        if files:
+            with as_os_errors(), contextlib.suppress(FileNotFoundError):
+                self.fs.rm([f"{self.root}/{file}" for file in files])
+
+    def move(self, file: str, target: str) -> None:
+        """Renames an object, which is a copy and a deletion."""
+        with as_os_errors():
+            self.fs.copy(f"{self.root}/{file}", f"{self.root}/{target}")
+            self.fs.rm_file(f"{self.root}/{file}")
+
+
+class ObjectStore:
+    """Checkpoints as prefixes below a prefix."""
+
+    def __init__(self, url: str) -> None:
+        self.root = ObjectFolder.at(url)
+        self.location = self.root.location
+
+    def folder(self, name: str) -> ObjectFolder:
+        """The checkpoint of this name."""
+        return self.root.below(name)
+
+    def names(self) -> list[str]:
+        """Prefixes with a manifest."""
+        return in_order([name for name, files in self._by_name().items() if MANIFEST in files])
+
+    def begin(self, name: str, attempt: str) -> tuple[ObjectFolder, str]:
+        """The checkpoint's own prefix, and the attempt's name below it."""
+        return self.folder(name), f"{attempt}/"
+
+    def commit(self, name: str, attempt: str, manifest: bytes) -> None:
+        """One put, which a store does wholly or not at all."""
+        with self.folder(name).create(MANIFEST) as out:
+            out.write(manifest)
+
+    def discard(self, name: str, attempt: str) -> None:
+        """Deletes the attempt's objects."""
+        folder = self.folder(name)
+        folder.delete([file for file in folder.files() if file.startswith(f"{attempt}/")])
+
+    def set_aside(self, name: str) -> str:
+        """Renames the manifest; the other objects stay."""
+        folder = self.folder(name)
+        folder.move(MANIFEST, DAMAGED)
+        return folder.path(DAMAGED)
+
+    def remove(self, name: str) -> None:
+        """The manifest first, then the rest."""
+        folder = self.folder(name)
+        folder.delete([MANIFEST])
+        folder.delete(folder.files())
+
+    def set_aside_ones(self) -> list[Folder]:
+        """Prefixes whose manifest was renamed."""
+        return [self.folder(name) for name, files in sorted(self._by_name().items()) if DAMAGED in files]
+
+    def leftovers(self) -> list[Folder]:
+        """Prefixes with neither a manifest nor a renamed one."""
+        found = sorted(self._by_name().items())
+        return [self.folder(name) for name, files in found if MANIFEST not in files and DAMAGED not in files]
+
+    def sweep(self) -> list[str]:
+        """Deletes the objects of the leftovers."""
+        leftovers = [folder.name for folder in self.leftovers()]
+        for name in leftovers:
+            self.folder(name).delete(self.folder(name).files())
+        return leftovers
+
+    def _by_name(self) -> dict[str, set[str]]:
+        """Each checkpoint's files directly below it, by its name; one listing."""
+        names: dict[str, set[str]] = {}
+        for file in self.root.files():
+            name, _, below = file.partition("/")
+            if below and in_order([name]):
+                names.setdefault(name, set()).add(below)
+        return names

@@ -1,0 +1,279 @@
+"""Saving while training goes on: a copy of the state is taken, and a thread writes it.
+
+What training waits for is the copy (and an earlier save, if one is still being written). Each rank's thread writes its
+shard; then the threads meet in a process group of their own, rank 0 checks the certificate and commits, and all ranks
+learn what came of it. A rank that dies breaks the group's connections, one that hangs is given up after a time limit:
+either way the other ranks' threads end.
+"""
+
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.checkpoint import write
+from parallel.checkpoint.errors import BrokenSave, IncompleteSave
+from parallel.checkpoint.folder import Store, step_name
+from parallel.checkpoint.manifest import Piece, encode_manifest
+from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES, chunks_of, copy_all, staged
+from parallel.checkpoint.write import build_manifest, write_attachments, write_shard
+from parallel.engine import Engine
+
+STAGING_BYTES = 8 << 20  # the extra memory of a synchronous save
+SECONDS_AFTER_FAILURE = 30  # a process that fails gives its writer this long to end
+DEFAULT_TIMEOUT_SECONDS = 1800  # a rank whose shard is this much later than another's is given up
+
+
+class Savable(Protocol):
+    """What is saved besides the engine's tensors."""
+
+    step: int
+
+    def scalars(self, engine: Engine) -> dict[str, Any]:
+        """JSON for the manifest, taken when the save begins."""
+        ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What came of one save, the same on every rank but for the times."""
+
+    step: int
+    location: str
+    error: str | None = None  # why nothing was committed: one line
+    warning: str | None = None  # committed, but older checkpoints could not be deleted
+    hold_seconds: float = 0.0  # how long training stood still for it
+    seconds: float = 0.0  # from its begin to the commit
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    scalars: dict[str, Any]
+    file: str
+    pieces: list[Piece]
+    chunks: Iterable[memoryview]
+    attempt: str
+    started: float
+    hold_seconds: float = 0.0
+
+
+@dataclass
+class Hooks:
+    """What is called around a commit, by rank 0's writer (a thread, unless saving is synchronous)."""
+
+    before_commit: Callable[[], None] = lambda: None  # makes durable what the checkpoint counts on: metrics.jsonl
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext  # held while a checkpoint is committed or deleted
+    after_commit: Callable[[Store], Any] = lambda store: None  # deletes older checkpoints
+    while_waiting: Callable[[], None] = lambda: None  # on every rank, each second that training waits for the writer
+
+
+class Saver:
+    """Writes checkpoints of one engine's state. A context manager: leaving it waits for the writer.
+
+    All ranks make it, and call ``save`` at the same steps. Asynchronous, it holds a copy of what this rank owns (4
+    bytes for each element of each fp32 master and optimizer state: made once, page-locked on CUDA); otherwise the
+    extra memory is STAGING_BYTES.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        *,
+        asynchronous: bool = True,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        tag: str = "0",
+        attachments: Mapping[str, Path] | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """``tag``, rank 0's, is unlike that of any other process that writes here. ``attachments`` are small files."""
+        self.store = store
+        self.engine = engine
+        self.mesh = engine.mesh
+        self.asynchronous = asynchronous
+        self.attachments = attachments or {}
+        self.hooks = hooks or Hooks()
+        self.group = open_group(timeout_seconds)
+        self.tag = self._from_first(tag)
+        self.attempts = 0
+        self.thread: threading.Thread | None = None
+        self.finished: list[Saved] = []
+        self.broken: BaseException | None = None
+        self.last: Saved | None = None
+        _, tensors = write.collect_pieces(engine, "")
+        owned = sum(tensor.numel() for tensor in tensors.values())
+        self.buffer = host_buffer(owned if asynchronous else STAGING_BYTES // ELEMENT_BYTES, engine.mesh.device)
+
+    def save(self, state: Savable) -> None:
+        """Begins to save the state; what came of it is told by ``poll``. All ranks call it, at the same steps.
+
+        Waits for the save before it, then for the copy; where saving is synchronous, for everything.
+        """
+        started = time.perf_counter()
+        self._join()
+        self.attempts += 1
+        file = f"shard-{self.mesh.rank:05d}.safetensors"
+        pieces, tensors = write.collect_pieces(self.engine, file)
+        scalars = state.scalars(self.engine)
+        attempt = f"{self.tag}-{self.attempts}"
+        if not self.asynchronous:
+            chunks = staged(tensors.values(), self.buffer)
+            self._run(_Job(state.step, scalars, file, pieces, chunks, attempt, started))
+            self._raise_if_broken()
+            return
+        used = self.buffer[: sum(tensor.numel() for tensor in tensors.values())]
+        copy_all(tensors.values(), used)
+        hold = time.perf_counter() - started
+        job = _Job(state.step, scalars, file, pieces, chunks_of(used), attempt, started, hold)
+        self.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
+        self.thread.start()
+
+    def poll(self) -> list[Saved]:
+        """The saves that ended since the last call, committed or failed; never waits. Raises BrokenSave."""
+        self._raise_if_broken()
+        ended, self.finished = self.finished, []
+        return ended
+
+    def wait(self) -> list[Saved]:
+        """As ``poll``, once nothing is being written any more."""
+        self._join()
+        return self.poll()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Waits for the writer; for a process that fails, not for ever."""
+        if kind is None or issubclass(kind, SystemExit):
+            self._join()
+        elif self.thread is not None:
+            self.thread.join(SECONDS_AFTER_FAILURE)
+
+    def _join(self) -> None:
+        while self.thread is not None:
+            self.thread.join(1.0)
+            self.hooks.while_waiting()
+            self.thread = self.thread if self.thread.is_alive() else None
+        self._raise_if_broken()
+
+    def _raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise BrokenSave(str(self.broken)) from self.broken
+
+    def _run(self, job: _Job) -> None:
+        """The writer: whatever happens on one rank, all ranks meet once and agree."""
+        name = step_name(job.step)
+        location = self.store.folder(name).location
+        try:
+            verdict, text = self._agree(job, name, self._attempt(lambda: self._write_own(job, name)))
+        except RuntimeError as error:  # gloo's: a peer's connection closed, or the time limit passed
+            verdict, text = "broken", f"saving {name}: a rank is gone or did not answer in time ({error})"
+        except BaseException as error:  # ours: raised where training can see it, not lost with the thread
+            self.broken = error
+            return
+        if verdict == "broken":
+            self.broken = RuntimeError(text)
+            return
+        error, warning = (text, None) if verdict == "failed" else (None, text)
+        seconds = time.perf_counter() - job.started
+        hold = job.hold_seconds if self.asynchronous else seconds
+        self.last = Saved(job.step, location, error, warning, hold, seconds)
+        self.finished.append(self.last)
+
+    def _write_own(self, job: _Job, name: str) -> tuple[list[Piece], write.FileRecords]:
+        """Writes this rank's shard."""
+        folder, prefix = self.store.begin(name, job.attempt)
+        file = prefix + job.file
+        pieces = [replace(piece, file=file) for piece in job.pieces] if prefix else job.pieces
+        return pieces, write_shard(folder, file, pieces, job.chunks)
+
+    def _agree(self, job: _Job, name: str, mine: tuple[str, Any]) -> tuple[str, Any]:
+        """The ranks' shards to rank 0, its verdict to all of them."""
+        first = self.mesh.rank == 0
+        everyone: list[Any] | None = [None] * self.mesh.world_size if first else None
+        dist.gather_object(mine, everyone, dst=0, group=self.group)
+        return self._from_first(self._attempt(lambda: self._finish(job, name, everyone or [])) if first else None)
+
+    def _from_first(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        shared = [value]
+        dist.broadcast_object_list(shared, src=0, group=self.group)
+        return shared[0]
+
+    def _attempt(self, work: Callable[[], Any]) -> tuple[str, Any]:
+        """("done", result), or ("failed", why) where the disk or the certificate refused, or ("broken", why)."""
+        try:
+            return "done", work()
+        except (OSError, IncompleteSave) as error:
+            text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+            return "failed", f"{self.mesh.place}: {text}" if self.mesh.world_size > 1 else text
+        except BrokenSave as error:
+            return "broken", str(error)
+        except Exception:  # a fault of ours on one rank: told on all, instead of leaving them waiting
+            return "broken", f"{self.mesh.place}:\n{traceback.format_exc()}"
+
+    def _finish(self, job: _Job, name: str, everyone: list[tuple[str, Any]]) -> str | None:
+        """Rank 0, once every shard is on disk or failed: commits, or removes what was written. Returns a warning."""
+        try:
+            for kind in ("broken", "failed"):
+                problems = [text for verdict, text in everyone if verdict == kind]
+                if problems:
+                    raise (BrokenSave if kind == "broken" else IncompleteSave)("; ".join(problems))
+            manifest = build_manifest(self.engine, job.step, job.scalars, [shard for _, shard in everyone])
+            folder, prefix = self.store.begin(name, job.attempt)
+            manifest.files |= write_attachments(folder, prefix, self.attachments)
+            self.hooks.before_commit()
+            with self.hooks.guard():
+                self.store.commit(name, job.attempt, encode_manifest(manifest))
+        except BaseException:
+            with suppress(OSError):  # the first error is what is told; the next sweep tries again
+                self.store.discard(name, job.attempt)
+            raise
+        try:
+            with self.hooks.guard():
+                self.hooks.after_commit(self.store)
+        except OSError as error:
+            return f"older checkpoints were not deleted: {error}"
+        return None
+
+
+def open_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks that only writers use: a collective of training's can never meet one of theirs."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def host_buffer(n_elements: int, device: torch.device) -> Tensor:
+    """A flat fp32 CPU tensor whose pages exist already, page-locked where copies come from a CUDA device.
+
+    Page-locked by registration: torch's own allocator would round the size up to a power of two.
+    """
+    buffer = torch.zeros(n_elements)
+    buffer.fill_(1.0)  # zeros alone may be pages that the kernel has yet to make
+    if device.type == "cuda" and n_elements:
+        runtime: Any = torch.cuda.cudart()
+        address = buffer.data_ptr()
+        code = runtime.cudaHostRegister(address, buffer.numel() * ELEMENT_BYTES, 0)
+        assert int(code) == 0, f"cudaHostRegister: error {code}"
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    return buffer

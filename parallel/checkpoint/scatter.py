@@ -1,0 +1,171 @@
+"""From a shard to where its elements belong: files read in pieces, hashed on the way, copied straight into place."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from parallel.checkpoint.boxes import Box, boxes_of_range
+from parallel.checkpoint.folder import Folder, Input
+from parallel.checkpoint.manifest import Piece
+from parallel.checkpoint.safetensors_stream import (
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    Header,
+    NotSafetensors,
+    bytes_of,
+    read_header,
+    read_into,
+)
+
+LARGEST_GAP = 1 << 20  # bytes that are read although nobody wants them, rather than sought past
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box of a logical tensor that is wanted, and the tensor of the box's shape that its elements go to."""
+
+    box: Box
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """The part of a piece that a target wants: bytes [start, stop) of the file hold it, ``first`` is element 0's."""
+
+    piece: Piece
+    target: Target
+    first: int
+    start: int
+    stop: int
+
+
+def span_of(piece: Piece, box: Box) -> tuple[int, int] | None:
+    """The first element of the flattened piece that lies in ``box``, and the one behind the last; None: none does."""
+    common = piece.box.intersect(box)
+    if common is None:
+        return None
+    start, stop = 0, 0
+    for size, low, count in zip(piece.shape, common.shifted(piece.start).start, common.shape, strict=True):
+        start, stop = start * size + low, stop * size + low + count - 1
+    return start, stop + 1
+
+
+class ShardReader:
+    """Reads shards through a buffer of CHUNK_BYTES, page-locked where the targets lie on CUDA."""
+
+    def __init__(self, folder: Folder, device: torch.device) -> None:
+        self.folder = folder
+        self.buffer = torch.empty(CHUNK_BYTES // ELEMENT_BYTES, pin_memory=device.type == "cuda")
+        self.bytes = bytes_of(self.buffer)
+
+    def read(self, file: str, wanted: Sequence[tuple[Piece, Target]], *, hashes: bool) -> str | None:
+        """Fills the targets with what pieces of this file have of them; its xxh3_128 if it is to be hashed.
+
+        Raises NotSafetensors where the file is not what was written, OSError where it cannot be read.
+        """
+        digest = xxhash.xxh3_128() if hashes else None
+        with self.folder.open(file) as content:
+            wishes: list[_Wish] = []
+            if wanted:
+                header = read_header(content)
+                wishes = sorted((_wish(header, *each) for each in wanted), key=lambda wish: wish.start)
+            if digest is not None:
+                self._read_all(content, wishes, digest)
+            else:
+                for start, stop in _intervals(wishes):
+                    content.seek(start)
+                    self._read_interval(content, start, stop, wishes)
+        return None if digest is None else digest.hexdigest()
+
+    def _read_all(self, content: Input, wishes: list[_Wish], digest: "xxhash.xxh3_128") -> None:
+        """The whole file, from its start to its end."""
+        content.seek(0)
+        position, coming = 0, _Window(wishes)
+        while got := _read_up_to(content, self.bytes):
+            digest.update(self.bytes[:got])
+            self._scatter(coming.until(position, position + got), position, got)
+            position += got
+        if wishes and position < max(wish.stop for wish in wishes):
+            raise NotSafetensors("ends too early")
+
+    def _read_interval(self, content: Input, start: int, stop: int, wishes: list[_Wish]) -> None:
+        coming = _Window(wishes)
+        for position in range(start, stop, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, stop - position)
+            read_into(content, self.bytes[:count])
+            self._scatter(coming.until(position, position + count), position, count)
+
+    def _scatter(self, wishes: Sequence[_Wish], position: int, count: int) -> None:
+        """Copies what the wishes want of the buffer, which holds ``count`` bytes of the file from ``position`` on."""
+        waits = False
+        for wish in wishes:
+            start, stop = max(position, wish.start), min(position + count, wish.stop)
+            values = self.buffer[(start - position) // ELEMENT_BYTES : (stop - position) // ELEMENT_BYTES]
+            first = (start - wish.first) // ELEMENT_BYTES
+            _copy_elements(wish, first, values)
+            waits = waits or wish.target.values.is_cuda
+        if waits:  # before the buffer is filled again
+            torch.cuda.current_stream().synchronize()
+
+
+def _copy_elements(wish: _Wish, first: int, values: Tensor) -> None:
+    """``values`` are the elements of the flattened piece from ``first`` on."""
+    done = 0
+    for box in boxes_of_range(wish.piece.shape, first, first + values.numel()):
+        part = values[done : done + box.numel].view(box.shape)
+        done += box.numel
+        absolute = box.shifted([-start for start in wish.piece.start])
+        common = absolute.intersect(wish.target.box)
+        if common is not None:
+            into = wish.target.values[common.shifted(wish.target.box.start).slices]
+            into.copy_(part[common.shifted(absolute.start).slices], non_blocking=True)
+
+
+def _wish(header: Header, piece: Piece, target: Target) -> _Wish:
+    if header.shapes.get(piece.key) != piece.shape:
+        raise NotSafetensors(f"does not hold {piece.key} as the manifest says")
+    span = span_of(piece, target.box)
+    assert span is not None
+    first = header.offsets[piece.key]
+    return _Wish(piece, target, first, first + ELEMENT_BYTES * span[0], first + ELEMENT_BYTES * span[1])
+
+
+class _Window:
+    """The wishes, sorted by their start, that overlap intervals which only move forward."""
+
+    def __init__(self, wishes: list[_Wish]) -> None:
+        self.wishes = wishes
+        self.next = 0
+        self.active: list[_Wish] = []
+
+    def until(self, start: int, stop: int) -> list[_Wish]:
+        """Those that overlap [start, stop)."""
+        while self.next < len(self.wishes) and self.wishes[self.next].start < stop:
+            self.active.append(self.wishes[self.next])
+            self.next += 1
+        self.active = [wish for wish in self.active if wish.stop > start]
+        return list(self.active)
+
+
+def _intervals(wishes: list[_Wish]) -> Iterator[tuple[int, int]]:
+    """The bytes to be read for the wishes, which are sorted; small gaps are read over."""
+    if not wishes:
+        return
+    start, stop = wishes[0].start, wishes[0].stop
+    for wish in wishes[1:]:
+        if wish.start > stop + LARGEST_GAP:
+            yield start, stop
+            start, stop = wish.start, wish.stop
+        stop = max(stop, wish.stop)
+    yield start, stop
+
+
+def _read_up_to(content: Input, view: memoryview) -> int:
+    """Fills the view, unless the file ends before; the bytes read."""
+    done = 0
+    while done < len(view) and (got := content.readinto(view[done:])):
+        done += got
+    return done
