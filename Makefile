@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slurm slurm-packages prove check format bench clean
+.PHONY: install demo test test-slurm slurm-packages prove drill check format bench clean
 
 install: $(STAMP)
 
@@ -39,6 +39,10 @@ slurm-packages:
 # The rest of the layout matrix: what `make test` leaves out to fit in its time.
 prove: $(STAMP)
 	$(BIN)/python -m pytest tests -m 'slow and not slurm'
+
+# 200 runs in which ranks are killed at random moments; a line each, and a JSON summary.
+drill: $(STAMP)
+	$(BIN)/python tests/support/kill_drill.py --runs 200
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """What a checkpoint holds besides tensors: how far the run is, in updates and in data. Saving and restoring a run."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,13 @@ def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainSt
         return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout), warnings
     engine.initialize_weights(seed)
     return TrainState(), warnings
+
+
+def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int) -> None:
+    """Deletes what an interrupted save left, and what a crash kept from being deleted; rank 0 does it, once restored."""
+    if rank == 0:
+        with suppress(OSError), fence.held() if fence is not None else nullcontext():  # the next save tries again
+            retention.apply(open_store(config.checkpoint_location))
 
 
 def open_saver(

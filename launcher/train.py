@@ -19,7 +19,7 @@ from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.fence import Fence
 from launcher.ledger import ledger_row
 from launcher.restarts import Restart
-from launcher.state import TrainState, open_saver, restore
+from launcher.state import TrainState, open_saver, restore, tidy
 from launcher.step import Totals, accumulate_gradients, agree_to_stop, evaluate
 from launcher.watch.moe import moe_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
@@ -77,6 +77,7 @@ def train_watched(
     engine = build_engine(config, mesh)
     retention = open_retention(config.checkpoint)
     state, warnings = restore(config.checkpoint_location, engine, config.seed)
+    tidy(config, retention, fence, mesh.rank)
     if state.step >= config.train.steps:
         return 0
     prepared = locate(config.data, config.model.vocab_size)

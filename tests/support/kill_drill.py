@@ -1,0 +1,346 @@
+"""The kill drill: runs in which ranks are killed at random moments, each resumed and compared with one that was not.
+
+``python tests/support/kill_drill.py --runs 200`` prints a line a run and a JSON summary at the end. What happens in run
+n is a function of (seed, n): ``--seed S --only N`` repeats it.
+
+One kill is a real SIGKILL, sent by rank 0 from a thread of its own a random time after it has entered a moment: an
+update, the writing of a shard, the commit, the deletion of old checkpoints, a load. The fork server lives on from run
+to run, so a start costs what the ranks need to build their engines.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # as pytest does; the ranks get the same path
+
+import launcher.start
+from launcher.checkpoint_command import find
+from launcher.config.dump import dump_config
+from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
+from launcher.watch.metrics import read_metrics
+from layout_runs import MOE_MODEL, run_config, write_tokens
+from modeling.config import BiasBalance
+from modeling.optimizers.config import AdamWConfig
+from parallel.checkpoint.verify import problems_of
+from parallel.config import ParallelConfig
+
+STEPS, EVERY = 8, 2
+BATCH = 8
+LAYOUTS = {
+    "dp2 zero1": (2, ParallelConfig(zero=1)),
+    "dp2 ep2 zero3": (2, ParallelConfig(zero=3, ep=2)),
+    "tp2 ep2 zero2": (2, ParallelConfig(zero=2, tp=2, ep=2)),
+    "pp2 zero1": (2, ParallelConfig(zero=1, pp=2)),
+    "cp2 ep2 zero1": (2, ParallelConfig(zero=1, cp=2, ep=2)),
+    "pp2 dp2 ep2 zero1": (4, ParallelConfig(zero=1, pp=2, ep=2)),
+}
+assert MOE_MODEL.moe is not None
+MODEL = replace(MOE_MODEL, moe=replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
+MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after that the kill comes, at most, in seconds
+    "step": ("launcher.train", "run_step", 0.3),
+    "save": ("parallel.checkpoint.write", "_write_shard", 0.03),
+    "commit": ("parallel.checkpoint.write", "_commit", 0.02),
+    "cleanup": ("parallel.checkpoint.retention", "Retention.apply", 0.01),
+    "load": ("launcher.train", "restore", 0.04),
+}
+PIDS = "pids"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is to happen in one start of a run."""
+
+    moment: str
+    occurrence: int  # the n-th time that rank 0 enters it, from 1
+    delay_seconds: float
+    victim: int | None  # a rank; None: all
+
+
+@dataclass
+class Outcome:
+    """One run of the drill."""
+
+    number: int
+    layout: str
+    kills: list[Kill]
+    landed: list[str] = field(default_factory=list)  # for each kill: "inside" or "after" the moment, or "not at all"
+    resumed_from: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def plan(seed: int, number: int) -> tuple[str, list[Kill]]:
+    """The layout and the kills of run ``number``."""
+    draw = random.Random(f"{seed}-{number}")
+    layout = draw.choice(list(LAYOUTS))
+    n_ranks = LAYOUTS[layout][0]
+
+    def kill(moment: str, occurrences: int) -> Kill:
+        victim = draw.choice([None, *range(n_ranks)])
+        return Kill(moment, draw.randint(1, occurrences), draw.random() ** 3 * MOMENTS[moment][2], victim)
+
+    moment = list(MOMENTS)[number % len(MOMENTS)]
+    if moment == "load":  # there must be something to load: a first kill later than the first checkpoint
+        first = replace(kill("step", STEPS), occurrence=draw.randint(2 * EVERY, STEPS))
+        return layout, [first, kill("load", 1)]
+    last = {"step": STEPS, "cleanup": STEPS // EVERY - 1}  # after the last clean-up there is nobody left to kill
+    return layout, [kill(moment, last.get(moment, STEPS // EVERY))]
+
+
+def write_config(folder: Path, name: str, tokens: str, layout: str) -> Path:
+    """The config of a run in folder/name."""
+    config = run_config(
+        tokens,
+        model=MODEL,
+        optimizer=AdamWConfig(lr=1e-3),
+        parallel=LAYOUTS[layout][1],
+        steps=STEPS,
+        micro_batch_size=1 if layout.startswith("pp2 dp2") else 2,
+        global_batch_size=BATCH,
+    )
+    config = replace(
+        config,
+        name=name,
+        run_dir=str(folder / name),
+        checkpoint=CheckpointConfig(every_steps=EVERY, keep_last=2),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    )
+    path = folder / f"{name}.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def start(config: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None = None) -> tuple[int, str]:
+    """What ``roundtable train`` does, in this process, the ranks set up to be killed; the exit code and stderr."""
+    ranks_do = launcher.start.train_rank
+    folder = config.with_suffix(".kill")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / PIDS).mkdir(parents=True)
+    errors = io.StringIO()
+    launcher.start.train_rank = functools.partial(doomed_rank, folder, n_ranks, kill, plant)
+    try:
+        with contextlib.redirect_stderr(errors):
+            code = launcher.start.start_training(config, [], n_ranks)
+    finally:
+        launcher.start.train_rank = ranks_do
+    return code, errors.getvalue()
+
+
+def doomed_rank(
+    folder: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None, *arguments: Any
+) -> Any:
+    """One rank: says who it is, sets the trap, and trains as always."""
+    if plant is not None:
+        plant()
+    rank = int(os.environ["RANK"])
+    with open(folder / f"rank-{rank}.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    (folder / PIDS / str(rank)).write_text(str(os.getpid()))
+    if kill is not None and rank == 0:
+        set_trap(folder, n_ranks, kill)
+    return launcher.start.train_rank(*arguments)
+
+
+def set_trap(folder: Path, n_ranks: int, kill: Kill) -> None:
+    """Wraps what the moment names, so that the kill follows its n-th call."""
+    module_name, path, _ = MOMENTS[kill.moment]
+    *above, name = path.split(".")
+    holder: Any = functools.reduce(getattr, above, __import__(module_name, fromlist=["_"]))
+    real = getattr(holder, name)
+    calls = 0
+
+    @functools.wraps(real)
+    def entered(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != kill.occurrence:
+            return real(*arguments, **named)
+        inside = threading.Event()
+        inside.set()
+        threading.Thread(target=execute, args=(folder, n_ranks, kill, inside), daemon=True).start()
+        try:
+            return real(*arguments, **named)
+        finally:
+            inside.clear()
+
+    setattr(holder, name, entered)
+
+
+def execute(folder: Path, n_ranks: int, kill: Kill, inside: threading.Event) -> None:
+    """Waits, then kills; the executioner last if it is among the victims."""
+    time.sleep(kill.delay_seconds)
+    victims = [kill.victim] if kill.victim is not None else [*range(1, n_ranks), 0]
+    pids = [int((folder / PIDS / str(victim)).read_text()) for victim in victims]
+    (folder / "landed").write_text("inside" if inside.is_set() else "after")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def updates(run: Path) -> list[tuple]:
+    """Step, loss, norm and tokens of each update in metrics.jsonl."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows if "loss" in row]
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The step of the newest, 0 where there is none."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return max((int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()), default=0)
+
+
+class Drill:
+    """A folder with token files, the uninterrupted runs of each layout, and the runs that are killed."""
+
+    def __init__(self, folder: Path, seed: int, plant: Callable[[], None] | None = None) -> None:
+        """``plant`` breaks every rank of a restart on purpose."""
+        self.folder = folder
+        self.seed = seed
+        self.plant = plant
+        self.tokens = write_tokens(folder)
+        self.references: dict[str, tuple[list[tuple], list[dict]]] = {}
+
+    def reference(self, layout: str) -> tuple[list[tuple], list[dict]]:
+        """Updates and ledger of the layout's uninterrupted run."""
+        if layout not in self.references:
+            config = write_config(self.folder, layout.replace(" ", "-"), self.tokens, layout)
+            code, errors = start(config, LAYOUTS[layout][0], None)
+            assert code == 0, errors
+            run = config.with_suffix("")
+            self.references[layout] = updates(run), read_metrics(run / "ledger.jsonl")
+        return self.references[layout]
+
+    def run(self, number: int) -> Outcome:
+        """One run: killed as planned, resumed until its end, judged; its folder stays where something was wrong."""
+        layout, kills = plan(self.seed, number)
+        outcome = Outcome(number, layout, kills)
+        reference = self.reference(layout)
+        began = time.monotonic()
+        config = write_config(self.folder, f"run-{number:03d}", self.tokens, layout)
+        run, n_ranks = config.with_suffix(""), LAYOUTS[layout][0]
+        for attempt, kill in enumerate([*kills, None]):
+            newest = newest_checkpoint(run) if run.exists() else 0
+            code, errors = start(config, n_ranks, kill, self.plant if attempt else None)
+            landed = config.with_suffix(".kill") / "landed"
+            if kill is not None:
+                outcome.landed.append(landed.read_text() if landed.exists() else "not at all")
+                outcome.problems += judge_kill(outcome.landed[-1], code, errors)
+            elif code != 0:
+                outcome.problems.append(f"the last start ended with code {code}: {errors.strip()[-500:]}")
+            if attempt and kill is None:
+                outcome.resumed_from.append(newest)
+                outcome.problems += judge_restart(run, newest)
+        outcome.problems += judge_end(run, *reference)
+        outcome.seconds = time.monotonic() - began
+        if not outcome.problems:
+            shutil.rmtree(run)
+        return outcome
+
+
+def judge_kill(landed: str, code: int, errors: str) -> list[str]:
+    """A start whose ranks were killed ends with code 1 and says which rank; one that was over before ends with 0."""
+    if landed == "not at all":
+        return [] if code == 0 else [f"nobody was killed, and the start ended with code {code}: {errors[-500:]}"]
+    if code == 0:
+        return []  # the kill hit a run that had nothing left to do
+    return [] if code == 1 and "SIGKILL" in errors else [f"code {code} after a kill, and stderr {errors[-500:]!r}"]
+
+
+def judge_restart(run: Path, newest: int) -> list[str]:
+    """It went on from the newest checkpoint that was there, and none was damaged by the kill."""
+    resumed = [row["step"] for row in read_metrics(run / "metrics.jsonl") if row.get("event") == "resume"]
+    problems = []
+    if 0 < newest < STEPS and resumed[-1:] != [newest]:
+        problems.append(f"resumed from {resumed[-1:]}, and step {newest} was there")
+    damaged = [path.name for path in (run / "checkpoints").iterdir() if "damaged" in path.name]
+    return problems + [f"{name} was set aside after a kill" for name in damaged]
+
+
+def judge_end(run: Path, rows: list[tuple], ledger: list[dict]) -> list[str]:
+    """The finished run against the uninterrupted one: every number, every sample, and what lies on disk."""
+    problems = []
+    if updates(run) != rows:
+        problems.append(f"updates differ: {updates(run)}, uninterrupted {rows}")
+    seen = read_metrics(run / "ledger.jsonl")
+    if seen != ledger:
+        problems.append(f"the ledger differs: {seen}, uninterrupted {ledger}")
+    samples = [(row["step"], row["first_sample"], row["last_sample"]) for row in seen]
+    if samples != [(step, BATCH * (step - 1), BATCH * step - 1) for step in range(1, STEPS + 1)]:
+        problems.append(f"samples were skipped or repeated: {samples}")
+    found = find(run)
+    if [int(directory.name.removeprefix("step-")) for directory in found.directories] != [STEPS - EVERY, STEPS]:
+        problems.append(f"checkpoints {[directory.name for directory in found.directories]} are left")
+    problems += [f"{path.name} is left" for path in found.partial]
+    return problems + [line for directory in found.directories for line in problems_of(directory)]
+
+
+def summary(outcomes: list[Outcome], seed: int) -> dict[str, Any]:
+    """Counts by moment, victim and layout, and everything that went wrong."""
+    last = [(outcome, outcome.kills[-1], outcome.landed[-1]) for outcome in outcomes]
+    return {
+        "runs": len(outcomes),
+        "seed": seed,
+        "resumed": sum(not outcome.problems for outcome in outcomes),
+        "failed": [asdict(outcome) for outcome in outcomes if outcome.problems],
+        "moments": {
+            moment: dict(Counter(landed for _, kill, landed in last if kill.moment == moment)) for moment in MOMENTS
+        },
+        "victims": dict(Counter("all" if kill.victim is None else f"rank {kill.victim}" for _, kill, _ in last)),
+        "layouts": dict(Counter(outcome.layout for outcome in outcomes)),
+        "resumed_from": dict(sorted(Counter(step for outcome in outcomes for step in outcome.resumed_from).items())),
+        "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
+    }
+
+
+def line_of(outcome: Outcome) -> str:
+    """One run in words."""
+    kill = outcome.kills[-1]
+    whom = "all ranks" if kill.victim is None else f"rank {kill.victim}"
+    verdict = f"FAILED: {outcome.problems}" if outcome.problems else "resumed, equal"
+    what = f"{outcome.layout}: {whom} killed {outcome.landed[-1]} {kill.moment} {kill.occurrence}"
+    return f"{outcome.seconds:4.1f} s  {what}: {verdict}"
+
+
+def main() -> int:
+    """The command; returns 1 where a run did not come back as it was."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument("--only", type=int, default=None, help="one run of that seed")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    numbers = [options.only] if options.only is not None else range(options.runs)
+    folder = Path(tempfile.mkdtemp(prefix="kill-drill-"))
+    print(f"seed {seed}, in {folder}", file=sys.stderr, flush=True)
+    drill, outcomes = Drill(folder, seed), []
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the drill with the summary of what was run
+        for number in numbers:
+            outcomes.append(drill.run(number))
+            print(f"{number + 1}/{options.runs}  {line_of(outcomes[-1])}", file=sys.stderr, flush=True)
+    result = summary(outcomes, seed)
+    print(json.dumps(result))
+    if not result["failed"]:
+        shutil.rmtree(folder)
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    from kill_drill import main as importable_main  # so that the ranks find these functions by their module's name
+
+    sys.exit(importable_main())
