@@ -1,13 +1,18 @@
 """Ten runs of the kill drill (`make drill` has two hundred): killed at each kind of moment, resumed, equal to the last
 bit."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 import launcher.train
-from kill_drill import MOMENTS, Drill, plan, summary
+import launcher.watchdog
+from kill_drill import MOMENTS, Drill, plan, start, summary, write_config
 from launcher.watch.metrics import MetricsFile
+from launcher.watchdog import Watchdog
+from layout_runs import write_tokens
+from parallel.mesh import Mesh
 
 SEED = 4
 RUNS = 10
@@ -62,3 +67,27 @@ def test_planted_fault_in_resuming_fails_the_drill(tmp_path, plant):
     outcome = Drill(tmp_path, SEED, plant).run(number)
     assert any("differ" in problem for problem in outcome.problems), outcome
     assert any("skipped or repeated" in problem for problem in outcome.problems), outcome
+
+
+def end_between_word_and_look() -> None:
+    """Rank 0's main thread ends just after its watchdog's thread has sent what it knew; the other ranks end later."""
+    real, meet = Watchdog.send_own, launcher.watchdog.wait_for_all
+
+    def send_own(self: Watchdog, *arguments) -> None:
+        real(self, *arguments)
+        deadline = time.monotonic() + 20
+        while self.mesh.rank == 0 and self.phase == "end" and self.own_end is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def wait_for_all(mesh: Mesh) -> None:
+        meet(mesh)
+        time.sleep(8 if mesh.rank else 4)  # the thread sends every two seconds
+
+    Watchdog.send_own = send_own
+    launcher.watchdog.wait_for_all = wait_for_all
+
+
+def test_a_rank_that_ends_as_it_should_always_says_so(tmp_path):
+    """The kill drill found it: one end in dozens was taken for a death, on a busy machine."""
+    config = write_config(tmp_path, "run", write_tokens(tmp_path), "dp2 zero1")
+    assert start(config, 2, None, end_between_word_and_look) == (0, "")
