@@ -131,8 +131,9 @@ class Watchdog:
             turned = now
             for rank, message in arrived:
                 self.take(rank, message, now)
-            self.send_own(heart, now)
-            if self.own_end is not None and "bye" in self.own_end:
+            own_end = self.own_end  # read once: "bye" must have been sent before we go, and the main thread sets it
+            self.send_own(heart, now, own_end)
+            if own_end is not None and "bye" in own_end:
                 heart.close()
                 self.over.set()
                 return
@@ -141,7 +142,7 @@ class Watchdog:
                 self.end(verdict, heart)
                 return
 
-    def send_own(self, heart: Heart, now: float) -> None:
+    def send_own(self, heart: Heart, now: float, own_end: Message | None) -> None:
         """This rank's beat, or its last word."""
         beat = {
             "step": self.step,
@@ -150,7 +151,7 @@ class Watchdog:
             "limit": self.limit(),
             "key": self.limit_key(),
         }
-        message: Message = {"beat": beat, **(self.own_end or {})}
+        message: Message = {"beat": beat, **(own_end or {})}
         if self.mesh.rank == 0:
             self.take(0, message, now)
             message = {"pulse": beat} if "bye" not in message else {"bye": True}
