@@ -78,7 +78,7 @@ def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainSt
 
 
 def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int) -> None:
-    """Deletes what an interrupted save left, and what a crash kept from being deleted; rank 0 does it, once restored."""
+    """Deletes what a save left that was cut short, and what it no longer came to delete. Rank 0 does it, after the load."""
     if rank == 0:
         with suppress(OSError), fence.held() if fence is not None else nullcontext():  # the next save tries again
             retention.apply(open_store(config.checkpoint_location))

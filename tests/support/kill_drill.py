@@ -39,6 +39,7 @@ from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.verify import problems_of
 from parallel.config import ParallelConfig
+from parallel.stop import STOPPED
 
 STEPS, EVERY = 8, 2
 BATCH = 8
@@ -54,8 +55,8 @@ assert MOE_MODEL.moe is not None
 MODEL = replace(MOE_MODEL, moe=replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
 MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after that the kill comes, at most, in seconds
     "step": ("launcher.train", "run_step", 0.3),
-    "save": ("parallel.checkpoint.write", "_write_shard", 0.03),
-    "commit": ("parallel.checkpoint.write", "_commit", 0.02),
+    "save": ("parallel.checkpoint.saver", "write_shard", 0.03),
+    "commit": ("parallel.checkpoint.folder", "LocalStore.commit", 0.02),
     "cleanup": ("parallel.checkpoint.retention", "Retention.apply", 0.01),
     "load": ("launcher.train", "restore", 0.04),
 }
@@ -139,6 +140,8 @@ def start(config: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], Non
             code = launcher.start.start_training(config, [], n_ranks)
     finally:
         launcher.start.train_rank = ranks_do
+    if code == STOPPED:  # the drill was asked to stop, and passed it on to the ranks
+        raise KeyboardInterrupt
     return code, errors.getvalue()
 
 
@@ -283,7 +286,7 @@ def judge_end(run: Path, rows: list[tuple], ledger: list[dict]) -> list[str]:
     samples = [(row["step"], row["first_sample"], row["last_sample"]) for row in seen]
     if samples != [(step, BATCH * (step - 1), BATCH * step - 1) for step in range(1, STEPS + 1)]:
         problems.append(f"samples were skipped or repeated: {samples}")
-    found = find(run)
+    found = find(str(run))
     if [int(directory.name.removeprefix("step-")) for directory in found.directories] != [STEPS - EVERY, STEPS]:
         problems.append(f"checkpoints {[directory.name for directory in found.directories]} are left")
     problems += [f"{path.name} is left" for path in found.partial]
