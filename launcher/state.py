@@ -78,7 +78,7 @@ def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainSt
 
 
 def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int) -> None:
-    """Deletes what a save left that was cut short, and what it no longer came to delete. Rank 0 does it, after the load."""
+    """Deletes what an interrupted save left, and what a crash kept from being deleted. Rank 0 does it."""
     if rank == 0:
         with suppress(OSError), fence.held() if fence is not None else nullcontext():  # the next save tries again
             retention.apply(open_store(config.checkpoint_location))

@@ -6,9 +6,11 @@ the same double). JSON has no NaN or infinity: they are written as the strings "
 W&B and protobuf's JSON do, and ``read_metrics`` gives the floats back.
 """
 
+import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,11 +21,15 @@ from launcher.errors import UserError
 
 Guard = Callable[[], AbstractContextManager[Any]]
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """The writer. Only rank 0 opens one; each row reaches the operating system before ``write`` returns."""
+    """The writer. Only rank 0 opens one; each row reaches the operating system before ``write`` returns.
+
+    Rows for which a full disk has no room wait in memory, and are written with the next one for which there is.
+    """
 
     def __init__(self, path: Path, guard: Guard = nullcontext) -> None:
         """Opens ``path`` for appending and creates it where it is missing; its directory must exist.
@@ -32,7 +38,9 @@ class MetricsFile:
         """
         self.path = path
         self._guard = guard
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._lock = threading.Lock()  # a checkpoint's writer syncs while training goes on
 
     @classmethod
     def resume(cls, path: Path, step: int, guard: Guard = nullcontext) -> Self:
@@ -54,17 +62,37 @@ class MetricsFile:
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""
         line = encode_row(row).encode() + b"\n"
-        with self._guard():
-            self._file.write(line)
-            self._file.flush()
+        with self._lock, self._guard():
+            self._waiting += line
+            try:
+                self._drain()
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
 
     def sync(self) -> None:
-        """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts."""
-        os.fsync(self._file.fileno())
+        """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts.
+
+        Raises OSError where a full disk still has no room for all of them.
+        """
+        with self._lock, self._guard():
+            self._drain()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        self._file.close()
+        """Closes the file; a second call does nothing. Raises OSError where rows find no room."""
+        with self._lock:
+            try:
+                if self._waiting:
+                    with self._guard():
+                        self._drain()
+            finally:
+                self._waiting = b""
+                self._file.close()
+
+    def _drain(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def __enter__(self) -> Self:
         return self

@@ -127,3 +127,15 @@ def test_a_killed_process_loses_no_written_row(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert [row["step"] for row in read_metrics(path)] == list(range(1, 51))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_keeps_rows_waiting_and_says_so_at_a_sync():
+    file = MetricsFile(Path("/dev/full"))
+    file.write(update(1))
+    file.write(update(2))
+    with pytest.raises(OSError, match="No space left"):
+        file.sync()
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+    file.close()
