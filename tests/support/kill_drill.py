@@ -332,7 +332,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kill-drill-"))
     print(f"seed {seed}, in {folder}", file=sys.stderr, flush=True)
     drill, outcomes = Drill(folder, seed), []
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the drill with the summary of what was run
+    # Ctrl-C ends the drill with the summary of what was run; standard output holds nothing but that.
+    with contextlib.suppress(KeyboardInterrupt), contextlib.redirect_stdout(sys.stderr):
         for number in numbers:
             outcomes.append(drill.run(number))
             print(f"{number + 1}/{options.runs}  {line_of(outcomes[-1])}", file=sys.stderr, flush=True)
