@@ -33,6 +33,7 @@ from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Saved
 from parallel.engine import Engine, StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.pipeline.config import splits_backward
 from parallel.pipeline.stages import MicroBatch
 from parallel.recompute import apply_recompute
 from parallel.stop import STOPPED, StopRequest
@@ -175,7 +176,8 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         precision=config.train.precision,
         micro_batch_size=config.train.micro_batch_size,
     )
-    apply_recompute(engine.model, config.train.recompute)
+    parts = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
+    apply_recompute(engine.model, config.train.recompute, splits_backward=parts)
     if mesh.pp.degree > 1:
         engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)
     return engine

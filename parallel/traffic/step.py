@@ -22,7 +22,6 @@ from modeling.optimizers.config import OptimizerConfig
 from parallel.config import ParallelConfig
 from parallel.layout import place_of
 from parallel.mesh import Degrees
-from parallel.pipeline.config import splits_backward
 from parallel.pipeline.stages import Part, keep_parts, rank_parts
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
@@ -132,11 +131,6 @@ class Step:
 
     def forwards(self, half: Literal["attention", "feed_forward"]) -> int:
         """How often half a layer's forward pass runs for one micro-batch, recomputation included."""
-        if self.recompute != "none" and self.parallel.pp > 1 and splits_backward(self.parallel.pipeline):
-            raise ValueError(
-                f"parallel.pipeline.name={self.parallel.pipeline.name} with train.recompute={self.recompute} has no "
-                "closed form: torch repeats a layer's forward pass for each group of weights"
-            )
         repeats = {"none": (), "selective": ("feed_forward",), "full": ("attention", "feed_forward")}
         return 1 + (half in repeats[self.recompute])
 

@@ -95,7 +95,7 @@ def slow(*values: Any) -> Any:
             FOUR_LAYERS,
             [
                 {"zero": 2, **BF16, **FULL},
-                {"zero": 1, **RING, "pipeline": ZBV()},
+                {"zero": 1, **RING, **FULL, "pipeline": ZBV()},
             ],
         ),
         slow(
@@ -106,7 +106,9 @@ def slow(*values: Any) -> Any:
                 {"zero": 0},
                 {"zero": 3, **SELECTIVE},
                 {"zero": 1, **RING, "pipeline": Interleaved()},
-                {"zero": 1, **FP16, "pipeline": DualPipeV()},
+                {"zero": 1, "pipeline": ZBV()},
+                {"zero": 2, **BF16, **FULL, "pipeline": DualPipeV()},
+                {"zero": 1, **FP16, **SELECTIVE, "pipeline": DualPipeV()},
             ],
         ),
         slow(8, {"tp": 2, "pp": 2, "ep": 4}, FOUR_LAYERS, [{"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3}]),

@@ -34,7 +34,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     from parallel.deepspeed_groups import Mpu
     from parallel.engine import deepspeed_config
     from parallel.mesh import close_mesh, open_mesh
-    from parallel.pipeline.config import stage_ranks
+    from parallel.pipeline.config import splits_backward, stage_ranks
     from parallel.pipeline.gradients import GradientSums
     from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
     from parallel.pipeline.tied import add_other_copy
@@ -54,7 +54,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     engine, optimizer, *_ = deepspeed.initialize(
         model=model, optimizer=base, config=config, mpu=Mpu(mesh), dist_init_required=False
     )
-    apply_recompute(model, case.recompute)
+    apply_recompute(model, case.recompute, splits_backward=splits_backward(case.pipeline))
     pipeline = make_pipeline(case, mesh, model, parts, DTYPES[precision])
     sums = GradientSums(engine, zero, DTYPES[precision])
     ends = stage_ranks(case.pipeline, case.pp)

@@ -138,6 +138,7 @@ def micro_batches(parts: list[ReferenceBatch], scale: float = 1.0) -> tuple[list
 
 def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any, Any, list[Any]]:
     """This rank's decoder with its weights at step 0, its pipeline, and its parts."""
+    from parallel.pipeline.config import splits_backward
     from parallel.pipeline.stages import keep_parts, rank_parts
     from parallel.recompute import apply_recompute
 
@@ -147,7 +148,7 @@ def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any,
     keep_parts(model, parts)
     seed = SEED + mesh.pp.rank if case.fault == "stage initialized like another" else SEED
     materialize(model, case.model, seed, "cpu", DTYPES[precision])
-    apply_recompute(model, case.recompute)
+    apply_recompute(model, case.recompute, splits_backward=splits_backward(case.pipeline))
     return model, make_pipeline(case, mesh, model, parts, DTYPES[precision]), parts
 
 
