@@ -1,0 +1,205 @@
+"""What the ranks of the saver's tests do: one engine each, saved in many ways, whole and broken."""
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from launcher.config.tree import RunConfig
+from launcher.fence import StaleRun, raise_fence
+from launcher.run_dir import claim
+from launcher.state import TrainState
+from launcher.train import build_engine
+from launcher.watch.metrics import MetricsFile
+from parallel.checkpoint import write
+from parallel.checkpoint.errors import BrokenSave
+from parallel.checkpoint.folder import LocalStore, open_store
+from parallel.checkpoint.manifest import Piece
+from parallel.checkpoint.saver import Hooks, Saved, Saver
+from parallel.engine import Engine
+from parallel.mesh import close_mesh, open_mesh
+
+FAULTS = ("one rank's experts written for all", "a moment forgotten", "an overlap", "a gap")
+TIMEOUT_SECONDS = 240
+Pieces = tuple[list[Piece], dict[str, Tensor]]
+
+
+def opened(config: RunConfig) -> Engine:
+    """An engine at step 0 with optimizer states that are not all zero."""
+    mesh = open_mesh(config.parallel, TIMEOUT_SECONDS)
+    engine = build_engine(config, mesh)
+    engine.initialize_weights(config.seed)
+    for fragment in engine.fragments:
+        for number, values in enumerate(engine.pieces(fragment).values()):
+            values.add_(0.5 * number)
+    return engine
+
+
+def owned(engine: Engine) -> dict[tuple[str, str, tuple[int, ...]], Tensor]:
+    """Copies of what this rank writes, by kind, name and start."""
+    pieces, tensors = write.collect_pieces(engine, "")
+    return {(piece.kind, piece.name, piece.start): tensors[piece.key].clone() for piece in pieces}
+
+
+@dataclass
+class Witness:
+    """One rank's account of ``save_whole``."""
+
+    saves: list[Saved]
+    state: dict[tuple[str, str, tuple[int, ...]], Tensor]  # at the first save
+    events: list[str]
+
+
+def save_whole(config: RunConfig, checkpoints: str, asynchronous: bool) -> Witness:
+    """Two saves, the state changed right after the first returns: on disk is what was when it was called."""
+    engine, events = opened(config), []
+    hooks = Hooks(lambda: events.append("synced"), after_commit=lambda store: events.append("committed"))
+    with Saver(open_store(checkpoints), engine, asynchronous=asynchronous, hooks=hooks) as saver:
+        state = owned(engine)
+        saver.save(TrainState(step=1, consumed=8))
+        for fragment in engine.fragments:
+            engine.pieces(fragment)["weight"].mul_(-1)
+        saver.save(TrainState(step=2, consumed=16))
+        saves = saver.wait()
+        assert not saver.is_writing
+    close_mesh()
+    return Witness(saves, state, events)
+
+
+def save_faulty(config: RunConfig, folder: Path) -> dict[str, Saved]:
+    """One save for each planted fault, and a sound one after them all."""
+    engine = opened(config)
+    found = {}
+    with Saver(LocalStore(folder), engine) as saver:
+        for step, fault in enumerate((*FAULTS, "none"), 1):
+            with planted(fault, engine):
+                saver.save(TrainState(step=step))
+                (found[fault],) = saver.wait()
+    close_mesh()
+    return found
+
+
+@contextmanager
+def planted(fault: str, engine: Engine) -> Iterator[None]:
+    """The saver broken in the named way, on rank 1 where it is one rank's fault."""
+    collect = write.collect_pieces
+
+    def broken(*arguments: Any) -> Pieces:
+        pieces, tensors = collect(*arguments)
+        return spoil(fault, pieces, tensors) if engine.mesh.rank == 1 else (pieces, tensors)
+
+    write.collect_pieces = broken
+    try:
+        yield
+    finally:
+        write.collect_pieces = collect
+
+
+def spoil(fault: str, pieces: list[Piece], tensors: dict[str, Tensor]) -> Pieces:
+    """What a saver with the fault would hand on."""
+    match fault:
+        case "one rank's experts written for all":  # each rank calls its own experts the first ones
+            pieces = [move(piece, 0, -piece.start[0]) if ".experts." in piece.name else piece for piece in pieces]
+        case "a moment forgotten":
+            pieces = [piece for piece in pieces if piece.kind != "exp_avg_sq"]
+        case "an overlap":
+            victim = next(piece for piece in pieces if piece.kind == "weight" and piece.start[0] > 0)
+            pieces = [move(piece, 0, -1) if piece is victim else piece for piece in pieces]
+        case "a gap":
+            victim = max(pieces, key=lambda piece: piece.shape[0])
+            short = replace(victim, shape=(victim.shape[0] - 1, *victim.shape[1:]))
+            pieces = [short if piece is victim else piece for piece in pieces]
+            tensors[victim.key] = tensors[victim.key][:-1]
+        case "none":
+            pass
+        case _:
+            raise AssertionError(fault)
+    return pieces, {piece.key: tensors[piece.key] for piece in pieces}
+
+
+def move(piece: Piece, dim: int, by: int) -> Piece:
+    """The piece, said to lie elsewhere."""
+    start = list(piece.start)
+    start[dim] += by
+    return replace(piece, start=tuple(start))
+
+
+def save_with_failing_disk(config: RunConfig, folder: Path, asynchronous: bool) -> list[Saved]:
+    """Three saves; in the second, rank 1's files may not grow beyond a few bytes (the system refuses the write)."""
+    engine, saves = opened(config), []
+    with Saver(LocalStore(folder), engine, asynchronous=asynchronous) as saver:
+        for step in (1, 2, 3):
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if step == 2 and engine.mesh.rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            saver.save(TrainState(step=step))
+            saves += saver.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    close_mesh()
+    return saves
+
+
+def save_beside_a_hanging_rank(config: RunConfig, folder: Path) -> tuple[str, float]:
+    """Rank 1's writer hangs for longer than the saver waits; what each rank is told, and after how long."""
+    engine = opened(config)
+    saver = Saver(LocalStore(folder), engine, timeout_seconds=2)
+    if engine.mesh.rank == 1:
+        delay(saver, 8.0)
+    started = time.monotonic()
+    saver.save(TrainState(step=1))
+    try:
+        saver.wait()
+    except BrokenSave as error:
+        return str(error), time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+def delay(saver: Saver, seconds: float) -> None:
+    """Makes the writer slow."""
+    write_own: Callable[..., Any] = saver._write_own
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write_own(*arguments)
+
+    saver._write_own = slow
+
+
+def write_on_after_losing_the_fence(config: RunConfig, taken: Path, lost: Path) -> dict[str, str]:
+    """A process that saves and logs under its claim, then does so again after another one has raised the fence."""
+    said = {}
+    with claim(config) as claimed:
+        engine = opened(config)
+        metrics = MetricsFile.resume(config.run_path / "metrics.jsonl", 0, claimed.fence.held)
+        metrics.write({"step": 1, "loss": 1.0})
+        hooks = Hooks(guard=claimed.fence.held)
+        saver = Saver(LocalStore(config.run_path / "checkpoints"), engine, tag=str(claimed.fence.token), hooks=hooks)
+        saver.save(TrainState(step=1))
+        said["before"] = str(saver.wait()[0].error)
+        taken.touch()
+        while not lost.exists():
+            time.sleep(0.02)
+        try:
+            metrics.write({"step": 2, "loss": 1.0})
+        except StaleRun as error:
+            said["metrics"] = str(error)
+        saver.save(TrainState(step=2))
+        try:
+            saver.wait()
+        except BrokenSave as error:
+            said["commit"] = str(error)
+    return said
+
+
+def raise_fence_when_taken(run_path: Path, taken: Path, lost: Path) -> int:
+    """The process that starts the run elsewhere; its token."""
+    while not taken.exists():
+        time.sleep(0.02)
+    token = raise_fence(run_path).token
+    lost.touch()
+    return token
