@@ -12,7 +12,7 @@ from launcher.errors import UserError
 from launcher.fence import Fence
 from launcher.restarts import Restart, Restarts, restart_by_torchrun
 from launcher.run_dir import METRICS, check_free, check_resume, check_writable, claim
-from parallel.checkpoint.folder import is_remote
+from parallel.checkpoint.folder import is_remote, open_store
 from parallel.stop import hearing
 from parallel.world import set_rank_environment, world_size_from_environment
 
@@ -86,6 +86,7 @@ def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
     check_writable(config)
     changed = check_resume(config)
     check_foreign_files(config.data, config.model.vocab_size)
+    check_checkpoint_dir(config)
     check_room(config)
     return changed
 
@@ -113,6 +114,25 @@ def prepare_missing(config: RunConfig) -> None:
         from launcher.prepare import prepare_shown
 
         prepare_shown(config)
+
+
+def check_checkpoint_dir(config: RunConfig) -> None:
+    """Refuses a checkpoint.dir that cannot be opened, or that is gone when the process ends. Changes nothing."""
+    location = config.checkpoint.dir
+    if location is None or not is_remote(location):
+        return
+    if location.startswith("memory://"):
+        raise UserError([f"checkpoint.dir={location} must outlive the process; try a path or s3://bucket/prefix"])
+    try:
+        open_store(location).names()
+    except (ValueError, ImportError, OSError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            [
+                f"checkpoint.dir={location} must be a place that fsspec can list, and it says: {reason}; "
+                "install the library that it names, check address and keys, or leave checkpoint.dir=null"
+            ]
+        ) from None
 
 
 def check_room(config: RunConfig) -> None:

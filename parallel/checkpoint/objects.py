@@ -172,9 +172,17 @@ class ObjectStore:
         return self.folder(name), f"{attempt}/"
 
     def commit(self, name: str, attempt: str, manifest: bytes) -> None:
-        """One put, which a store does wholly or not at all."""
-        with self.folder(name).create(MANIFEST) as out:
-            out.write(manifest)
+        """One put, which a store does wholly or not at all; a step's first only if nobody else has put one (S3)."""
+        folder = self.folder(name)
+        mode = "create" if folder.size(MANIFEST) is None else "overwrite"
+        try:
+            with as_os_errors():
+                folder.fs.pipe_file(f"{folder.root}/{MANIFEST}", manifest, mode=mode)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                if folder.read_bytes(MANIFEST) == manifest:  # ours: an answer was lost, and the put tried again
+                    return
+            raise
 
     def discard(self, name: str, attempt: str) -> None:
         """Deletes the attempt's objects."""

@@ -101,7 +101,7 @@ class Checkpoint:
         return wanted
 
     def fill(self, targets: Targets, hashed: Iterable[str] = ()) -> list[str]:
-        """Copies the elements into the targets, through a buffer of 4 MiB; what is wrong with the files, by line.
+        """Reads the elements into the targets; what is wrong with the files, one line each.
 
         The files of ``hashed`` are read whole and compared with their hashes.
         """

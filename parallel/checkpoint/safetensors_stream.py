@@ -18,7 +18,7 @@ from parallel.checkpoint.folder import Folder, Input, Output
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4
 LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-CHUNK_BYTES = 4 << 20  # of one read, hash and copy: small enough to stay in the processor's cache
+CHUNK_BYTES = 1 << 20  # of one read, hash and copy: small enough to stay in the processor's cache
 
 
 class NotSafetensors(Exception):

@@ -20,6 +20,7 @@ from parallel.checkpoint.safetensors_stream import (
     read_into,
 )
 
+SMALLEST_RUN = 1 << 16  # bytes that get a read of their own
 LARGEST_GAP = 1 << 20  # bytes that are read although nobody wants them, rather than sought past
 
 
@@ -72,31 +73,37 @@ class ShardReader:
             if wanted:
                 header = read_header(content)
                 wishes = sorted((_wish(header, *each) for each in wanted), key=lambda wish: wish.start)
-            if digest is not None:
-                self._read_all(content, wishes, digest)
-            else:
-                for start, stop in _intervals(wishes):
-                    content.seek(start)
-                    self._read_interval(content, start, stop, wishes)
+            intervals = [(0, max((wish.stop for wish in wishes), default=0))] if hashes else list(_intervals(wishes))
+            window = _Window(wishes)
+            for start, stop in intervals:
+                content.seek(start)
+                for first, last, memory in _segments(wishes, start, stop):
+                    if memory is not None:
+                        self._read_in_place(content, memory, digest)
+                    else:
+                        self._read_staged(content, first, last, window, digest)
+            while digest is not None and (got := content.readinto(self.bytes)):
+                digest.update(self.bytes[:got])
         return None if digest is None else digest.hexdigest()
 
-    def _read_all(self, content: Input, wishes: list[_Wish], digest: "xxhash.xxh3_128") -> None:
-        """The whole file, from its start to its end."""
-        content.seek(0)
-        position, coming = 0, _Window(wishes)
-        while got := _read_up_to(content, self.bytes):
-            digest.update(self.bytes[:got])
-            self._scatter(coming.until(position, position + got), position, got)
-            position += got
-        if wishes and position < max(wish.stop for wish in wishes):
-            raise NotSafetensors("ends too early")
+    def _read_in_place(self, content: Input, memory: memoryview, digest: "xxhash.xxh3_128 | None") -> None:
+        """The next bytes, straight to where they belong; hashed while the processor still has them."""
+        for start in range(0, len(memory), CHUNK_BYTES):
+            chunk = memory[start : start + CHUNK_BYTES]
+            read_into(content, chunk)
+            if digest is not None:
+                digest.update(chunk)
 
-    def _read_interval(self, content: Input, start: int, stop: int, wishes: list[_Wish]) -> None:
-        coming = _Window(wishes)
+    def _read_staged(
+        self, content: Input, start: int, stop: int, window: "_Window", digest: "xxhash.xxh3_128 | None"
+    ) -> None:
+        """Bytes [start, stop), which are next, through the buffer."""
         for position in range(start, stop, CHUNK_BYTES):
             count = min(CHUNK_BYTES, stop - position)
             read_into(content, self.bytes[:count])
-            self._scatter(coming.until(position, position + count), position, count)
+            if digest is not None:
+                digest.update(self.bytes[:count])
+            self._scatter(window.until(position, position + count), position, count)
 
     def _scatter(self, wishes: Sequence[_Wish], position: int, count: int) -> None:
         """Copies what the wishes want of the buffer, which holds ``count`` bytes of the file from ``position`` on."""
@@ -163,9 +170,28 @@ def _intervals(wishes: list[_Wish]) -> Iterator[tuple[int, int]]:
     yield start, stop
 
 
-def _read_up_to(content: Input, view: memoryview) -> int:
-    """Fills the view, unless the file ends before; the bytes read."""
-    done = 0
-    while done < len(view) and (got := content.readinto(view[done:])):
-        done += got
-    return done
+def _segments(wishes: list[_Wish], start: int, stop: int) -> Iterator[tuple[int, int, memoryview | None]]:
+    """Bytes [start, stop) cut into what can be read in place, with the memory that it goes to, and what cannot."""
+    reached = 0  # by the wishes so far: what two wishes want goes through the buffer
+    for number, wish in enumerate(wishes):
+        alone = wish.start >= reached and (number + 1 == len(wishes) or wishes[number + 1].start >= wish.stop)
+        reached = max(reached, wish.stop)
+        memory = _memory_of(wish) if alone and start <= wish.start and wish.stop <= stop else None
+        if memory is not None:
+            if wish.start > start:
+                yield start, wish.start, None
+            yield wish.start, wish.stop, memory
+            start = wish.stop
+    if stop > start:
+        yield start, stop, None
+
+
+def _memory_of(wish: _Wish) -> memoryview | None:
+    """Where the wish's bytes go, if they do so in one run that is worth a read of its own."""
+    common = wish.piece.box.intersect(wish.target.box)
+    assert common is not None
+    into = wish.target.values[common.shifted(wish.target.box.start).slices]
+    is_one_run = common.numel * ELEMENT_BYTES == wish.stop - wish.start
+    if not is_one_run or wish.stop - wish.start < SMALLEST_RUN or into.is_cuda or not into.is_contiguous():
+        return None
+    return bytes_of(into.view(-1))

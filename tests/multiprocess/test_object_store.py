@@ -1,0 +1,132 @@
+"""Checkpoints on an object store: a real S3 server on this machine, through s3fs, from saving to export."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from launcher.cli import main
+from launcher.config.dump import dump_config
+from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
+from launcher.start import start_training
+from launcher.trained import open_trained
+from launcher.watch.metrics import read_metrics
+from layout_runs import MOE_MODEL, run_config, write_tokens
+from modeling.optimizers.config import AdamWConfig
+from parallel.checkpoint.folder import Store, open_store
+from parallel.checkpoint.verify import problems_of
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory) -> Iterator[str]:
+    """The URL of an empty bucket; every process started from here finds its server and keys."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "key"}
+        for name, value in {**settings, "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}.items():
+            patch.setenv(name, value)
+        patch.setenv("AWS_CONFIG_FILE", str(tmp_path_factory.mktemp("aws") / "none"))
+        fsspec.filesystem("s3").mkdir("roundtable")
+        yield "s3://roundtable"
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def write_config(folder: Path, tokens: str, name: str, url: str | None) -> Path:
+    config = run_config(tokens, model=MOE_MODEL, optimizer=AdamWConfig(lr=1e-3), steps=6)
+    config = dataclasses.replace(
+        config,
+        name=name,
+        run_dir=str(folder / name),
+        checkpoint=CheckpointConfig(every_steps=2, keep_last=2, dir=url),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    )
+    path = folder / f"{name}.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def numbers(config: Path) -> list[tuple]:
+    rows = read_metrics(config.with_suffix("") / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+def test_a_run_saves_resumes_keeps_verifies_and_exports_there(bucket, tokens, tmp_path, capsys):
+    """The last checkpoint is then damaged on the store: it is set aside there, and the one before it used."""
+    url = f"{bucket}/runs/a"
+    whole, parts = write_config(tmp_path, tokens, "whole", None), write_config(tmp_path, tokens, "parts", url)
+    assert start_training(whole, [], 2) == 0
+    assert start_training(parts, ["train.steps=4"], 2) == 0
+    store = open_store(url)
+    assert store.names() == ["step-00000002", "step-00000004"]
+    assert not (tmp_path / "parts" / "checkpoints" / "step-00000004").exists()
+    damage(f"{url}/step-00000004")
+    assert "shard-00001" in problems_of(store.folder("step-00000004"))[0]
+    assert start_training(parts, [], 2) == 0
+    assert numbers(parts) == numbers(whole)
+    events = read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    (event,) = [row for row in events if row.get("event") == "damaged_checkpoint"]
+    assert f"{url}/step-00000004/" in event["message"]
+    assert store.names() == ["step-00000004", "step-00000006"]
+    assert open_trained(url).checkpoint.step == open_trained(tmp_path / "parts").checkpoint.step == 6
+    shutil.rmtree(tmp_path / "parts")
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", url, "--json"]) == 0
+    assert [Path(row["checkpoint"]).name for row in json.loads(capsys.readouterr().out)["checkpoints"]] == store.names()
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    assert main(["export", str(tmp_path / "whole"), str(local)]) == 0
+    assert main(["export", f"{url}/step-00000006", str(remote)]) == 0
+    assert (local / "model.safetensors").read_bytes() == (remote / "model.safetensors").read_bytes()
+
+
+def damage(url: str) -> None:
+    """Flips a bit in the middle of the second rank's shard."""
+    fs, root = fsspec.core.url_to_fs(url)
+    path = next(path for path in fs.find(root) if path.endswith("shard-00001.safetensors"))
+    content = bytearray(fs.cat_file(path))
+    content[len(content) // 2] ^= 1
+    fs.pipe_file(path, bytes(content))
+
+
+def put(store: Store, step: int, attempt: str, *, commits: bool) -> None:
+    """An attempt with one file."""
+    folder, prefix = store.begin(f"step-{step:08d}", attempt)
+    with folder.create(f"{prefix}shard") as out:
+        out.write(b"0123456789")
+    if commits:
+        store.commit(f"step-{step:08d}", attempt, b"{}")
+
+
+@pytest.mark.parametrize("kind", ["local", "object"])
+def test_both_kinds_of_store_act_alike(bucket, tmp_path, kind):
+    """Nothing is there before the commit; removing, setting aside and sweeping leave what they should."""
+    store = open_store(str(tmp_path / "checkpoints") if kind == "local" else f"{bucket}/acts")
+    assert store.names() == []
+    put(store, 1, "1-1", commits=True)
+    put(store, 2, "1-2", commits=False)
+    assert store.names() == ["step-00000001"]
+    assert [folder.files() for folder in store.leftovers()] == [["shard"] if kind == "local" else ["1-2/shard"]]
+    put(store, 2, "2-1", commits=True)
+    put(store, 10, "2-2", commits=True)
+    assert store.names() == ["step-00000001", "step-00000002", "step-00000010"]
+    store.set_aside("step-00000002")
+    assert store.names() == ["step-00000001", "step-00000010"]
+    assert len(store.set_aside_ones()) == 1
+    put(store, 2, "3-1", commits=True)  # the step can be saved again
+    store.remove("step-00000001")
+    put(store, 3, "3-2", commits=False)
+    store.discard("step-00000003", "3-2")
+    store.sweep()
+    assert store.names() == ["step-00000002", "step-00000010"]
+    assert store.leftovers() == [] and len(store.set_aside_ones()) == 1
