@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from types import TracebackType
 from typing import IO, Any, Self
 
 from launcher.config.tree import RunConfig
 from launcher.hangs import Report, Seen, Verdict, describe_wait, explain, judge, main_line, report_waits, stacks
+from launcher.stragglers import OwnTimes, Stragglers
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.heartbeat import Heart, Message, open_heart
 from parallel.mesh import Degrees, Mesh, wait_for_all
@@ -53,8 +55,11 @@ class Watchdog:
         self.waits = Waits()
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.steps_done, self.longest, self.begun = 0, 0.0, 0
+        self.own_times, self.held_before = OwnTimes(), 0.0
+        self.news: deque[dict[str, Any]] = deque()  # events for the main thread to pass on
         now = time.monotonic()
         self.seen = {rank: Seen(now) for rank in (range(mesh.world_size) if mesh.rank == 0 else (0,))}
+        self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages())
         self.reports: dict[int, Report] = {}
         self.own_end: Message | None = None  # "failed", "cut" or "bye", to be sent by the thread
         self.over = threading.Event()  # nothing more is to be expected of the thread
@@ -71,7 +76,10 @@ class Watchdog:
             self.steps_done += 1
             if self.steps_done > 1:
                 self.longest = max(self.longest, now - self.since)
-        self.step, self.phase, self.since = step, phase, now
+                self.own_times.add(now - self.since, self.waits.seconds - self.held_before)
+        self.step, self.phase, self.since, self.held_before = step, phase, now, self.waits.seconds
+        while self.news:
+            self.watchers.event({"step": step - 1 if phase == STEP else step, **self.news.popleft()})
 
     def __enter__(self) -> Self:
         """Connects and starts the thread. All ranks call it."""
@@ -137,6 +145,7 @@ class Watchdog:
                 heart.close()
                 self.over.set()
                 return
+            self.name_stragglers()
             verdict = judge(self.seen, self.places, now)
             if verdict is not None:
                 self.end(verdict, heart)
@@ -156,6 +165,13 @@ class Watchdog:
             self.take(0, message, now)
             message = {"pulse": beat} if "bye" not in message else {"bye": True}
         heart.send(message)
+
+    def name_stragglers(self) -> None:
+        """Rank 0: leaves the event of each slow rank for the main thread."""
+        figures = {rank: state.beat["own"] for rank, state in self.seen.items() if state.beat.get("own") is not None}
+        for slow in self.stragglers.find(figures, self.step) if self.mesh.rank == 0 else []:
+            row = {"event": "straggler", "rank": slow.rank, "place": self.places[slow.rank]}
+            self.news.append({**row, "ratio": slow.ratio, "own_seconds": slow.seconds})
 
     def take(self, rank: int, message: Message | None, now: float) -> None:
         """Notes what a rank said."""

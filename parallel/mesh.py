@@ -100,6 +100,10 @@ class Degrees:
                     found[rank][name] = (position, len(line))
         return [_place(rank, axes) for rank, axes in enumerate(found)]
 
+    def stages(self) -> list[list[int]]:
+        """The ranks of each pipeline stage."""
+        return [list(range(first, first + self.stage)) for first in range(0, self.world_size, self.stage)]
+
     def lines(self, axis: str) -> list[tuple[int, ...]]:
         """The ranks along ``axis``, for every line of the mesh parallel to it: a partition of the world."""
         lines: dict[tuple[int, ...], list[int]] = {}

@@ -55,7 +55,8 @@ class RollCall:
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise RollCallError([self._unreachable(address, port, error)], is_disagreement=False) from error
-        self.store = PrefixStore("roll_call", store)
+        # torchrun's store outlives a restart: each start calls a roll of its own.
+        self.store = PrefixStore(f"roll_call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def _unreachable(self, address: str, port: int, error: Exception) -> str:
         me = self._name(self.rank)

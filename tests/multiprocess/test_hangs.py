@@ -6,13 +6,17 @@ Times are bounded by the tests' timeout only; the machines that run them may be 
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import hang_job
+import launcher.start as start
 from hang_runs import Ended, living_ranks, run_alone, run_with_launcher, small_run
+from launcher.cli import main
 from launcher.watch.metrics import read_metrics
-from layout_runs import write_tokens
+from layout_runs import DENSE_MODEL, write_tokens
 from parallel.config import ParallelConfig
 
 LAYOUTS = {
@@ -115,6 +119,32 @@ def test_stopped_first_rank_is_named_by_the_second(tmp_path, tokens):
     assert "rank 0 (dp 0) has not been heard of for" in str(error)
     assert living_ranks() == []
     assert "thread MainThread:" in log_of(config, 1)
+
+
+@pytest.mark.slow
+def test_straggler_is_named_with_its_place(tmp_path, tokens):
+    """The rank sleeps half a second a step; nobody else is named, though all take as long by the wall."""
+    small_run(tmp_path, tokens, model=DENSE_MODEL, steps=26)
+    assert main_with(tmp_path, "slow", 1) == 0
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row.get("event") == "straggler"]
+    (row,) = rows
+    assert (row["rank"], row["place"]) == (1, "rank 1 (dp 1)")
+    assert row["ratio"] >= 1.5 and row["own_seconds"] >= 0.5
+
+
+@pytest.mark.slow
+def test_long_phases_do_not_trip_the_watchdog(tmp_path, tokens):
+    """The first step, evaluations and checkpoints each take longer here than a step may."""
+    small_run(tmp_path, tokens, model=DENSE_MODEL, step_timeout_seconds=STEP_TIMEOUT, every_steps=1, steps=2)
+    assert main_with(tmp_path, f"long phases {STEP_TIMEOUT + 3}", 1) == 0
+    assert not list((tmp_path / "run" / "logs").iterdir())
+
+
+def main_with(folder: Path, fault: str, rank: int) -> int:
+    """`train --ranks 2` with a fault in one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "train_rank", partial(hang_job.train_rank, fault, rank, 1))
+        return main(["train", str(folder / "run.yaml"), "--ranks", "2"])
 
 
 # Without a launcher of ours: each rank finds out by itself.

@@ -23,12 +23,35 @@ def plant(fault: str, rank: int, step: int) -> None:
     original = loop.run_step
     fault, _, marker = fault.partition(" once ")
 
+    if fault.startswith("long phases"):
+        lengthen_phases(loop, float(fault.split()[-1]), rank)
+
     def run_step(config: Any, engine: Any, dataset: Any, state: Any, *rest: Any) -> Any:
-        if engine.mesh.rank == rank and (state.step + 1 == step or fault == "slow") and not happened(marker):
+        if (
+            engine.mesh.rank == rank
+            and (state.step + 1 == step or fault == "slow")
+            and not fault.startswith("long")
+            and not happened(marker)
+        ):
             strike(fault, engine)
         return original(config, engine, dataset, state, *rest)
 
     loop.run_step = run_step
+
+
+def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
+    """Makes the start, the first step and each checkpoint of this rank take so long."""
+    names = ("open_dataset", "save", "run_step")
+    for name in names:
+        original, calls = getattr(loop, name), []
+
+        def longer(*given: Any, original: Any = original, calls: list = calls, name: str = name, **options: Any) -> Any:
+            if int(os.environ["RANK"]) == rank and (name != "run_step" or not calls):
+                time.sleep(seconds)
+            calls.append(name)
+            return original(*given, **options)
+
+        setattr(loop, name, longer)
 
 
 def happened(marker: str) -> bool:
@@ -59,7 +82,7 @@ def strike(fault: str, engine: Any) -> None:
         case "sleeps":
             time.sleep(STOPPED_FOR_SECONDS)
         case "slow":
-            time.sleep(0.15)
+            time.sleep(0.5)
         case "holds the lock":
             hold_the_lock()
         case "other collective":

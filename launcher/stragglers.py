@@ -1,0 +1,66 @@
+"""Ranks that are persistently slower than their peers, by the time of their own work.
+
+A rank's own time of a step is the step's wall time less the time its main thread was held in communication (on gloo;
+on CUDA communication does not hold the main thread: all ranks take the same time, and none is called slow). Peers are
+the ranks of the same pipeline stage, which have the same work to do; where a stage is one rank, all ranks.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+WINDOW_STEPS = 20  # a rank's figure is the median of so many steps, so that a hiccup does not count
+SLOW_RATIO = 1.5  # of a rank's figure to its peers' median
+AGAIN_STEPS = 500  # a rank that stays slow is named again after so many steps
+
+
+class OwnTimes:
+    """One rank's own seconds of its last steps."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
+
+    def add(self, wall: float, held: float) -> None:
+        """One step: its wall time, and how much of it communication held the main thread."""
+        self.seconds.append(max(0.0, wall - held))
+
+    def figure(self) -> float | None:
+        """The median of the window, in seconds; None until it is full."""
+        return statistics.median(self.seconds) if len(self.seconds) == WINDOW_STEPS else None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow rank: its own seconds a step, and how many times its peers' median that is."""
+
+    rank: int
+    seconds: float
+    ratio: float
+
+
+class Stragglers:
+    """Rank 0's judgement over time."""
+
+    def __init__(self, stages: Sequence[Sequence[int]]) -> None:
+        ranks = [rank for stage in stages for rank in stage]
+        self.peers = {rank: stage if len(stage) > 1 else ranks for stage in stages for rank in stage}
+        self.named: dict[int, int] = {}  # rank -> the step at which it was named
+
+    def find(self, figures: Mapping[int, float], step: int) -> list[Straggler]:
+        """The ranks to be named now, given every rank's figure; nothing while some rank has none.
+
+        Peers' median is the lower one of two, so that of two ranks the slow one stands out.
+        """
+        if set(figures) != set(self.peers):
+            return []
+        found = []
+        for rank, seconds in figures.items():
+            typical = statistics.median_low([figures[peer] for peer in self.peers[rank]])
+            ratio = seconds / typical if typical > 0 else 1.0
+            if ratio < SLOW_RATIO:
+                self.named.pop(rank, None)
+            elif rank not in self.named or step - self.named[rank] >= AGAIN_STEPS:
+                self.named[rank] = step
+                found.append(Straggler(rank, seconds, ratio))
+        return found

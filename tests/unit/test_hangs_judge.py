@@ -1,0 +1,103 @@
+"""What rank 0 makes of heartbeats and reports, without any rank."""
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.hangs import CUT_SECONDS, Report, Seen, explain, judge
+from launcher.stragglers import AGAIN_STEPS, WINDOW_STEPS, OwnTimes, Stragglers
+from parallel.mesh import Degrees
+
+PLACES = Degrees(4, tp=2, pp=2).places()
+BEAT = {"step": 5, "phase": "step", "age": 1.0, "limit": 10.0, "key": "train.step_timeout_seconds"}
+NOW = 1000.0
+
+
+def seen(**changed: Seen) -> dict[int, Seen]:
+    """Four healthy ranks, but for r0 to r3 as given."""
+    states = {rank: Seen(NOW - 1, dict(BEAT)) for rank in range(4)}
+    return states | {int(name[1:]): state for name, state in changed.items()}
+
+
+def report(rank: int, *, number: int | None = None, count: int = 7, group: str = "tp", ranks=(0, 1)) -> Report:
+    waits = None
+    if number is not None:
+        names = {"operation": "all_reduce", "group": group, "axis": group, "ranks": list(ranks)}
+        waits = {**names, "number": number, "peer": None, "seconds": 3.0}
+    return Report(rank, 5, "step", 11.0, "parallel/x.py:1 in f", waits, {group: count})
+
+
+def test_places_are_those_of_the_axes():
+    assert PLACES == ["rank 0 (pp 0, tp 0)", "rank 1 (pp 0, tp 1)", "rank 2 (pp 1, tp 0)", "rank 3 (pp 1, tp 1)"]
+    assert Degrees(2).places() == ["rank 0 (dp 0)", "rank 1 (dp 1)"]
+    assert Degrees(1).places() == ["rank 0"]
+
+
+def test_healthy_ranks_are_left_alone():
+    assert judge(seen(), PLACES, NOW) is None
+    assert judge(seen(r1=Seen(NOW - 500, dict(BEAT), left=True)), PLACES, NOW) is None
+    assert judge(seen(r1=Seen(NOW - 500)), PLACES, NOW) is None  # has not beaten yet
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "words"),
+    [
+        (Seen(NOW, dict(BEAT), failed=("ValueError: x", 2)), "failed", "rank 3 (pp 1, tp 1) failed: ValueError: x"),
+        (Seen(NOW, dict(BEAT), gone=True), "gone", "rank 3 (pp 1, tp 1) ended without a word"),
+        (Seen(NOW - 11, dict(BEAT)), "hang", "rank 3 (pp 1, tp 1) has not been heard of for 11 s"),
+        (Seen(NOW, {**BEAT, "age": 12.0}), "hang", "step 5 has taken 12 s; the limit is 10 s"),
+        (Seen(NOW, {**BEAT, "age": 12.0, "phase": "checkpoint"}), "hang", "checkpoint after step 5 has taken 12 s"),
+        (Seen(NOW, dict(BEAT), cut=(NOW - CUT_SECONDS - 1, "closed")), "cut", "lost a connection to another rank"),
+    ],
+)
+def test_what_is_wrong_is_told(state, kind, words):
+    verdict = judge(seen(r3=state), PLACES, NOW)
+    assert verdict is not None
+    assert (verdict.kind, words in verdict.text) == (kind, True), verdict
+
+
+def test_a_cause_comes_before_its_consequences():
+    states = seen(r0=Seen(NOW, dict(BEAT), cut=(NOW - 60, "closed")), r2=Seen(NOW, dict(BEAT), failed=("E: x", 1)))
+    verdict = judge(states, PLACES, NOW)
+    assert verdict is not None and verdict.rank == 2
+
+
+def test_the_rank_that_did_not_come_is_named():
+    verdict = judge(seen(r0=Seen(NOW, {**BEAT, "age": 12.0})), PLACES, NOW)
+    assert verdict is not None
+    everybody = {rank: report(rank, number=8, count=8) for rank in range(4)}
+    missing = {rank: each for rank, each in everybody.items() if rank != 2}
+    assert explain(verdict, missing, seen(), PLACES, NOW)[0] == 2
+    at_work = everybody | {1: report(1)}
+    culprit, message = explain(verdict, at_work, seen(), PLACES, NOW)
+    assert culprit == 1 and "slowest: rank 1 (pp 0, tp 1) is at work in step 5, at parallel/x.py:1 in f" in message
+    assert "  rank 0 (pp 0, tp 0) waits in step 5 in all_reduce over tp (ranks 0, 1), number 8 there" in message
+    elsewhere = everybody | {0: report(0, number=8, count=8), 1: report(1, number=3, group="dp", ranks=(1, 3))}
+    elsewhere[1] = replace(elsewhere[1], counts={"tp": 7, "dp": 3})
+    elsewhere[3] = replace(elsewhere[3], counts={"tp": 8, "dp": 3})
+    assert explain(verdict, elsewhere, seen(), PLACES, NOW)[0] == 1
+
+
+def test_own_times_are_the_window_median_of_what_communication_leaves():
+    own = OwnTimes()
+    for step in range(WINDOW_STEPS):
+        assert own.figure() is None
+        own.add(wall=9.0 if step % 3 == 0 else 2.0, held=1.0)
+    assert own.figure() == 1.0
+
+
+def test_stragglers_are_named_once_and_again_when_they_stay():
+    stragglers = Stragglers(Degrees(4, pp=2).stages())
+    even = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.1}  # the second stage has more to do
+    assert stragglers.find(even, 20) == []
+    slow = even | {1: 2.0}
+    (found,) = stragglers.find(slow, 21)
+    assert (found.rank, found.ratio, found.seconds) == (1, 2.0, 2.0)
+    assert stragglers.find(slow, 22) == []
+    assert stragglers.find(slow, 21 + AGAIN_STEPS) != []
+    assert stragglers.find({0: 1.0}, 9999) == []  # not everybody has a figure
+
+
+def test_a_lone_rank_of_a_stage_is_compared_with_all():
+    (found,) = Stragglers(Degrees(2, pp=2).stages()).find({0: 1.0, 1: 1.6}, 1)
+    assert (found.rank, round(found.ratio, 2)) == (1, 1.6)
