@@ -3,9 +3,8 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from launcher.watch.metrics import read_metrics
+from parallel.checkpoint.folder import open_store, step_of
 from parallel.stop import STOPPED
 
 FRUITLESS_STARTS = 3  # so many starts in a row that end without a newer checkpoint are a crash loop
@@ -24,20 +23,20 @@ class Restart:
 class Restarts:
     """Decides after each start's end whether there is another."""
 
-    def __init__(self, metrics: Path, allowed: int) -> None:
-        self.metrics = metrics
+    def __init__(self, checkpoints: str, allowed: int) -> None:
+        self.checkpoints = checkpoints
         self.allowed = allowed
         self.made = 0
-        self.newest = newest_checkpoint(metrics)
+        self.newest = newest_checkpoint(checkpoints) if allowed else 0
         self.fruitless = 0
 
     def next(self, exit_code: int, reason: str, *, stop_asked: bool) -> Restart | str:
         """The next start, or why there is none (in a line; empty where nothing needs to be said)."""
-        newest = newest_checkpoint(self.metrics)
-        self.fruitless = 0 if newest > self.newest else self.fruitless + 1
-        self.newest = newest
         if exit_code in NEVER_AGAIN or stop_asked or self.allowed == 0:
             return ""
+        newest = newest_checkpoint(self.checkpoints)
+        self.fruitless = 0 if newest > self.newest else self.fruitless + 1
+        self.newest = newest
         if self.made == self.allowed:
             return f"no restart is left (--max-restarts {self.allowed})"
         if self.fruitless == FRUITLESS_STARTS:
@@ -48,12 +47,10 @@ class Restarts:
         return Restart(self.made, self.allowed, reason)
 
 
-def newest_checkpoint(metrics: Path) -> int:
-    """The step of the last checkpoint that a metrics.jsonl tells of, written or resumed from; 0 where there is none."""
-    if not metrics.exists():
-        return 0
-    told = ("checkpoint", "resume")  # a crash may come between a commit and its event
-    return max((row["step"] for row in read_metrics(metrics) if row.get("event") in told), default=0)
+def newest_checkpoint(location: str) -> int:
+    """The step of the newest checkpoint in a folder or at a URL; 0 where there is none."""
+    names = open_store(location).names()
+    return step_of(names[-1]) or 0 if names else 0
 
 
 def restart_by_torchrun(environment: Mapping[str, str] = os.environ) -> Restart | None:

@@ -11,7 +11,7 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.fence import Fence
 from launcher.restarts import Restart, Restarts, restart_by_torchrun
-from launcher.run_dir import METRICS, check_free, check_resume, check_writable, claim
+from launcher.run_dir import check_free, check_resume, check_writable, claim
 from parallel.checkpoint.folder import is_remote, open_store
 from parallel.stop import hearing
 from parallel.world import set_rank_environment, world_size_from_environment
@@ -188,7 +188,7 @@ def run_locally(
     from parallel.process import RankError, run_ranks
 
     places = Degrees.of(config.parallel, n_ranks).places()
-    restarts = Restarts(config.run_path / METRICS, max_restarts)
+    restarts = Restarts(config.checkpoint_location, max_restarts)
     restart: Restart | None = None
     options: dict[str, Any] = {"preload": ["launcher.train"], "passes_stop": True, "places": places}
     while True:

@@ -13,8 +13,9 @@ import launcher.start as start
 from hang_runs import living_ranks, small_run
 from launcher.cli import main
 from launcher.restarts import FRUITLESS_STARTS, Restart, Restarts, restart_by_torchrun
-from launcher.watch.metrics import MetricsFile, read_metrics
+from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
+from parallel.checkpoint.folder import step_name
 from parallel.config import ParallelConfig
 
 
@@ -78,26 +79,24 @@ def test_users_mistake_is_not_tried_again(tmp_path, tokens, monkeypatch, capfd):
     assert "restart" not in capfd.readouterr().err
 
 
-def metrics_with(path: Path, *steps: int) -> Path:
-    with MetricsFile(path / "metrics.jsonl") as file:
-        for step in steps:
-            file.write({"step": step, "event": "checkpoint"})
-    return path / "metrics.jsonl"
+def checkpoint_at(folder: Path, step: int) -> str:
+    """A folder of checkpoints that holds one more."""
+    (folder / step_name(step)).mkdir()
+    return str(folder)
 
 
 def test_restarts_are_counted_and_progress_forgives(tmp_path):
-    metrics = metrics_with(tmp_path)
-    restarts = Restarts(metrics, 20)
+    restarts = Restarts(str(tmp_path), 20)
     for number in range(1, 9):
         if number % 3 == 0:  # progress, just before the loop would count as fruitless
-            metrics_with(tmp_path, number)
+            checkpoint_at(tmp_path, number)
         assert restarts.next(1, "x", stop_asked=False) == Restart(number, 20, "x")
-    few = Restarts(metrics, 1)
+    few = Restarts(str(tmp_path), 1)
     assert few.next(1, "x", stop_asked=False) == Restart(1, 1, "x")
     assert few.next(1, "x", stop_asked=False) == "no restart is left (--max-restarts 1)"
-    assert Restarts(metrics, 5).next(2, "x", stop_asked=False) == ""
-    assert Restarts(metrics, 5).next(75, "x", stop_asked=False) == ""
-    assert Restarts(metrics, 5).next(1, "x", stop_asked=True) == ""
+    for code, stop_asked in ((2, False), (75, False), (1, True)):
+        assert Restarts(str(tmp_path), 5).next(code, "x", stop_asked=stop_asked) == ""
+    assert Restarts("memory://nowhere", 0).next(1, "x", stop_asked=False) == ""
 
 
 def test_torchruns_count_is_read():

@@ -40,9 +40,9 @@ def small_run(folder: Path, tokens: str, *, every_steps: int | None = None, **ch
 def run_with_launcher(config: RunConfig, n_ranks: int, fault: str, rank: int, step: int = FAULT_STEP) -> RankError:
     """What `train --ranks` does when the fault comes: the error that it prints."""
     places = Degrees.of(config.parallel, n_ranks).places()
-    with claim(config):
+    with claim(config) as held:
         try:
-            arguments = (hang_job.train_rank, n_ranks, fault, rank, step, config, [], None)
+            arguments = (hang_job.train_rank, n_ranks, fault, rank, step, config, [], None, held.fence)
             run_ranks(*arguments, timeout_seconds=280, threads=1, places=places, preload=["launcher.train"])
         except RankError as error:
             return error
