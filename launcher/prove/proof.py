@@ -15,6 +15,7 @@ from launcher.prove.rank import PLAIN_CHECKPOINT, PhasePlan, Plan, RankSeen, pro
 from launcher.prove.shrink import adamw_for, sgd_for
 from modeling.optimizers.config import OptimizerConfig
 from parallel.compare.routing import TIE_GAP
+from parallel.mesh import Degrees
 from parallel.process import run_ranks
 
 SGD, ADAMW = "fp32 sgd", "fp32 adamw"  # phases; the third is named by own_phase
@@ -165,7 +166,7 @@ def run_proof(
     write_plain_checkpoint(folder / PLAIN_CHECKPOINT, steps, proof.checkpoint_state, scalars)
     plan = Plan(plan_phases(config, proof.plain, steps), folder, timeout_seconds)
     tell(f"{n_ranks} processes: start")
-    proof.ranks = run_ranks(
-        prove_rank, n_ranks, plan, before, timeout_seconds=timeout_seconds, threads=1, preload=PRELOAD
-    )
+    places = Degrees.of(config.parallel, n_ranks).places()
+    options = {"timeout_seconds": timeout_seconds, "threads": 1, "preload": PRELOAD, "places": places}
+    proof.ranks = run_ranks(prove_rank, n_ranks, plan, before, **options)
     return proof

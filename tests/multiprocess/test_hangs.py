@@ -124,7 +124,7 @@ def test_stopped_first_rank_is_named_by_the_second(tmp_path, tokens):
 @pytest.mark.slow
 def test_straggler_is_named_with_its_place(tmp_path, tokens):
     """The rank sleeps half a second a step; nobody else is named, though all take as long by the wall."""
-    small_run(tmp_path, tokens, model=DENSE_MODEL, steps=26)
+    small_run(tmp_path, tokens, model=DENSE_MODEL, steps=36)
     assert main_with(tmp_path, "slow", 1) == 0
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row.get("event") == "straggler"]
     (row,) = rows
@@ -134,7 +134,7 @@ def test_straggler_is_named_with_its_place(tmp_path, tokens):
 
 @pytest.mark.slow
 def test_long_phases_do_not_trip_the_watchdog(tmp_path, tokens):
-    """The first step, evaluations and checkpoints each take longer here than a step may."""
+    """The start, the first step and checkpoints each take longer here than a step may."""
     small_run(tmp_path, tokens, model=DENSE_MODEL, step_timeout_seconds=STEP_TIMEOUT, every_steps=1, steps=2)
     assert main_with(tmp_path, f"long phases {STEP_TIMEOUT + 3}", 1) == 0
     assert not list((tmp_path / "run" / "logs").iterdir())

@@ -158,7 +158,7 @@ def test_the_command_proves_every_schedule(tmp_path, capsys, schedule, changes):
 def test_planted_death_of_a_rank_ends_the_proof(tmp_path):
     outcome = prove(tmp_path, fault="a rank dies")
     assert not outcome.proven
-    assert outcome.died is not None and "rank 1 of 2 ended by exit code 7" in outcome.died
+    assert outcome.died is not None and "rank 1 (dp 1) of 2 ended by exit code 7" in outcome.died
 
 
 def test_command_prints_a_table_or_json_and_leaves_nothing(tmp_path, capsys, monkeypatch):

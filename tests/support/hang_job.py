@@ -41,9 +41,10 @@ def plant(fault: str, rank: int, step: int) -> None:
 
 def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
     """Makes the start, the first step and each checkpoint of this rank take so long."""
-    names = ("open_dataset", "save", "run_step")
-    for name in names:
-        original, calls = getattr(loop, name), []
+    from parallel.checkpoint.saver import Saver
+
+    for owner, name in ((loop, "open_dataset"), (loop, "restore"), (loop, "run_step"), (Saver, "save")):
+        original, calls = getattr(owner, name), []
 
         def longer(*given: Any, original: Any = original, calls: list = calls, name: str = name, **options: Any) -> Any:
             if int(os.environ["RANK"]) == rank and (name != "run_step" or not calls):
@@ -51,7 +52,7 @@ def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
             calls.append(name)
             return original(*given, **options)
 
-        setattr(loop, name, longer)
+        setattr(owner, name, longer)
 
 
 def happened(marker: str) -> bool:
