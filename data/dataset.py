@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -87,6 +87,18 @@ class Dataset:
         row_F, _ = self._boundaries.find(file_B, start_B, length_B)
         n_crossings = len(row_F) - len(file_B)
         return int((length_B - 1).sum()) - n_crossings, int(np.minimum(length_B, self.seq_len).sum())
+
+    def documents(self, indices: np.ndarray) -> list[dict[str, Any]]:
+        """Where each sample's input tokens come from. Searches the index; for messages, not for every step.
+
+        ``file`` is a token file's prefix; in it lie the documents from ``first`` to ``last``, numbered from 0.
+        """
+        found = []
+        for number, start, length in zip(*self._locate(indices).tolist(), strict=True):
+            file = self._files[number]
+            last = file.document_of(start + max(1, min(length - 1, self.seq_len)) - 1)
+            found.append({"file": str(file.prefix), "first": file.document_of(start), "last": last})
+        return found
 
     def _copy_windows(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> np.ndarray:
         """The samples' tokens, [B, S + 1]; zeros past a window's length.

@@ -101,6 +101,11 @@ class TokenFile:
             raise self._not_ascending(first)
         return list(dict.fromkeys(offsets))
 
+    def document_of(self, token: int) -> int:
+        """The number, from 0, of the document that a token (counted from the file's start) lies in."""
+        sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
+        return bisect_right(self._indices, sequence) - 1
+
     def prefetch(self, start: int, stop: int) -> None:
         """Asks the system to read the tokens [start, stop) ahead, in a large file; returns at once."""
         if self.is_large and self._bin is not None:

@@ -30,6 +30,7 @@ class TrainState:
     skipped: list[tuple[int, int]] = field(default_factory=list)  # ranges of samples that are not to be trained on
     tokens: int = 0  # real tokens seen
     heldout: tuple[int, float] | None = None  # the latest held-out loss: after which update, and its value
+    losses: list[float] = field(default_factory=list)  # of the last updates, which the next one's is judged by
 
     def scalars(self, engine: Engine) -> dict[str, Any]:
         """For the checkpoint's manifest."""
@@ -38,6 +39,7 @@ class TrainState:
             "skipped": list(self.skipped),
             "tokens": self.tokens,
             "heldout": self.heldout,
+            "losses": list(self.losses),
             "updates": engine.updates(),
             "loss_scaler": engine.loss_scaler_state(),
             "written_by": layout_of(engine),
@@ -72,7 +74,8 @@ def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainSt
         scalars = checkpoint.manifest.scalars
         skipped = [(first, last) for first, last in scalars["skipped"]]
         heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
-        return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout), warnings
+        losses = scalars.get("losses", [])  # which checkpoints before health was judged lack
+        return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout, losses), warnings
     engine.initialize_weights(seed)
     return TrainState(), warnings
 

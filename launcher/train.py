@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from signal import Signals
 from typing import Any
 
@@ -17,6 +18,7 @@ from data.order import take
 from data.prepared import locate
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.fence import Fence
+from launcher.health import Health, Unhealthy, examine, stop_line
 from launcher.ledger import ledger_row
 from launcher.restarts import Restart
 from launcher.state import TrainState, open_saver, restore, tidy
@@ -51,14 +53,20 @@ def train(
 ) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
-    Returns the exit code: 0, or STOPPED where ``stop`` was heard on some rank; the state is then saved.
+    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; 1 where
+    ``config.health`` has the run stop, after a line on stderr that says why.
     ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
     crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds)
     with Watchdog(config, mesh) as watchdog:
-        code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog, fence)
+        try:
+            code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog, fence)
+        except Unhealthy as error:
+            if mesh.rank == 0:
+                print(error, file=sys.stderr)
+            code = 1
     close_mesh()
     return code
 
@@ -72,7 +80,7 @@ def train_watched(
     watchdog: Watchdog,
     fence: Fence | None,
 ) -> int:
-    """The run itself, from top to bottom; returns the exit code. All ranks call it."""
+    """The run itself, from top to bottom; returns the exit code, or raises Unhealthy. All ranks call it."""
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
@@ -89,13 +97,20 @@ def train_watched(
     ):
         watchdog.watchers = watchers
         report_start(watchers, state, warnings, changed, restart)
-        stopped = agree_to_stop(stop, mesh)
+        health, stopped = Health(config.health), agree_to_stop(stop, mesh)
         while state.step < config.train.steps and stopped is None:
             watchdog.beat(state.step + 1, STEP)
             consumed = state.consumed
-            row, stopped = run_step(config, engine, dataset, state, stop)
-            watchers.consumed(ledger_row(state, consumed, trained=not row.get("skipped", False)))
-            watchers.update(row)
+            done = run_step(config, engine, dataset, state, stop, health)
+            stopped = done.stop_signal
+            if done.event is not None and done.event["action"] == "rollback":
+                watchdog.beat(state.step, "rollback")
+                report_saves(watchers, saver.wait())
+                state = roll_back(config, engine, state, done.event, watchers)
+                continue
+            watchers.consumed(ledger_row(state, consumed, trained=done.trained))
+            watchers.update(done.row)
+            report_problem(watchers, done.event)
             in_haste = stopped is not None and state.step < config.train.steps
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
             if heldout is not None and is_eval_due and not in_haste:
@@ -183,26 +198,63 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     return engine
 
 
-def run_step(
-    config: RunConfig, engine: Engine, dataset: Dataset, state: TrainState, stop: StopRequest
-) -> tuple[dict[str, Any], int | None]:
-    """One update: draws the batch, accumulates gradients, steps, advances ``state``. All ranks call it.
+@dataclass
+class StepDone:
+    """What one step came to, the same on all ranks."""
 
-    Returns the metrics row, and the signal that some rank was asked to stop by, or None: the same on all ranks.
+    row: dict[str, Any]  # of metrics.jsonl
+    trained: bool  # the optimizer advanced
+    event: dict[str, Any] | None  # what was wrong with it, and what is to be done
+    stop_signal: int | None  # that some rank was asked to stop by
+
+
+def run_step(
+    config: RunConfig,
+    engine: Engine,
+    dataset: Dataset,
+    state: TrainState,
+    stop: StopRequest | None = None,
+    health: Health | None = None,
+) -> StepDone:
+    """One update: draws the batch, accumulates gradients, judges, applies or drops them, advances ``state``.
+
+    All ranks call it. Without ``health`` nothing is judged.
     """
     started = time.perf_counter()
     step = state.step + 1
     indices = take(state.consumed, config.train.global_batch_size, state.skipped)
     n_targets, n_tokens = dataset.count(indices)
-    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop)
+    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop or StopRequest())
+    event = examine(health, engine, dataset, indices, state, totals.loss / max(1, n_targets))
     lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
-    update = engine.step(lr)
+    update = engine.step(lr) if event is None or event["action"] == "report" else engine.discard()
     if not update.skipped:
         move_router_biases(engine.model, config.model, move_to(totals, engine.mesh.device))
+        state.losses = [*state.losses, totals.loss / max(1, n_targets)][-config.health.spike_window :]
     state.step, state.consumed, state.tokens = step, int(indices[-1]) + 1, state.tokens + n_tokens
     seconds = time.perf_counter() - started
     row = metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
-    return row, totals.stop_signal
+    return StepDone(row, not update.skipped, event, totals.stop_signal)
+
+
+def roll_back(
+    config: RunConfig, engine: Engine, state: TrainState, event: dict[str, Any], watchers: Watchers | NullWatchers
+) -> TrainState:
+    """Goes back to the last good checkpoint, or to step 0, and leaves out all samples consumed since.
+
+    All ranks call it. Weights that a batch has spoiled were often spoiled by those before it, so they go too.
+    """
+    restored, warnings = restore(config.checkpoint_location, engine, config.seed)
+    left_out = (restored.consumed, state.consumed)
+    restored.skipped = [*restored.skipped, left_out]
+    watchers.rewind(restored.step)
+    report_damage(watchers, restored.step, warnings)
+    watchers.event(
+        event
+        | {"step": restored.step, "event": "rollback", "cause": event["event"], "at_step": event["step"]}
+        | {"samples_left_out": list(left_out)}
+    )
+    return restored
 
 
 def move_to(totals: Totals, device: torch.device) -> dict[int, torch.Tensor]:
@@ -234,7 +286,9 @@ def metrics_row(
     row = {"step": state.step, "tokens": state.tokens, "loss": totals.loss / max(1, n_targets), "lr": lr}
     row |= {"grad_norm": update.grad_norm, **speed}
     if precision == "fp16":
-        row |= {"loss_scale": update.loss_scale, "skipped": update.skipped}
+        row |= {"loss_scale": update.loss_scale}
+    if precision == "fp16" or update.skipped:
+        row |= {"skipped": update.skipped}
     if config.model.moe is not None:
         row |= moe_metrics(
             totals.counts,
@@ -288,11 +342,25 @@ def report_start(
     if restart is not None:
         row = {"restart": restart.number, "max_restarts": restart.allowed, "reason": restart.reason}
         watchers.event({"step": state.step, "event": "restart", **row})
-    for warning in warnings:
-        watchers.event({"step": state.step, "event": "damaged_checkpoint", "message": warning})
+    report_damage(watchers, state.step, warnings)
     if state.step:
         watchers.event({"step": state.step, "event": "resume", "consumed": state.consumed})
     for key, before, after in changed:
         watchers.event(
             {"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)}
         )
+
+
+def report_damage(watchers: Watchers | NullWatchers, step: int, warnings: list[str]) -> None:
+    """Events of checkpoints that could not be used."""
+    for warning in warnings:
+        watchers.event({"step": step, "event": "damaged_checkpoint", "message": warning})
+
+
+def report_problem(watchers: Watchers | NullWatchers, event: dict[str, Any] | None) -> None:
+    """The event of a step that was not healthy; raises Unhealthy on all ranks where the run is to stop."""
+    if event is not None:
+        watchers.event(event)
+        if event["action"] == "stop":
+            watchers.sync()
+            raise Unhealthy(stop_line(event))

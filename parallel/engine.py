@@ -26,7 +26,7 @@ from parallel.deepspeed_groups import EXPERTS, Mpu, experts_are_separate, regist
 from parallel.fragments import Fragment, make_states, owned_fragments
 from parallel.layout import is_owner, place_of, replicas_of
 from parallel.mesh import Axis, Mesh
-from parallel.norm import global_norm, install_norm
+from parallel.norm import Gradient, global_norm, install_norm, zero_gradients
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.gradients import GradientSums
 from parallel.pipeline.run import Pipeline
@@ -80,8 +80,9 @@ class Engine:
         self.deepspeed = wrap(self.model, self.base, config, mesh)
         self.optimizer: Any = self.deepspeed.optimizer
         self.uncounted = {id(weight) for name, weight in self.model.named_parameters() if not self.owns(name)}
+        self.measured: Tensor | None = None  # this step's norm, loss scale included
         if zero > 0:
-            install_norm(self.optimizer, lambda parameter: id(parameter) not in self.uncounted)
+            install_norm(self.optimizer, self.scaled_norm)
         if precision == "fp16":
             defer_loss_scale(self.optimizer)
         self.fragments: list[Fragment] = owned_fragments(
@@ -170,30 +171,78 @@ class Engine:
             engine.set_gradient_accumulation_boundary(True)
             engine.allreduce_gradients()
 
+    def gradients(self) -> list[Gradient]:
+        """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.
+
+        Each counts once over all ranks. They bear the loss scale.
+        """
+        if self.zero > 0:
+            return zero_gradients(self.optimizer, lambda parameter: id(parameter) not in self.uncounted)
+        named = self.model.named_parameters()
+        shares = {weight: self.owns(name) / replicas_of(name, self.mesh).degree for name, weight in named}
+        return [(weight, weight.grad, share) for weight, share in shares.items() if weight.grad is not None]
+
+    def scaled_norm(self) -> Tensor:
+        """The gradient norm before clipping, loss scale included: computed once a step. All ranks call it."""
+        if self.measured is None:
+            parts = [(gradient, share) for _, gradient, share in self.gradients()]
+            self.measured = global_norm(parts, self.mesh.device)
+        return self.measured
+
+    def measure(self) -> float:
+        """The gradient norm before clipping; not finite, on every rank, where any number of any gradient is not.
+
+        To be followed by ``step`` or ``discard``. All ranks call it after the last micro-batch's backward pass.
+        """
+        return float(self.scaled_norm()) / self.loss_scale
+
     def step(self, lr: float) -> StepResult:
-        """Clips and applies the gradients. All ranks call it, after the backward pass of the last micro-batch."""
+        """Clips and applies the gradients. All ranks call it, after the backward pass of the last micro-batch.
+
+        Gradients that are not finite are dropped, as by ``discard``; in fp16 the loss scale then falls.
+        """
         for group in self.base.param_groups:
             group["lr"] = lr
-        loss_scale = self.loss_scale
+        loss_scale, grad_norm = self.loss_scale, self.measure()
         self.deepspeed.set_gradient_accumulation_boundary(True)
-        clipped_norm = self.clip_replicated() if self.zero == 0 else None
-        self.deepspeed.step()
-        grad_norm = float(self.optimizer._global_grad_norm) if clipped_norm is None else clipped_norm
-        skipped = bool(getattr(self.optimizer, "overflow", False))
+        if self.zero == 0:
+            skipped = not math.isfinite(grad_norm)
+            self.apply_replicated(grad_norm)
+        else:
+            self.deepspeed.step()
+            skipped = bool(self.optimizer.overflow)
         if self.precision == "fp16":
             self.optimizer.update_scale_after_step(skipped)
+        self.measured = None
         return StepResult(grad_norm, skipped, loss_scale)
 
-    def clip_replicated(self) -> float:
-        """Clips the gradients that every rank holds whole (ZeRO 0), and returns their norm before."""
-        named = [(name, weight) for name, weight in self.model.named_parameters() if weight.grad is not None]
-        gradients = [weight.grad for _, weight in named if weight.grad is not None]
-        shares = [self.owns(name) / replicas_of(name, self.mesh).degree for name, _ in named]
-        norm = float(global_norm(zip(gradients, shares, strict=True), self.mesh.device))
-        if self.clip_norm is not None and math.isfinite(norm) and norm + 1e-6 > self.clip_norm:
-            for gradient in gradients:
+    def apply_replicated(self, norm: float) -> None:
+        """Clips and applies the gradients that every rank holds whole (ZeRO 0), or drops them."""
+        if not math.isfinite(norm):
+            self.deepspeed.zero_grad()
+            return
+        if self.clip_norm is not None and norm + 1e-6 > self.clip_norm:
+            for _, gradient, _ in self.gradients():
                 gradient.mul_(self.clip_norm / (norm + 1e-6))
-        return norm
+        self.deepspeed.step()
+
+    def discard(self) -> StepResult:
+        """Drops the step's gradients: weights, optimizer states and loss scale stay, bit for bit. All ranks call it."""
+        result = StepResult(self.measure(), True, self.loss_scale)
+        if self.zero == 0:
+            self.deepspeed.zero_grad()
+        else:
+            self.measured = torch.full((), math.nan, device=self.mesh.device)
+            self.deepspeed.set_gradient_accumulation_boundary(True)
+            self.deepspeed.step()  # which drops what has no finite norm, by its own way for overflows
+            assert self.optimizer.overflow
+        self.measured = None
+        return result
+
+    @property
+    def can_lower_loss_scale(self) -> bool:
+        """Whether gradients that are not finite may be an overflow, which the loss scaler answers (fp16 only)."""
+        return self.precision == "fp16" and self.loss_scale > self.optimizer.loss_scaler.min_scale
 
     def reset_states(self, step: int) -> None:
         """Zeroed optimizer states, ``step`` updates old."""

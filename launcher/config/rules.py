@@ -60,6 +60,9 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "slurm.notice_seconds": (1, 300),
     "slurm.chain": (1, 1),
     "slurm.restarts": (0, 3),
+    "health.spike_window": (2, 100),
+    "health.max_skips": (0, 10),
+    "health.max_rollbacks": (0, 3),
 }
 _ABOVE_ZERO: dict[str, float] = {  # key: value to try
     "model.rope_theta": 10000.0,
@@ -68,6 +71,7 @@ _ABOVE_ZERO: dict[str, float] = {  # key: value to try
     "model.moe.routed_scale": 1.0,
     "optimizer.eps": 1e-8,
     "optimizer.clip_norm": 1.0,
+    "health.spike_z": 8.0,
 }
 _BELOW_ONE: dict[str, float] = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.momentum": 0.9}
 _NULLABLE = (

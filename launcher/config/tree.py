@@ -44,6 +44,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """What is done about a step whose loss or gradient is not finite, or whose loss is far above the last ones."""
+
+    on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    on_spike: Literal["report", "skip", "rollback", "stop"] = "report"
+    spike_window: int = 100  # updates whose losses a loss is compared with; before so many, none is a spike
+    spike_z: float = 8.0  # deviations above their median (robust: from the median absolute deviation)
+    max_skips: int = 10  # in a row; one more stops the run
+    max_rollbacks: int = 3  # since the run's start; one more stops it
+
+
+@dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """Weights & Biases. auto: online where there is a key, offline otherwise."""
 
@@ -73,6 +85,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=CosineSchedule)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 

@@ -30,7 +30,6 @@ from parallel.compare.routing import (
 )
 from parallel.engine import StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
-from parallel.stop import StopRequest
 
 PROGRESS = "progress.txt"  # in the proof's folder: one line for each thing that rank 0 begins
 LAYOUT_CHECKPOINTS = "layout"  # where the layout saves, and
@@ -208,7 +207,7 @@ class PhaseRank:
         """One update by the real loop's step, compared with the reference's choices (the plan's bound for ties)."""
         self.dataset.reads.clear()
         self.replay.start_step(choices, self.plan.tie_bound if tie_bound is None else tie_bound)
-        row, _ = run_step(self.config, self.engine, self.dataset, self.state, StopRequest())
+        row = run_step(self.config, self.engine, self.dataset, self.state).row
         samples = {
             int(sample): hash_row(batch, number)
             for indices, batch in self.dataset.reads

@@ -59,6 +59,18 @@ class MetricsFile:
                     shortened.unlink(missing_ok=True)
             return cls(path, guard)
 
+    def rewind(self, step: int) -> None:
+        """Drops the rows past ``step``, of a run that goes back to it; events stay, since they happened."""
+        shortened = self.path.with_name(self.path.name + ".tmp")
+        self._file.close()
+        with self._guard():
+            try:
+                _copy_rows(self.path, shortened, step, keeps_events=True)
+                shortened.replace(self.path)
+            finally:
+                shortened.unlink(missing_ok=True)
+                self._file = self.path.open("ab")
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""
         line = encode_row(row).encode() + b"\n"
@@ -128,11 +140,11 @@ def encode_row(row: Mapping[str, Any]) -> str:
         return json.dumps({key: _encode(value) for key, value in plain.items()}, allow_nan=False)
 
 
-def _copy_rows(source: Path, target: Path, last_step: int) -> None:
+def _copy_rows(source: Path, target: Path, last_step: int, keeps_events: bool = False) -> None:
     """Copies the lines of the rows up to ``last_step``, byte for byte, and forces them to disk."""
     with target.open("wb") as file:
         for line, row in _rows_with_lines(source):
-            if row["step"] <= last_step:
+            if row["step"] <= last_step or (keeps_events and "event" in row):
                 file.write(line.rstrip(b"\n") + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -32,6 +32,11 @@ class Trace:
             self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
             self._group *= 2
 
+    def rewind(self, n_values: int) -> None:
+        """Forgets all but the first ``n_values``, to within one group."""
+        self.means = self.means[: n_values // self._group]
+        self._pending.clear()
+
 
 class Progress:
     """A run as rows of metrics.jsonl describe it; ``observe`` takes them as they come."""
@@ -64,6 +69,13 @@ class Progress:
         else:
             self.events.append(event_text(row))
 
+    def rewind(self, step: int) -> None:
+        """Goes back to ``step``; what was seen of later steps is forgotten, but not the events."""
+        self.step = step
+        self.losses.rewind(max(0, step - self.first_step + 1))
+        self.first_step = min(self.first_step, step + 1)
+        self._moments = deque([(time.monotonic(), step)], maxlen=PACE_ROWS)
+
     def seconds_left(self) -> float | None:
         """The time to the last step at the present pace, or None before the first update."""
         (start, first), (now, last) = self._moments[0], self._moments[-1]
@@ -71,6 +83,7 @@ class Progress:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """An event row as a line of text: what happened, when, and its fields."""
-    fields = "  ".join(f"{key}={value}" for key, value in row.items() if key not in ("step", "event"))
+    """An event row as a line of text: what happened, when, and its fields but for lists, which may be long."""
+    shown = {key: value for key, value in row.items() if key not in ("step", "event") and not isinstance(value, list)}
+    fields = "  ".join(f"{key}={value}" for key, value in shown.items())
     return f"step {row['step']}: {row['event']}" + (f"  {fields}" if fields else "")

@@ -43,6 +43,10 @@ class View(ABC):
         """Shows a line that is no row."""
 
     @abstractmethod
+    def rewind(self, step: int) -> None:
+        """Goes back to ``step``: the rows that come next are those of the steps after it."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the view and restores the terminal; a second call does nothing."""
 
@@ -92,6 +96,10 @@ class PlainView(View):
         """Prints the line."""
         self._print(text)
 
+    def rewind(self, step: int) -> None:
+        """The event says it; later lines are reckoned from ``step``."""
+        self._progress.rewind(step)
+
     def close(self) -> None:
         """Prints nothing more."""
         self._stream = None
@@ -129,6 +137,10 @@ class LiveView(View):
     def event(self, text: str) -> None:
         """Shows the line below the others, in place of the oldest of them."""
         self._progress.events.append(text)
+
+    def rewind(self, step: int) -> None:
+        """Takes the later steps out of the bar and the sparkline."""
+        self._progress.rewind(step)
 
     def close(self) -> None:
         """Draws the last frame, stops the redrawing thread and gives the cursor back."""

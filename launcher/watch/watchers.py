@@ -45,6 +45,12 @@ class Watchers:
         """One step's line of the ledger; nobody else is told."""
         self.ledger.write(row)
 
+    def rewind(self, step: int) -> None:
+        """Drops what was said of later steps, of a run that goes back; events stay. W&B cannot take a row back."""
+        self.metrics.rewind(step)
+        self.ledger.rewind(step)
+        self.view.rewind(step)
+
     def sync(self) -> None:
         """Forces metrics.jsonl and ledger.jsonl to disk; called before a checkpoint is committed."""
         self.metrics.sync()
@@ -86,6 +92,9 @@ class NullWatchers:
         """Does nothing."""
 
     def consumed(self, row: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def rewind(self, step: int) -> None:
         """Does nothing."""
 
     def sync(self) -> None:

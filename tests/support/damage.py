@@ -15,7 +15,6 @@ from launcher.train import build_engine, run_step
 from parallel.checkpoint.retention import Retention
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.process import run_ranks
-from parallel.stop import StopRequest
 
 BEFORE, VICTIM = "step-00000001", "step-00000002"
 OTHER = "other"  # a run of another seed, of the same sizes
@@ -41,7 +40,7 @@ def save_two_steps(config: RunConfig, folder: Path) -> None:
         engine.initialize_weights(seed)
         state = TrainState()
         for _ in range(2):
-            run_step(config, engine, dataset, state, StopRequest())[0]
+            run_step(config, engine, dataset, state).row
             save(folder / name, engine, state, None, Retention(keep_last=3))
     close_mesh()
 

@@ -114,7 +114,6 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     from launcher.state import TrainState
     from launcher.train import build_engine, run_step
     from parallel.mesh import close_mesh, open_mesh
-    from parallel.stop import StopRequest
 
     plant(fault)
     mesh = open_mesh(config.parallel, 120)
@@ -122,7 +121,7 @@ def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     engine = build_engine(config, mesh)
     engine.initialize_weights(config.seed)
     state = TrainState()
-    rows = [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(config.train.steps)]
+    rows = [run_step(config, engine, dataset, state).row for _ in range(config.train.steps)]
     result = rank_result(engine, rows)
     close_mesh()
     return result

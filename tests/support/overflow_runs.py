@@ -28,7 +28,6 @@ def overflow_rank(config: RunConfig, fault: str | None) -> OverflowResult:
     from launcher.state import TrainState
     from launcher.train import build_engine, run_step
     from parallel.mesh import close_mesh, open_mesh
-    from parallel.stop import StopRequest
 
     mesh = open_mesh(config.parallel, 120)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
@@ -38,7 +37,7 @@ def overflow_rank(config: RunConfig, fault: str | None) -> OverflowResult:
     break_gradients(engine, state)
     if fault is not None:
         plant(fault, engine)
-    rows = [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(config.train.steps)]
+    rows = [run_step(config, engine, dataset, state).row for _ in range(config.train.steps)]
     result = OverflowResult(rank_result(engine, rows), held_weights(engine))
     close_mesh()
     return result

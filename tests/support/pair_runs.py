@@ -16,7 +16,6 @@ from parallel.checkpoint.write import step_directory
 from parallel.engine import Engine
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.process import run_ranks
-from parallel.stop import StopRequest
 
 STEPS = 3  # before the save, and after it
 ODD_SCALER = {"cur_scale": 512.0, "cur_iter": 41, "last_overflow_iter": 17, "cur_hysteresis": 1}  # unlike a new one
@@ -79,9 +78,9 @@ def _save_one(work: Work, mesh: Mesh, folder: Path) -> Saved:
     engine.restore_loss_scaler(ODD_SCALER)
     dataset = _open(config)
     state = TrainState()
-    rows = [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(STEPS)]
+    rows = [run_step(config, engine, dataset, state).row for _ in range(STEPS)]
     save(folder, engine, state, None, Retention(keep_last=1))
-    rows += [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(STEPS)]
+    rows += [run_step(config, engine, dataset, state).row for _ in range(STEPS)]
     return Saved(rows, hash_state(engine))
 
 
@@ -110,7 +109,7 @@ def _load_one(work: Work, engine: Engine, source: Path, again: Path | None) -> L
         if engine.mesh.rank == 0:
             differing = compare(step_directory(source, state.step), step_directory(again, state.step))
     dataset = _open(config)
-    rows = [run_step(config, engine, dataset, state, StopRequest())[0] for _ in range(STEPS)]
+    rows = [run_step(config, engine, dataset, state).row for _ in range(STEPS)]
     return Loaded(rows, hash_state(engine), start, differing)
 
 

@@ -142,13 +142,13 @@ def plant(title: str) -> None:
         case "norm omits the experts":
             patch_norm(lambda parts: [part for part in parts if part[0].ndim < 3])
         case "norm of the rank's own part":
-            import parallel.norm as norm_module
+            import parallel.engine as engine_module
 
             def own_norm(parts: Any, device: Any) -> Any:
                 total = sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 * share for part, share in parts)
                 return torch.as_tensor(math.sqrt(total), dtype=torch.float32)
 
-            norm_module.global_norm = own_norm
+            engine_module.global_norm = own_norm
         case "ranks initialized differently":
             import parallel.engine as engine_module
 

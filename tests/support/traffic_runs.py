@@ -43,7 +43,6 @@ def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str
     from data.dataset import open_dataset
     from launcher.state import TrainState
     from launcher.train import build_engine, run_step
-    from parallel.stop import StopRequest
     from traffic_faults import planted
 
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
@@ -51,11 +50,11 @@ def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str
     engine.initialize_weights(config.seed)
     state = TrainState()
     for _ in range(WARM_UP):
-        run_step(config, engine, dataset, state, StopRequest())
+        run_step(config, engine, dataset, state)
     routed = watch_routers(engine.model, config)
     with planted(fault, engine):
         counter.start()
-        run_step(config, engine, dataset, state, StopRequest())
+        run_step(config, engine, dataset, state)
         counted = counter.stop()
     return RankSent(mesh.pp.rank, mesh.ep.rank, counted, routed)
 

@@ -25,6 +25,9 @@ class Recorder(View):
 
     log = update
 
+    def rewind(self, step: int) -> None:
+        self.rows.append(f"back to {step}")
+
     def event(self, text: str) -> None:
         self.rows.append(text)
 

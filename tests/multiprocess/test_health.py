@@ -1,0 +1,175 @@
+"""Steps that went wrong, under several layouts: what is done about them, by the real loop on gloo processes.
+
+A run is compared with one in which the same samples were left out from the start: bit for bit (one layout, CPU).
+"""
+
+import dataclasses
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from command_runs import BIAS_MODEL, ENVIRONMENT, command, write_config
+from health_runs import Plan, run_planned
+from launcher.config.load import load_config
+from launcher.config.tree import HealthConfig
+from launcher.start import start_training
+from launcher.watch.metrics import read_metrics
+from layout_runs import MOE_MODEL, write_tokens
+from modeling.optimizers.config import SGDConfig
+from parallel.config import ParallelConfig
+
+NORM = "final_norm.weight"  # whole on every rank of tp
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def run(folder: Path, tokens: str, name: str, plan: Plan, *, health=None, **changes) -> tuple[list, list[dict]]:
+    """What the ranks returned, and metrics.jsonl."""
+    path = write_config(folder, tokens, name, **{"model": BIAS_MODEL, **changes})
+    config = dataclasses.replace(load_config(path), health=health or HealthConfig())
+    returned = run_planned(plan, config)
+    return returned, read_metrics(folder / name / "metrics.jsonl")
+
+
+def updates(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if "loss" in row]
+
+
+def numbers(rows: list[dict]) -> list[tuple]:
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def events(rows: list[dict], name: str) -> list[dict]:
+    return [row for row in rows if row.get("event") == name]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+LAYOUTS = [
+    (0, "fp32", {}),
+    (1, "bf16", {}),
+    slow(1, "fp32", {}),
+    slow(2, "fp32", {}),
+    (3, "bf16", {}),
+    slow(2, "bf16", {"tp": 2}),
+    slow(1, "bf16", {"ep": 2}),
+    (2, "fp32", {"pp": 2}),
+    slow(1, "bf16", {"pp": 2}),
+]
+
+
+@pytest.mark.parametrize(("zero", "precision", "axes"), LAYOUTS)
+def test_a_skipped_batch_leaves_no_trace(tmp_path, tokens, zero, precision, axes):
+    """Sample 19, in step 3, makes the gradients of whoever reads it NaN."""
+    setting = {"parallel": ParallelConfig(zero=zero, **axes), "precision": precision}
+    codes, rows = run(tmp_path, tokens, "skips", Plan(poisoned=19), steps=6, **setting)
+    _, expected = run(tmp_path, tokens, "reference", Plan(skipped=(16, 24)), steps=5, **setting)
+    assert codes == [0, 0]
+    trained = [row for row in updates(rows) if not row.get("skipped")]
+    assert [row["step"] for row in trained] == [1, 2, 4, 5, 6]
+    assert numbers(trained) == numbers(updates(expected))
+    (event,) = events(rows, "nonfinite")
+    assert (event["step"], event["action"], event["first_sample"], event["last_sample"]) == (3, "skip", 16, 23)
+    assert event["n_nonfinite_tensors"] > 0 and not math.isfinite(event["grad_norm"])
+    ledger = read_metrics(tmp_path / "skips" / "ledger.jsonl")
+    assert [row["trained"] for row in ledger] == [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "axes", "rank", "place"),
+    [
+        (NORM, {"tp": 2}, 1, "rank 1 (tp 1)"),
+        ("layers.1.feed_forward.experts.down", {"ep": 2}, 1, "rank 1 (dp 1, ep 1)"),
+    ],
+)
+def test_a_nan_that_one_rank_alone_holds_is_seen_by_all(tmp_path, tokens, tensor, axes, rank, place):
+    plan = Plan(tensor=tensor, rank=rank, step=2)
+    codes, rows = run(tmp_path, tokens, "seen", plan, steps=3, parallel=ParallelConfig(**axes))
+    (event,) = events(rows, "nonfinite")
+    assert codes == [0, 0]
+    assert (event["step"], event["tensor"], event["place"]) == (2, tensor, place)
+    assert (event["n_nonfinite"], event["n_nonfinite_tensors"]) == (1, 1)
+    assert all(math.isfinite(row["loss"]) for row in updates(rows))
+
+
+def test_planted_norm_that_overlooks_uncounted_copies_lets_a_nan_through(tmp_path, tokens):
+    plan = Plan(tensor=NORM, rank=1, step=2, blind=True)
+    _, rows = run(tmp_path, tokens, "blind", plan, steps=3, parallel=ParallelConfig(tp=2))
+    assert [event["step"] for event in events(rows, "nonfinite")] == [3]  # a step late: the weights are spoiled
+    assert not math.isfinite(updates(rows)[2]["loss"])
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "zero": 1}, slow({"zero": 2}), slow({"tp": 2, "zero": 3})])
+def test_rolled_back_run_goes_on_without_those_batches(tmp_path, tokens, axes):
+    """Sample 45, in step 6, makes the loss large; the checkpoint before is step 4's, so steps 5 and 6 are left out."""
+    health = HealthConfig(on_spike="rollback", spike_window=4, spike_z=20.0)
+    setting = {"parallel": ParallelConfig(**axes), "model": MOE_MODEL, "steps": 8, "health": health}
+    setting |= {"optimizer": SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5)}
+    codes, rows = run(tmp_path, tokens, "back", Plan(spiked=45), **setting)
+    _, expected = run(tmp_path, tokens, "reference", Plan(skipped=(32, 48)), **setting)
+    assert codes == [0, 0]
+    assert [row["step"] for row in updates(rows)] == list(range(1, 9))
+    assert numbers(updates(rows)) == numbers(updates(expected))
+    (event,) = events(rows, "rollback")
+    assert (event["step"], event["at_step"], event["cause"], event["samples_left_out"]) == (4, 6, "spike", [32, 48])
+    assert event["z"] > 20 and len(event["documents"]) == 8
+    ours, theirs = (read_metrics(tmp_path / name / "ledger.jsonl") for name in ("back", "reference"))
+    assert ours == theirs
+    assert ours[4]["hopped"] == [[32, 48]]
+
+
+def test_an_overflow_at_the_smallest_loss_scale_is_a_problem(tmp_path, tokens):
+    """fp16: above it, the scaler answers; at it, health does."""
+    setting = {"precision": "fp16", "steps": 4}
+    _, rows = run(tmp_path, tokens, "scaled", Plan(poisoned=10, loss_scale=2.0), **setting)
+    assert [row["skipped"] for row in updates(rows)] == [False, True, False, False]
+    assert [row["loss_scale"] for row in updates(rows)] == [2.0, 2.0, 1.0, 1.0]
+    assert events(rows, "nonfinite") == []
+    _, rows = run(tmp_path, tokens, "smallest", Plan(poisoned=10, loss_scale=1.0), **setting)
+    assert [row["skipped"] for row in updates(rows)] == [False, True, False, False]
+    assert [event["step"] for event in events(rows, "nonfinite")] == [2]
+
+
+HOPELESS = {"optimizer": SGDConfig(lr=1e30, clip_norm=None)}  # the first update spoils the weights
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_remedy_that_does_not_help_ends(tmp_path, tokens, policy):
+    config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)
+    limits = ["health.max_skips=2", "health.max_rollbacks=2", "checkpoint.every_steps=null"]
+    assert start_training(config, [f"health.on_nonfinite={policy}", *limits], 2) == 1
+    rows = read_metrics(tmp_path / "hopeless" / "metrics.jsonl")
+    assert [row["action"] for row in rows if "action" in row] == [policy, policy, "stop"]
+    assert rows[-1]["limit"] == f"health.max_{policy}s"
+    assert not list((tmp_path / "hopeless" / "checkpoints").iterdir())
+
+
+def test_a_stopped_run_says_why_in_one_line(tmp_path, tokens):
+    config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)
+    overrides = ["health.on_nonfinite=stop", "checkpoint.every_steps=null"]
+    ended = subprocess.run(command(config, 2, *overrides), env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1
+    assert line.startswith("stopped at step 2 by health.on_nonfinite: ")
+    (event,) = events(read_metrics(tmp_path / "hopeless" / "metrics.jsonl"), "nonfinite")
+    assert event["action"] == "stop" and event["tensor"] in line and event["place"] in line
+    assert not list((tmp_path / "hopeless" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("work", ["save", "evaluation"])
+def test_a_request_to_one_rank_during_long_work_stops_all_after_it(tmp_path, tokens, work):
+    path = write_config(tmp_path, tokens, "asked", parallel=ParallelConfig(pp=2))
+    overrides = ["train.eval_every_steps=2", f"data.heldout_path={tokens}"]
+    config = load_config(path, overrides)
+    assert run_planned(Plan(stops_during=work, rank=1), config) == [75, 75]
+    rows = read_metrics(tmp_path / "asked" / "metrics.jsonl")
+    assert [row["step"] for row in updates(rows)] == [1, 2]
+    assert [(row["step"], row["signal"]) for row in events(rows, "stopped")] == [(2, "SIGUSR1")]
+    assert [path.name for path in (tmp_path / "asked" / "checkpoints").iterdir()] == ["step-00000002"]
