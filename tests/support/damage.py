@@ -40,7 +40,7 @@ def save_two_steps(config: RunConfig, folder: Path) -> None:
         engine.initialize_weights(seed)
         state = TrainState()
         for _ in range(2):
-            run_step(config, engine, dataset, state).row
+            run_step(config, engine, dataset, state)
             save(folder / name, engine, state, None, Retention(keep_last=3))
     close_mesh()
 
