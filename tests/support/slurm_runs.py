@@ -1,7 +1,5 @@
 """Small runs through the tests' Slurm cluster, by the commands that a user types."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,18 +74,12 @@ class Run:
         """Their losses."""
         return [row["loss"] for row in self.rows() if "loss" in row]
 
+    def n_resumes(self) -> int:
+        """How often it went on from a checkpoint, as metrics.jsonl tells."""
+        return sum(row.get("event") == "resume" for row in self.rows())
+
     def story(self) -> str:
         """Everything that was said, for a failure's message."""
         told = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.path.glob("logs/*.log"))]
         queue = self.cluster.command("squeue", check=False) + self.cluster.command("sinfo", "-p", "main", check=False)
         return "\n".join([*told, queue, f"steps {self.steps()[-3:]}, checkpoint {self.newest_checkpoint()}"])
-
-
-def own_python() -> str:
-    """The interpreter that runs the tests, as the nodes see it."""
-    return os.path.abspath(sys.executable)
-
-
-def as_json(text: str) -> Any:
-    """A command's --json output."""
-    return json.loads(text)
