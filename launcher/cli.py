@@ -81,11 +81,12 @@ def doctor(as_json: JsonOption = False) -> int:
 
 @app.command()
 def prepare(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Turn raw text into token files; restartable."""
+    """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
     from launcher.config.checked import load_checked
     from launcher.prepare import prepare_shown
+    from parallel.world import array_task
 
-    prepare_shown(load_checked(config, overrides or ()))
+    prepare_shown(load_checked(config, overrides or ()), array_task())
 
 
 @app.command()

@@ -13,14 +13,19 @@ from launcher.config.tree import RunConfig
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-def prepare_shown(config: RunConfig) -> Prepared | None:
-    """Prepares what is missing, with a bar on a terminal and plain lines elsewhere; says at the end what there is."""
+def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None) -> Prepared | None:
+    """Prepares what is missing, with a bar on a terminal and plain lines elsewhere; says at the end what there is.
+
+    ``task=(k, n)``: the k-th of n shares only; the result is None where the others have not done theirs.
+    """
     console = Console(stderr=True)
     started = time.monotonic()
     with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
-        prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update)
+        prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update, task=task)
     if prepared is not None:
         print(summary(prepared, time.monotonic() - started), file=sys.stderr, flush=True)
+    elif task is not None:
+        print(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data", file=sys.stderr, flush=True)
     return prepared
 
 

@@ -58,3 +58,12 @@ def expand_counts(text: str) -> list[int]:
     """Slurm's short form of tasks on each node: 2(x3),1 is 2, 2, 2, 1."""
     parts = (re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(","))
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+
+
+def array_task(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """This task's place in a Slurm array, from 0, and the number of tasks; None outside an array."""
+    if "SLURM_ARRAY_TASK_ID" not in environment:
+        return None
+    task, first = int(environment["SLURM_ARRAY_TASK_ID"]), int(environment["SLURM_ARRAY_TASK_MIN"])
+    step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
+    return (task - first) // step, int(environment["SLURM_ARRAY_TASK_COUNT"])

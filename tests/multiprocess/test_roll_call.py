@@ -1,14 +1,20 @@
 """The roll call: who is missing or differs is named on every rank, within the limit."""
 
 import os
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.agreement import check_shared, facts
+from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
+from launcher.watch.metrics import read_metrics
+from layout_runs import run_config, write_tokens
 from parallel.process import RankError, run_ranks
 from parallel.roll_call import RollCall, RollCallError
 
@@ -92,3 +98,22 @@ def test_facts_see_an_edit_that_no_commit_holds(tmp_path, monkeypatch):
     (package / "a.py").write_text("x = 2\n")
     assert len({before, first, agreement.hash_of_code()}) == 3
     assert agreement.commit() == "none"
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_roll_is_called_over_the_agents_store(tmp_path):
+    config = replace(run_config(write_tokens(tmp_path), steps=2), name="small")
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    done = subprocess.run(
+        [*command, "--rdzv-endpoint=localhost:0", "-m", "launcher", "train", "config.yaml"],
+        cwd=tmp_path,
+        env={**clean, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in read_metrics(tmp_path / "runs/small/metrics.jsonl") if "loss" in row]
+    assert len(losses) == 2

@@ -14,15 +14,15 @@ from modeling.optimizers.config import AdamWConfig
 from slurm_cluster import Cluster, wait_until
 from slurm_runs import Run
 
-STEPS, EVERY = 240, 20
+STEPS, EVERY, AT = 80, 10, 25
 TWO_NODES = SlurmConfig(nodes=2, gpus_per_node=0, tasks_per_node=1, time_minutes=60, notice_seconds=60)
 pytestmark = pytest.mark.timeout(900)
 
 
 def life_config(folder: Path, **slurm) -> RunConfig:
-    """240 steps on two nodes, a checkpoint every 20; a hung collective ends a rank after 40 s."""
+    """80 steps on two nodes, a checkpoint every 10; a hung collective ends a rank after 40 s."""
     config = run_config(
-        write_tokens(folder), optimizer=AdamWConfig(lr=1e-3), steps=STEPS, global_batch_size=16, timeout_seconds=40
+        write_tokens(folder), optimizer=AdamWConfig(lr=1e-3), steps=STEPS, micro_batch_size=4, timeout_seconds=40
     )
     return dataclasses.replace(
         config,
@@ -51,7 +51,7 @@ class Recovery:
     repeated: int
 
 
-def go_through(run: Run, fault: Callable[[], object], *, at_step: int = 50, seconds: float = 400) -> Recovery:
+def go_through(run: Run, fault: Callable[[], object], *, at_step: int = AT, seconds: float = 400) -> Recovery:
     """Lets the run come to a step, does the fault, and waits until it trains new steps after a restart."""
     run.wait_for_step(at_step)
     resumes = run.n_resumes()
@@ -81,8 +81,9 @@ def finish(run: Run, job_id: str, losses: list[float], what: str, recovery: Reco
         print(f"\n{what}: {recovery.seconds} s to a new step, {recovery.repeated} steps repeated")
 
 
-def pids_of_rank(cluster: Cluster, node: str) -> list[str]:
-    return cluster.on_node(node, "pgrep", "-f", "launcher train").stdout.split()
+def nodes_of(run: Run, job_id: str) -> list[str]:
+    """Where the job ran last."""
+    return run.cluster.command("scontrol", "show", "hostnames", run.cluster.job(job_id)["NodeList"]).split()
 
 
 def test_a_killed_rank_is_started_again_in_the_same_job(cluster, tmp_path, uninterrupted):
@@ -92,3 +93,154 @@ def test_a_killed_rank_is_started_again_in_the_same_job(cluster, tmp_path, unint
     finish(run, job_id, uninterrupted, "rank killed", recovery)
     assert cluster.job(job_id)["Restarts"] == "0"
     assert recovery.repeated < EVERY
+
+
+def test_a_stopped_rank_is_ended_and_started_again(cluster, tmp_path, uninterrupted):
+    """SIGSTOP: the others wait 40 s, then their collective fails; srun kills the stopped one."""
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    recovery = go_through(run, lambda: cluster.on_node("n2", "pkill", "-STOP", "-f", "launcher train"))
+    finish(run, job_id, uninterrupted, "rank stopped (SIGSTOP)", recovery)
+
+
+def test_a_job_that_is_requeued_by_hand_goes_on(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    recovery = go_through(run, lambda: cluster.command("scontrol", "requeue", job_id))
+    finish(run, job_id, uninterrupted, "scontrol requeue", recovery)
+    assert cluster.job(job_id)["Restarts"] == "1"
+
+
+@pytest.mark.parametrize("warned", ["batch", "ranks"])
+def test_preemption_saves_and_goes_on(cluster, tmp_path, uninterrupted, warned):
+    """The batch script is warned where the site has it so; otherwise the ranks alone are, and exit with 75."""
+    cluster.reconfigure(warn_batch_of_preemption=warned == "batch")
+    try:
+        run = Run(cluster, tmp_path, life_config(tmp_path))
+        (job_id,) = run.submit()
+        high = ["sbatch", "-p", "high", "-N4", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5"]
+        recovery = go_through(run, lambda: cluster.command(*high))
+        finish(run, job_id, uninterrupted, f"preemption, {warned} warned", recovery)
+        assert recovery.repeated == 0
+    finally:
+        cluster.reconfigure(warn_batch_of_preemption=True)
+
+
+def test_losing_a_worker_node_to_a_power_cut(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    recovery = go_through(run, lambda: cluster.power_off("n2"))
+    finish(run, job_id, uninterrupted, "power cut, worker node", recovery)
+    assert "n2" not in nodes_of(run, job_id)
+    assert recovery.repeated < EVERY
+
+
+def test_losing_the_head_node_to_a_power_cut(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    recovery = go_through(run, lambda: cluster.power_off("n1"))
+    finish(run, job_id, uninterrupted, "power cut, head node", recovery)
+    assert "n1" not in nodes_of(run, job_id)
+    assert recovery.repeated < EVERY
+
+
+def test_a_worker_whose_cable_is_cut_and_healed(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    recovery = go_through(run, lambda: cluster.cut("n2"))
+    cluster.heal("n2")
+    finish(run, job_id, uninterrupted, "cable cut, worker node", recovery)
+    assert recovery.repeated < EVERY
+
+
+def test_a_killed_slurmd_is_a_lost_node(cluster, tmp_path, uninterrupted):
+    """Though its rank lives on, Slurm takes the node for lost after some 18 s; until then the test holds the ranks."""
+
+    def fault() -> None:
+        cluster.kill_slurmd("n2")
+        signal_ranks(cluster, "STOP")
+
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit("train.timeout_seconds=120")
+    recovery = go_through(run, fault)
+    finish(run, job_id, uninterrupted, "slurmd killed", recovery)
+    assert "n2" not in nodes_of(run, job_id)
+
+
+def test_a_restarted_slurmctld_disturbs_nobody(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    run.wait_for_step(AT)
+    cluster.kill_slurmctld()
+    run.wait_for_step(40)
+    cluster.start_slurmctld()
+    finish(run, job_id, uninterrupted, "slurmctld restarted")
+    assert run.n_resumes() == 0
+
+
+def test_cancel_with_a_save_ends_the_job_after_a_checkpoint(cluster, tmp_path):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    run.wait_for_step(AT)
+    done = run.command("cancel", "life", "--save")
+    assert done.returncode == 0, done.stderr
+    run.wait_for_state(job_id)
+    assert run.state(job_id) == "CANCELLED", run.story()
+    assert run.newest_checkpoint() == run.steps()[-1] >= AT
+    assert cluster.job(job_id)["Restarts"] == "0"
+
+
+def reach_the_notice(run: Run, job_id: str) -> None:
+    """Moves the job's time limit so near that the notice is due, and holds the ranks until Slurm has looked.
+
+    Slurm looks twice a minute, which is longer than these runs take.
+    """
+    signal_ranks(run.cluster, "STOP")
+    minutes, seconds = run.cluster.job(job_id)["RunTime"].split(":")[1:]
+    run.cluster.command("scontrol", "update", f"JobId={job_id}", f"TimeLimit={int(minutes) + 1 + (int(seconds) > 25)}")
+    time.sleep(35)
+    signal_ranks(run.cluster, "CONT")
+
+
+def signal_ranks(cluster: Cluster, name: str) -> None:
+    for node in ("n1", "n2"):
+        cluster.on_node(node, "pkill", f"-{name}", "-f", "launcher train")
+
+
+def test_a_run_goes_past_the_time_limit(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit("train.timeout_seconds=120")
+    recovery = go_through(run, lambda: reach_the_notice(run, job_id))
+    finish(run, job_id, uninterrupted, "time limit (35 s of it the test's own)", recovery)
+    assert cluster.job(job_id)["Restarts"] == "1"
+    assert recovery.repeated == 0
+
+
+def test_a_chain_of_jobs_where_none_may_be_requeued(cluster, tmp_path, uninterrupted):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    first, second = run.submit("train.timeout_seconds=120", "--no-requeue", "--chain", "2")
+    run.wait_for_step(AT)
+    assert run.state(second) == "PENDING"
+    reach_the_notice(run, first)
+    finish(run, second, uninterrupted, "chain")
+    assert (run.state(first), cluster.job(first)["ExitCode"]) == ("FAILED", "75:0"), "stopped, after saving"
+
+
+def test_planted_split_brain_commits_nothing(cluster, tmp_path, uninterrupted):
+    """A node that Slurm cannot reach goes on training, unheard, and finds its run started again elsewhere.
+
+    Its ranks are held until the successor has begun, so that they surely come back after it.
+    """
+
+    def fault() -> None:
+        cluster.on_node("n1", "pkill", "-STOP", "-f", "launcher train")
+        cluster.cut("n1")
+
+    run = Run(cluster, tmp_path, life_config(tmp_path, nodes=1, tasks_per_node=2))
+    (job_id,) = run.submit("train.timeout_seconds=300")
+    recovery = go_through(run, fault)
+    assert cluster.on_node("n1", "pgrep", "-f", "launcher train").stdout, "the stale ranks live"
+    cluster.on_node("n1", "pkill", "-CONT", "-f", "launcher train")
+    finish(run, job_id, uninterrupted, "cable cut, head node (split brain)", recovery)
+    wait_until(lambda: "was started again" in (run.path / "logs/rank-0.log").read_text(), 120, run.story)
+    assert run.steps() == list(range(1, STEPS + 1))

@@ -78,6 +78,8 @@ JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/log/jobcomp.txt
 SlurmctldDebug=info
 SlurmdDebug=info
+# the file changes while slurmd runs, see reconfigure
+DebugFlags=NO_CONF_HASH
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 GraceTime=60 State=UP
 PartitionName=short Nodes=ALL MaxTime=30 DefaultTime=10 PriorityTier=1 State=UP
@@ -152,6 +154,18 @@ class Cluster:
         self._start_switch()
         for name in ("ctl", *self.nodes):
             self.power_on(name)
+        wait_until(lambda: self.idle_nodes() == set(self.nodes), 60, lambda: f"nodes are not idle:\n{self.logs()}")
+
+    def reconfigure(self, *, warn_batch_of_preemption: bool) -> None:
+        """Changes who is warned of a preemption while the cluster runs."""
+        conf = self.folder / "etc/slurm.conf"
+        before = conf.read_text()
+        self._write_conf(len(self.nodes), warn_batch_of_preemption)
+        if conf.read_text() == before:
+            return
+        self._signal_daemon("ctl", "slurmctld.pid", "TERM")  # `scontrol reconfigure` does not take this one over
+        wait_until(lambda: not self._is_running("ctl", "slurmctld"), 30, lambda: "slurmctld does not end")
+        self.start_slurmctld()
         wait_until(lambda: self.idle_nodes() == set(self.nodes), 60, lambda: f"nodes are not idle:\n{self.logs()}")
 
     def stop(self) -> None:
@@ -240,15 +254,15 @@ class Cluster:
 
     def kill_slurmd(self, name: str) -> None:
         """Kills slurmd alone; what it started lives on."""
-        self._kill_daemon(name, f"slurmd.{name}.pid")
+        self._signal_daemon(name, f"slurmd.{name}.pid", "KILL")
 
     def start_slurmd(self, name: str) -> None:
         """Starts slurmd again; it finds the steps that live on."""
         self.on_node(name, "slurmd")
 
     def kill_slurmctld(self) -> None:
-        """Kills the controller; jobs run on, and nothing can be asked."""
-        self._kill_daemon("ctl", "slurmctld.pid")
+        """Kills the controller; jobs run on, nothing can be asked, and what it learnt in its last seconds is lost."""
+        self._signal_daemon("ctl", "slurmctld.pid", "KILL")
 
     def start_slurmctld(self) -> None:
         """Starts the controller again from its saved state."""
@@ -258,14 +272,14 @@ class Cluster:
         """Cancels all jobs and brings every node back to idle, whatever was done to it."""
         if not self._is_up("ctl"):
             self.power_on("ctl")
-        if not is_alive_in(self.folder / "run/ctl.pid", "slurmctld"):
+        if not self._is_running("ctl", "slurmctld"):
             self.start_slurmctld()
         for name in self.nodes:
             if not self._is_up(name):
                 self.power_on(name)
                 continue
             self.heal(name)
-            if not is_alive_in(self.folder / f"run/{name}.pid", "slurmd"):
+            if not self._is_running(name, "slurmd"):
                 self.start_slurmd(name)
         self.command("scancel", "--user=root", check=False)
         wait_until(self._is_mended, 120, lambda: f"nodes are not idle:\n{self.logs()}")
@@ -283,6 +297,12 @@ class Cluster:
         path = self.folder / f"run/{name}.pid"
         return path.exists() and is_alive(int(path.read_text()))
 
+    def _is_running(self, name: str, program: str) -> bool:
+        """Whether ``program`` runs directly below the node's first process, or adopted by it."""
+        first = self._pid(name)
+        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        return any(Path(f"/proc/{pid}/comm").read_text().strip() == program and is_alive(int(pid)) for pid in children)
+
     def address(self, name: str) -> str:
         """A node's address."""
         return f"{self.network}.{2 if name == 'ctl' else 10 + int(name[1:])}"
@@ -292,15 +312,19 @@ class Cluster:
         paths = sorted((self.folder / "log").glob("*"))
         return "\n".join(f"{path.name}: {line}" for path in paths for line in path.read_text().splitlines()[-3:])
 
-    def _write_files(self, n_nodes: int, warn_batch_of_preemption: bool) -> None:
-        etc, names = self.folder / "etc", [f"n{number}" for number in range(1, n_nodes + 1)]
+    def _write_conf(self, n_nodes: int, warn_batch_of_preemption: bool) -> None:
+        names = [f"n{number}" for number in range(1, n_nodes + 1)]
         claims = f"Sockets=2 CoresPerSocket={CPUS // 2} ThreadsPerCore=1 RealMemory={MEMORY_MIB} Gres=gpu:{GPUS}"
         nodes = [f"NodeName={n} NodeHostname={n} NodeAddr={self.address(n)} {claims} State=UNKNOWN" for n in names]
         preemption = "SlurmctldParameters=preempt_send_user_signal" if warn_batch_of_preemption else ""
         text = SLURM_CONF.format(
             network=self.network, folder=self.folder, nodes="\n".join(nodes), preemption=preemption
         )
-        (etc / "slurm.conf").write_text(text)
+        (self.folder / "etc/slurm.conf").write_text(text)
+
+    def _write_files(self, n_nodes: int, warn_batch_of_preemption: bool) -> None:
+        etc, names = self.folder / "etc", [f"n{number}" for number in range(1, n_nodes + 1)]
+        self._write_conf(n_nodes, warn_batch_of_preemption)
         for number in range(GPUS):  # Slurm sets CUDA_VISIBLE_DEVICES for character devices only; these are /dev/null
             subprocess.run(["mknod", "-m", "666", self.folder / f"dev/nvidia{number}", "c", "1", "3"], check=True)
         gpus = f"Name=gpu File={self.folder}/dev/nvidia[0-{GPUS - 1}] Flags=nvidia_gpu_env\n"
@@ -354,8 +378,8 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
                 wait_until(lambda pid=pid: not is_alive(pid), 20, lambda name=name: f"{name} does not end")
 
-    def _kill_daemon(self, name: str, pid_file: str) -> None:
-        script = f"kill -9 $(cat {self.folder}/run/{pid_file})"
+    def _signal_daemon(self, name: str, pid_file: str, signal_name: str) -> None:
+        script = f"kill -{signal_name} $(cat {self.folder}/run/{pid_file})"
         command = ["nsenter", "-t", str(self._pid(name)), "-p", "-m", "bash", "-c", script]
         subprocess.run(command, env={"PATH": SYSTEM_PATH}, check=True, timeout=60)
 
@@ -366,13 +390,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def is_alive_in(pid_file: Path, program: str) -> bool:
-    """Whether ``program`` runs directly below the node's first process, or adopted by it."""
-    first = pid_file.read_text()
-    children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-    return any(Path(f"/proc/{pid}/comm").read_text().strip() == program and is_alive(int(pid)) for pid in children)
 
 
 def _network(pid: str) -> str:
