@@ -6,6 +6,7 @@ learn what came of it. A rank that dies breaks the group's connections, one that
 either way the other ranks' threads end.
 """
 
+import secrets
 import threading
 import time
 import traceback
@@ -98,7 +99,7 @@ class Saver:
         attachments: Mapping[str, Path] | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        """``tag``, rank 0's, is unlike that of any other process that writes here. ``attachments`` are small files."""
+        """``tag``, rank 0's, begins the names of attempts: the start's number. ``attachments`` are small files."""
         self.store = store
         self.engine = engine
         self.mesh = engine.mesh
@@ -106,7 +107,7 @@ class Saver:
         self.attachments = attachments or {}
         self.hooks = hooks or Hooks()
         self.group = open_group(timeout_seconds)
-        self.tag = self._from_first(tag)
+        self.tag = self._from_first(f"{tag}-{secrets.token_hex(3)}")  # unlike those of a start that was restarted
         self.attempts = 0
         self.thread: threading.Thread | None = None
         self.finished: list[Saved] = []

@@ -1,12 +1,18 @@
 """Saving beside training: what is written is what was, whatever fails is told on every rank, nothing hangs."""
 
+import dataclasses
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from launcher.config.dump import dump_config
+from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
+from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.boxes import Box
@@ -109,10 +115,30 @@ def test_a_rank_that_hangs_in_a_save_is_given_up(config, tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
+def test_a_run_whose_disk_refuses_every_save_trains_on_and_exits_1(config, tmp_path):
+    """The real command, under a limit of 64 KiB for any file."""
+    config = dataclasses.replace(
+        config,
+        run_dir=str(tmp_path / "run"),
+        train=dataclasses.replace(config.train, steps=4),
+        checkpoint=CheckpointConfig(every_steps=2),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    command = ["bash", "-c", f"ulimit -f 64; exec {sys.executable} -m launcher train {tmp_path}/run.yaml --ranks 2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "the last checkpoint, step 4, was not written" in ended.stderr and "Traceback" not in ended.stderr
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    failed = [row for row in rows if row.get("event") == "checkpoint_failed"]
+    assert [row["step"] for row in failed] == [2, 4] and all("File too large" in row["message"] for row in failed)
+    assert not any(row.get("event") == "checkpoint" for row in rows)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 def test_a_stale_process_neither_commits_nor_logs(config, tmp_path):
     """Two processes: the second starts the run again while the first, cut off, believes that it still has it."""
-    import dataclasses
-
     config = dataclasses.replace(config, run_dir=str(tmp_path / "run"), parallel=ParallelConfig())
     taken, lost = tmp_path / "taken", tmp_path / "lost"
     with multiprocessing.get_context("spawn").Pool(1) as pool:

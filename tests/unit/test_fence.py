@@ -30,12 +30,11 @@ def test_planted_stale_writer_leaves_the_metrics_as_they_are(tmp_path):
     stale.write({"step": 1, "loss": 1.0})
     latest = raise_fence(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(StaleRun):
+    with stale, pytest.raises(StaleRun):
         stale.write({"step": 2, "loss": 1.0})
     with pytest.raises(StaleRun):
         MetricsFile.resume(tmp_path / "metrics.jsonl", 0, stale._guard)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    stale.close()
     with MetricsFile.resume(tmp_path / "metrics.jsonl", 1, latest.held) as rightful:
         rightful.write({"step": 2, "loss": 1.0})
 
