@@ -62,14 +62,15 @@ class MetricsFile:
     def rewind(self, step: int) -> None:
         """Drops the rows past ``step``, of a run that goes back to it; events stay, since they happened."""
         shortened = self.path.with_name(self.path.name + ".tmp")
-        self._file.close()
-        with self._guard():
+        with self._lock, self._guard():
+            self._drain()
+            self._file.close()
             try:
                 _copy_rows(self.path, shortened, step, keeps_events=True)
                 shortened.replace(self.path)
             finally:
                 shortened.unlink(missing_ok=True)
-                self._file = self.path.open("ab")
+                self._file = self.path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""

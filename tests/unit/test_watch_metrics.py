@@ -139,3 +139,12 @@ def test_a_full_disk_keeps_rows_waiting_and_says_so_at_a_sync():
     with pytest.raises(OSError, match="No space left"):
         file.close()
     file.close()
+
+
+def test_rows_after_a_rewind_reach_the_disk_at_once(tmp_path):
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        for step in (1, 2, 3):
+            file.write(update(step))
+        file.rewind(1)
+        file.write(update(2))
+        assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
