@@ -16,8 +16,10 @@ from slurm_runs import Run
 
 CPU_NODES = SlurmConfig(nodes=4, gpus_per_node=0, tasks_per_node=2, time_minutes=30, notice_seconds=60)
 
+EVERY_AXIS = ParallelConfig(tp=2, pp=2, ep=2)
 
-def small_config(folder, slurm: SlurmConfig = CPU_NODES, parallel: ParallelConfig | None = None) -> RunConfig:
+
+def small_config(folder, slurm: SlurmConfig = CPU_NODES, parallel: ParallelConfig = EVERY_AXIS) -> RunConfig:
     config = run_config(write_tokens(folder), parallel=parallel, steps=5)
     return dataclasses.replace(config, name="small", slurm=slurm)
 
@@ -25,7 +27,7 @@ def small_config(folder, slurm: SlurmConfig = CPU_NODES, parallel: ParallelConfi
 @pytest.mark.timeout(900)
 def test_four_nodes_of_two_ranks_give_the_losses_of_one_process(cluster, tmp_path):
     """fp32, SGD: sums in another order, as in test_layouts: 1e-6."""
-    config = small_config(tmp_path, parallel=ParallelConfig(tp=2, pp=2, ep=2))
+    config = small_config(tmp_path)
     run = Run(cluster, tmp_path, config)
     (job_id,) = run.submit()
     run.wait_for_state(job_id, seconds=600)
@@ -73,7 +75,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_one_line_and_nothing_is_submitted(cluster, tmp_path, name):
     overrides, line = WRONG[name]
-    run = Run(cluster, tmp_path, small_config(tmp_path))
+    run = Run(cluster, tmp_path, small_config(tmp_path, parallel=ParallelConfig()))
     before = sorted(path.name for path in tmp_path.rglob("*"))
     done = run.command("submit", "config.yaml", "train.global_batch_size=160", *overrides)
     assert done.returncode == 2
@@ -135,7 +137,7 @@ def test_a_dry_run_submits_nothing(cluster, tmp_path):
 
 @pytest.mark.timeout(900)
 def test_the_script_can_be_submitted_by_hand(cluster, tmp_path):
-    config = small_config(tmp_path, dataclasses.replace(CPU_NODES, nodes=2))
+    config = small_config(tmp_path, dataclasses.replace(CPU_NODES, nodes=2), ParallelConfig())
     run = Run(cluster, tmp_path, config)
     script = FOLDER / "train.sbatch"
     options = ["--job-name=small", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--chdir", str(tmp_path)]
