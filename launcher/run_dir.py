@@ -15,6 +15,7 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.fence import Fence, raise_fence
+from launcher.slurm.queue import has_ended
 from parallel.checkpoint.folder import is_remote
 
 CONFIG = "config.yaml"
@@ -160,13 +161,16 @@ def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[
 
 
 def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
-    """Whether Slurm started this process in the place of the lock's holder: one job, requeued since.
+    """Whether Slurm started this process in the place of the lock's holder: one job, requeued since, or the next one.
 
-    Slurm requeues a job whose node it cannot reach, and the node's processes may live on and keep their lock. The fence
-    keeps them from writing.
+    Slurm ends or requeues a job whose node it cannot reach, and whose processes may live on and keep their lock. The
+    fence keeps them from writing.
     """
-    same = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
-    return same and mine["slurm_restarts"] > holder.get("slurm_restarts", 0)
+    if mine["slurm_job"] is None or holder.get("slurm_job") is None:
+        return False
+    if mine["slurm_job"] == holder["slurm_job"]:
+        return mine["slurm_restarts"] > holder.get("slurm_restarts", 0)
+    return has_ended(holder["slurm_job"])
 
 
 def _lock(run_path: Path) -> IO[str]:

@@ -106,6 +106,16 @@ def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
     return jobs
 
 
+def has_ended(job_id: str) -> bool:
+    """Whether Slurm says that a job has ended; False where it does not answer, or cannot be asked from here."""
+    try:
+        return not ask(
+            "squeue", "-h", "-j", job_id, "-t", "RUNNING,SUSPENDED,COMPLETING,CONFIGURING", "-o", "%i"
+        ).strip()
+    except (SlurmError, OSError) as error:
+        return "Invalid job id" in str(error)  # so old that Slurm has forgotten it
+
+
 def would_take(script: str) -> str | None:
     """Why Slurm would not take the script, in its own words; None where it would."""
     try:

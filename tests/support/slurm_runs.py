@@ -31,7 +31,7 @@ class Run:
             env=environment if path is None else environment | {"PATH": path},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=800,
             check=False,
         )
 
