@@ -29,7 +29,7 @@ class Seen:
     """What rank 0 knows of a rank."""
 
     heard: float  # when it was last heard of (monotonic seconds of rank 0)
-    beat: dict[str, Any] = field(default_factory=dict)  # its last: step, phase, age, limit and the limit's key
+    beat: dict[str, Any] = field(default_factory=dict)  # its last: step, phase, age, limit, its key, own
     failed: tuple[str, int] | None = None  # an exception of its own, in a line, and the exit code
     cut: tuple[float, str] | None = None  # when and how it lost a connection
     gone: bool = False  # its process ended without a word

@@ -159,6 +159,7 @@ class Watchdog:
             "age": self.age(now),
             "limit": self.limit(),
             "key": self.limit_key(),
+            "own": self.own_times.figure(),
         }
         message: Message = {"beat": beat, **(own_end or {})}
         if self.mesh.rank == 0:

@@ -123,13 +123,13 @@ def test_stopped_first_rank_is_named_by_the_second(tmp_path, tokens):
 
 @pytest.mark.slow
 def test_straggler_is_named_with_its_place(tmp_path, tokens):
-    """The rank sleeps half a second a step; nobody else is named, though all take as long by the wall."""
-    small_run(tmp_path, tokens, model=DENSE_MODEL, steps=36)
+    """The rank sleeps in each step; nobody else is named, though all take as long by the wall."""
+    small_run(tmp_path, tokens, model=DENSE_MODEL, steps=30)
     assert main_with(tmp_path, "slow", 1) == 0
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row.get("event") == "straggler"]
     (row,) = rows
     assert (row["rank"], row["place"]) == (1, "rank 1 (dp 1)")
-    assert row["ratio"] >= 1.5 and row["own_seconds"] >= 0.5
+    assert row["ratio"] >= 1.5 and row["own_seconds"] >= 1.5
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def strike(fault: str, engine: Any) -> None:
         case "sleeps":
             time.sleep(STOPPED_FOR_SECONDS)
         case "slow":
-            time.sleep(0.5)
+            time.sleep(1.5)
         case "holds the lock":
             hold_the_lock()
         case "other collective":
