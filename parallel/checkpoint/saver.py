@@ -224,9 +224,10 @@ class Saver:
         """("done", result), or ("failed", why) where the disk or the certificate refused, or ("broken", why)."""
         try:
             return "done", work()
-        except (OSError, IncompleteSave) as error:
-            text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-            return "failed", f"{self.mesh.place}: {text}" if self.mesh.world_size > 1 else text
+        except OSError as error:
+            return "failed", f"{self.mesh.place}: {type(error).__name__}: {error}"
+        except IncompleteSave as error:
+            return "failed", str(error)
         except BrokenSave as error:
             return "broken", str(error)
         except Exception:  # a fault of ours on one rank: told on all, instead of leaving them waiting
