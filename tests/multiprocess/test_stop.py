@@ -81,7 +81,9 @@ def uninterrupted(tmp_path_factory, tokens) -> dict[ParallelConfig | None, tuple
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if "launcher" in way else way for way in WAYS]
+)
 def test_stopped_run_saves_and_goes_on_bit_identical(tmp_path, tokens, uninterrupted, way):
     send, signum, parallel = WAYS[way]
     config = write_config(tmp_path, tokens, "stopped", parallel=parallel, steps=STEPS)
@@ -132,6 +134,7 @@ def test_a_second_request_ends_at_once(tmp_path, tokens):
     assert not list((tmp_path / "twice" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_job_hears_for_itself(tmp_path, tokens):
     """As under srun or torchrun: no launching process, the signal comes to the rank, and twice at that."""
     config = write_config(tmp_path, tokens, "job", steps=STEPS)
