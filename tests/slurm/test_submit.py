@@ -61,7 +61,7 @@ WRONG = {
         "slurm.notice_seconds=1 must be enough for a save, about ",
     ),
     "unreadable data": (
-        ["data.sources=[{path: none/tokens}]"],
+        ["data.sources=[{path: none/tokens}]", "model.vocab_size=300"],
         "data.sources[0].path='none/tokens' does not exist",
     ),
     "unknown cores": (["slurm.cpus_per_task=100"], "slurm.nodes=4: sbatch does not take the job: "),
@@ -80,7 +80,8 @@ def test_a_mistake_is_one_line_and_nothing_is_submitted(cluster, tmp_path, name)
     done = run.command("submit", "config.yaml", "train.global_batch_size=160", *overrides)
     assert done.returncode == 2
     assert done.stdout == ""
-    (said,) = done.stderr.splitlines()
+    said, *more = done.stderr.splitlines()
+    assert more == []
     assert said.startswith(line)
     assert "; " in said, "a remedy"
     assert cluster.command("squeue", "-h") == ""
