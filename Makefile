@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slurm slurm-packages prove drill check format bench clean
+.PHONY: install demo test test-slow test-slurm slurm-packages prove drill check format bench clean
 
 install: $(STAMP)
 
@@ -37,8 +37,13 @@ slurm-packages:
 	  slurmctld slurmd slurm-client munge iproute2
 
 # The rest of the layout matrix: what `make test` leaves out to fit in its time.
+MATRIX := $(addprefix tests/multiprocess/,test_layouts.py test_prove.py test_prove_matrix.py)
 prove: $(STAMP)
-	$(BIN)/python -m pytest tests -m 'slow and not slurm'
+	$(BIN)/python -m pytest $(MATRIX) -m slow
+
+# Everything else that takes minutes: each pair of layouts over a checkpoint, each rank's overflow, hangs, restarts.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest tests -m 'slow and not slurm' $(addprefix --ignore=,$(MATRIX))
 
 # 200 runs in which ranks are killed at random moments; a line each, and a JSON summary.
 drill: $(STAMP)

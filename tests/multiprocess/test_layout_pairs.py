@@ -135,7 +135,7 @@ def matrices(tmp_path_factory):
 
 
 def cases() -> list:
-    """(matrix, layout): the fast matrix in `make test`, the whole ones with `make prove`."""
+    """(matrix, layout): the fast matrix in `make test`, the whole ones with `make test-slow`."""
     slow = [("moe", layout) for layout in MOE_LAYOUTS] + [("dense", layout) for layout in DENSE_LAYOUTS]
     marked = [pytest.param(*case, marks=pytest.mark.slow, id=": ".join(case)) for case in slow]
     return [pytest.param("fast", layout, id=f"fast: {layout}") for layout in FAST] + marked

@@ -53,7 +53,7 @@ def variant(tokens: str, model: ModelConfig, degrees: dict[str, Any], **changes:
 
 
 def slow(*values: Any) -> Any:
-    """A row for `make prove` alone."""
+    """A row for `make test-slow` alone."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
