@@ -95,7 +95,8 @@ def run_ranks(
         try:
             for rank in range(n_ranks):
                 receive, send = context.Pipe(duplex=False)
-                environment = _rank_environment(rank, n_ranks, port)
+                # This process's variables of now: the fork server has those of when it was started.
+                environment = {**os.environ, **_rank_environment(rank, n_ranks, port)}
                 process = context.Process(
                     target=_rank_main, args=(send, os.getpid(), environment, threads, function, arguments), daemon=True
                 )

@@ -85,7 +85,7 @@ def test_a_skipped_batch_leaves_no_trace(tmp_path, tokens, zero, precision, axes
 @pytest.mark.parametrize(
     ("tensor", "axes", "rank", "place"),
     [
-        (NORM, {"tp": 2}, 1, "rank 1 (tp 1)"),
+        slow(NORM, {"tp": 2}, 1, "rank 1 (tp 1)"),
         ("layers.1.feed_forward.experts.down", {"ep": 2}, 1, "rank 1 (dp 1, ep 1)"),
     ],
 )
@@ -140,7 +140,7 @@ def test_an_overflow_at_the_smallest_loss_scale_is_a_problem(tmp_path, tokens):
 HOPELESS = {"optimizer": SGDConfig(lr=1e30, clip_norm=None)}  # the first update spoils the weights
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("policy", ["skip", slow("rollback")])
 def test_a_remedy_that_does_not_help_ends(tmp_path, tokens, policy):
     config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)
     limits = ["health.max_skips=2", "health.max_rollbacks=2", "checkpoint.every_steps=null"]
@@ -163,7 +163,7 @@ def test_a_stopped_run_says_why_in_one_line(tmp_path, tokens):
     assert not list((tmp_path / "hopeless" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("work", ["save", "evaluation"])
+@pytest.mark.parametrize("work", ["save", slow("evaluation")])
 def test_a_request_to_one_rank_during_long_work_stops_all_after_it(tmp_path, tokens, work):
     path = write_config(tmp_path, tokens, "asked", parallel=ParallelConfig(pp=2))
     overrides = ["train.eval_every_steps=2", f"data.heldout_path={tokens}"]

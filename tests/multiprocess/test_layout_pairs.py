@@ -55,7 +55,7 @@ DENSE_LAYOUTS = {
     "cp2 zero2": (2, ParallelConfig(zero=2, cp=2)),
     "pp2 dp2 zero1": (4, ParallelConfig(zero=1, pp=2)),
 }
-FAST = ("dp2 zero3", "tp2 ep2 zero1", "pp2 zero1")
+FAST = ("dp2 zero3", "pp2 zero1")
 
 
 @dataclass(eq=False)

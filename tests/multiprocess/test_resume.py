@@ -26,7 +26,15 @@ def tokens(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("zero", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16")]
+    ("zero", "precision"),
+    [
+        pytest.param(0, "fp32", marks=pytest.mark.slow),
+        (1, "fp32"),
+        (1, "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        (3, "bf16"),
+        (1, "fp16"),
+    ],
 )
 def test_resumed_run_is_bit_identical(tmp_path, tokens, zero, precision):
     whole = write_config(tmp_path, tokens, "whole", zero=zero, precision=precision)
@@ -140,7 +148,10 @@ def test_finished_run_stays_as_it_is(tmp_path, tokens):
     assert numbers(train(config, 1)) == numbers(first)
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing", "manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flipped bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("truncated", "missing", "manifest"))],
+)
 def test_planted_damage_is_refused_and_the_checkpoint_before_is_used(tmp_path, tokens, damage):
     whole = write_config(tmp_path, tokens, "whole")
     config = write_config(tmp_path, tokens, "damaged")

@@ -73,10 +73,10 @@ def slow(*values: Any) -> Any:
         ),
         slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
         slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),
-        (2, {"tp": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 1, **FP16, **SELECTIVE}, {"zero": 3, **BF16, **FULL}]),
+        slow(2, {"tp": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 1, **FP16, **SELECTIVE}, {"zero": 3, **BF16, **FULL}]),
         slow(4, {"tp": 4}, FOUR_KV_HEADS, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3}]),
         slow(2, {"cp": 2}, MOE_MODEL, [{"zero": 1, **BF16}, {"zero": 2, **RING}, {"zero": 3, **FULL}]),
-        (
+        slow(
             4,
             {"cp": 4},
             ODD,

@@ -64,7 +64,7 @@ def test_adamw_equals_one_process(tokens, zero):
     [{"micro_batch_size": 1}, {"micro_batch_size": 4}, {"recompute": "full"}, {"recompute": "selective"}],
     ids=str,
 )
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_micro_batches_and_recomputation_change_nothing(tokens, zero, change):
     config = run_config(tokens, zero=zero, **change)
     errors = largest_error(run_layout(config, 2), run_reference(config, micro_batch_size=8))

@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_its_id_and_its_name(offline_run: Path) -> None:
 
 
 def test_everything_lies_in_the_run_directory(offline_run: Path) -> None:
-    assert sorted(path.name for path in offline_run.iterdir()) == ["metrics.jsonl", "wandb"]
+    assert sorted(path.name for path in offline_run.iterdir()) == ["ledger.jsonl", "metrics.jsonl", "wandb"]
     assert len(list((offline_run / "wandb").glob("offline-run-*"))) == 2
 
 

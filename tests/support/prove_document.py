@@ -34,7 +34,7 @@ def section(number: int, fault: Fault, outcome: Outcome) -> str:
     layout = " ".join(fault.overrides) or "dp=2, ZeRO 1"
     if outcome.died is not None:
         lines = outcome.died.strip().splitlines()
-        body = "\n".join(f"    {line}" for line in dict.fromkeys((lines[0], lines[-1])))
+        body = "\n".join(f"    {line}" for line in dict.fromkeys((f"{fault.check}: no", lines[0], lines[-1])))
         return f"{number}. **{fault.title}** ({layout}): the processes do not come to an end.\n\n{body}\n"
     failed = [check for check in outcome.checks if not check.passed]
     check = next(check for check in failed if check.name == fault.check)
