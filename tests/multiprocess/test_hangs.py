@@ -50,7 +50,9 @@ def end_event(config) -> dict:
     return row
 
 
-@pytest.mark.parametrize("axis", LAYOUTS)
+@pytest.mark.parametrize(
+    "axis", [pytest.param(axis, marks=[] if axis in ("pp", "ep") else pytest.mark.slow) for axis in LAYOUTS]
+)
 def test_killed_rank_is_named_and_nobody_stays(tmp_path, tokens, axis):
     config, place = layout_run(tmp_path, tokens, axis)
     error = run_with_launcher(config, 4, "killed", 3)

@@ -53,8 +53,8 @@ def slow(*values):
 
 
 LAYOUTS = [
-    (0, "fp32", {}),
-    (1, "bf16", {}),
+    slow(0, "fp32", {}),
+    slow(1, "bf16", {}),
     slow(1, "fp32", {}),
     slow(2, "fp32", {}),
     (3, "bf16", {}),

@@ -89,6 +89,7 @@ def end_between_word_and_look() -> None:
     launcher.watchdog.wait_for_all = wait_for_all
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_as_it_should_always_says_so(tmp_path):
     """The kill drill found it: one end in dozens was taken for a death, on a busy machine."""
     config = write_config(tmp_path, "run", write_tokens(tmp_path), "dp2 zero1")

@@ -12,9 +12,9 @@ BOUND = 1e-6
 
 
 def with_zero(layouts: list[tuple[int, dict]]) -> list:
-    """Each layout with every ZeRO stage; `make test` runs stage 1, on two ranks stage 3 too, `make prove` the rest."""
+    """Each layout with every ZeRO stage; `make test` runs stage 1, `make prove` the rest."""
     return [
-        pytest.param(ranks, layout, zero, marks=[] if zero == 1 or (ranks == 2 and zero == 3) else [pytest.mark.slow])
+        pytest.param(ranks, layout, zero, marks=[] if zero == 1 else [pytest.mark.slow])
         for ranks, layout in layouts
         for zero in (0, 1, 2, 3)
     ]

@@ -65,7 +65,7 @@ def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=[pytest.mark.slow] if number % 2 else []) for number, fault in enumerate(FAULTS)],
+    [pytest.param(fault, marks=[pytest.mark.slow] if number % 3 else []) for number, fault in enumerate(FAULTS)],
     ids=lambda fault: fault.title,
 )
 def test_planted_fault_is_caught_and_named(tmp_path, fault):

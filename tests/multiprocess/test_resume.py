@@ -126,7 +126,9 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(
+    "chain", [pytest.param(chain, marks=[] if chain == "tp and ep" else pytest.mark.slow) for chain in CHAINS]
+)
 def test_other_layout_goes_on_as_one_process_would(tmp_path, tokens, chain):
     """Two steps under each of three layouts, SGD with momentum: losses and norms within 1e-6 of one plain process."""
     config = write_config(tmp_path, tokens, "moving", model=MOE_MODEL, optimizer=None)
