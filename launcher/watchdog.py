@@ -62,6 +62,7 @@ class Watchdog:
         self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages())
         self.reports: dict[int, Report] = {}
         self.own_end: Message | None = None  # "failed", "cut" or "bye", to be sent by the thread
+        self.is_raising = False  # the main thread is on its way to the launcher with an exception
         self.over = threading.Event()  # nothing more is to be expected of the thread
         self.heart: Heart | None = None
         self.log: IO[str] | None = None
@@ -106,6 +107,7 @@ class Watchdog:
         else:
             self.write(traceback.format_exc())
             if has_launcher():
+                self.is_raising = True
                 return  # it prints the traceback and ends all
             self.own_end = {"failed": _in_a_line(error), "code": exit_code_of(error)}
         assert self.heart is not None
@@ -122,7 +124,7 @@ class Watchdog:
         try:
             self.keep_watch()
         except BaseException:  # a watchdog that has failed must not let a job go on unwatched
-            traceback.print_exc()
+            self.tell(f"{self.places[self.mesh.rank]}: its watchdog failed:\n{traceback.format_exc()}", 1)
             os._exit(1)
 
     def keep_watch(self) -> None:
@@ -319,7 +321,7 @@ class Watchdog:
     def leave(self, exit_code: int) -> None:
         """Ends this process; the one whose exception it was is left to raise it."""
         self.close_log()
-        if self.own_end is not None and "failed" in self.own_end:
+        if self.is_raising or (self.own_end is not None and "failed" in self.own_end):
             self.over.set()
             time.sleep(LAUNCHER_SECONDS)
         os._exit(exit_code)

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -244,10 +244,10 @@ class Engine:
         """Whether gradients that are not finite may be an overflow, which the loss scaler answers (fp16 only)."""
         return self.precision == "fp16" and self.loss_scale > self.optimizer.loss_scaler.min_scale
 
-    def reset_states(self, step: int) -> None:
-        """Zeroed optimizer states, ``step`` updates old."""
+    def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
+        """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
         flats = list({id(fragment.flat): fragment.flat for fragment in self.fragments}.values())
-        make_states(self.base, flats, self.state_names, step)
+        make_states(self.base, flats, self.state_names, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
         """The fragment's elements of the fp32 weight and of each optimizer state: flat views, writable."""

@@ -4,7 +4,7 @@ DeepSpeed keeps fp32 masters and optimizer states in flat partitions; a fragment
 where in them. Checkpoints, initial weights and gradient comparisons all go through fragments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -98,21 +98,29 @@ def _share(numel: int, axis: Axis) -> tuple[int, int]:
     return start, min(size, numel - start)
 
 
-def _zeros(flat: Tensor, old: Tensor | None) -> Tensor:
+def _zeros(flat: Tensor, old: Tensor | None, *, keeps: bool) -> Tensor:
     """Zeros of the flat tensor's kind; in the memory that the state had before, if it had one."""
     if old is not None and (old.shape, old.dtype, old.device) == (flat.shape, flat.dtype, flat.device):
-        return old.zero_()
+        return old if keeps else old.zero_()
     return torch.zeros_like(flat, requires_grad=False)
 
 
-def make_states(base: torch.optim.Optimizer, flats: list[Tensor], state_names: tuple[str, ...], step: int) -> None:
+def make_states(
+    base: torch.optim.Optimizer,
+    flats: list[Tensor],
+    state_names: tuple[str, ...],
+    step: int,
+    kept: Collection[str] = (),
+) -> None:
     """Gives the torch optimizer zeroed state for every flat tensor, as its own first step would, at ``step``.
+
+    States of ``kept`` that are there already stay as they are.
 
     DeepSpeed's stages make states lazily or by a dummy step; here they exist, known, before anything is restored.
     """
     for flat in flats:
         old = base.state.get(flat, {})
-        state: dict[str, Any] = {name: _zeros(flat, old.get(name)) for name in state_names}
+        state: dict[str, Any] = {name: _zeros(flat, old.get(name), keeps=name in kept) for name in state_names}
         if (
             "exp_avg" in state
         ):  # Adam's bias correction counts steps; a tensor, on the device where fused kernels need it

@@ -186,7 +186,9 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     A state that the checkpoint lacks (momentum switched on since) starts at zero. Raises DamagedCheckpoint on all
     ranks where a file does not match its hash; the engine's state is then undefined, and must be loaded again.
     """
-    engine.reset_states(int(checkpoint.manifest.scalars["updates"]))
+    names = [fragment.name for fragment in engine.fragments]
+    complete = [kind for kind in engine.state_names if all((kind, name) in checkpoint.pieces for name in names)]
+    engine.reset_states(int(checkpoint.manifest.scalars["updates"]), kept=complete)
     targets, buffers = _targets(engine, checkpoint)
     hashed = [] if checkpoint.is_verified else _share_hashing(checkpoint, targets, engine.mesh)
     together(engine.mesh, lambda: _fill(checkpoint, targets, hashed))

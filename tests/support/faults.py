@@ -82,7 +82,7 @@ def plant(fault: str | None) -> None:
             from parallel.engine import Engine
 
             original_reset = Engine.reset_states
-            Engine.reset_states = lambda self, step: original_reset(self, 0)
+            Engine.reset_states = lambda self, step, kept=(): original_reset(self, 0, kept)
         case "stale low-precision weights after load":
             from parallel.engine import Engine
 

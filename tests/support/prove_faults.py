@@ -445,4 +445,4 @@ def patch_load(change: Callable[[Any], None]) -> None:
 
 def reset_without_step(engine: Any) -> None:
     reset = engine.reset_states
-    engine.reset_states = lambda step: reset(0)
+    engine.reset_states = lambda step, kept=(): reset(0, kept)

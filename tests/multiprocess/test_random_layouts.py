@@ -1,0 +1,28 @@
+"""Models and layouts that nobody chose, proven as the matrix is: sizes that are no powers of two, 3 and 6 processes, experts
+fewer than ranks, sequences of a few tokens, accumulation of any length.
+
+A seed that fails names itself: ``random_run(seed)`` in tests/support/random_layouts.py is its config.
+"""
+
+import pytest
+
+from launcher.prove.command import prove_in, stay_on_cpu
+from launcher.prove.report import layout_words
+from prove_runs import failures
+from random_layouts import random_run
+
+STEPS = 2
+N_SEEDS = 120
+FAST = (54, 36)  # tp 2 with dp 3; six processes with a ring
+
+
+def cases() -> list:
+    return [pytest.param(seed, marks=[] if seed in FAST else pytest.mark.slow) for seed in range(N_SEEDS)]
+
+
+@pytest.mark.parametrize("seed", cases())
+def test_random_layout_is_proven(tmp_path, seed):
+    stay_on_cpu()
+    config, n_ranks = random_run(seed)
+    outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300)
+    assert outcome.proven, f"{layout_words(config, n_ranks)}\n{failures(outcome)}"

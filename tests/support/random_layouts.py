@@ -1,0 +1,103 @@
+"""Random models under random layouts, as the rules allow them: sizes, degrees and settings that nobody chose."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from data.config import DataConfig
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig, TrainConfig
+from modeling.config import BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from parallel.config import ParallelConfig
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
+
+RANKS = (2, 3, 4, 4, 6, 6, 8, 8)
+TRIES = 3000
+
+
+def random_run(seed: int) -> tuple[RunConfig, int]:
+    """A legal config and its number of processes: a function of ``seed``. Its data are the proof's."""
+    draw = random.Random(seed)
+    while True:
+        n_ranks = draw.choice(RANKS)
+        parallel = draw_parallel(draw, n_ranks)
+        family = draw.choice(["mixtral", "qwen3_moe", "glm4_moe", "llama" if parallel.ep == 1 else "glm4_moe"])
+        for _ in range(TRIES):  # few models are legal: it is not the layout that gives way
+            config = draw_config(draw, n_ranks, parallel, family)
+            if not check(config, n_ranks):
+                return config, n_ranks
+
+
+def draw_config(draw: random.Random, n_ranks: int, parallel: ParallelConfig, family: str) -> RunConfig:
+    """Any config under the layout, mostly not a legal one."""
+    pick = draw.choice
+    zero_free = pick(["fp32", "bf16", "fp16"])
+    return RunConfig(
+        seed=draw.randrange(1000),
+        model=draw_model(draw, parallel, family),
+        data=DataConfig(seq_len=pick([12, 16, 20, 24, 36, 48])),
+        train=TrainConfig(
+            global_batch_size=n_ranks * pick([1, 2, 3, 4]),
+            micro_batch_size=pick([1, 1, 2, 3]),
+            precision="fp32" if parallel.zero == 0 else zero_free,
+            recompute=pick(["none", "selective", "full"]),
+        ),
+        parallel=parallel,
+    )
+
+
+def draw_parallel(draw: random.Random, n_ranks: int) -> ParallelConfig:
+    """Degrees that divide the processes, more often high ones."""
+    degrees: dict[str, int] = {}
+    left = n_ranks
+    for axis in draw.sample(["tp", "cp", "pp"], 3):
+        degrees[axis] = draw.choice([degree for degree in (1, 2, 3, 4) if left % degree == 0])
+        left //= degrees[axis]
+    stage = n_ranks // degrees["pp"]
+    schedules: list[Callable[[], Any]] = [OneFOneB, Interleaved, ZBV, DualPipeV]
+    return ParallelConfig(
+        **degrees,
+        ep=draw.choice([degree for degree in range(1, stage + 1) if stage % degree == 0]),
+        zero=draw.choice([0, 1, 1, 2, 3]),
+        cp_attention=draw.choice(["ulysses", "ring"]),
+        pipeline=draw.choice(schedules)() if degrees["pp"] > 1 else OneFOneB(),
+    )
+
+
+def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> ModelConfig:
+    """A decoder of odd sizes that tp, cp, ep and pp may fit."""
+    pick = draw.choice
+    n_kv_heads = parallel.tp * pick([1, 1, 2, 3])
+    d_head = 2 * pick([2, 3, 4, 5])
+    n_layers = max(1, parallel.pp * chunks(parallel.pipeline) + pick([-1, 0, 1, 2]))
+    moe = None
+    if family != "llama":
+        n_experts = parallel.ep * pick([1, 2, 3])
+        score = pick(["softmax", "sigmoid"])
+        balances = [SequenceAuxBalance(coefficient=0.05), NoBalance(), BiasBalance(rate=0.01)]
+        moe = MoEConfig(
+            n_experts=n_experts,
+            top_k=min(n_experts, pick([1, 2, 3])),
+            d_ff=pick([6, 10, 24]),
+            n_shared_experts=pick([0, 0, parallel.tp]),
+            n_dense_layers=pick([0, 0, 1]),
+            score=score,
+            normalize_top_k=pick([True, False]),
+            routed_scale=pick([1.0, 2.5]),
+            balance=pick(balances),
+            z_loss=pick([0.0, 1e-2]),
+        )
+    return ModelConfig(
+        family=family,
+        vocab_size=parallel.tp * pick([37, 50, 64]),
+        d_model=2 * pick([9, 12, 16, 25]),
+        n_layers=n_layers,
+        n_heads=n_kv_heads * pick([1, 2, 3]),
+        n_kv_heads=n_kv_heads,
+        d_head=d_head,
+        d_ff=parallel.tp * pick([11, 16, 24]),
+        tie_embeddings=pick([True, False]),
+        qk_norm=pick([True, False]),
+        sliding_window=pick([None, None, 5]),
+        moe=moe,
+    )
