@@ -246,7 +246,10 @@ class Engine:
 
     def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
         """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
-        flats = list({id(fragment.flat): fragment.flat for fragment in self.fragments}.values())
+        if self.zero == 0:  # a rank updates every weight whole, also one of which its share is nothing
+            flats = list(self.model.parameters())
+        else:
+            flats = list({id(fragment.flat): fragment.flat for fragment in self.fragments}.values())
         make_states(self.base, flats, self.state_names, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from data.config import DataConfig
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from modeling.config import BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 
@@ -42,6 +43,7 @@ def draw_config(draw: random.Random, n_ranks: int, parallel: ParallelConfig, fam
             precision="fp32" if parallel.zero == 0 else zero_free,
             recompute=pick(["none", "selective", "full"]),
         ),
+        schedule=ConstantSchedule(),
         parallel=parallel,
     )
 
