@@ -48,17 +48,24 @@ def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
 
 
 def read_micro_batch(
-    dataset: Dataset, indices: np.ndarray, mesh: Mesh, balance_scale: float = 0.0, z_scale: float = 0.0
+    dataset: Dataset,
+    indices: np.ndarray,
+    mesh: Mesh,
+    balance_scale: float = 0.0,
+    z_scale: float = 0.0,
+    *,
+    expects_padding: bool = False,
 ) -> MicroBatch:
     """The samples on the device, cut to this rank's share of the positions: cp cuts them here, tp between layers.
 
-    Ranks of cp, tp and pp read the same samples. The scales are what the auxiliary losses weigh.
+    Ranks of cp, tp and pp read the same samples. The scales are what the auxiliary losses weigh. ``expects_padding``:
+    the model takes the way around padding where there is none, too.
     """
     batch = dataset.read(indices)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
     tensors = [torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays]
     tokens_BS, targets_BS, positions_BS, documents_BS = tensors
-    has_padding = bool((batch.documents_BS == PADDING).any())
+    has_padding = expects_padding or bool((batch.documents_BS == PADDING).any())
     context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
     if mesh.cp.degree > 1:
         context = split_context(context, mesh.cp)
@@ -82,7 +89,10 @@ def accumulate_gradients(
     n_targets, n_tokens = dataset.count(indices)
     scale = engine.loss_scale * mesh.replicas.degree  # DeepSpeed averages gradients over dp x cp
     mine = share_of_batch(indices, micro_batch_size, mesh)
-    batches = (read_micro_batch(dataset, part, mesh, scale / len(indices), scale / n_tokens) for part in mine)
+    # Under ZeRO 3 each module's backward pass communicates, in the order of the graph: it must be one on all ranks, and
+    # recomputation begins where something was saved first, which the way around padding does before the experts.
+    scales, same_graph = (scale / len(indices), scale / n_tokens), engine.zero == 3
+    batches = (read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph) for part in mine)
     sums = Sums(engine.model_config)
     if engine.pipeline is not None:
         for output in engine.run_pipeline(list(batches), scale / n_targets):

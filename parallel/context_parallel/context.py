@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from modeling.context import PADDING, Context
+from modeling.context import Context
 from parallel.context_parallel.part import take_share
 from parallel.context_parallel.plan import RingPlan
 from parallel.mesh import Axis
@@ -33,6 +33,6 @@ def split_context(whole: Context, axis: Axis) -> HeldContext:
         documents_BS=documents_BS,
         balance_scale=whole.balance_scale,
         z_scale=whole.z_scale,
-        has_padding=whole.has_padding and bool((documents_BS == PADDING).any()),
+        has_padding=whole.has_padding,  # of all ranks, whoever holds it: their graphs are to be the same
         whole=whole,
     )

@@ -107,7 +107,7 @@ def test_split_context() -> None:
     first, second = (split_context(whole, axis_of(rank, 2)) for rank in (0, 1))
     assert first.positions_BS.tolist() == [[0, 1, 2, 0]] and first.documents_BS.tolist() == [[0, 0, 1, PADDING]]
     assert second.positions_BS.tolist() == [[2, 3, 0, 1]] and second.documents_BS.tolist() == [[0, 0, 1, 1]]
-    assert (first.has_padding, second.has_padding) == (True, False)
+    assert first.has_padding and second.has_padding
     assert first.whole is whole and (first.balance_scale, first.z_scale) == (0.5, 0.25)
     assert torch.equal(take_share(documents_BS, axis_of(1, 2)), second.documents_BS)
 
