@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
 from modeling.reference import ReferenceStep
-from parallel.compare.errors import execution_order, tensor_errors
+from parallel.compare.errors import execution_order, norm, tensor_errors, total_norm
 from parallel.compare.pieces import Piece, Uncovered, assemble
 from parallel.compare.routing import Replayed
 
@@ -22,6 +22,9 @@ BIAS_BOUND = 1e-7  # absolute; a bias moves by a fixed rate, so a fault moves it
 # update's sign: a few elements in a million. Against the plain run, AdamW's weights may differ by this share of the
 # update; what the optimizer makes of equal gradients is held to WEIGHT_BOUND.
 ADAMW_DRIFT_BOUND = 1e-2
+# A gradient below this share of all gradients' norm is rounding alone (that of a router whose one choice weighs one),
+# and AdamW's update of it noise: nothing to compare.
+ROUNDING_SHARE = 1e-9
 # In 16 bits: how often as far from fp32 as one process in that precision the layout may be. Its rounding errors are as
 # large, but others (partial sums are rounded elsewhere); two draws of one distribution rarely differ by three.
 NOISE_FACTOR = 3.0
@@ -213,15 +216,28 @@ def check_updates(
     theirs: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
     bound: float,
+    left_out: Collection[str] = (),
 ) -> Check:
     """Every logical tensor's change since ``start`` against one process's, relative to that change."""
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
         assert failed is not None
         return failed
-    moved = {key: ours[key].double() - start[key].double() for key in theirs}
-    worst, error = largest(tensor_errors(moved, {key: theirs[key].double() - start[key].double() for key in theirs}))
-    return Check(phase, name, worst, error, bound)
+    compared = [key for key in theirs if key not in left_out]
+    moved = {key: ours[key].double() - start[key].double() for key in compared}
+    worst, error = largest(tensor_errors(moved, {key: theirs[key].double() - start[key].double() for key in compared}))
+    note = f"left out, for a gradient of rounding alone: {', '.join(left_out)}" if left_out else ""
+    return Check(phase, name, worst, error, bound, note)
+
+
+def without_gradient(steps: Sequence[ReferenceStep]) -> list[str]:
+    """The tensors whose gradients are rounding alone in every step."""
+    totals = [total_norm(step.gradients.values()) for step in steps]
+    return [
+        name
+        for name in steps[0].gradients
+        if all(norm(step.gradients[name]) <= ROUNDING_SHARE * total for step, total in zip(steps, totals, strict=True))
+    ]
 
 
 def check_noisy_gradients(

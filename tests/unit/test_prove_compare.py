@@ -14,12 +14,15 @@ from launcher.prove.checks import (
     check_noisy_losses,
     check_series,
     check_tensors,
+    check_updates,
+    without_gradient,
 )
 from launcher.prove.plain import PlainTrainer
 from launcher.prove.report import number
 from launcher.prove.tokens import write_documents
 from modeling.init import materialize
 from modeling.optimizers.config import SGDConfig
+from modeling.reference import ReferenceStep
 from parallel.checkpoint.boxes import Box
 from parallel.compare.errors import (
     execution_order,
@@ -250,3 +253,23 @@ def test_the_document_tells_of_every_planted_fault():
     for fault in FAULTS:
         part = text.partition(f"**{fault.title}**")[2].partition("\n\n")[2]
         assert fault.check in part and fault.says in part.partition(". **")[0], fault.title
+
+
+def test_updates_by_rounding_alone_are_left_out_and_named():
+    """A small gradient is compared; one of 1e-11 of all is noise, over which AdamW makes whole updates."""
+
+    def step(router: float, gate: float) -> ReferenceStep:
+        gradients = {"head": torch.ones(4), "router": torch.full((4,), router), "gate": torch.full((4,), gate)}
+        return ReferenceStep(1.0, {}, {}, 2.0, gradients, {}, skipped=False)
+
+    names = without_gradient([step(1e-11, 1e-11), step(-1e-11, 1e-7)])
+    assert names == ["router"]
+    start = {name: torch.zeros(4) for name in ("head", "router", "gate")}
+    theirs = {name: torch.full((4,), 1e-3) for name in start}
+    ours = theirs | {"router": torch.full((4,), -1e-3)}
+    box = Box((0,), (4,))
+    pieces = [Piece(name, box, value, is_owner=True) for name, value in ours.items()]
+    left_out = check_updates("adamw", "weights", pieces, theirs, start, 1e-2, names)
+    assert left_out.passed
+    assert left_out.note == "left out, for a gradient of rounding alone: router"
+    assert not check_updates("adamw", "weights", pieces, theirs, start, 1e-2).passed
