@@ -1,19 +1,21 @@
 """Starting local processes that fail together, quickly, and leave nobody behind."""
 
+import contextlib
 import ctypes
 import math
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from parallel.stop import forwarding, held_back
@@ -29,6 +31,8 @@ PRELOAD = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
 
+
+FIRST_PORT = 20000  # below are the ports of known services
 
 # How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection.
 LINGER_SECONDS = 15.0
@@ -91,7 +95,7 @@ def run_ranks(
     threads = threads or max(1, (os.cpu_count() or 1) // n_ranks)
     port = _free_port()
     children = []
-    with forwarding() if passes_stop else nullcontext() as forwarder:
+    with forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
         try:
             for rank in range(n_ranks):
                 receive, send = context.Pipe(duplex=False)
@@ -100,7 +104,7 @@ def run_ranks(
                 process = context.Process(
                     target=_rank_main, args=(send, os.getpid(), environment, threads, function, arguments), daemon=True
                 )
-                with held_back() if passes_stop else nullcontext():
+                with held_back() if passes_stop else contextlib.nullcontext():
                     process.start()
                 send.close()
                 place = f"{places[rank] if places is not None else f'rank {rank}'} of {n_ranks}"
@@ -127,9 +131,23 @@ def _rank_environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens on, below those that Linux gives to outgoing connections of its own choice.
+
+    One of those could be taken by any connection of this machine before rank 0 listens there.
+    """
+    drawn = random.SystemRandom()  # no two launchers the same
+    while True:
+        port = drawn.randrange(FIRST_PORT, _first_outgoing_port())
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+
+
+def _first_outgoing_port() -> int:
+    """Where the ports of outgoing connections begin (32768, where nobody has moved it)."""
+    setting = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(setting.read_text().split()[0]) if setting.exists() else 32768
+    return first if first > FIRST_PORT + 1000 else 32768
 
 
 _to_launcher: Connection | None = None  # in a process that run_ranks started: where its answer goes
