@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from data.config import DataConfig
+from launcher.config.layout_rules import dp_of
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from modeling.config import BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
@@ -14,6 +15,7 @@ from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chun
 
 RANKS = (2, 3, 4, 4, 6, 6, 8, 8)
 TRIES = 3000
+MOST_MICRO_BATCHES = 12  # more take minutes under ZeRO 3 with pp
 
 
 def random_run(seed: int) -> tuple[RunConfig, int]:
@@ -25,8 +27,13 @@ def random_run(seed: int) -> tuple[RunConfig, int]:
         family = draw.choice(["mixtral", "qwen3_moe", "glm4_moe", "llama" if parallel.ep == 1 else "glm4_moe"])
         for _ in range(TRIES):  # few models are legal: it is not the layout that gives way
             config = draw_config(draw, n_ranks, parallel, family)
-            if not check(config, n_ranks):
+            if not check(config, n_ranks) and micro_batches(config, n_ranks) <= MOST_MICRO_BATCHES:
                 return config, n_ranks
+
+
+def micro_batches(config: RunConfig, n_ranks: int) -> int:
+    """Of one rank in one step."""
+    return config.train.global_batch_size // (dp_of(config, n_ranks) * config.train.micro_batch_size)
 
 
 def draw_config(draw: random.Random, n_ranks: int, parallel: ParallelConfig, family: str) -> RunConfig:
