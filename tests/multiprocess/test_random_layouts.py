@@ -16,10 +16,6 @@ from random_layouts import random_run
 STEPS = 2
 N_SEEDS = 120
 FAST = (5, 31, 52)  # ZeRO 0, weights smaller than dp; ZeRO 3, padding on one rank alone; dp 3 x tp 2 with ep
-    54,
-    5,
-    31,
-)  # tp 2 with dp 3; weights of fewer elements than ranks at ZeRO 0; padding on one rank alone at ZeRO 3
 
 
 def cases() -> list:
