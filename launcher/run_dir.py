@@ -15,7 +15,7 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.fence import Fence, raise_fence
-from launcher.slurm.queue import has_ended
+from launcher.slurm.queue import has_ended, slurm_job
 from parallel.checkpoint.folder import is_remote
 
 CONFIG = "config.yaml"
@@ -156,8 +156,9 @@ def claim(config: RunConfig) -> Claim:
 
 def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What the lock file says of the process that holds it."""
-    job, restarts = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": int(restarts)}
+    restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
+    job = slurm_job(environment)
+    return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": restarts}
 
 
 def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from launcher.fence import Fence
 from launcher.health import Health, Unhealthy, examine, stop_line
 from launcher.ledger import ledger_row
 from launcher.restarts import Restart
+from launcher.start_record import start_record
 from launcher.state import TrainState, open_saver, restore, tidy
 from launcher.step import Totals, accumulate_gradients, agree_to_stop, evaluate
 from launcher.watch.moe import moe_metrics
@@ -91,12 +92,14 @@ def train_watched(
         return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
+    record = start_record(config, mesh)
+    wandb_config = {**dataclasses.asdict(config), "start": record}
     with (
-        open_watchers(config, dataclasses.asdict(config), config.run_path, state.step, mesh.rank, fence) as watchers,
+        open_watchers(config, wandb_config, config.run_path, state.step, mesh.rank, fence) as watchers,
         open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
     ):
         watchdog.watchers = watchers
-        report_start(watchers, state, warnings, changed, restart)
+        report_start(watchers, record, state, warnings, changed, restart)
         health, stopped = Health(config.health), agree_to_stop(stop, mesh)
         while state.step < config.train.steps and stopped is None:
             watchdog.beat(state.step + 1, STEP)
@@ -333,12 +336,14 @@ def report_unsaved(saved: Saved, rank: int) -> None:
 
 def report_start(
     watchers: Watchers | NullWatchers,
+    record: dict[str, Any],
     state: TrainState,
     warnings: list[str],
     changed: list[tuple[str, Any, Any]],
     restart: Restart | None,
 ) -> None:
-    """Events of a run's start: a crash before it, a checkpoint set aside, a resume, keys that changed since."""
+    """Events of a run's start: where and what it is, a crash before it, a checkpoint set aside, a resume, changes."""
+    watchers.event({"step": state.step, "event": "start", **record})
     if restart is not None:
         row = {"restart": restart.number, "max_restarts": restart.allowed, "reason": restart.reason}
         watchers.event({"step": state.step, "event": "restart", **row})

@@ -1,8 +1,10 @@
 """What Slurm's commands say: partitions, live jobs, and what becomes of a job."""
 
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +106,14 @@ def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
         if run_path is None or job.run_path == run_path.absolute():
             jobs.append(job)
     return jobs
+
+
+def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What Slurm's commands call the job that this process belongs to: 12, or 12_3 in an array; None outside of Slurm.
+
+    An array's last task has the number of the whole array as its SLURM_JOB_ID, so the job script says which is meant.
+    """
+    return environment.get("ROUNDTABLE_JOB") or environment.get("SLURM_JOB_ID")
 
 
 def has_ended(job_id: str) -> bool:

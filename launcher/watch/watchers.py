@@ -122,8 +122,9 @@ def open_watchers(
 ) -> Watchers | NullWatchers:
     """Opens what watches this run: on rank 0 everything, elsewhere nothing.
 
-    ``run_config`` is the config as nested dicts, for W&B. ``restored_step`` is 0 for a fresh run; later rows of
-    metrics.jsonl and ledger.jsonl are dropped. ``run_dir`` must exist; rows are written under ``fence``.
+    ``run_config`` is the config as nested dicts and this start's record, for W&B. ``restored_step`` is 0 for a fresh
+    run; later rows of metrics.jsonl and ledger.jsonl are dropped. ``run_dir`` must exist; rows are written under
+    ``fence``.
     Raises UserError where one of the files is damaged.
     """
     if rank != 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from command_runs import BIAS_MODEL, ENVIRONMENT, command, write_config
+from command_runs import BIAS_MODEL, ENVIRONMENT, command, same_events_in_wandb, write_config
 from health_runs import Plan, run_planned
 from launcher.config.load import load_config
 from launcher.config.tree import HealthConfig
@@ -28,10 +28,12 @@ def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
-def run(folder: Path, tokens: str, name: str, plan: Plan, *, health=None, **changes) -> tuple[list, list[dict]]:
+def run(
+    folder: Path, tokens: str, name: str, plan: Plan, *, health=None, wandb="disabled", **changes
+) -> tuple[list, list[dict]]:
     """What the ranks returned, and metrics.jsonl."""
     path = write_config(folder, tokens, name, **{"model": BIAS_MODEL, **changes})
-    config = dataclasses.replace(load_config(path), health=health or HealthConfig())
+    config = dataclasses.replace(load_config(path, [f"metrics.wandb.mode={wandb}"]), health=health or HealthConfig())
     returned = run_planned(plan, config)
     return returned, read_metrics(folder / name / "metrics.jsonl")
 
@@ -112,7 +114,7 @@ def test_rolled_back_run_goes_on_without_those_batches(tmp_path, tokens, axes):
     health = HealthConfig(on_spike="rollback", spike_window=4, spike_z=20.0)
     setting = {"parallel": ParallelConfig(**axes), "model": MOE_MODEL, "steps": 8, "health": health}
     setting |= {"optimizer": SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5)}
-    codes, rows = run(tmp_path, tokens, "back", Plan(spiked=45), **setting)
+    codes, rows = run(tmp_path, tokens, "back", Plan(spiked=45), wandb="offline", **setting)
     _, expected = run(tmp_path, tokens, "reference", Plan(skipped=(32, 48)), **setting)
     assert codes == [0, 0]
     assert [row["step"] for row in updates(rows)] == list(range(1, 9))
@@ -120,6 +122,7 @@ def test_rolled_back_run_goes_on_without_those_batches(tmp_path, tokens, axes):
     (event,) = events(rows, "rollback")
     assert (event["step"], event["at_step"], event["cause"], event["samples_left_out"]) == (4, 6, "spike", [32, 48])
     assert event["z"] > 20 and len(event["documents"]) == 8
+    assert same_events_in_wandb(tmp_path / "back") >= {"start", "rollback", "checkpoint"}
     ours, theirs = (read_metrics(tmp_path / name / "ledger.jsonl") for name in ("back", "reference"))
     assert ours == theirs
     assert ours[4]["hopped"] == [[32, 48]]
@@ -153,13 +156,14 @@ def test_a_remedy_that_does_not_help_ends(tmp_path, tokens, policy):
 
 def test_a_stopped_run_says_why_in_one_line(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)
-    overrides = ["health.on_nonfinite=stop", "checkpoint.every_steps=null"]
+    overrides = ["health.on_nonfinite=stop", "checkpoint.every_steps=null", "metrics.wandb.mode=offline"]
     ended = subprocess.run(command(config, 2, *overrides), env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 1
     assert line.startswith("stopped at step 2 by health.on_nonfinite: ")
     (event,) = events(read_metrics(tmp_path / "hopeless" / "metrics.jsonl"), "nonfinite")
     assert event["action"] == "stop" and event["tensor"] in line and event["place"] in line
+    assert same_events_in_wandb(tmp_path / "hopeless") == {"start", "nonfinite"}
     assert not list((tmp_path / "hopeless" / "checkpoints").iterdir())
 
 

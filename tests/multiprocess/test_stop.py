@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from command_runs import ENVIRONMENT, command, ledger, numbers, rank_pids, updates, wait_for_step, write_config
+from command_runs import (
+    ENVIRONMENT,
+    command,
+    ledger,
+    numbers,
+    rank_pids,
+    same_events_in_wandb,
+    updates,
+    wait_for_step,
+    write_config,
+)
 from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
@@ -87,11 +97,12 @@ def uninterrupted(tmp_path_factory, tokens) -> dict[ParallelConfig | None, tuple
 def test_stopped_run_saves_and_goes_on_bit_identical(tmp_path, tokens, uninterrupted, way):
     send, signum, parallel = WAYS[way]
     config = write_config(tmp_path, tokens, "stopped", parallel=parallel, steps=STEPS)
-    process = start(config, 2, "checkpoint.every_steps=null")
+    process = start(config, 2, "checkpoint.every_steps=null", "metrics.wandb.mode=offline")
     wait_for_step(config, 2, process)
     send(process, signum)
     assert end(process) == (STOPPED, "")
     (stopped,) = events(config, "stopped")
+    assert same_events_in_wandb(config.with_suffix("")) >= {"start", "checkpoint", "stopped"}
     rows = updates(config)
     assert stopped["signal"] == signal.Signals(signum).name
     assert stopped["step"] == rows[-1]["step"] == len(rows) < STEPS

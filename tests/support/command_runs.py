@@ -1,6 +1,7 @@
 """Runs of the real command on small configs: writing the config, starting, waiting for a step, reading the rows."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
 from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
+from launcher.watch.wandb_read import read_history, wandb_files
 from layout_runs import MOE_MODEL, run_config
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
@@ -51,6 +53,20 @@ def updates(config: Path) -> list[dict]:
 
 def ledger(config: Path) -> list[dict]:
     return read_metrics(config.with_suffix("") / "ledger.jsonl")
+
+
+def same_events_in_wandb(run_dir: Path) -> set[str]:
+    """The names of all events of a run that was started once, which its W&B file holds as metrics.jsonl does."""
+    (path,) = wandb_files(run_dir)
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    logged, written = ([row for row in each if "event" in row] for each in (read_history(path), rows))
+    assert list(map(with_nan_as_text, logged)) == list(map(with_nan_as_text, written))
+    return {row["event"] for row in written}
+
+
+def with_nan_as_text(row: dict) -> dict:
+    """So that a NaN is equal to itself."""
+    return json.loads(json.dumps(row), parse_constant=str)
 
 
 def numbers(rows: list[dict]) -> list[tuple]:
