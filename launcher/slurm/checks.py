@@ -1,5 +1,6 @@
 """What is looked at before a job is submitted, so that it does not fail after a night in the queue."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,9 +9,10 @@ from data.errors import DataError
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS, check_resume, check_writable
+from launcher.run_dir import check_resume, check_writable
 from launcher.slurm.queue import SlurmError, live_jobs, partitions, require, would_take
-from launcher.start import check_room, check_tokens, checkpoint_gib
+from launcher.slurm.resumption import look_for_checkpoint
+from launcher.start import check_checkpoint_dir, check_room, check_tokens, checkpoint_gib
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
 SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save's time only
@@ -18,18 +20,28 @@ SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save'
 
 def check_job(config: RunConfig, script: str) -> list[str]:
     """Every reason not to submit, one line each. Changes nothing."""
-    problems = [*check_names(config), *check_run(config), *check_data(config)]
+    problems = check_here(config)
+    return problems + check_cluster(config, script, is_right=not problems)
+
+
+def check_here(config: RunConfig) -> list[str]:
+    """What can be said of one run without Slurm."""
+    return [*check_names(config), *check_run(config), *check_data(config), *check_wandb(config)]
+
+
+def check_cluster(config: RunConfig, script: str, *, is_right: bool) -> list[str]:
+    """What Slurm says of the job; of the script only where all else ``is_right``."""
     try:
         require("sbatch", "squeue", "sinfo")
-        cluster = [*check_partition(config), *check_unused(config)]
-        refusal = None if cluster or problems else would_take(script)
-        if refusal is not None:
-            cluster = [f"slurm.nodes={config.slurm.nodes}: sbatch does not take the job: {refusal}; see the script"]
+        problems = [*check_partition(config), *check_unused(config)]
+        refusal = would_take(script) if is_right and not problems else None
     except SlurmError as error:
-        cluster = [f"Slurm does not answer here: {error}; try again, or ask whether the cluster is up"]
+        return [f"Slurm does not answer here: {error}; try again, or ask whether the cluster is up"]
     except UserError as error:
-        cluster = error.problems
-    return problems + cluster
+        return error.problems
+    if refusal is not None:
+        return [f"slurm.nodes={config.slurm.nodes}: sbatch does not take the job: {refusal}; see the script"]
+    return problems
 
 
 def check_names(config: RunConfig) -> Iterator[str]:
@@ -42,8 +54,9 @@ def check_names(config: RunConfig) -> Iterator[str]:
 def check_run(config: RunConfig) -> list[str]:
     """The run directory: writable, shared, with room, of this run; and the notice is long enough for a save."""
     problems = _problems(lambda: check_writable(config)) + _problems(lambda: check_resume(config))
+    problems += _problems(lambda: check_checkpoint_dir(config))
     if not problems:
-        problems = _problems(lambda: check_room(config))
+        problems = _problems(lambda: check_room(config)) + check_checkpoint(config)
     kind = file_system(config.run_path)
     if kind in NODE_LOCAL:
         problems.append(
@@ -58,6 +71,26 @@ def check_run(config: RunConfig) -> list[str]:
             f"{checkpoint_gib(config):.3g} GiB from {slurm.nodes} nodes; try slurm.notice_seconds={round(2 * seconds)}"
         )
     return problems
+
+
+def check_checkpoint(config: RunConfig) -> list[str]:
+    """The checkpoint that the run would go on from can be loaded; nothing where it would begin."""
+    try:
+        return list(look_for_checkpoint(config).problems)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return [f"run_dir={config.run_path} must have checkpoints that can be read: {reason}; check its permissions"]
+
+
+def check_wandb(config: RunConfig) -> Iterator[str]:
+    """W&B has a key where it is to be online, whatever becomes of the network."""
+    from launcher.watch.wandb_run import has_key
+
+    asked = "metrics.wandb.mode=online" if config.metrics.wandb.mode == "online" else ""
+    if config.metrics.wandb.mode == "auto" and os.environ.get("WANDB_MODE") == "online":
+        asked = "WANDB_MODE=online"
+    if asked and not has_key():
+        yield f"{asked} must have a key, and none is here; run `wandb login`, set WANDB_API_KEY, or choose offline"
 
 
 def check_data(config: RunConfig) -> list[str]:
@@ -148,10 +181,34 @@ def file_system(path: Path) -> str:
 
 def notes(config: RunConfig) -> Iterator[str]:
     """What is worth saying and no reason not to submit."""
-    from launcher.watch.wandb_run import choose_mode
+    yield from wandb_notes(config, f"{config.run_path}")
+    yield from checkpoint_notes(config)
+
+
+def checkpoint_notes(config: RunConfig) -> Iterator[str]:
+    """Where the run goes on from, and which newer checkpoints are damaged."""
+    found = look_for_checkpoint(config)
+    yield from (f"warning: {line}; it will be set aside" for line in found.damaged)
+    if found.step is not None and found.step >= config.train.steps:
+        yield f"{config.run_path} is complete: step {found.step} of train.steps={config.train.steps}"
+    elif found.step is not None:
+        yield f"{config.run_path} holds checkpoints: the run goes on from step {found.step}"
+
+
+def wandb_notes(config: RunConfig, runs: str) -> Iterator[str]:
+    """Whether W&B will be online, and whether its server answers; the nodes may reach less than a login node.
+
+    ``runs`` is the run directory, or a glob of several, as a shell takes it.
+    """
+    from launcher.watch.wandb_run import INIT_SECONDS, choose_mode, unreachable
 
     mode = choose_mode(config.metrics.wandb.mode)
+    later = f"`wandb sync {runs}/wandb/*run-*` uploads it"
     if mode != "disabled":
-        yield f"W&B: {mode}" + ("" if mode == "online" else f"; `wandb sync {config.run_path}/wandb/*run-*` uploads it")
-    if any((config.run_path / CHECKPOINTS).glob("step-*")):
-        yield f"{config.run_path} holds checkpoints: the run goes on from the newest good one"
+        yield f"W&B: {mode}" + ("" if mode == "online" else f"; {later}")
+    reason = unreachable() if mode == "online" else None
+    if reason is not None:
+        yield (
+            f"warning: W&B: {reason}; where the nodes cannot reach it either, each start waits {INIT_SECONDS:g} s and "
+            f"then logs offline ({later}), which metrics.wandb.mode=offline does at once"
+        )

@@ -11,6 +11,8 @@ import os
 import re
 import secrets
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from launcher.config.tree import WandbConfig
 
 INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
 FINISH_SECONDS = 30.0  # and its end at most this; the rest stays on disk for `wandb sync`
+REACH_SECONDS = 5.0  # before a job is submitted, the server is waited for at most this long
 RUN_ID_FILE = "run_id"
 
 Announce = Callable[[str], None]
@@ -130,6 +133,21 @@ def has_key() -> bool:
     except (wandb.Error, ValueError, OSError):  # unusable settings: init would fail on them as well
         return False
     return bool(settings.api_key) or any(_netrc_has(host) for host in _hosts(settings.base_url))
+
+
+def unreachable(seconds: float = REACH_SECONDS) -> str | None:
+    """Why W&B's server does not answer from here, in a line; None where it does, whatever it answers.
+
+    Raises wandb.Error where wandb's settings cannot be used.
+    """
+    address = wandb.setup(settings=_settings()).settings.base_url
+    try:
+        with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(address, timeout=seconds):
+            return None
+    except (OSError, ValueError) as error:  # of OSError: URLError, TimeoutError
+        reason = getattr(error, "reason", None) or error
+        return f"no answer from {address} within {seconds:g} s ({' '.join(str(reason).split())})"
+    return None
 
 
 def _hosts(base_url: str) -> set[str]:

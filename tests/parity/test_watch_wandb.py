@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from launcher.config.tree import MetricsConfig, RunConfig, TrainConfig, WandbConfig
+from launcher.slurm.checks import check_wandb, wandb_notes
 from launcher.watch import wandb_run
 from launcher.watch.metrics import plain_row, read_metrics
 from launcher.watch.moe import moe_metrics
@@ -363,3 +364,36 @@ def test_a_server_lost_during_the_run_does_not_hold_up_its_end(
     (path,) = wandb_files(tmp_path)
     assert [row["step"] for row in read_history(path)] == [1, 2]  # on disk, for wandb sync
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_unreachable_server_is_said_before_a_job_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers anything is reachable; a closed port is not."""
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", CLOSED_PORT)
+    wandb_run.tear_down()  # settings are read once for each service
+    first, second = wandb_notes(config("auto"), "runs/watched")
+    assert first == "W&B: online"
+    assert second.startswith(
+        f"warning: W&B: no answer from {CLOSED_PORT} within 5 s ([Errno 111] Connection refused); "
+    )
+    assert "`wandb sync runs/watched/wandb/*run-*` uploads it" in second
+    assert list(wandb_notes(config("disabled"), "runs/watched")) == []
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # which answers 501 to all
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        wandb_run.tear_down()
+        assert list(wandb_notes(config("auto"), "runs/watched")) == ["W&B: online"]
+        server.shutdown()
+    wandb_run.tear_down()
+
+
+def test_online_without_a_key_is_refused_before_a_job_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb_run.tear_down()
+    (line,) = check_wandb(config("online"))
+    assert line.startswith("metrics.wandb.mode=online must have a key, and none is here; run `wandb login`")
+    assert list(check_wandb(config("auto"))) == []
+    monkeypatch.setenv("WANDB_MODE", "online")
+    (line,) = check_wandb(config("auto"))
+    assert line.startswith("WANDB_MODE=online must have a key, and none is here; ")
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    assert list(check_wandb(config("online"))) == list(check_wandb(config("auto"))) == []

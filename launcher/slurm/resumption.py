@@ -1,0 +1,85 @@
+"""Where a run would go on from: its newest whole checkpoint, looked at without reading what it holds."""
+
+from dataclasses import dataclass
+
+from launcher.config.tree import RunConfig
+from modeling.config import ModelConfig
+from parallel.checkpoint.folder import Folder, open_store
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, certify, check_sizes, read_manifest
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a start would find."""
+
+    step: int | None  # of the newest whole checkpoint; None: there is none
+    damaged: tuple[str, ...]  # a line for each newer one, which the start would set aside
+    problems: tuple[str, ...]  # why it cannot go on from there
+
+
+def look_for_checkpoint(config: RunConfig) -> Resumption:
+    """Looks at manifests, certificates and files' sizes, from the newest checkpoint to the first whole one.
+
+    The manifest certifies that every element of every tensor is there once, and loading reads boxes of them, so a
+    whole checkpoint of this model loads under any layout that the config may have. Raises OSError where the place
+    cannot be read.
+    """
+    store = open_store(config.checkpoint_location)
+    names, damaged = store.names(), []
+    for name in reversed(names):
+        try:
+            manifest = whole_manifest(store.folder(name))
+        except DamagedCheckpoint as error:
+            damaged.append(f"{name} is damaged: {error}")
+            continue
+        return Resumption(manifest.step, tuple(damaged), misfit(config, name, manifest))
+    if not names:
+        return Resumption(None, (), ())
+    problem = (
+        f"run_dir={config.run_path} must hold a whole checkpoint to go on from, and all {len(names)} in "
+        f"{config.checkpoint_location} are damaged ({damaged[0]}); restore one, or move that folder away to begin again"
+    )
+    return Resumption(None, tuple(damaged), (problem,))
+
+
+def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
+    """The line of a checkpoint that is not of this model, or nothing."""
+    found = differences(manifest, config.model)
+    if not found:
+        return ()
+    more = f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""
+    return (
+        f"run_dir={config.run_path} must hold checkpoints of this config's model, and {name} in "
+        f"{config.checkpoint_location} has {found[0]}{more}; "
+        "set model back, or choose another run_dir or checkpoint.dir",
+    )
+
+
+def whole_manifest(folder: Folder) -> Manifest:
+    """The manifest; raises DamagedCheckpoint where it, its certificate or a file's size is wrong. Reads no tensor."""
+    manifest = read_manifest(folder)
+    problems = certify(manifest) or check_sizes(manifest, folder, sorted(manifest.files))
+    if problems:
+        raise DamagedCheckpoint(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
+    return manifest
+
+
+def differences(manifest: Manifest, model: ModelConfig) -> list[str]:
+    """Where the checkpoint's tensors are not the model's, one line each."""
+    import torch
+
+    from modeling.decoder import build_decoder
+
+    with torch.device("meta"):
+        decoder = build_decoder(model)
+    wanted = {name: list(tensor.shape) for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}
+    lines = []
+    for name in [*wanted, *(name for name in manifest.tensors if name not in wanted)]:
+        here, there = manifest.tensors.get(name), wanted.get(name)
+        if here != there:
+            lines.append(f"{_show(here)} {name} where the model has {_show(there)}")
+    return lines
+
+
+def _show(shape: list[int] | None) -> str:
+    return "no" if shape is None else " x ".join(map(str, shape)) or "a number"
