@@ -116,6 +116,10 @@ def submit(
     cluster: Annotated[
         str, typer.Option(metavar="PROFILE", help="slurm/clusters/PROFILE.yaml, or a YAML file's path.")
     ] = "generic",
+    sweep: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Submit several runs, of which FILE says what differs.", show_default=False),
+    ] = None,
     chain: Annotated[int | None, typer.Option(help="Short for slurm.chain=N.", show_default=False)] = None,
     no_requeue: Annotated[bool, typer.Option("--no-requeue", help="Short for slurm.requeue=false.")] = False,
     skip_hashes: Annotated[
@@ -125,10 +129,14 @@ def submit(
 ) -> int:
     """Check a run and hand it to Slurm; it saves and goes on through time limits, preemption and lost nodes."""
     from launcher.slurm.submit import submit_run
+    from launcher.slurm.submit_sweep import submit_sweep
 
     short = {"slurm.nodes": nodes, "slurm.chain": chain, "slurm.requeue": "false" if no_requeue else None}
     given = [f"{key}={value}" for key, value in short.items() if value is not None]
-    return submit_run(config, [*(overrides or ()), *given], cluster, dry_run=dry_run, hashes=not skip_hashes)
+    given = [*(overrides or ()), *given]
+    if sweep is not None:
+        return submit_sweep(sweep, config, given, cluster, dry_run=dry_run, hashes=not skip_hashes)
+    return submit_run(config, given, cluster, dry_run=dry_run, hashes=not skip_hashes)
 
 
 @app.command()

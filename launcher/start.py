@@ -140,32 +140,45 @@ def check_room(config: RunConfig) -> None:
 
     One checkpoint more than those that stay exists while it is being written.
     """
-    import shutil
-
-    one_gib, checkpoint = checkpoint_gib(config), config.checkpoint
+    checkpoint = config.checkpoint
     if is_remote(config.checkpoint_location):
         return
-    existing = Path(config.checkpoint_location)
-    while not existing.exists():
-        existing = existing.absolute().parent
-    free_gib = shutil.disk_usage(existing).free / 2**30
-    here = len(list(Path(config.checkpoint_location).glob("step-*")))
-    planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
-    for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
-    wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
-    needed_gib = one_gib * max(1, wanted - here)
+    n_wanted, needed_gib = room_needed(config)
+    one_gib = checkpoint_gib(config)
+    free_gib = room_free_gib(Path(config.checkpoint_location))
     if needed_gib > free_gib:
+        for_good = checkpoint.keep_every_steps and config.train.steps // checkpoint.keep_every_steps
         kept = f"checkpoint.keep_last={checkpoint.keep_last}"
         kept += f", checkpoint.keep_best={checkpoint.keep_best}" if checkpoint.keep_best else ""
         kept += f", checkpoint.keep_every_steps={checkpoint.keep_every_steps}" if for_good else ""
         remedy = "raise checkpoint.keep_every_steps" if for_good else "lower checkpoint.keep_last"
         raise UserError(
             [
-                f"run_dir={config.run_path} must have room for {wanted} checkpoints of {one_gib:.3g} GiB "
+                f"run_dir={config.run_path} must have room for {n_wanted} checkpoints of {one_gib:.3g} GiB "
                 f"({kept}, and one being written), and has {free_gib:.3g} GiB free; "
                 f"{remedy}, or choose a run_dir on another disk"
             ]
         )
+
+
+def room_needed(config: RunConfig) -> tuple[int, float]:
+    """The most checkpoints that a run on a file system has at once, and the GiB of those that are not there yet."""
+    checkpoint = config.checkpoint
+    planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
+    for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
+    wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
+    here = len(list(Path(config.checkpoint_location).glob("step-*")))
+    return wanted, checkpoint_gib(config) * max(1, wanted - here)
+
+
+def room_free_gib(path: Path) -> float:
+    """The free space where ``path`` is or would be."""
+    import shutil
+
+    existing = path
+    while not existing.exists():
+        existing = existing.absolute().parent
+    return shutil.disk_usage(existing).free / 2**30
 
 
 def checkpoint_gib(config: RunConfig) -> float:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data.errors import DataError
@@ -12,6 +12,7 @@ from launcher.errors import UserError
 from launcher.run_dir import check_resume, check_writable
 from launcher.slurm.queue import SlurmError, live_jobs, partitions, require, would_take
 from launcher.slurm.resumption import look_for_checkpoint
+from launcher.slurm.script import RUNS
 from launcher.start import check_checkpoint_dir, check_room, check_tokens, checkpoint_gib
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
@@ -21,7 +22,7 @@ SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save'
 def check_job(config: RunConfig, script: str) -> list[str]:
     """Every reason not to submit, one line each. Changes nothing."""
     problems = check_here(config)
-    return problems + check_cluster(config, script, is_right=not problems)
+    return problems + check_cluster(config, script, [config.run_path], is_right=not problems)
 
 
 def check_here(config: RunConfig) -> list[str]:
@@ -29,11 +30,11 @@ def check_here(config: RunConfig) -> list[str]:
     return [*check_names(config), *check_run(config), *check_data(config), *check_wandb(config)]
 
 
-def check_cluster(config: RunConfig, script: str, *, is_right: bool) -> list[str]:
-    """What Slurm says of the job; of the script only where all else ``is_right``."""
+def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, is_right: bool) -> list[str]:
+    """What Slurm says of the job that trains in ``run_paths``; of the script only where all else ``is_right``."""
     try:
         require("sbatch", "squeue", "sinfo")
-        problems = [*check_partition(config), *check_unused(config)]
+        problems = [*check_partition(config), *check_unused(config, run_paths)]
         refusal = would_take(script) if is_right and not problems else None
     except SlurmError as error:
         return [f"Slurm does not answer here: {error}; try again, or ask whether the cluster is up"]
@@ -57,6 +58,10 @@ def check_run(config: RunConfig) -> list[str]:
     problems += _problems(lambda: check_checkpoint_dir(config))
     if not problems:
         problems = _problems(lambda: check_room(config)) + check_checkpoint(config)
+    if (config.run_path / RUNS).exists():
+        problems.append(
+            f"run_dir={config.run_path} must not be a sweep's, and holds one; choose another name or run_dir"
+        )
     kind = file_system(config.run_path)
     if kind in NODE_LOCAL:
         problems.append(
@@ -156,9 +161,10 @@ def check_partition(config: RunConfig) -> Iterator[str]:
         )
 
 
-def check_unused(config: RunConfig) -> Iterator[str]:
-    """No live job trains in the run directory."""
-    for job in live_jobs(config.run_path)[:1]:
+def check_unused(config: RunConfig, run_paths: Sequence[Path]) -> Iterator[str]:
+    """No live job trains in the run directories, nor in any of the sweep's."""
+    mine = {path.absolute() for path in (config.run_path, *run_paths)}
+    for job in [job for job in live_jobs() if mine & {job.run_path, job.submitted}][:1]:
         yield (
             f"name={config.name} must not be in use by a live job, and job {job.job_id} ({job.state}) trains in "
             f"{config.run_path}; choose another name or run_dir, or `roundtable cancel {config.run_path}`"

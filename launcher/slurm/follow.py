@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.errors import UserError
 from launcher.run_dir import CHECKPOINTS, METRICS, saved_config
-from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require
+from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require, runs_of
 from launcher.watch.metrics import read_metrics
 
 POLL_SECONDS = 0.5  # between two looks at a log that is followed
@@ -17,13 +17,14 @@ JOB_POLL_SECONDS = 15  # between two questions to Slurm whether its job still li
 
 
 def print_status(run: str | None, *, as_json: bool) -> int:
-    """Prints how far a run is and what its jobs do, or those of all runs with live jobs."""
+    """Prints how far a run is and what its jobs do, each of a sweep's runs, or all runs with live jobs."""
     require("squeue")
     jobs = _live(None)
-    run_paths = [find_run(run)] if run is not None else list(dict.fromkeys(job.run_path for job in jobs))
-    found = [status(path, [job for job in jobs if job.run_path == path.absolute()]) for path in run_paths]
+    path = find_run(run) if run is not None else None
+    run_paths = runs_of(path) if path is not None else list(dict.fromkeys(job.run_path for job in jobs))
+    found = [status(each, [job for job in jobs if job.run_path == each.absolute()]) for each in run_paths]
     if as_json:
-        print(json.dumps(found if run is None else found[0], indent=2))
+        print(json.dumps(found[0] if run_paths == [path] else found, indent=2))
     elif not found:
         print("no run has a live job")
     else:
@@ -57,8 +58,8 @@ def status(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
 
 def last_word(run_path: Path) -> str | None:
     """The newest line of the job script's own log."""
-    logs = sorted((run_path / "logs").glob("job-*.log"), key=lambda path: path.stat().st_mtime)
-    said = logs[-1].read_text(errors="replace").split("\n") if logs else []
+    path = log_path(run_path, None)
+    said = path.read_text(errors="replace").split("\n") if path is not None else []
     return next((line for line in reversed(said) if line.strip()), None)
 
 
@@ -86,6 +87,9 @@ def lines(status: dict[str, Any]) -> list[str]:
 def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
     """Prints the end of a rank's log, or of the job script's (rank None); with ``follow`` until no job of it lives."""
     run_path = find_run(run)
+    runs = runs_of(run_path)
+    if runs != [run_path]:
+        raise UserError([f"RUN={run} is a sweep of {len(runs)} runs; name one of them, e.g. {runs[0]}"])
     path = log_path(run_path, rank)
     if path is None:
         raise UserError([f"{run_path}/logs holds no log of {_whose(rank)} yet; see `roundtable status {run}`"])
@@ -107,7 +111,8 @@ def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
 def log_path(run_path: Path, rank: int | None) -> Path | None:
     """Where the rank writes; rank None: the newest job script."""
     pattern = "job-*.log" if rank is None else f"rank-{rank}.log"
-    paths = sorted((run_path / "logs").glob(pattern), key=lambda path: path.stat().st_mtime)
+    found = [path for path in (run_path / "logs").glob(pattern) if path.exists()]  # a link, before its task has begun
+    paths = sorted(found, key=lambda path: path.stat().st_mtime)
     return paths[-1] if paths else None
 
 
@@ -116,7 +121,7 @@ def _whose(rank: int | None) -> str:
 
 
 def cancel_run(run: str, *, save: bool) -> int:
-    """Ends the run's jobs: those that wait at once, and with ``save`` the running one after it has saved."""
+    """Ends the jobs of a run or a sweep: those that wait at once, with ``save`` the running ones after a save."""
     require("squeue", "scancel")
     run_path = find_run(run)
     jobs = _live(run_path)
@@ -134,7 +139,7 @@ def cancel_run(run: str, *, save: bool) -> int:
 
 
 def find_run(run: str) -> Path:
-    """The run directory that a user means by its path or by the run's name."""
+    """The directory of a run or a sweep that a user means by its path or its name."""
     for path in (Path(run), Path("runs") / run):
         if any((path / name).exists() for name in ("config.yaml", "slurm")):
             return path

@@ -1,5 +1,6 @@
 """What Slurm's commands say: partitions, live jobs, and what becomes of a job."""
 
+import functools
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UserError
-from launcher.slurm.script import COMMENT
+from launcher.slurm.script import COMMENT, RUNS
 
 SECONDS = 60  # a busy slurmctld may take long to answer; one that is away never does
 
@@ -29,13 +30,14 @@ class Partition:
 class LiveJob:
     """A job in the queue that trains a run."""
 
-    job_id: str
+    job_id: str  # 12, or 12_3 in an array
     state: str  # PENDING, RUNNING, COMPLETING, ...
     reason: str  # why it waits
     nodes: str  # where it runs: n[1-4]
     elapsed: str
     limit: str
     run_path: Path
+    submitted: Path  # what was submitted: the run's directory, or the sweep's that it is one of
 
 
 class SlurmError(Exception):
@@ -96,16 +98,26 @@ def minutes_of(limit: str) -> int | None:
 
 
 def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
-    """The user's jobs in the queue that train ``run_path``, or that train anything; arrays' tasks one by one."""
-    jobs = []
+    """The user's jobs in the queue that train ``run_path``, a run's or a sweep's, or anything; tasks one by one."""
+    jobs, runs_of_each = [], functools.cache(runs_of)
     for line in ask("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r|%N|%M|%l|%k").splitlines():
         job_id, state, reason, nodes, elapsed, limit, comment = line.split("|", 6)
         if not comment.startswith(COMMENT):
             continue
-        job = LiveJob(job_id, state, reason, nodes, elapsed, limit, Path(comment.removeprefix(COMMENT)))
-        if run_path is None or job.run_path == run_path.absolute():
+        submitted = Path(comment.removeprefix(COMMENT))
+        task = job_id.partition("_")[2]
+        runs = runs_of_each(submitted)
+        run = runs[int(task)] if task.isdigit() and int(task) < len(runs) else submitted
+        job = LiveJob(job_id, state, reason, nodes, elapsed, limit, run, submitted)
+        if run_path is None or run_path.absolute() in (job.run_path, job.submitted):
             jobs.append(job)
     return jobs
+
+
+def runs_of(path: Path) -> list[Path]:
+    """The run directories of a sweep's directory, in the order of its tasks; that of a run is its only one."""
+    listed = path / RUNS
+    return [path / name for name in listed.read_text().splitlines()] if listed.exists() else [path]
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:

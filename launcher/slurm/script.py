@@ -3,18 +3,35 @@
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.tree import RunConfig
 from launcher.slurm.config import SlurmConfig
 
 SETTINGS = re.compile(r"# --- settings\n.*# --- end of settings\n", re.DOTALL)
-COMMENT = "roundtable:"  # begins every job's comment; the run directory follows
+COMMENT = "roundtable:"  # begins every job's comment; the run directory follows, or a sweep's
+FOLDER = "slurm"  # in a run directory: the config and the script that were submitted
+RUNS = f"{FOLDER}/runs.txt"  # in a sweep's directory: line n + 1 is the folder, below it, of the run that task n trains
 
 
-def render(template: str, config: RunConfig, config_path: Path, python: str) -> str:
-    """The script that trains ``config``, which the job reads from ``config_path``; ``python`` where none is set."""
-    lines = [*sbatch_lines(config), *shell_lines(config, config_path, python)]
+@dataclass(frozen=True)
+class Array:
+    """A job array: its tasks, and how many may run at the same time (None: as many as Slurm has nodes for)."""
+
+    n_tasks: int
+    at_once: int | None
+
+    def __str__(self) -> str:
+        return f"0-{self.n_tasks - 1}" + (f"%{self.at_once}" if self.at_once is not None else "")
+
+
+def render(template: str, config: RunConfig, python: str, array: Array | None = None) -> str:
+    """The script that trains ``config``, or a sweep's runs below its run directory; ``python`` where none is set.
+
+    The job reads the config of its run from RUN_DIR/slurm/config.yaml.
+    """
+    lines = [*sbatch_lines(config, array), *shell_lines(config, python, array)]
     block = "\n".join(["# --- settings", *lines, "# --- end of settings", ""])
     text, n_found = SETTINGS.subn(lambda _: block, template)
     assert n_found == 1
@@ -28,12 +45,13 @@ def _notes_by_hand(template: str) -> str:
     return head[start:]
 
 
-def sbatch_lines(config: RunConfig) -> Iterator[str]:
+def sbatch_lines(config: RunConfig, array: Array | None = None) -> Iterator[str]:
     """What sbatch reads."""
-    slurm = config.slurm
+    slurm, log = config.slurm, "%j" if array is None else "%A_%a"
     options: dict[str, object] = {
         "job-name": config.name,
         "comment": comment(config.run_path),
+        "array": array,
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
@@ -48,7 +66,7 @@ def sbatch_lines(config: RunConfig) -> Iterator[str]:
         "signal": f"B:USR1@{slurm.notice_seconds}",
         "dependency": "singleton" if slurm.chain > 1 else None,
         "open-mode": "append",
-        "output": f"{config.run_path}/logs/job-%j.log".replace("%", "%%").replace("%%j", "%j"),
+        "output": f"{config.run_path}".replace("%", "%%") + f"/logs/job-{log}.log",
     }
     for option, value in options.items():
         if value is not None:
@@ -56,14 +74,20 @@ def sbatch_lines(config: RunConfig) -> Iterator[str]:
     yield "#SBATCH --requeue" if slurm.requeue else "#SBATCH --no-requeue"
 
 
-def shell_lines(config: RunConfig, config_path: Path, python: str) -> Iterator[str]:
+def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> Iterator[str]:
     """What the shell reads."""
     slurm = config.slurm
     if slurm.modules:
         yield f"module load {' '.join(slurm.modules)}"
     for name, value in exports(slurm):
         yield f"export {name}={shlex.quote(value)}"
-    yield f"RUN_DIR={shlex.quote(str(config.run_path))}"
+    if array is None:
+        yield "JOB=$SLURM_JOB_ID"
+        yield f"RUN_DIR={shlex.quote(str(config.run_path))}"
+    else:  # the last task's SLURM_JOB_ID is the number of the whole array
+        yield "JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+        yield f"SWEEP={shlex.quote(str(config.run_path))}"
+        yield f'RUN_DIR=$SWEEP/$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$SWEEP/{RUNS}")'
     yield f"PYTHON={shlex.quote(slurm.python or python)}"
     yield f"REQUEUE={'yes' if slurm.requeue else 'no'}"
     yield f"RESTARTS={slurm.restarts}"
@@ -72,7 +96,7 @@ def shell_lines(config: RunConfig, config_path: Path, python: str) -> Iterator[s
         options = [f"--container-image={shlex.quote(slurm.container)}", '--container-mounts="$PWD:$PWD"']
         options.append('--container-workdir="$PWD"')
     yield f"SRUN_OPTIONS=({' '.join(options)})"
-    yield f"set -- {shlex.quote(str(config_path))}"
+    yield f'set -- "$RUN_DIR/{FOLDER}/config.yaml"'
 
 
 def exports(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:

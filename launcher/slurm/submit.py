@@ -12,9 +12,7 @@ from launcher.errors import UserError
 from launcher.slurm.checks import check_hashes, check_job, notes
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.queue import SlurmError, ask
-from launcher.slurm.script import render
-
-FOLDER = "slurm"  # in the run directory: the config and the script that were submitted
+from launcher.slurm.script import FOLDER, render
 
 
 def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool) -> int:
@@ -24,8 +22,7 @@ def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: b
     job could not run. ``hashes``: read all token files and compare them with what was prepared.
     """
     config = load_checked(path, overrides, base={"slurm": read_profile(cluster)}, world_size=None, data=False)
-    folder = config.run_path / FOLDER
-    script = render(job_script("train"), config, folder / "config.yaml", sys.executable)
+    script = render(job_script("train"), config, sys.executable)
     problems = check_job(config, script)
     if dry_run:
         print(script, end="")
@@ -38,29 +35,30 @@ def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: b
         raise UserError(problems)
     for note in notes(config):
         print(note, file=sys.stderr)
-    job_ids = hand_over(config, script, folder)
+    write_config(config)
+    job_ids = [hand_over(config.run_path, script) for _ in range(config.slurm.chain)]
     print_how_to_follow(config, job_ids)
     return 0
 
 
-def hand_over(config: RunConfig, script: str, folder: Path) -> list[str]:
-    """Writes the config and the script into the run directory and submits the script, slurm.chain times."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (config.run_path / "logs").mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config))
-    (folder / "train.sbatch").write_text(script)
+def write_config(config: RunConfig) -> None:
+    """Writes the config, resolved, to where the job reads it, and makes the folder of its logs."""
+    for folder in (FOLDER, "logs"):
+        (config.run_path / folder).mkdir(parents=True, exist_ok=True)
+    (config.run_path / FOLDER / "config.yaml").write_text(dump_config(config))
+
+
+def hand_over(run_path: Path, script: str) -> str:
+    """Writes the script into the directory of the run or the sweep, and submits it; returns the job's id."""
+    path = run_path / FOLDER / "train.sbatch"
+    path.write_text(script)
     try:
-        return [
-            ask("sbatch", "--parsable", str(folder / "train.sbatch")).strip().partition(";")[0]
-            for _ in range(config.slurm.chain)
-        ]
+        return ask("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     except SlurmError as error:
-        raise UserError(
-            [f"sbatch does not take {folder / 'train.sbatch'}: {error}; mend that, and submit again"]
-        ) from None
+        raise UserError([f"sbatch does not take {path}: {error}; mend that, and submit again"]) from None
 
 
-def print_how_to_follow(config: RunConfig, job_ids: list[str]) -> None:
+def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:
     """The job ids, and the commands that show and end them."""
     slurm, run = config.slurm, shlex.quote(str(config.run_path))
     print(f"job {', '.join(job_ids)}: {slurm.nodes} nodes x {slurm.n_tasks_per_node} processes train {run}")

@@ -16,15 +16,15 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 class Run:
     """A run in a folder of its own, submitted to the cluster."""
 
-    def __init__(self, cluster: Cluster, folder: Path, config: RunConfig) -> None:
-        self.cluster, self.folder, self.config = cluster, folder, config
+    def __init__(self, cluster: Cluster, folder: Path, config: RunConfig, *, wandb_mode: str = "disabled") -> None:
+        self.cluster, self.folder, self.config, self.wandb_mode = cluster, folder, config, wandb_mode
         self.path = folder / config.run_path
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config))
 
     def command(self, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
         """One `roundtable` command on the login host."""
-        environment = self.cluster.environment | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+        environment = self.cluster.environment | {"OMP_NUM_THREADS": "1", "WANDB_MODE": self.wandb_mode}
         return subprocess.run(
             [sys.executable, "-P", "-m", "launcher", *arguments],
             cwd=self.folder,

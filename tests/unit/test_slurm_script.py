@@ -12,7 +12,7 @@ from launcher.config.tree import RunConfig
 from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import gpus_of, minutes_of
-from launcher.slurm.script import render
+from launcher.slurm.script import Array, render
 from parallel.world import expand_counts
 
 BATCH = "train.global_batch_size=96"
@@ -29,12 +29,13 @@ GENERIC = """\
 #SBATCH --open-mode=append
 #SBATCH --output=runs/small/logs/job-%j.log
 #SBATCH --requeue
+JOB=$SLURM_JOB_ID
 RUN_DIR=runs/small
 PYTHON=python3
 REQUEUE=yes
 RESTARTS=3
 SRUN_OPTIONS=()
-set -- runs/small/slurm/config.yaml
+set -- "$RUN_DIR/slurm/config.yaml"
 """
 INFINIBAND = """\
 #SBATCH --job-name=small
@@ -57,12 +58,13 @@ export GLOO_SOCKET_IFNAME=ib0
 export TRITON_CACHE_DIR=/local_scratch/roundtable/triton
 export TORCHINDUCTOR_CACHE_DIR=/local_scratch/roundtable/inductor
 export NCCL_IB_HCA=mlx5
+JOB=$SLURM_JOB_ID
 RUN_DIR=runs/small
 PYTHON=python3
 REQUEUE=yes
 RESTARTS=3
 SRUN_OPTIONS=()
-set -- runs/small/slurm/config.yaml
+set -- "$RUN_DIR/slurm/config.yaml"
 """
 CONTAINER = """\
 #SBATCH --job-name=small
@@ -78,12 +80,13 @@ CONTAINER = """\
 #SBATCH --output=runs/small/logs/job-%j.log
 #SBATCH --no-requeue
 export NCCL_SOCKET_IFNAME='^lo,docker0'
+JOB=$SLURM_JOB_ID
 RUN_DIR=runs/small
 PYTHON=python3
 REQUEUE=no
 RESTARTS=3
 SRUN_OPTIONS=(--container-image=registry.example.org/roundtable:1.0 --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
-set -- runs/small/slurm/config.yaml
+set -- "$RUN_DIR/slurm/config.yaml"
 """  # noqa: E501 -- one line of the script
 SETTINGS = {"generic": GENERIC, "infiniband": INFINIBAND, "container": CONTAINER}
 MARKS = ("# --- settings\n", "# --- end of settings\n")
@@ -188,19 +191,20 @@ def test_each_key_changes_the_script():
 
     def script(**changes) -> str:
         config = RunConfig(slurm=SlurmConfig(**changes))
-        return render(job_script("train"), config, Path("config.yaml"), "python")
+        return render(job_script("train"), config, "python")
 
     texts = [script(**{key: value}) for key, value in CHANGES.items()]
     assert len({*texts, script()}) == len(CHANGES) + 1
 
 
-def test_the_scripts_are_bash():
+@pytest.mark.parametrize(("array", "log"), [(None, "%j"), (Array(3, None), "%A_%a")])
+def test_the_scripts_are_bash(array, log):
     for path in sorted(FOLDER.glob("*.sbatch")):
         subprocess.run(["bash", "-n", path], check=True)
     odd = RunConfig(name="it's", slurm=SlurmConfig(environment=("A=b c'd",), python="/a b/python"))
-    text = render(job_script("train"), dataclasses.replace(odd, run_dir="a dir/run"), Path("a dir/c.yaml"), "python")
+    text = render(job_script("train"), dataclasses.replace(odd, run_dir="a dir/run"), "python", array)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert '#SBATCH --output="a dir/run/logs/job-%j.log"' in text
+    assert f'#SBATCH --output="a dir/run/logs/job-{log}.log"' in text
 
 
 def test_what_slurm_prints_is_read():
