@@ -1,14 +1,19 @@
 """What ends a job, and how the run goes on: in every case it is COMPLETED with the losses of an uninterrupted run."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launcher.agreement import commit, hash_of_code, hash_of_config
+from launcher.config.load import load_config
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.slurm.config import SlurmConfig
+from launcher.watch.wandb_read import read_history, read_records, wandb_files
+from launcher.watch.wandb_run import saved_run_id
 from layout_runs import run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
 from slurm_cluster import Cluster, wait_until
@@ -104,11 +109,32 @@ def test_a_stopped_rank_is_ended_and_started_again(cluster, tmp_path, uninterrup
 
 
 def test_a_job_that_is_requeued_by_hand_goes_on(cluster, tmp_path, uninterrupted):
-    run = Run(cluster, tmp_path, life_config(tmp_path))
+    run = Run(cluster, tmp_path, life_config(tmp_path), wandb_mode="offline")
     (job_id,) = run.submit()
     recovery = go_through(run, lambda: cluster.command("scontrol", "requeue", job_id))
     finish(run, job_id, uninterrupted, "scontrol requeue", recovery)
     assert cluster.job(job_id)["Restarts"] == "1"
+    assert_each_start_is_recorded(run, job_id)
+
+
+def assert_each_start_is_recorded(run: Run, job_id: str) -> None:
+    """By an event in metrics.jsonl, and in W&B by config and history, under one id for both starts."""
+    events = [row for row in run.rows() if row.get("event") == "start"]
+    config = load_config(run.path / "config.yaml")
+    code = {"commit": commit(), "code_sha256": hash_of_code()[:12], "config_sha256": hash_of_config(config)[:12]}
+    assert [(row["slurm_job"], row["slurm_restarts"], row["ranks"]) for row in events] == [
+        (job_id, 0, 2),
+        (job_id, 1, 2),
+    ]
+    assert [row["nodes"] for row in events] == ["n[1-2]"] * 2
+    assert all({key: row[key] for key in code} == code for row in events)
+    for path, event in zip(wandb_files(run.path), events, strict=True):
+        logged = next(r.run for r in read_records(path) if r.WhichOneof("record_type") == "run")
+        assert logged.run_id == saved_run_id(run.path)
+        kept = {item.key: json.loads(item.value_json) for item in logged.config.update}
+        assert {"step": event["step"], "event": "start", **kept["start"]} == event
+        assert kept["train"]["steps"] == STEPS
+        assert event in read_history(path)
 
 
 @pytest.mark.parametrize("warned", ["batch", "ranks"])
@@ -224,6 +250,24 @@ def test_a_chain_of_jobs_where_none_may_be_requeued(cluster, tmp_path, uninterru
     reach_the_notice(run, first)
     finish(run, second, uninterrupted, "chain")
     assert (run.state(first), cluster.job(first)["ExitCode"]) == ("FAILED", "75:0"), "stopped, after saving"
+
+
+def test_the_next_job_of_a_chain_takes_over_from_one_whose_nodes_are_lost(cluster, tmp_path, uninterrupted):
+    """One loses its power; the head loses its cable, so that rank 0 lives on and keeps the run directory's lock."""
+
+    def fault() -> None:
+        cluster.on_node("n1", "pkill", "-STOP", "-f", "launcher train")
+        cluster.cut("n1")
+        cluster.power_off("n2")
+
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    first, second = run.submit("train.timeout_seconds=300", "--no-requeue", "--chain", "2")
+    recovery = go_through(run, fault)
+    assert cluster.on_node("n1", "pgrep", "-f", "launcher train").stdout, "the stale rank lives"
+    finish(run, second, uninterrupted, "chain, both nodes of the first job lost", recovery)
+    assert run.state(first) == "NODE_FAIL"
+    assert nodes_of(run, second) == ["n3", "n4"]
+    assert recovery.repeated < EVERY
 
 
 def test_planted_split_brain_commits_nothing(cluster, tmp_path, uninterrupted):
