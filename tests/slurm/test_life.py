@@ -253,7 +253,7 @@ def test_a_chain_of_jobs_where_none_may_be_requeued(cluster, tmp_path, uninterru
 
 
 def test_the_next_job_of_a_chain_takes_over_from_one_whose_nodes_are_lost(cluster, tmp_path, uninterrupted):
-    """One loses its power; the head loses its cable, so that rank 0 lives on and keeps the run directory's lock."""
+    """One loses its power; the head its cable for a while, so that rank 0 lives on, with the run directory's lock."""
 
     def fault() -> None:
         cluster.on_node("n1", "pkill", "-STOP", "-f", "launcher train")
@@ -264,10 +264,11 @@ def test_the_next_job_of_a_chain_takes_over_from_one_whose_nodes_are_lost(cluste
     first, second = run.submit("train.timeout_seconds=300", "--no-requeue", "--chain", "2")
     recovery = go_through(run, fault)
     assert cluster.on_node("n1", "pgrep", "-f", "launcher train").stdout, "the stale rank lives"
+    cluster.heal("n1")
     finish(run, second, uninterrupted, "chain, both nodes of the first job lost", recovery)
     assert run.state(first) == "NODE_FAIL"
     assert nodes_of(run, second) == ["n3", "n4"]
-    assert recovery.repeated < EVERY
+    assert recovery.repeated < 2 * EVERY, "the checkpoint of step 30 may have been under way"
 
 
 def test_planted_split_brain_commits_nothing(cluster, tmp_path, uninterrupted):
