@@ -14,6 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] -- documented, but not in torch's __all__
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from parallel.config import ParallelConfig
 
@@ -160,6 +164,7 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
         world_size=world_size,
         timeout=timeout,
         device_id=device if cuda else None,
+        store=agents_store(world_size, timeout),
     )
     control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
     assert not isinstance(control, int)
@@ -167,6 +172,19 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = {name: _open_axis(degrees.lines(name), rank, groups, timeout) for name in AXES}
     return Mesh(rank=rank, world_size=world_size, device=device, control=control, **axes)
+
+
+def agents_store(world_size: int, timeout: datetime.timedelta) -> PrefixStore | None:
+    """Under torchrun, this start's part of the store that its agent hosts; None elsewhere: torch makes one.
+
+    The agent's store outlives a restart (torch 2.11: one for all rounds of a rendezvous). Without a part of its own, a
+    start could read where a rank of the start before listened, and be refused there.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    return PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _open_axis(
