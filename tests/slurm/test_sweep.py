@@ -12,6 +12,7 @@ from launcher.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
+from slurm_cluster import wait_until
 from slurm_runs import Run
 
 ONE_NODE = SlurmConfig(nodes=1, gpus_per_node=0, tasks_per_node=1, time_minutes=30, notice_seconds=60)
@@ -113,3 +114,16 @@ def hold(sweep: Run, task: str, name: str, signal: str) -> None:
     """Stops a run's process, or lets it go on."""
     node = sweep.cluster.job(task)["NodeList"]
     sweep.cluster.on_node(node, "pkill", f"-{signal}", "-f", f"launcher train runs/swept/{name}/")
+
+
+def test_planted_requeue_by_the_last_tasks_number_queues_all_tasks(cluster):
+    """Why the job script says 12_3 and not SLURM_JOB_ID."""
+    job_id = cluster.command("sbatch", "--parsable", "--array=0-1", "--output=/dev/null", "--wrap", "sleep 300").strip()
+    tasks = [f"{job_id}_0", f"{job_id}_1"]
+    for restarts, number in ((0, job_id), (1, tasks[1])):
+        wait_until(lambda: [cluster.job(task).get("JobState") for task in tasks] == ["RUNNING"] * 2, 60, cluster.logs)
+        assert [cluster.job(task)["Restarts"] for task in tasks] == [str(restarts)] * 2
+        assert cluster.job(tasks[1])["JobId"] == job_id
+        cluster.command("scontrol", "requeue", number)
+    wait_until(lambda: cluster.job(tasks[1]).get("Restarts") == "2", 60, cluster.logs)
+    assert cluster.job(tasks[0])["Restarts"] == "1"

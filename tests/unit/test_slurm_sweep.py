@@ -9,7 +9,9 @@ from launcher.errors import UserError
 from launcher.slurm.follow import find_run
 from launcher.slurm.queue import runs_of
 from launcher.slurm.script import RUNS
+from launcher.slurm.submit_sweep import check_room_of_all
 from launcher.slurm.sweep import Sweep, load_sweep
+from launcher.start import check_room, checkpoint_gib, room_free_gib
 
 CONFIG = """\
 name: small
@@ -170,3 +172,16 @@ def test_runs_and_sweeps_do_not_share_a_directory(folder, capsys):
     assert main(["logs", "small"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "RUN=small is a sweep of 2 runs; name one of them, e.g. runs/small/a"
+
+
+def test_planted_sweep_that_only_together_is_too_large_for_the_disk(folder):
+    """Each run's checkpoints take 0.6 of what is free."""
+    sweep = load("grid: {seed: [1, 2]}", "train.steps=1000000000", "checkpoint.every_steps=1")
+    one = checkpoint_gib(sweep.base)
+    keep = f"checkpoint.keep_last={int(0.6 * room_free_gib(folder) / one)}"
+    sweep = load("grid: {seed: [1, 2]}", "train.steps=1000000000", "checkpoint.every_steps=1", keep)
+    for run in sweep.runs.values():
+        check_room(run)
+    (line,) = check_room_of_all(sweep)
+    assert line.startswith("run_dir=runs/small must have room for the checkpoints of 2 runs, ")
+    assert check_room_of_all(load("grid: {seed: [1, 2]}")) == []
