@@ -138,8 +138,8 @@ def patch_batches(change: Any) -> None:
 
     original = step.read_micro_batch
 
-    def changed(*arguments: Any) -> Any:
-        batch = original(*arguments)
+    def changed(*arguments: Any, **options: Any) -> Any:
+        batch = original(*arguments, **options)
         change(batch)
         return batch
 

@@ -60,12 +60,14 @@ def poison_samples(plan: Plan) -> None:
     read, over_ranks = step.read_micro_batch, step.Sums.over_ranks
     seen: list[int] = []
 
-    def poisoned(dataset: Any, indices: Any, mesh: Any, balance_scale: float = 0.0, z_scale: float = 0.0) -> Any:
+    def poisoned(
+        dataset: Any, indices: Any, mesh: Any, balance_scale: float = 0.0, z_scale: float = 0.0, **options: bool
+    ) -> Any:
         if plan.poisoned in indices:
             z_scale = float("nan")
         if plan.spiked in indices:
             seen.append(plan.spiked)
-        return read(dataset, indices, mesh, balance_scale, z_scale)
+        return read(dataset, indices, mesh, balance_scale, z_scale, **options)
 
     def spiked(self: Any, *rest: Any) -> Any:
         self.loss = self.loss + 1000.0 * len(seen)
