@@ -4,7 +4,7 @@ DeepSpeed keeps fp32 masters and optimizer states in flat partitions; a fragment
 where in them. Checkpoints, initial weights and gradient comparisons all go through fragments.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -107,7 +107,7 @@ def _zeros(flat: Tensor, old: Tensor | None, *, keeps: bool) -> Tensor:
 
 def make_states(
     base: torch.optim.Optimizer,
-    flats: list[Tensor],
+    flats: Sequence[Tensor],
     state_names: tuple[str, ...],
     step: int,
     kept: Collection[str] = (),
