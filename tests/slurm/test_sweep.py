@@ -17,13 +17,13 @@ from slurm_runs import Run
 
 ONE_NODE = SlurmConfig(nodes=1, gpus_per_node=0, tasks_per_node=1, time_minutes=30, notice_seconds=60)
 SWEEP = """\
-grid: {optimizer.lr: [1e-3], train.steps: [10, 60]}
+grid: {optimizer.lr: [1e-3], train.steps: [6, 30]}
 runs:
   - {name: last, optimizer.lr: 1e-2, seed: 1}
 at_once: 2
 """
-SHORT, LONG, LAST = "lr=0.001,steps=10", "lr=0.001,steps=60", "last"
-STEPS = {SHORT: 10, LONG: 60, LAST: 40}  # by run, in the order of the tasks
+SHORT, LONG, LAST = "lr=0.001,steps=6", "lr=0.001,steps=30", "last"
+STEPS = {SHORT: 6, LONG: 30, LAST: 40}  # by run, in the order of the tasks
 AT = 12
 
 
