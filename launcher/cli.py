@@ -109,6 +109,26 @@ def train(
 
 
 @app.command()
+def preflight(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Local processes (default: one for each GPU, or one).", show_default=False),
+    ] = None,
+    bad_nodes: Annotated[
+        Path | None,
+        typer.Option("--bad-nodes", help="Write the names of slow and broken nodes there.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure GPUs, links and the run directory's disk, and name slow and broken nodes; under srun, of all nodes."""
+    from launcher.preflight.command import preflight_config
+
+    return preflight_config(config, overrides or (), ranks, bad_nodes, json_wanted=as_json)
+
+
+@app.command()
 def submit(
     config: ConfigArgument,
     overrides: OverridesArgument = None,

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -86,16 +86,47 @@ class RollCall:
             self.store.set(f"{name}/text", text or "")
         return self.store.get(f"{name}/text").decode()
 
+    def consult(
+        self,
+        name: str,
+        answer: Any,
+        expected: Collection[int],
+        limit_seconds: float,
+        decide: Callable[[dict[int, Any]], Any],
+    ) -> Any:
+        """What rank 0's ``decide`` makes of the answers that came within the limit, on every rank that is still there.
+
+        The ranks of ``expected`` call it, rank 0 always among them. Answers and the decision are JSON. Who does not
+        answer is left out of what ``decide`` gets, and nothing is raised for it. Raises RollCallError where rank 0 does
+        not decide within twice the limit, counted from this rank's answer.
+        """
+        self.store.set(f"{name}/{self.rank}", json.dumps(answer))
+        if self.rank == 0:
+            missing = self._wait_for(name, expected, limit_seconds)
+            answers = {rank: self._answer(name, rank) for rank in sorted(expected) if rank not in missing}
+            decision = decide(answers)
+            self.store.set(name, json.dumps(decision))
+            self._linger([f"{name}/read/{rank}" for rank in answers if rank != 0])
+            return decision
+        try:
+            self.store.wait([name], datetime.timedelta(seconds=2 * limit_seconds))
+            decision = json.loads(self.store.get(name))
+            self.store.set(f"{name}/read/{self.rank}", "")
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            line = f"{self._name(0)} ended or was cut off in '{name}'"
+            raise RollCallError([line], is_disagreement=False) from error
+        return decision
+
     def _round(self, name: str, answer: Any, judge: Callable[[list[Any]], list[str]]) -> None:
         """Every rank hands in its answer, rank 0 judges, every rank reads the verdict."""
         self.store.set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
-            missing = self._wait_for_all(name)
+            missing = self._wait_for(name, range(self.world_size), self.limit_seconds)
             present = [rank for rank in range(self.world_size) if rank not in missing]
             if missing:
                 verdict = {"missing": [self._absence(missing)]}
             else:
-                verdict = {"differ": judge([json.loads(self.store.get(f"{name}/{rank}")) for rank in present])}
+                verdict = {"differ": judge([self._answer(name, rank) for rank in present])}
             self.store.set(name, json.dumps(verdict))
         else:
             present = []
@@ -107,9 +138,12 @@ class RollCall:
         if lines:
             raise RollCallError(lines, is_disagreement="differ" in verdict)
 
-    def _wait_for_all(self, name: str) -> set[int]:
-        """Rank 0: the ranks that have not answered within the limit."""
-        deadline, missing = time.monotonic() + self.limit_seconds, set(range(self.world_size))
+    def _answer(self, name: str, rank: int) -> Any:
+        return json.loads(self.store.get(f"{name}/{rank}"))
+
+    def _wait_for(self, name: str, expected: Collection[int], limit_seconds: float) -> set[int]:
+        """Rank 0: those of the expected ranks that have not answered within the limit."""
+        deadline, missing = time.monotonic() + limit_seconds, set(expected)
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not self.store.check([f"{name}/{rank}"])}
             time.sleep(0.02 if missing else 0)

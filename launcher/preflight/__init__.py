@@ -1,0 +1,1 @@
+"""`roundtable preflight`: which nodes are slow or broken, judged by what the others can do."""

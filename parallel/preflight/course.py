@@ -1,0 +1,263 @@
+"""The course of a preflight: stage after stage, and after each only those nodes go on with which all is well.
+
+Rank 0 hosts the store, collects and decides; it goes on collecting where its own node has dropped out. A rank that does
+not answer within a stage's limit is left behind with its node, so that one broken node costs the others one limit.
+"""
+
+import faulthandler
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.preflight.device import check_memory, host_free_gib, multiply, open_device, sizes_of
+from parallel.preflight.disk import missing_files, read_file, remove_file, write_file
+from parallel.preflight.findings import Device, Disk, Findings, Link
+from parallel.preflight.network import meet, schedule
+from parallel.roll_call import RollCall, RollCallError
+
+STAGE_SECONDS = 120.0  # of a stage; a collective has a third of it. Where all is well the longest takes a few seconds
+LATE_SECONDS = 10.0  # that a rank may begin a stage after rank 0
+SEEN_SECONDS = 20.0  # that a file may stay unseen though it was there before anybody asked for it
+LOOKED_FOR = 8  # nodes whose files each node looks for: all of them would be a million questions for 1000 nodes
+
+Answers = dict[int, dict[str, Any]]  # by rank: {"found": what the work returned} or {"failure": why it did not}
+
+
+class DroppedOut(Exception):
+    """This rank's node takes no further part: it, or another rank there, has failed or was too late."""
+
+
+def run_course(
+    roll: RollCall, folder: Path, problems: Sequence[str] = (), stage_seconds: float = STAGE_SECONDS
+) -> Findings | None:
+    """Everything there is to measure, on rank 0; None elsewhere. All ranks call it; no process group is open.
+
+    ``folder``, on the shared disk, gets a folder that is removed again. ``problems`` are why this rank cannot begin.
+    Raises RollCallError on all ranks where all have problems (a disagreement, then: with the user) or rank 0 has, and
+    where rank 0 ended or was cut off. A rank that is stuck for longer than a stage may take ends with its stack on
+    stderr.
+    """
+    course = _Course(roll, stage_seconds)
+    try:
+        return course.run(folder, list(problems))
+    except DroppedOut:
+        return None
+
+
+class _Course:
+    def __init__(self, roll: RollCall, stage_seconds: float) -> None:
+        self.roll, self.rank, self.stage_seconds = roll, roll.rank, stage_seconds
+        self.going = list(range(roll.world_size))  # the ranks that take part
+        self.node_of = list(roll.hosts or [f"(the node of rank {rank})" for rank in self.going])
+        self.device = torch.device("cpu")
+        self.failures: dict[str, list[str]] = {}  # on rank 0: by node, what went wrong there
+
+    def run(self, folder: Path, problems: list[str]) -> Findings | None:
+        """All stages; the findings on rank 0."""
+        silent = self._begin(problems)
+        devices = self._devices()
+        disks = self._disks(folder)
+        within = self._links("within the nodes", [(node,) for node in self._nodes()])
+        pairs = []
+        for number, meetings in enumerate(schedule(self._nodes())):
+            here = set(self._nodes())
+            pairs += self._links(f"pairs, round {number + 1}", [pair for pair in meetings if here.issuperset(pair)])
+        nodes = tuple(self._nodes())
+        whole = self._links("all nodes", [nodes]) if len(nodes) > 2 else []
+        if self.rank != 0:
+            return None
+        return Findings(
+            nodes=tuple(dict.fromkeys(self.node_of)),
+            devices=tuple(devices),
+            within=tuple(within),
+            pairs=tuple(pairs),
+            whole=whole[0] if whole else None,
+            disks=tuple(disks),
+            silent=tuple(silent),
+            failures={node: tuple(lines) for node, lines in self.failures.items()},
+        )
+
+    def _nodes(self) -> list[str]:
+        """The nodes that take part, in order."""
+        return list(dict.fromkeys(self.node_of[rank] for rank in self.going))
+
+    def _ranks(self, *nodes: str) -> list[int]:
+        return [rank for rank in self.going if self.node_of[rank] in nodes]
+
+    def _begin(self, problems: list[str]) -> list[str]:
+        """Finds out who is there, and on which node; returns the silent nodes, on rank 0."""
+        silent: list[str] = []
+        limit = self.roll.limit_seconds
+
+        def decide(answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
+            hosts = self.roll.hosts
+            nodes = [hosts[r] if hosts else answers.get(r, {}).get("host", self.node_of[r]) for r in self.going]
+            wrong = {rank: each["problems"] for rank, each in answers.items() if each["problems"]}
+            silence = [f"did not begin within {limit:g} s (train.start_seconds)"]
+            for rank, node in enumerate(nodes):
+                lines = wrong.get(rank, [] if rank in answers else silence)
+                if lines:
+                    self.failures.setdefault(node, []).extend(f"rank {rank}: {line}" for line in lines)
+                if lines is silence and node not in silent:
+                    silent.append(node)
+            going = [rank for rank, node in enumerate(nodes) if node not in self.failures]
+            return {"nodes": nodes, "going": going, "lines": wrong.get(0, []), "all": len(wrong) == len(answers)}
+
+        said = self.roll.consult(
+            "begin", {"host": socket.gethostname(), "problems": problems}, self.going, limit, decide
+        )
+        if said["lines"]:
+            raise RollCallError(said["lines"], is_disagreement=said["all"])
+        self.node_of, self.going = said["nodes"], said["going"]
+        self._leave_if_dropped()
+        return silent
+
+    def _devices(self) -> list[Device]:
+        """Each rank's device alone, on rank 0."""
+
+        def opened() -> list[str]:
+            self.device = open_device()
+            return [self.device.type, torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"]
+
+        kinds = self._stage("opening the device", opened, judge=_without_gpu)
+        sizes = sizes_of(self.device)
+        speeds = self._stage("matrix products", lambda: multiply(self.device, sizes))
+        memories = self._stage("memory", lambda: [*check_memory(self.device, sizes), host_free_gib()])
+        return [
+            Device(
+                rank=rank,
+                node=self.node_of[rank],
+                kind=kinds[rank]["found"][0],
+                name=kinds[rank]["found"][1],
+                matmul_tflops=max(speeds[rank]["found"]),
+                matmul_worst_tflops=min(speeds[rank]["found"]),
+                memory_gib=memory["found"][0],
+                memory_gb_per_second=memory["found"][1],
+                host_free_gib=memory["found"][2],
+            )
+            for rank, memory in memories.items()
+            if "found" in memory
+        ]
+
+    def _disks(self, folder: Path) -> list[Disk]:
+        """The shared disk, by one rank of each node; on rank 0."""
+        nodes, me = self._nodes(), self.node_of[self.rank]
+        token = self.roll.share("token", str(time.time_ns()))
+        folder = folder / f"disk-{token}"
+        n_bytes = sizes_of(self.device).disk_bytes
+        speaks = self.rank in self.going and self._ranks(me)[0] == self.rank
+
+        def read() -> dict[str, Any]:
+            here = nodes.index(me)
+            following = [*nodes[here + 1 :], *nodes[:here]][:LOOKED_FOR]
+            missed = missing_files(folder, following, SEEN_SECONDS)
+            source = next((node for node in following if node not in missed), me)
+            seconds = read_file(folder, source, token, n_bytes)
+            return {"bytes": n_bytes, "from": source, "seconds": seconds, "misses": missed}
+
+        written = self._stage("writing to the disk", lambda: speaks and write_file(folder, me, token, n_bytes))
+        found = self._stage("reading from the disk", lambda: speaks and read())
+        if speaks:
+            remove_file(folder, me)
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # what nodes left that have dropped out
+        return [
+            Disk(
+                node=self.node_of[rank],
+                gb=answer["found"]["bytes"] / 1e9,
+                write_seconds=written[rank]["found"],
+                read_seconds=answer["found"]["seconds"],
+                reads_from=answer["found"]["from"],
+                misses=tuple(answer["found"]["misses"]),
+            )
+            for rank, answer in found.items()
+            if answer.get("found")
+        ]
+
+    def _links(self, name: str, parties: list[tuple[str, ...]]) -> list[Link]:
+        """What the ranks of each party of nodes reach together, all parties at once; on rank 0.
+
+        A failure is that of the meeting: who is to blame for it, other meetings tell.
+        """
+        parties = [nodes for nodes in parties if len(self._ranks(*nodes)) > 1]
+        mine = next((nodes for nodes in parties if self.node_of[self.rank] in nodes), None)
+        members = {nodes: self._ranks(*nodes) for nodes in parties}
+
+        def work() -> tuple[float, float] | None:
+            if mine is None:
+                return None
+            limit = self.stage_seconds / 3
+            place = f"{name}, {mine[0]}"
+            return meet(self.roll.store, place, members[mine], self.rank, self.device, sizes_of(self.device), limit)
+
+        answers = self._stage(name, work, drops=False) if parties else {}
+        return [_link(nodes, [answers.get(rank, {}) for rank in members[nodes]]) for nodes in parties if answers]
+
+    def _stage(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        *,
+        judge: Callable[[Answers], dict[int, str]] | None = None,
+        drops: bool = True,
+    ) -> Answers:
+        """Does the work on every rank that takes part; the answers on rank 0, nothing elsewhere.
+
+        A rank that fails, or of which ``judge`` says why, drops out with its node; with ``drops`` false only one that
+        does not answer.
+        """
+        answer: dict[str, Any] = {}
+        if self.rank in self.going:
+            faulthandler.dump_traceback_later(self.stage_seconds, exit=True)
+            try:
+                answer = {"found": work()}
+            except (RuntimeError, OSError) as error:  # torch's and the disk's; anything else is a fault of this code
+                answer = {"failure": " ".join(str(error).split())[:300] or type(error).__name__}
+                place = f"rank {self.rank} on {self.node_of[self.rank]}"
+                print(f"{place}: {name}: {answer['failure']}", file=sys.stderr, flush=True)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        collected: Answers = {}
+
+        def decide(answers: Answers) -> list[int]:
+            collected.update({rank: each for rank, each in answers.items() if rank in self.going})
+            gone = {rank: f"no answer within {self.stage_seconds:g} s" for rank in self.going if rank not in answers}
+            if drops:
+                gone |= {rank: each["failure"] for rank, each in collected.items() if "failure" in each}
+            gone |= judge(collected) if judge is not None else {}
+            for rank, why in gone.items():
+                self.failures.setdefault(self.node_of[rank], []).append(f"rank {rank}, {name}: {why}")
+            return [rank for rank in self.going if self.node_of[rank] not in self.failures]
+
+        limit = self.stage_seconds + LATE_SECONDS
+        self.going = self.roll.consult(name, answer, {0, *self.going}, limit, decide)
+        self._leave_if_dropped()
+        return collected
+
+    def _leave_if_dropped(self) -> None:
+        if self.rank not in (0, *self.going):
+            raise DroppedOut
+
+
+def _without_gpu(answers: Answers) -> dict[int, str]:
+    """Ranks that have no GPU where others have one: they cannot meet."""
+    kinds = {rank: each["found"][0] for rank, each in answers.items() if "found" in each}
+    if "cuda" not in kinds.values():
+        return {}
+    return {rank: "torch finds no GPU, as it does elsewhere" for rank, kind in kinds.items() if kind != "cuda"}
+
+
+def _link(nodes: tuple[str, ...], answers: list[dict[str, Any]]) -> Link:
+    """The slowest rank counts, and one failure is everybody's."""
+    failures = [each["failure"] for each in answers if "failure" in each]
+    found = [each["found"] for each in answers if "found" in each]
+    if failures or len(found) < len(answers):
+        return Link(nodes=nodes, failure=failures[0] if failures else "no answer")
+    all_reduce, all_to_all = (min(each) for each in zip(*found, strict=True))
+    return Link(nodes=nodes, all_reduce_gb_per_second=all_reduce, all_to_all_gb_per_second=all_to_all)
