@@ -60,6 +60,7 @@ _AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, val
     "slurm.notice_seconds": (1, 300),
     "slurm.chain": (1, 1),
     "slurm.restarts": (0, 3),
+    "slurm.spare_nodes": (0, 1),
     "health.spike_window": (2, 100),
     "health.max_skips": (0, 10),
     "health.max_rollbacks": (0, 3),

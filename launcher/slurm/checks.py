@@ -149,6 +149,12 @@ def check_partition(config: RunConfig) -> Iterator[str]:
     if slurm.nodes > partition.nodes:
         most = partition.nodes
         yield f"slurm.nodes={slurm.nodes} must be at most the {most} nodes of partition {name}; try {most}"
+    elif slurm.nodes + slurm.spare_nodes > partition.nodes:
+        left = partition.nodes - slurm.nodes
+        yield (
+            f"slurm.spare_nodes={slurm.spare_nodes} must be at most the {left} that slurm.nodes={slurm.nodes} leaves "
+            f"of partition {name}; try {left}"
+        )
     if slurm.gpus_per_node > partition.gpus_per_node:
         yield (
             f"slurm.gpus_per_node={slurm.gpus_per_node} must be at most the {partition.gpus_per_node} that a node of "

@@ -22,6 +22,8 @@ class SlurmConfig:
     requeue: bool = True  # a job that was stopped (time limit, preemption, lost node) is queued again
     chain: int = 1  # jobs submitted at once, of which each begins when the one before has ended
     restarts: int = 3  # a failed run is started again in the same job so many times in a row without a new checkpoint
+    preflight: bool = True  # a job begins by measuring its nodes, and leaves slow and broken ones out
+    spare_nodes: int = 0  # nodes that the job has beyond those it trains on, to take the place of bad ones
     python: str | None = None  # the interpreter on the nodes; None: the one that submits
     modules: tuple[str, ...] = ()  # `module load`ed before anything else
     container: str | None = None  # an image for srun's --container-image (pyxis)

@@ -26,6 +26,11 @@ def check_slurm(slurm: SlurmConfig) -> Iterator[str]:
     for number, value in enumerate(slurm.environment):
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", value) or not value.isprintable():
             yield f"slurm.environment[{number}]={show(value)} must be NAME=value; try NCCL_DEBUG=INFO"
+    if slurm.spare_nodes and not slurm.preflight:
+        yield (
+            f"slurm.spare_nodes={slurm.spare_nodes} needs slurm.preflight=true, which says whose place they take; try "
+            "slurm.spare_nodes=0"
+        )
     if slurm.notice_seconds >= 60 * slurm.time_minutes >= 60:
         yield (
             f"slurm.time_minutes={slurm.time_minutes} must be longer than slurm.notice_seconds={slurm.notice_seconds}, "

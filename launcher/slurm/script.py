@@ -57,7 +57,7 @@ def sbatch_lines(config: RunConfig, array: Array | None = None) -> Iterator[str]
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "exclude": slurm.exclude,
-        "nodes": slurm.nodes,
+        "nodes": slurm.nodes + slurm.spare_nodes,
         "ntasks-per-node": slurm.n_tasks_per_node,
         "gpus-per-node": slurm.gpus_per_node or None,
         "cpus-per-task": slurm.cpus_per_task,
@@ -91,6 +91,8 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
     yield f"PYTHON={shlex.quote(slurm.python or python)}"
     yield f"REQUEUE={'yes' if slurm.requeue else 'no'}"
     yield f"RESTARTS={slurm.restarts}"
+    yield f"PREFLIGHT={'yes' if slurm.preflight else 'no'}"
+    yield f"SPARES={slurm.spare_nodes}"
     options = []
     if slurm.container is not None:
         options = [f"--container-image={shlex.quote(slurm.container)}", '--container-mounts="$PWD:$PWD"']

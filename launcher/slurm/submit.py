@@ -61,7 +61,8 @@ def hand_over(run_path: Path, script: str) -> str:
 def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:
     """The job ids, and the commands that show and end them."""
     slurm, run = config.slurm, shlex.quote(str(config.run_path))
-    print(f"job {', '.join(job_ids)}: {slurm.nodes} nodes x {slurm.n_tasks_per_node} processes train {run}")
+    spares = f" and {slurm.spare_nodes} spare" if slurm.spare_nodes else ""
+    print(f"job {', '.join(job_ids)}: {slurm.nodes} nodes{spares} x {slurm.n_tasks_per_node} processes train {run}")
     print(f"  roundtable status {run}")
     print(f"  roundtable logs {run} -f")
     print(f"  roundtable cancel {run} --save")

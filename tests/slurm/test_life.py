@@ -20,7 +20,7 @@ from slurm_cluster import Cluster, wait_until
 from slurm_runs import Run
 
 STEPS, EVERY, AT = 80, 10, 25
-TWO_NODES = SlurmConfig(nodes=2, gpus_per_node=0, tasks_per_node=1, time_minutes=60, notice_seconds=60)
+TWO_NODES = SlurmConfig(nodes=2, gpus_per_node=0, tasks_per_node=1, time_minutes=60, notice_seconds=60, preflight=False)
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -33,6 +33,8 @@ def test_four_nodes_of_two_ranks_give_the_losses_of_one_process(cluster, tmp_pat
     run.wait_for_state(job_id, seconds=600)
     assert run.state(job_id) == "COMPLETED", run.story()
     assert cluster.job(job_id)["NodeList"] == "n[1-4]"
+    (kept,) = run.path.glob("preflight/*.json")
+    assert [each["state"] for each in json.loads(kept.read_text())["verdicts"]] == ["ok"] * 4, run.story()
     reference = run_reference(config)
     assert run.losses() == pytest.approx(reference.losses, rel=1e-6)
     assert sorted(path.name for path in run.path.glob("logs/rank-*.log")) == [f"rank-{rank}.log" for rank in range(8)]
@@ -47,6 +49,10 @@ WRONG = {
     "more nodes than there are": (
         ["--nodes", "5"],
         "slurm.nodes=5 must be at most the 4 nodes of partition main; try 4",
+    ),
+    "more spare nodes than are left": (
+        ["slurm.spare_nodes=1"],
+        "slurm.spare_nodes=1 must be at most the 0 that slurm.nodes=4 leaves of partition main; try 0",
     ),
     "more time than allowed": (
         ["slurm.partition=short", "slurm.time_minutes=40"],

@@ -2,7 +2,8 @@
 
     python tests/support/slurm_cluster.py up 4 /tmp/rt-slurm   prints the line that points sbatch, squeue, ... at it
     python tests/support/slurm_cluster.py down /tmp/rt-slurm
-    python tests/support/slurm_cluster.py power-off n2 /tmp/rt-slurm   or power-on, cut, heal, kill-slurmd, start-slurmd
+    python tests/support/slurm_cluster.py power-off n2 /tmp/rt-slurm   or power-on, cut, slow, heal, kill-slurmd,
+                                                                       start-slurmd
     python tests/support/slurm_cluster.py kill-slurmctld /tmp/rt-slurm   or start-slurmctld
 
 A node is a process in namespaces of its own whose pid 1 starts slurmd; slurmctld is a node as well (`ctl`). Cables are
@@ -247,8 +248,14 @@ class Cluster:
         """Pulls the cable: processes live on, packets vanish."""
         self._in_switch("ip", "link", "set", f"v-{name}", "nomaster", check=False)
 
+    def slow(self, name: str, megabits: int = 50) -> None:
+        """Lets so many megabits a second through the cable to the node, and the other way as many as ever."""
+        limit = ["rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms"]
+        self._in_switch("tc", "qdisc", "add", "dev", f"v-{name}", "root", "tbf", *limit)
+
     def heal(self, name: str) -> None:
-        """Puts the cable back."""
+        """Puts the cable back, and a good one."""
+        self._in_switch("tc", "qdisc", "del", "dev", f"v-{name}", "root", check=False)
         self._in_switch("ip", "link", "set", f"v-{name}", "master", "br0")
         self._in_switch("ip", "link", "set", f"v-{name}", "up")
 
@@ -420,7 +427,11 @@ def main(arguments: Sequence[str]) -> int:
             Cluster(Path(folder)).stop()
         case (("kill-slurmctld" | "start-slurmctld") as act, folder):
             getattr(Cluster(Path(folder)), act.replace("-", "_"))()
-        case (("power-off" | "power-on" | "cut" | "heal" | "kill-slurmd" | "start-slurmd") as act, name, folder):
+        case (
+            ("power-off" | "power-on" | "cut" | "slow" | "heal" | "kill-slurmd" | "start-slurmd") as act,
+            name,
+            folder,
+        ):
             getattr(Cluster(Path(folder)), act.replace("-", "_"))(name)
         case _:
             print(__doc__, file=sys.stderr)

@@ -80,6 +80,8 @@ CASES = [
     ("llama", "slurm.scratch=''", 1, "slurm.scratch='' must be a path or a name; try null", "slurm.scratch=null"),
     ("llama", "slurm.modules=[a;b]", 1, "slurm.modules[0]='a;b' must be a module's name; try one that `module avail` lists", "slurm.modules=[a]"),
     ("llama", "slurm.environment=[NCCL_DEBUG]", 1, "slurm.environment[0]='NCCL_DEBUG' must be NAME=value; try NCCL_DEBUG=INFO", "slurm.environment=[NCCL_DEBUG=INFO]"),
+    ("llama", "slurm.spare_nodes=1 slurm.preflight=false", 1, "slurm.spare_nodes=1 needs slurm.preflight=true, which says whose place they take; try slurm.spare_nodes=0", "slurm.spare_nodes=0"),
+    ("llama", "slurm.spare_nodes=-1", 1, "slurm.spare_nodes=-1 must be at least 0; try 1", "slurm.spare_nodes=1"),
     ("llama", "slurm.time_minutes=5", 1, "slurm.time_minutes=5 must be longer than slurm.notice_seconds=300, the time to save at its end; try 65", "slurm.time_minutes=65"),
     ("llama", "parallel.zero=0", 1, "parallel.zero=0 works with train.precision=fp32 only, not train.precision=bf16; try parallel.zero=1", "parallel.zero=1"),
     ("llama", "train.eval_every_steps=5 data.heldout_fraction=0", 1, "train.eval_every_steps=5 needs held-out data, but data.heldout_fraction=0.0 and data.heldout_path=null; try data.heldout_fraction=0.01, or train.eval_every_steps=null", "data.heldout_fraction=0.01"),

@@ -34,6 +34,8 @@ RUN_DIR=runs/small
 PYTHON=python3
 REQUEUE=yes
 RESTARTS=3
+PREFLIGHT=yes
+SPARES=0
 SRUN_OPTIONS=()
 set -- "$RUN_DIR/slurm/config.yaml"
 """
@@ -63,6 +65,8 @@ RUN_DIR=runs/small
 PYTHON=python3
 REQUEUE=yes
 RESTARTS=3
+PREFLIGHT=yes
+SPARES=0
 SRUN_OPTIONS=()
 set -- "$RUN_DIR/slurm/config.yaml"
 """
@@ -85,6 +89,8 @@ RUN_DIR=runs/small
 PYTHON=python3
 REQUEUE=no
 RESTARTS=3
+PREFLIGHT=yes
+SPARES=0
 SRUN_OPTIONS=(--container-image=registry.example.org/roundtable:1.0 --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
 set -- "$RUN_DIR/slurm/config.yaml"
 """  # noqa: E501 -- one line of the script
@@ -176,6 +182,8 @@ CHANGES = {
     "requeue": False,
     "chain": 2,
     "restarts": 1,
+    "preflight": False,
+    "spare_nodes": 1,
     "python": "/python",
     "modules": ("cuda",),
     "container": "image",
