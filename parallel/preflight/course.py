@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from parallel.preflight.device import check_memory, host_free_gib, multiply, open_device, sizes_of
-from parallel.preflight.disk import missing_files, read_file, remove_file, write_file
+from parallel.preflight.disk import file_bytes, missing_files, read_file, remove_file, write_file
 from parallel.preflight.findings import Device, Disk, Findings, Link
 from parallel.preflight.network import meet, schedule
 from parallel.roll_call import RollCall, RollCallError
@@ -150,7 +150,7 @@ class _Course:
         nodes, me = self._nodes(), self.node_of[self.rank]
         token = self.roll.share("token", str(time.time_ns()))
         folder = folder / f"disk-{token}"
-        n_bytes = sizes_of(self.device).disk_bytes
+        n_bytes = file_bytes(max(1, len(nodes)), sizes_of(self.device).disk_bytes)
         speaks = self.rank in self.going and self._ranks(me)[0] == self.rank
 
         def read() -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Sizes:
     memory_share: float  # of the free memory that is filled; 0: one block of memory_bytes
     memory_bytes: int  # of a block
     message_bytes: int  # that a rank gives to a collective
-    disk_bytes: int  # that a node writes
+    disk_bytes: int  # that a node writes, at most
 
 
 # 100 products of 8192: 0.11 s at 1 PFLOP/s. Messages of 128 MiB are past the sizes at which latency counts, and 20 of
@@ -115,6 +115,9 @@ def check_memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
         if wrong:
             raise RuntimeError(f"{wrong} of {n_blocks * n_words} words of memory came back wrong")
     n_bytes = n_blocks * n_words * 8
+    blocks.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what comes next, NCCL, does not ask torch for memory
     return n_bytes / GIB, 2 * n_bytes / min(seconds) / 1e9
 
 

@@ -8,6 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 BLOCK_BYTES = 4 * 2**20
+ALL_BYTES = 16 * 2**30  # of all nodes: they write at the same time, and a slow disk manages a GB/s
+
+
+def file_bytes(n_nodes: int, most: int) -> int:
+    """The size of a node's file, in whole blocks."""
+    return max(1, min(most, ALL_BYTES // n_nodes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def write_file(folder: Path, node: str, token: str, n_bytes: int) -> float:
@@ -53,7 +59,7 @@ def missing_files(folder: Path, nodes: Sequence[str], seconds: float) -> list[st
 
 def _blocks(node: str, token: str, n_bytes: int) -> Iterator[bytes]:
     """What a node writes: no two blocks alike, so that no file system can store one for all."""
-    block = random.Random(f"{token}/{node}").randbytes(min(BLOCK_BYTES, n_bytes))
+    block = random.Random(f"{token}/{node}").randbytes(BLOCK_BYTES)
     for number in range(0, n_bytes, BLOCK_BYTES):
         yield number.to_bytes(8, "little") + block[8:]
 

@@ -17,14 +17,13 @@ from slurm_runs import Run
 pytestmark = pytest.mark.timeout(900)
 
 
-def two_nodes(folder: Path, *, spares: int = 0, start_seconds: int = 100) -> RunConfig:
+def two_nodes(folder: Path, *, spares: int = 0) -> RunConfig:
     """Five steps on two nodes of a process each."""
     config = run_config(write_tokens(folder), steps=5)
     slurm = SlurmConfig(
         nodes=2, spare_nodes=spares, gpus_per_node=0, tasks_per_node=1, time_minutes=30, notice_seconds=60
     )
-    train = dataclasses.replace(config.train, start_seconds=start_seconds)
-    return dataclasses.replace(config, name="checked", slurm=slurm, train=train)
+    return dataclasses.replace(config, name="checked", slurm=slurm)
 
 
 def log_of(run: Run, job_id: str) -> str:
@@ -89,7 +88,7 @@ def test_planted_disk_that_is_not_shared_sends_the_job_to_other_nodes(cluster, t
 
 def test_planted_first_node_without_python_is_left_out(cluster, tmp_path):
     """The first node leads, so nobody can give a verdict on it but its silence."""
-    run = Run(cluster, tmp_path, two_nodes(tmp_path, spares=1, start_seconds=25))
+    run = Run(cluster, tmp_path, two_nodes(tmp_path, spares=1))
     python = str(Path(sys.executable).resolve())
     cluster.on_node("n1", "mount", "--bind", "/dev/null", python)
     try:
@@ -99,7 +98,6 @@ def test_planted_first_node_without_python_is_left_out(cluster, tmp_path):
         cluster.on_node("n1", "umount", python)
     assert run.state(job_id) == "COMPLETED", run.story()
     log = log_of(run, job_id)
-    assert "rank 1 on n2 could not reach rank 0 on n1" in log, log
     assert "no verdict on n1 n2 n3: without n1, once more" in log
     assert trained_on(cluster, job_id) == ["n2", "n3"]
     check_losses(run)
