@@ -15,7 +15,7 @@ from modeling.optimizers.config import AdamWConfig
 from slurm_cluster import wait_until
 from slurm_runs import Run
 
-ONE_NODE = SlurmConfig(nodes=1, gpus_per_node=0, tasks_per_node=1, time_minutes=30, notice_seconds=60)
+ONE_NODE = SlurmConfig(nodes=1, gpus_per_node=0, tasks_per_node=1, time_minutes=30, notice_seconds=60, preflight=False)
 SWEEP = """\
 grid: {optimizer.lr: [1e-3], train.steps: [6, 30]}
 runs:

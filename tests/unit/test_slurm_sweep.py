@@ -46,6 +46,8 @@ RUN_DIR=$SWEEP/$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$SWEEP/slurm/runs.txt")
 PYTHON=python3
 REQUEUE=yes
 RESTARTS=3
+PREFLIGHT=yes
+SPARES=0
 SRUN_OPTIONS=()
 set -- "$RUN_DIR/slurm/config.yaml"
 """
