@@ -44,14 +44,21 @@ def expand_hosts(node_list: str) -> list[str]:
 def rank_hosts(environment: Mapping[str, str] = os.environ) -> list[str] | None:
     """The node of each rank of an srun job with block distribution; None where that is not known.
 
-    Unknown under torchrun, and in a container that has no `scontrol`.
+    The job scripts give the step's nodes in ROUNDTABLE_NODES, for a container may have no `scontrol`. Unknown under
+    torchrun.
     """
-    if "SLURM_STEP_TASKS_PER_NODE" not in environment or shutil.which("scontrol") is None:
+    if "SLURM_STEP_TASKS_PER_NODE" not in environment:
+        return None
+    if "ROUNDTABLE_NODES" in environment:
+        hosts = environment["ROUNDTABLE_NODES"].split(",")
+    elif shutil.which("scontrol") is not None:
+        hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
+    else:
         return None
     counts = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
-    ranks = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
-    return ranks if len(ranks) == int(environment["WORLD_SIZE"]) else None
+    if len(hosts) != len(counts) or sum(counts) != int(environment["WORLD_SIZE"]):
+        return None
+    return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
 
 
 def expand_counts(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import gpus_of, minutes_of
 from launcher.slurm.script import Array, render
-from parallel.world import expand_counts
+from parallel.world import expand_counts, rank_hosts
 
 BATCH = "train.global_batch_size=96"
 CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\n"
@@ -225,3 +225,11 @@ def test_what_slurm_prints_is_read():
     limits = {"infinite": None, "30:00": 30, "1:00:00": 60, "2-00:00:00": 2880, "n/a": None}
     assert {text: minutes_of(text) for text in limits} == limits
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_the_nodes_of_the_ranks_are_known_without_scontrol(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    step = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1,3]", "WORLD_SIZE": "4"}
+    assert rank_hosts(step) is None
+    assert rank_hosts(step | {"ROUNDTABLE_NODES": "n1,n3"}) == ["n1", "n1", "n3", "n3"]
+    assert rank_hosts(step | {"ROUNDTABLE_NODES": "n1,n2,n3"}) is None, "another step's"
