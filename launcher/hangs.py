@@ -61,6 +61,8 @@ class Report:
     where: str  # the innermost line of ours that its main thread is in
     waits: dict[str, Any] | None  # operation, axis, ranks, group, number, peer, seconds
     counts: dict[str, int]  # group's name -> collectives begun there
+    by_axis: dict[str, int] = field(default_factory=dict)  # the same by the axes' names, which all ranks share
+    stage: int = 0  # place on pp: ranks of one stage run one program
 
 
 def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdict | None:
@@ -118,9 +120,43 @@ def _find_culprit(
     at_work = [report for report in reports.values() if report.waits is None and not seen[report.rank].left]
     late = at_work or [report for report in reports.values() if not _waits_for(report, reports)]
     if not late:  # all wait for each other
-        return None, "every rank waits for another"
+        strayed = _out_of_step(list(reports.values()))
+        if strayed is None:
+            return None, "every rank waits for another"
+        return strayed.rank, f"out of step with the others: {places[strayed.rank]} {describe_report(strayed)}"
     slowest = min(late, key=lambda report: (report.step, report.rank))
     return slowest.rank, f"slowest: {places[slowest.rank]} {describe_report(slowest)}"
+
+
+def _out_of_step(reports: Sequence[Report]) -> Report | None:
+    """The rank whose collectives came in another order than most others' of its stage; None where no one stands out.
+
+    Of two ranks that run one program, one has come as far as the other or farther, on every axis.
+    """
+    strange = {
+        report.rank: sum(
+            _is_another_order(report.by_axis, other.by_axis) for other in reports if other.stage == report.stage
+        )
+        for report in reports
+    }
+    ranked = sorted(reports, key=lambda report: -strange[report.rank])
+    if len(ranked) < 2 or strange[ranked[0].rank] == strange[ranked[1].rank]:
+        return None
+    return ranked[0]
+
+
+def _is_another_order(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    differences = [ours.get(axis, 0) - theirs.get(axis, 0) for axis in ours.keys() | theirs.keys()]
+    return min(differences, default=0) < 0 < max(differences, default=0)
+
+
+def counts_by_axis(counts: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    """Collectives begun on each axis, over all groups that it has on this rank."""
+    found: dict[str, int] = {}
+    for group, count in counts.items():
+        axis, _ = find_axis(Call("", group, 0), mesh)
+        found[axis] = found.get(axis, 0) + count
+    return found
 
 
 def _waits_for(report: Report, reports: Mapping[int, Report]) -> list[int]:

@@ -20,7 +20,18 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from launcher.config.tree import RunConfig
-from launcher.hangs import Report, Seen, Verdict, describe_wait, explain, judge, main_line, report_waits, stacks
+from launcher.hangs import (
+    Report,
+    Seen,
+    Verdict,
+    counts_by_axis,
+    describe_wait,
+    explain,
+    judge,
+    main_line,
+    report_waits,
+    stacks,
+)
 from launcher.stragglers import OwnTimes, Stragglers
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.heartbeat import Heart, Message, open_heart
@@ -242,6 +253,8 @@ class Watchdog:
             where=main_line(),
             waits=report_waits(self.waits, self.mesh),
             counts=dict(self.waits.counts),
+            by_axis=counts_by_axis(dict(self.waits.counts), self.mesh),
+            stage=self.mesh.pp.rank,
         )
 
     def write_report(self, verdict: Verdict) -> Report:

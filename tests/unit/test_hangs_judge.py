@@ -27,6 +27,24 @@ def report(rank: int, *, number: int | None = None, count: int = 7, group: str =
     return Report(rank, 5, "step", 11.0, "parallel/x.py:1 in f", waits, {group: count})
 
 
+def test_the_rank_in_another_collective_is_out_of_step():
+    """All wait in a circle: 0 and 1 on dp for 2 and 3, 2 on tp for 3, and 3 for all."""
+    verdict = judge(seen(r0=Seen(NOW, {**BEAT, "age": 12.0})), PLACES, NOW)
+    assert verdict is not None
+    begun = {0: {"tp": 380, "dp": 46, "all": 9}, 1: {"tp": 380, "dp": 46, "all": 9}}
+    begun |= {2: {"tp": 377, "dp": 45, "all": 9}, 3: {"tp": 376, "dp": 45, "all": 10}}
+    waits = {0: ("dp02", (0, 2), 46), 1: ("dp13", (1, 3), 46), 2: ("tp", (2, 3), 377), 3: ("all", range(4), 10)}
+    reports = {
+        rank: replace(report(rank, number=number, count=number, group=group, ranks=ranks), by_axis=begun[rank])
+        for rank, (group, ranks, number) in waits.items()
+    }
+    culprit, message = explain(verdict, reports, seen(), PLACES, NOW)
+    assert culprit == 3
+    assert "out of step with the others: rank 3 (pp 1, tp 1) waits in step 5 in all_reduce over all" in message
+    reports[3] = replace(reports[3], by_axis=begun[2])
+    assert explain(verdict, reports, seen(), PLACES, NOW)[0] is None, "nobody stands out"
+
+
 def test_places_are_those_of_the_axes():
     assert PLACES == ["rank 0 (pp 0, tp 0)", "rank 1 (pp 0, tp 1)", "rank 2 (pp 1, tp 0)", "rank 3 (pp 1, tp 1)"]
     assert Degrees(2).places() == ["rank 0 (dp 0)", "rank 1 (dp 1)"]
