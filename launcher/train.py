@@ -96,9 +96,9 @@ def train_watched(
     wandb_config = {**dataclasses.asdict(config), "start": record}
     with (
         open_watchers(config, wandb_config, config.run_path, state.step, mesh.rank, fence) as watchers,
+        watchdog.recording(watchers, together=Unhealthy),
         open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
     ):
-        watchdog.watchers = watchers
         report_start(watchers, record, state, warnings, changed, restart)
         health, stopped = Health(config.health), agree_to_stop(stop, mesh)
         while state.step < config.train.steps and stopped is None:

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -51,7 +52,7 @@ LAUNCHER_SECONDS = 10.0  # a launcher that sees a rank end kills the others long
 class Watchdog:
     """One rank's watchdog, entered after the mesh is open; leaving it is collective where nothing went wrong.
 
-    The loop calls ``beat`` when it comes to a step or another phase, and sets ``watchers`` when they are open.
+    The loop calls ``beat`` when it comes to a step or another phase, and runs within ``recording``.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
@@ -105,12 +106,39 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback_: TracebackType | None
     ) -> None:
-        """Leaves with all ranks, or says what went wrong here and waits until it is known whose fault it was."""
+        """Leaves with all ranks, or after what went wrong."""
         if error is None:
             self.beat(self.step, "end")
             wait_for_all(self.mesh)
             self.own_end = {"bye": True}
-        elif not isinstance(error, Exception):  # an exit or an interrupt, on purpose
+            self.settle()
+        else:
+            self.fail(error)
+        if not self.is_raising:
+            faulthandler.cancel_dump_traceback_later()
+            self.waits.remove()
+            self.close_log()
+
+    @contextlib.contextmanager
+    def recording(self, watchers: Watchers | NullWatchers, together: type[Exception]) -> Iterator[None]:
+        """The last event goes to ``watchers``, which stay open, where the work within fails, until it is written.
+
+        ``together``: an exception that all ranks raise at once, and that is no failure.
+        """
+        self.watchers = watchers
+        try:
+            yield
+        except together:
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Says what went wrong here, and waits until it is known whose fault it was. Once; later calls do nothing."""
+        if self.own_end is not None or self.is_raising:
+            return
+        if not isinstance(error, Exception):  # an exit or an interrupt, on purpose
             self.own_end = {"bye": True}
         elif is_lost_connection(error):
             self.write(traceback.format_exc())
@@ -121,12 +149,13 @@ class Watchdog:
                 self.is_raising = True
                 return  # it prints the traceback and ends all
             self.own_end = {"failed": _in_a_line(error), "code": exit_code_of(error)}
+        self.settle()
+
+    def settle(self) -> None:
+        """Has the thread send this rank's last word, and waits for what comes of it."""
         assert self.heart is not None
         self.heart.wake()
         self.over.wait(2 * self.interval + REPORT_SECONDS + TELL_SECONDS)
-        faulthandler.cancel_dump_traceback_later()
-        self.waits.remove()
-        self.close_log()
 
     # The thread.
 

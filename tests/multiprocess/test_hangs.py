@@ -183,6 +183,7 @@ def test_failed_rank_without_a_launcher(tmp_path, tokens, rank):
     assert spoken(ended) == [f"rank {rank} (dp {rank}) failed: ValueError: a planted fault"]
     assert "ValueError: a planted fault" in ended[rank].stderr.splitlines()
     assert "Traceback" not in ended[1 - rank].stderr
+    assert end_event(config)["rank"] == rank
 
 
 def test_user_mistake_in_one_rank_is_exit_code_two(tmp_path, tokens):
