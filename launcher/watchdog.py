@@ -188,6 +188,7 @@ class Watchdog:
                 self.over.set()
                 return
             self.name_stragglers()
+            self.apply_own_limit(now)
             verdict = judge(self.seen, self.places, now)
             if verdict is not None:
                 self.end(verdict, heart)
@@ -237,6 +238,15 @@ class Watchdog:
             state.cut = (now, message["cut"])
         if "verdict" in message:
             self.obey(Verdict(**message["verdict"]))
+
+    def apply_own_limit(self, now: float) -> None:
+        """Another rank than 0, itself beyond its limit: measures rank 0's silence by that.
+
+        Rank 0's last word may be from a slow phase, whose limit is many times a step's.
+        """
+        first, limit = self.seen[0], self.limit()
+        if self.mesh.rank != 0 and self.age(now) > limit and now - first.heard > limit:
+            first.beat = {"age": 0.0, **first.beat, "limit": limit, "key": self.limit_key()}
 
     def forgive(self, now: float) -> None:
         """After a pause of this process: everybody's time begins again."""
