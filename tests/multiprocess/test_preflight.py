@@ -45,6 +45,7 @@ def test_three_nodes_of_two_ranks_are_measured(tmp_path):
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_planted_faults_are_told_apart_and_not_held_against_the_partner(tmp_path):
     """n1 and n7 are well; n3 has met n4, and stops when it is to meet n7."""
     faults = {1: "a wrong product", 2: "stopped at its second meeting", 3: "a disk of its own"}

@@ -15,7 +15,7 @@ from random_layouts import random_run
 
 STEPS = 2
 N_SEEDS = 120
-FAST = (5, 31, 52)  # ZeRO 0, weights smaller than dp; ZeRO 3, padding on one rank alone; dp 3 x tp 2 with ep
+FAST = (5, 31)  # ZeRO 0, weights smaller than dp; ZeRO 3, padding on one rank alone
 
 
 def cases() -> list:
