@@ -3,20 +3,23 @@
     python benchmarks/checkpoint_speed.py [--million-parameters 90] [--rounds 3] [--folder DIR]
 
 Two processes hold one model's fp32 masters and Adam moments under ZeRO 1 (12 bytes a parameter, half on each). Each
-round starts fresh processes, in which all sides take turns on the same tensors and the same disk; between sides the
-disk is left idle (sync). A side's time is that of the slower process. Ratios are medians over the rounds:
+round starts fresh processes, in which all sides take turns, TURNS times, on the same tensors and the same disk; between
+sides the disk is left idle (sync). A side's time is that of the slower process, the fastest of its turns. Ratios are
+medians over the rounds:
 
 - save: bytes a second of the synchronous save (hash, fsync, certificate, commit) / of two writers of the same bytes
-  from one buffer, with fsync;  at least 0.7
-- hold: what training waits for in an asynchronous save / the synchronous save (at most 0.1), / a copy of the same
-  bytes from the same tensors into one buffer (at most 1.2)
+  from one buffer into new files, with fsync, through the page cache or past it, whichever is faster;  at least 0.7
+- hold: what training waits for in an asynchronous save / the synchronous save (at most 0.1): the call, and before an
+  update that comes after STEP_SECONDS of forward and backward passes (here: of matrix products)
+- stall: the same where the update comes at once / a copy of the same bytes from the same tensors into one buffer (at
+  most 1.2)
 - load: bytes a second of load_state until masters and moments are in place and every hash is checked / of reading the
   same files into memory that is there; at least 0.6. cold: the files' pages were dropped from the page cache before
   either side; warm: they are all in it.
 - dcp_*: torch.distributed.checkpoint of the same tensors, one file each, synced, over ours (above 1: ours is faster)
 
-``*_extra_mib`` is how far a process's resident memory rose above what it was before the call, at most. Prints one JSON
-line.
+``*_extra_mib`` is how far a process's resident memory rose above what it was before the call, at most, in calls that
+are not timed. Prints one JSON line.
 """
 
 import argparse
@@ -37,9 +40,9 @@ import torch.distributed as dist
 from launcher.state import TrainState
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig
-from parallel.checkpoint.folder import LocalStore
+from parallel.checkpoint.folder import BLOCK_BYTES, LocalStore
 from parallel.checkpoint.read import load_state, open_together
-from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.saver import Saver, host_buffer
 from parallel.checkpoint.write import collect_pieces
 from parallel.config import ParallelConfig
 from parallel.engine import Engine
@@ -48,6 +51,8 @@ from parallel.process import run_ranks
 
 RANKS = 2
 CHUNK = 4 << 20
+TURNS = 2
+STEP_SECONDS = 1.0
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") / 1024
 
 
@@ -78,7 +83,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "mib_a_rank": middle["bytes"] / 2**20,
         "save_over_floor": ratio("write_seconds", "save_seconds"),
         "hold_over_save": ratio("hold_seconds", "save_seconds"),
-        "hold_over_copy": ratio("hold_seconds", "copy_seconds"),
+        "stall_over_copy": ratio("stall_seconds", "copy_seconds"),
         "load_over_read_cold": ratio("read_cold_seconds", "load_cold_seconds"),
         "load_over_read_warm": ratio("read_warm_seconds", "load_warm_seconds"),
         "dcp_save_over_ours": ratio("dcp_save_seconds", "save_seconds"),
@@ -93,44 +98,21 @@ def measure(million_parameters: int, folder: Path) -> dict[str, float]:
     engine = build(million_parameters, mesh)
     tensors = collect_pieces(engine, "")[1]
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    buffer = torch.ones(n_bytes // 4)
-    own = folder / f"plain-{mesh.rank}"
+    buffer = host_buffer(n_bytes // 4, mesh.device)
     seen: dict[str, float] = {"bytes": n_bytes}
-    seen["write_seconds"] = timed(lambda: write_plainly(own, buffer))
-    seen |= measure_saves(engine, folder)
-    seen["copy_seconds"] = min(timed(lambda: copy_plainly(tensors, buffer)) for _ in range(2))
-    store = LocalStore(folder / "sync")
-    checkpoint = open_together(store, "step-00000001", mesh)
-    shard = Path(store.folder("step-00000001").path(f"shard-{mesh.rank:05d}.safetensors"))
-
-    publish, published = engine.publish_weights, []
-
-    def load() -> None:
-        checkpoint.is_verified = False
-        load_state(engine, checkpoint)
-
-    def publish_later() -> None:
-        """Stops the clock of loading: what follows is what an update's end does as well (masters to weights)."""
-        published.append(time.perf_counter())
-        publish()
-
-    engine.publish_weights = publish_later
-
-    for cache in ("cold", "warm"):
-        for name, path, work in (("read", own, lambda: read_plainly(own, buffer)), ("load", shard, load)):
-            if cache == "cold":
-                drop_pages(path)
-            with Peak() as peak:
-                seen[f"{name}_{cache}_seconds"] = timed(work)
-            if name == "load":
-                seen[f"{name}_{cache}_seconds"] -= time.perf_counter() - published[-1]
-            seen[f"{name}_extra_mib"] = peak.extra_mib
+    seen |= measure_saves(engine, tensors, buffer, folder)
+    seen |= measure_loads(engine, torch.ones(n_bytes // 4), LocalStore(folder / "sync"))
     seen |= measure_dcp(tensors, folder, mesh.rank)
     close_mesh()
     if mesh.rank == 0:
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return seen
+
+
+def fastest(turns: list[dict[str, float]]) -> dict[str, float]:
+    """Each side's best time."""
+    return {name: min(turn[name] for turn in turns) for name in turns[0]}
 
 
 def build(million_parameters: int, mesh: Any) -> Engine:
@@ -148,18 +130,90 @@ def build(million_parameters: int, mesh: Any) -> Engine:
     return engine
 
 
-def measure_saves(engine: Engine, folder: Path) -> dict[str, float]:
+def measure_saves(
+    engine: Engine, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, folder: Path
+) -> dict[str, float]:
     """Our save, waiting and not waiting. The buffer of the asynchronous saver is there before, as in training."""
-    with Saver(LocalStore(folder / "sync"), engine, asynchronous=False) as saver, Peak() as peak:
-        save = timed(lambda: saver.save(TrainState(step=1)))
-    assert saver.last is not None and saver.last.error is None
-    saves = {"save_seconds": save, "save_extra_mib": peak.extra_mib}
-    with Peak() as peak, Saver(LocalStore(folder / "async"), engine) as saver:
-        holds = []
-        for step in (1, 2):
-            holds.append(timed(lambda step=step: saver.save(TrainState(step=step)), settle=step == 1))
-            saver.wait()
-    return saves | {"hold_seconds": min(holds), "asynchronous_extra_mib": peak.extra_mib}
+    own = folder / f"plain-{engine.mesh.rank}"
+    turns = []
+    with (
+        Saver(LocalStore(folder / "sync"), engine, asynchronous=False) as waiting,
+        Saver(LocalStore(folder / "async"), engine) as saver,
+    ):
+        for _ in range(TURNS):
+            turn = {
+                "write_cached_seconds": timed(lambda: write_plainly(own, buffer)),
+                "write_direct_seconds": timed(lambda: write_plainly(own, buffer, os.O_DIRECT)),
+                "save_seconds": timed(lambda: waiting.save(TrainState(step=1))),
+                "copy_seconds": timed(lambda: copy_plainly(tensors, buffer)),
+                "stall_seconds": hold_of(saver, 0.0),
+                "hold_seconds": hold_of(saver, STEP_SECONDS),
+            }
+            turns.append(turn)
+        assert waiting.last is not None and waiting.last.error is None
+        with Peak() as peak:
+            waiting.save(TrainState(step=1))
+    own.unlink()
+    with Peak() as asynchronous, Saver(LocalStore(folder / "async"), engine) as saver:
+        saver.save(TrainState(step=1))
+        saver.wait()
+    best = fastest(turns)
+    return best | {
+        "write_seconds": min(best["write_cached_seconds"], best["write_direct_seconds"]),
+        "save_extra_mib": peak.extra_mib,
+        "asynchronous_extra_mib": asynchronous.extra_mib,
+    }
+
+
+def hold_of(saver: Saver, step_seconds: float) -> float:
+    """How long training stands still for an asynchronous save whose next update comes this much later."""
+    rows = torch.ones(512, 512)
+
+    def step() -> None:
+        saver.save(TrainState(step=1))
+        until = time.perf_counter() + step_seconds
+        while time.perf_counter() < until:
+            rows @ rows
+        saver.engine.announce_change()
+
+    timed(step)
+    (saved,) = saver.wait()
+    return saved.hold_seconds
+
+
+def measure_loads(engine: Engine, buffer: torch.Tensor, store: LocalStore) -> dict[str, float]:
+    """Our load, and the plain reading of what it reads."""
+    checkpoint = open_together(store, "step-00000001", engine.mesh)
+    shard = Path(store.folder("step-00000001").path(f"shard-{engine.mesh.rank:05d}.safetensors"))
+    publish, published = engine.publish_weights, []
+
+    def load() -> None:
+        checkpoint.is_verified = False
+        load_state(engine, checkpoint)
+
+    def publish_later() -> None:
+        """Stops the clock of loading: what follows is what an update's end does as well (masters to weights)."""
+        published.append(time.perf_counter())
+        publish()
+
+    def timed_load() -> float:
+        seconds = timed(load)
+        return seconds - (time.perf_counter() - published[-1])
+
+    engine.publish_weights = publish_later
+    with Peak() as peak:
+        load()
+    turns = []
+    for _ in range(TURNS):
+        turn = {}
+        for cache in ("cold", "warm"):
+            for name, work in (("read", lambda: timed(lambda: read_plainly(shard, buffer))), ("load", timed_load)):
+                if cache == "cold":
+                    drop_pages(shard)
+                turn[f"{name}_{cache}_seconds"] = work()
+        turns.append(turn)
+    engine.publish_weights = publish
+    return fastest(turns) | {"load_extra_mib": peak.extra_mib}
 
 
 def measure_dcp(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> dict[str, float]:
@@ -175,23 +229,25 @@ def measure_dcp(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> di
     }
 
 
-def timed(work: Callable[[], Any], *, settle: bool = True) -> float:
+def timed(work: Callable[[], Any]) -> float:
     """Seconds of this rank's work, begun together with the other's on an idle disk."""
-    if settle:
-        os.sync()
+    os.sync()
     dist.barrier()
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-def write_plainly(path: Path, buffer: torch.Tensor) -> None:
-    """The floor of saving."""
+def write_plainly(path: Path, buffer: torch.Tensor, flags: int = 0) -> None:
+    """The floor of saving: a new file."""
+    path.unlink(missing_ok=True)
     view = buffer.numpy().data.cast("B")
-    with open(path, "wb", buffering=0) as file:
-        for start in range(0, len(view), CHUNK):
-            file.write(view[start : start + CHUNK])
-        os.fsync(file.fileno())
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
+    whole = len(view) // BLOCK_BYTES * BLOCK_BYTES if flags else len(view)
+    for start in range(0, whole, CHUNK):
+        os.write(handle, view[start : min(start + CHUNK, whole)])
+    os.fsync(handle)
+    os.close(handle)
 
 
 def read_plainly(path: Path, buffer: torch.Tensor) -> None:

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -81,6 +81,7 @@ class Engine:
         self.optimizer: Any = self.deepspeed.optimizer
         self.uncounted = {id(weight) for name, weight in self.model.named_parameters() if not self.owns(name)}
         self.measured: Tensor | None = None  # this step's norm, loss scale included
+        self.before_change: list[Callable[[], None]] = []
         if zero > 0:
             install_norm(self.optimizer, self.scaled_norm)
         if precision == "fp16":
@@ -196,11 +197,21 @@ class Engine:
         """
         return float(self.scaled_norm()) / self.loss_scale
 
+    def announce_change(self) -> None:
+        """Calls ``before_change``: the fp32 masters and optimizer states may change from now on.
+
+        Everything that changes them, or hands out views of them, begins with this. Forward and backward passes do not
+        change them: a checkpoint's copy of them is taken meanwhile.
+        """
+        for wait in self.before_change:
+            wait()
+
     def step(self, lr: float) -> StepResult:
         """Clips and applies the gradients. All ranks call it, after the backward pass of the last micro-batch.
 
         Gradients that are not finite are dropped, as by ``discard``; in fp16 the loss scale then falls.
         """
+        self.announce_change()
         for group in self.base.param_groups:
             group["lr"] = lr
         loss_scale, grad_norm = self.loss_scale, self.measure()
@@ -228,6 +239,7 @@ class Engine:
 
     def discard(self) -> StepResult:
         """Drops the step's gradients: weights, optimizer states and loss scale stay, bit for bit. All ranks call it."""
+        self.announce_change()
         result = StepResult(self.measure(), True, self.loss_scale)
         if self.zero == 0:
             self.deepspeed.zero_grad()
@@ -246,6 +258,7 @@ class Engine:
 
     def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
         """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
+        self.announce_change()
         if self.zero == 0:  # a rank updates every weight whole, also one of which its share is nothing
             flats = list(self.model.parameters())
         else:
@@ -254,6 +267,7 @@ class Engine:
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
         """The fragment's elements of the fp32 weight and of each optimizer state: flat views, writable."""
+        self.announce_change()
         state = self.base.state[fragment.flat]
         views = {"weight": fragment.view(fragment.flat.data)}
         return views | {name: fragment.view(state[name]) for name in self.state_names}

@@ -24,6 +24,8 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common elements, or None."""
+        if self == other and all(self.shape):
+            return self
         start = tuple(map(max, self.start, other.start))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
         shape = tuple(end - first for end, first in zip(ends, start, strict=True))

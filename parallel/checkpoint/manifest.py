@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def certify(manifest: Manifest) -> list[str]:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of manifest.json, its own hash within."""
-    return seal({"format": FORMAT, **asdict(manifest)})
+    return seal({"format": FORMAT, **vars(manifest), "pieces": [vars(piece) for piece in manifest.pieces]})
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:

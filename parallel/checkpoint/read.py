@@ -29,6 +29,7 @@ from parallel.engine import Engine
 from parallel.mesh import Mesh
 
 Targets = Mapping[tuple[str, str], Sequence[Target]]  # (kind, name) -> what is wanted of it
+Wanted = dict[str, list[tuple[Piece, Target]]]  # file -> its pieces that hold elements of a target, with the target
 
 
 class Checkpoint:
@@ -85,28 +86,29 @@ class Checkpoint:
     def read_box(self, name: str, box: Box, kind: str = "weight") -> Tensor:
         """The elements of ``box``, fp32 on the CPU, put together from the pieces that hold them."""
         result = torch.empty(box.shape, dtype=torch.float32)
-        problems = self.fill({(kind, name): [Target(box, result)]})
+        problems = self.fill(self.wanted({(kind, name): [Target(box, result)]}))
         if problems:
             raise DamagedCheckpoint("; ".join(problems))
         return result
 
-    def wanted(self, targets: Targets) -> dict[str, list[tuple[Piece, Target]]]:
+    def wanted(self, targets: Targets) -> Wanted:
         """The pieces that hold elements of the targets, by file."""
-        wanted: dict[str, list[tuple[Piece, Target]]] = {}
+        wanted: Wanted = {}
         for key, boxes in targets.items():
             for piece in self.pieces[key]:
+                box = piece.box
                 for target in boxes:
-                    if piece.box.intersect(target.box) is not None:
+                    if box.intersect(target.box) is not None:
                         wanted.setdefault(piece.file, []).append((piece, target))
         return wanted
 
-    def fill(self, targets: Targets, hashed: Iterable[str] = ()) -> list[str]:
+    def fill(self, wanted: Wanted, hashed: Iterable[str] = ()) -> list[str]:
         """Reads the elements into the targets; what is wrong with the files, one line each.
 
         The files of ``hashed`` are read whole and compared with their hashes.
         """
-        hashed, wanted, problems = set(hashed), self.wanted(targets), []
-        device = next((target.values.device for boxes in targets.values() for target in boxes), torch.device("cpu"))
+        hashed, problems = set(hashed), []
+        device = next((target.values.device for pairs in wanted.values() for _, target in pairs), torch.device("cpu"))
         reader = ShardReader(self.folder, device)
         for file in sorted(hashed | wanted.keys()):
             try:
@@ -190,8 +192,9 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     complete = [kind for kind in engine.state_names if all((kind, name) in checkpoint.pieces for name in names)]
     engine.reset_states(int(checkpoint.manifest.scalars["updates"]), kept=complete)
     targets, buffers = _targets(engine, checkpoint)
-    hashed = [] if checkpoint.is_verified else _share_hashing(checkpoint, targets, engine.mesh)
-    together(engine.mesh, lambda: _fill(checkpoint, targets, hashed))
+    wanted = checkpoint.wanted(targets)
+    hashed = [] if checkpoint.is_verified else _share_hashing(checkpoint, wanted, engine.mesh)
+    together(engine.mesh, lambda: _fill(checkpoint, wanted, hashed))
     checkpoint.is_verified = True
     for name, buffer in engine.model.named_buffers():
         buffer.copy_(buffers[name])
@@ -199,8 +202,8 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     engine.publish_weights()
 
 
-def _fill(checkpoint: Checkpoint, targets: Targets, hashed: Sequence[str]) -> None:
-    problems = checkpoint.fill(targets, hashed)
+def _fill(checkpoint: Checkpoint, wanted: Wanted, hashed: Sequence[str]) -> None:
+    problems = checkpoint.fill(wanted, hashed)
     if problems:
         raise DamagedCheckpoint("; ".join(problems))
 
@@ -223,9 +226,9 @@ def _targets(engine: Engine, checkpoint: Checkpoint) -> tuple[Targets, dict[str,
     return targets, buffers
 
 
-def _share_hashing(checkpoint: Checkpoint, targets: Targets, mesh: Mesh) -> list[str]:
+def _share_hashing(checkpoint: Checkpoint, wanted: Wanted, mesh: Mesh) -> list[str]:
     """The files that this rank is to hash: each goes to the rank that reads most of it. All ranks call it."""
-    mine = {file: sum(_bytes_of(*each) for each in pairs) for file, pairs in checkpoint.wanted(targets).items()}
+    mine = {file: sum(_bytes_of(*each) for each in pairs) for file, pairs in wanted.items()}
     everyone: list[dict[str, int]] = [{} for _ in range(mesh.world_size)]
     dist.all_gather_object(everyone, mine, group=mesh.control)
     loads, hashed = [0] * mesh.world_size, []

@@ -6,6 +6,7 @@ on the way. Every tensor is fp32, so any chunk boundary that is a multiple of 4 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
@@ -13,12 +14,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from parallel.checkpoint.folder import Folder, Input, Output
+from parallel.checkpoint.folder import BLOCK_BYTES, Folder, Input
 
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4
 LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-CHUNK_BYTES = 1 << 20  # of one read, hash and copy: small enough to stay in the processor's cache
+CHUNK_BYTES = 1 << 18  # of one read, hash and copy: small enough to stay in the processor's cache, twice
+WRITE_BYTES = 4 << 20  # of one hash and write
 
 
 class NotSafetensors(Exception):
@@ -35,13 +37,16 @@ class Header:
 
 
 def encode_header(shapes: Mapping[str, Sequence[int]]) -> bytes:
-    """What precedes the data of these tensors, which follow in this order without gaps."""
+    """What precedes the data of these tensors, which follow in this order without gaps.
+
+    It is padded to whole blocks, so that the data can be written past the page cache.
+    """
     entries, end = {}, 0
     for key, shape in shapes.items():
         start, end = end, end + ELEMENT_BYTES * prod(shape)
         entries[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
@@ -95,18 +100,22 @@ def write_tensors(folder: Folder, file: str, shapes: Mapping[str, Sequence[int]]
 
 
 def write_hashed(folder: Folder, file: str, chunks: Iterable[memoryview | bytes]) -> dict[str, int | str]:
-    """Writes and syncs a file, hashing on the way; its size and hash, for the manifest."""
+    """Writes and syncs a file, hashing on the way; its size and hash, for the manifest.
+
+    One chunk is made and hashed while the one before it is written: it must last until the second next is asked for.
+    """
     digest, n_bytes = xxhash.xxh3_128(), 0
-    with folder.create(file) as out:
+    with folder.create(file) as out, ThreadPoolExecutor(1, "checkpoint disk") as disk:
+        writing: Future[None] | None = None
         for chunk in chunks:
-            _write_chunk(out, chunk, digest)
+            digest.update(chunk)
             n_bytes += len(chunk)
+            if writing is not None:
+                writing.result()
+            writing = disk.submit(out.write, chunk)
+        if writing is not None:
+            writing.result()
     return {"bytes": n_bytes, "xxh3_128": digest.hexdigest()}
-
-
-def _write_chunk(out: Output, chunk: memoryview | bytes, digest: "xxhash.xxh3_128") -> None:
-    digest.update(chunk)
-    out.write(chunk)
 
 
 def _preceded(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview | bytes]:
@@ -122,24 +131,27 @@ def bytes_of(flat: Tensor) -> memoryview:
 def chunks_of(flat: Tensor) -> Iterator[memoryview]:
     """A flat CPU tensor's bytes, in place, in chunks."""
     view = bytes_of(flat)
-    for start in range(0, len(view), CHUNK_BYTES):
-        yield view[start : start + CHUNK_BYTES]
+    for start in range(0, len(view), WRITE_BYTES):
+        yield view[start : start + WRITE_BYTES]
 
 
 def staged(tensors: Iterable[Tensor], staging: Tensor) -> Iterator[memoryview]:
-    """The tensors' elements one after another, in chunks that last until the next: copies in ``staging`` (CPU)."""
-    filled = 0
+    """The tensors' elements one after another, in chunks that last until the second next.
+
+    They are copies in the two halves of ``staging`` (CPU), in turn.
+    """
+    halves, filled = staging.chunk(2), 0
     for tensor in tensors:
         flat, done = tensor.detach().reshape(-1), 0
         while done < flat.numel():
-            count = min(flat.numel() - done, staging.numel() - filled)
-            staging[filled : filled + count].copy_(flat[done : done + count])
+            count = min(flat.numel() - done, halves[0].numel() - filled)
+            halves[0][filled : filled + count].copy_(flat[done : done + count])
             done, filled = done + count, filled + count
-            if filled == staging.numel():
-                yield bytes_of(staging)
-                filled = 0
+            if filled == halves[0].numel():
+                yield bytes_of(halves[0])
+                halves, filled = halves[::-1], 0
     if filled:
-        yield bytes_of(staging[:filled])
+        yield bytes_of(halves[0][:filled])
 
 
 def copy_all(tensors: Iterable[Tensor], buffer: Tensor) -> None:

@@ -1,20 +1,23 @@
-"""Saving while training goes on: a copy of the state is taken, and a thread writes it.
+"""Saving while training goes on: a thread takes a copy of the state, and writes it.
 
-What training waits for is the copy (and an earlier save, if one is still being written). Each rank's thread writes its
-shard; then the threads meet in a process group of their own, rank 0 checks the certificate and commits, and all ranks
-learn what came of it. A rank that dies breaks the group's connections, one that hangs is given up after a time limit:
-either way the other ranks' threads end.
+Forward and backward passes only read the state, so the copy is taken during those of the next step, whose update waits
+for the copy's end (Mohan et al., CheckFreq, FAST 2021, section 4.1). Each rank's thread writes its shard; then the
+threads meet in a process group of their own, rank 0 checks the certificate and commits, and all ranks learn what came
+of it. A rank that dies breaks the group's connections, one that hangs is given up after a time limit: either way the
+other ranks' threads end.
 """
 
+import mmap
 import secrets
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -54,7 +57,7 @@ class Saved:
     location: str
     error: str | None = None  # why nothing was committed: one line
     warning: str | None = None  # committed, but older checkpoints could not be deleted
-    hold_seconds: float = 0.0  # how long training stood still for it
+    hold_seconds: float = 0.0  # how long training stood still for it: in ``save``, and before the next update
     seconds: float = 0.0  # from its begin to the commit
 
 
@@ -67,7 +70,7 @@ class _Job:
     chunks: Iterable[memoryview]
     attempt: str
     started: float
-    hold_seconds: float = 0.0
+    copy: Callable[[], None] = lambda: None  # what must be done before the state may change
 
 
 @dataclass
@@ -113,6 +116,12 @@ class Saver:
         self.finished: list[Saved] = []
         self.broken: BaseException | None = None
         self.last: Saved | None = None
+        self.copied = threading.Event()  # the state may change
+        self.copied.set()
+        self.held = 0.0  # seconds that training has stood still for the save under way
+        device = engine.mesh.device
+        self.stream = torch.cuda.Stream(device) if asynchronous and device.type == "cuda" else None
+        engine.before_change.append(self.let_copy_end)
         _, tensors = write.collect_pieces(engine, "")
         owned = sum(tensor.numel() for tensor in tensors.values())
         self.buffer = host_buffer(owned if asynchronous else STAGING_BYTES // ELEMENT_BYTES, engine.mesh.device)
@@ -120,7 +129,8 @@ class Saver:
     def save(self, state: Savable) -> None:
         """Begins to save the state; what came of it is told by ``poll``. All ranks call it, at the same steps.
 
-        Waits for the save before it, then for the copy; where saving is synchronous, for everything.
+        Waits for the save before it; where saving is synchronous, for everything. The engine's next update waits for
+        the copy (``let_copy_end``); until then nobody may write to masters, optimizer states or buffers.
         """
         started = time.perf_counter()
         self._join()
@@ -135,11 +145,20 @@ class Saver:
             self._raise_if_broken()
             return
         used = self.buffer[: sum(tensor.numel() for tensor in tensors.values())]
-        copy_all(tensors.values(), used)
-        hold = time.perf_counter() - started
-        job = _Job(state.step, scalars, file, pieces, chunks_of(used), attempt, started, hold)
+        updated = None if self.stream is None else torch.cuda.current_stream(self.mesh.device).record_event()
+        copy = partial(self._copy, list(tensors.values()), used, updated)
+        job = _Job(state.step, scalars, file, pieces, chunks_of(used), attempt, started, copy)
+        self.copied.clear()
         self.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
         self.thread.start()
+        self.held = time.perf_counter() - started
+
+    def let_copy_end(self) -> None:
+        """Waits until the state that is being saved may change. The engine calls it before it changes anything."""
+        if not self.copied.is_set():
+            started = time.perf_counter()
+            self.copied.wait()
+            self.held += time.perf_counter() - started
 
     def poll(self) -> list[Saved]:
         """The saves that ended since the last call, committed or failed; never waits. Raises BrokenSave."""
@@ -164,6 +183,7 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Waits for the writer; for a process that fails, not for ever."""
+        self.engine.before_change.remove(self.let_copy_end)
         if kind is None or issubclass(kind, SystemExit):
             self._join()
         elif self.thread is not None:
@@ -185,20 +205,35 @@ class Saver:
         name = step_name(job.step)
         location = self.store.folder(name).location
         try:
-            verdict, text = self._agree(job, name, self._attempt(lambda: self._write_own(job, name)))
+            mine = self._attempt(job.copy)
+            self.copied.set()
+            if mine[0] == "done":
+                mine = self._attempt(lambda: self._write_own(job, name))
+            verdict, text = self._agree(job, name, mine)
         except RuntimeError as error:  # gloo's: a peer's connection closed, or the time limit passed
             verdict, text = "broken", f"saving {name}: a rank is gone or did not answer in time ({error})"
         except BaseException as error:  # ours: raised where training can see it, not lost with the thread
             self.broken = error
             return
+        finally:
+            self.copied.set()
         if verdict == "broken":
             self.broken = RuntimeError(text)
             return
         error, warning = (text, None) if verdict == "failed" else (None, text)
         seconds = time.perf_counter() - job.started
-        hold = job.hold_seconds if self.asynchronous else seconds
+        hold = self.held if self.asynchronous else seconds
         self.last = Saved(job.step, location, error, warning, hold, seconds)
         self.finished.append(self.last)
+
+    def _copy(self, tensors: Sequence[Tensor], used: Tensor, updated: Any) -> None:
+        """Takes the copy; on CUDA in a stream of its own, which waits for the event ``updated``, an update's end."""
+        if self.stream is None:
+            copy_all(tensors, used)
+            return
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(updated)
+            copy_all(tensors, used)
 
     def _write_own(self, job: _Job, name: str) -> tuple[list[Piece], write.FileRecords]:
         """Writes this rank's shard."""
@@ -268,9 +303,14 @@ def open_group(timeout_seconds: float) -> dist.ProcessGroup:
 def host_buffer(n_elements: int, device: torch.device) -> Tensor:
     """A flat fp32 CPU tensor whose pages exist already, page-locked where copies come from a CUDA device.
 
-    Page-locked by registration: torch's own allocator would round the size up to a power of two.
+    It is a map of its own: it begins at a block's boundary, for writes past the page cache, and has large pages where
+    the kernel grants them, which halves what a copy costs. Page-locked by registration: torch's own allocator would
+    round the size up to a power of two.
     """
-    buffer = torch.zeros(n_elements)
+    pages = mmap.mmap(-1, max(n_elements, 1) * ELEMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(pages, dtype=torch.float32)[:n_elements]
     buffer.fill_(1.0)  # zeros alone may be pages that the kernel has yet to make
     if device.type == "cuda" and n_elements:
         runtime: Any = torch.cuda.cudart()

@@ -48,6 +48,8 @@ def span_of(piece: Piece, box: Box) -> tuple[int, int] | None:
     common = piece.box.intersect(box)
     if common is None:
         return None
+    if common.shape == piece.shape:
+        return 0, common.numel
     start, stop = 0, 0
     for size, low, count in zip(piece.shape, common.shifted(piece.start).start, common.shape, strict=True):
         start, stop = start * size + low, stop * size + low + count - 1
@@ -190,7 +192,9 @@ def _memory_of(wish: _Wish) -> memoryview | None:
     """Where the wish's bytes go, if they do so in one run that is worth a read of its own."""
     common = wish.piece.box.intersect(wish.target.box)
     assert common is not None
-    into = wish.target.values[common.shifted(wish.target.box.start).slices]
+    into = wish.target.values
+    if common.shape != wish.target.box.shape:
+        into = into[common.shifted(wish.target.box.start).slices]
     is_one_run = common.numel * ELEMENT_BYTES == wish.stop - wish.start
     if not is_one_run or wish.stop - wish.start < SMALLEST_RUN or into.is_cuda or not into.is_contiguous():
         return None

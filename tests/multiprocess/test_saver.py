@@ -26,6 +26,7 @@ from save_runs import (
     raise_fence_when_taken,
     save_beside_a_hanging_rank,
     save_faulty,
+    save_slowly,
     save_whole,
     save_with_failing_disk,
     write_on_after_losing_the_fence,
@@ -61,12 +62,31 @@ def test_what_is_written_is_the_state_at_the_call(config, tmp_path, asynchronous
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     first, second = map(open_checkpoint, list_checkpoints(tmp_path))
     assert first.manifest.scalars["consumed"] == 8
-    for witness in witnesses:
-        for (kind, name, start), values in witness.state.items():
-            box = Box(start, tuple(values.shape))
-            assert torch.equal(first.read_box(name, box, kind), values)
-            if kind == "weight":
-                assert torch.equal(second.read_box(name, box, kind), -values)
+    assert strangers(first, witnesses) == []
+    assert strangers(second, witnesses, sign=-1) == []
+
+
+def strangers(checkpoint, witnesses, sign=1) -> list[str]:
+    """The weights on disk that are not those of the witnesses, times ``sign``; with sign 1, the states too."""
+    return [
+        f"{kind} {name}"
+        for witness in witnesses
+        for (kind, name, start), values in witness.state.items()
+        if (kind == "weight" or sign == 1)
+        and not torch.equal(checkpoint.read_box(name, Box(start, tuple(values.shape)), kind), sign * values)
+    ]
+
+
+def test_the_state_changes_only_once_the_copy_is_taken(config, tmp_path):
+    witnesses = on_ranks(save_slowly, config, str(tmp_path), True)
+    assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses) == []
+    assert all(witness.saves[0].hold_seconds > 0.4 for witness in witnesses)
+
+
+def test_a_change_that_does_not_wait_is_seen(config, tmp_path):
+    witnesses = on_ranks(save_slowly, config, str(tmp_path), False)
+    assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses)
+    assert all(witness.saves[0].hold_seconds < 0.4 for witness in witnesses)
 
 
 def test_shards_are_safetensors_files(config, tmp_path):

@@ -16,6 +16,7 @@ from launcher.run_dir import claim
 from launcher.state import TrainState
 from launcher.train import build_engine
 from launcher.watch.metrics import MetricsFile
+from parallel.checkpoint import saver as saver_module
 from parallel.checkpoint import write
 from parallel.checkpoint.errors import BrokenSave
 from parallel.checkpoint.folder import LocalStore, open_store
@@ -57,7 +58,27 @@ class Witness:
 
 def save_whole(config: RunConfig, checkpoints: str, asynchronous: bool) -> Witness:
     """Two saves, the state changed right after the first returns: on disk is what was when it was called."""
-    engine, events = opened(config), []
+    return save_changing_state(opened(config), checkpoints, asynchronous)
+
+
+def save_slowly(config: RunConfig, checkpoints: str, waits: bool) -> Witness:
+    """As ``save_whole`` asynchronously, the copy taking half a second; without ``waits`` nothing waits for its end."""
+    engine = opened(config)
+    copy_all = saver_module.copy_all
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.5)
+        copy_all(*arguments)
+
+    saver_module.copy_all = slow
+    if not waits:
+        engine.announce_change = lambda: None
+    return save_changing_state(engine, checkpoints, True)
+
+
+def save_changing_state(engine: Engine, checkpoints: str, asynchronous: bool) -> Witness:
+    """Two saves of an engine, whose weights change sign in between."""
+    events = []
     hooks = Hooks(lambda: events.append("synced"), after_commit=lambda store: events.append("committed"))
     with Saver(open_store(checkpoints), engine, asynchronous=asynchronous, hooks=hooks) as saver:
         state = owned(engine)

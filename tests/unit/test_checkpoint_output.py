@@ -1,0 +1,91 @@
+"""A shard's file: what is written is what was given, past the page cache where that can be, through it where not."""
+
+import errno
+import fcntl
+import mmap
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.checkpoint.folder import BLOCK_BYTES, SMALLEST_DIRECT, LocalOutput
+from parallel.checkpoint.saver import host_buffer
+
+LARGE = SMALLEST_DIRECT + 3 * BLOCK_BYTES
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """Random bytes that begin at a block's boundary."""
+    pages = memoryview(mmap.mmap(-1, 8 * LARGE))
+    pages[:] = os.urandom(len(pages))
+    return pages
+
+
+def ways_of(chunks, path) -> list[bool]:
+    """For each chunk, written in turn, whether it went past the page cache (its first blocks at least)."""
+    ways = []
+    with LocalOutput(path) as out:
+        write = os.write
+
+        def seen(handle, view):
+            ways.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT))
+            return write(handle, view)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "write", seen)
+            for chunk in chunks:
+                out.write(chunk)
+    return ways
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * LARGE)), max_size=5))
+def test_any_chunks(memory, tmp_path_factory, cuts):
+    path = tmp_path_factory.mktemp("output") / "shard"
+    chunks = [memory[start : start + size] for start, size in cuts]
+    with LocalOutput(path) as out:
+        for chunk in chunks:
+            out.write(chunk)
+    assert path.read_bytes() == b"".join(chunks)
+
+
+def test_large_blocks_go_past_the_page_cache(memory, tmp_path):
+    chunks = [b" " * BLOCK_BYTES, memory[:LARGE], memory[: LARGE + 1], memory[:LARGE]]
+    ways = ways_of(chunks, tmp_path / "shard")
+    if not any(ways):
+        pytest.skip("the file system of the temporary folder has no O_DIRECT")
+    assert ways == [False, True, True, False, False]  # a byte too many: from there on nothing begins at a block
+    assert (tmp_path / "shard").read_bytes() == b"".join(chunks)
+
+
+def test_a_file_system_that_refuses_late(memory, tmp_path, monkeypatch):
+    write = os.write
+
+    def refuses(handle, view):
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(handle, view)
+
+    monkeypatch.setattr(os, "write", refuses)
+    with LocalOutput(tmp_path / "shard") as out:
+        out.write(memory[:LARGE])
+        out.write(memory[:LARGE])
+    assert (tmp_path / "shard").read_bytes() == bytes(memory[:LARGE]) * 2
+
+
+def test_a_full_disk_is_told(memory, tmp_path, monkeypatch):
+    def full(handle, view):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"), LocalOutput(tmp_path / "shard") as out:
+        out.write(memory[:LARGE])
+
+
+def test_the_savers_buffer_can_be_written_directly():
+    buffer = host_buffer(12345, torch.device("cpu"))
+    assert buffer.shape == (12345,) and buffer.data_ptr() % BLOCK_BYTES == 0
+    assert host_buffer(0, torch.device("cpu")).numel() == 0
