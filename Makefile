@@ -26,9 +26,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m 'not slow and not slurm'
 
+# make prove BUDGET=25: no test is begun after 25 minutes, and it is said how many were not. So for test-slow, test-slurm.
+BUDGETED := $(if $(BUDGET),--budget-minutes=$(BUDGET) --begin-at=$(shell git rev-parse HEAD 2>/dev/null))
+
 # A real Slurm of four nodes on this machine, as root; where it cannot be had, each test is skipped with the reason.
 test-slurm: $(STAMP)
-	$(BIN)/python -m pytest tests/slurm
+	$(BIN)/python -m pytest tests/slurm $(BUDGETED)
 
 # The one target that changes the machine outside this folder: Debian's or Ubuntu's packages, 13 MB. No daemon is started.
 slurm-packages:
@@ -39,11 +42,11 @@ slurm-packages:
 # The rest of the layout matrix: what `make test` leaves out to fit in its time.
 MATRIX := $(addprefix tests/multiprocess/,test_layouts.py test_prove.py test_prove_matrix.py)
 prove: $(STAMP)
-	$(BIN)/python -m pytest $(MATRIX) -m slow
+	$(BIN)/python -m pytest $(MATRIX) -m slow $(BUDGETED)
 
 # Everything else that takes minutes: each pair of layouts over a checkpoint, each rank's overflow, hangs, restarts.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest tests -m 'slow and not slurm' $(addprefix --ignore=,$(MATRIX))
+	$(BIN)/python -m pytest tests -m 'slow and not slurm' $(addprefix --ignore=,$(MATRIX)) $(BUDGETED)
 
 # 200 runs in which ranks are killed at random moments; a line each, and a JSON summary.
 drill: $(STAMP)

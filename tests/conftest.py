@@ -1,6 +1,12 @@
-"""What every test shares: one thread, no network, repeatable examples, and a printed reason where CUDA is missing."""
+"""What every test shares: one thread, no network, repeatable examples, and a printed reason where CUDA is missing.
+
+`--budget-minutes N` begins no test after N minutes, and says of how many: for a machine that can only wait so long. The
+tests then begin at another one for each `--begin-at` text (a commit, say), so that each gets its turn.
+"""
 
 import os
+import time
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,11 +22,33 @@ settings.register_profile(
 )
 settings.load_profile("roundtable")
 
+STARTED = time.monotonic()
 GPU_FOLDER = Path(__file__).parent / "gpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The budget."""
+    parser.addoption("--budget-minutes", type=float, default=None, help="begin no test after this many minutes")
+    parser.addoption("--begin-at", default="", help="any text: which test comes first where there is a budget")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what would begin too late, saying so."""
+    minutes = item.config.getoption("--budget-minutes")
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"not begun: the {minutes:g} minutes of --budget-minutes are over")
+
+
+def rotate(items: list[pytest.Item], text: str) -> None:
+    """Lets the tests begin elsewhere than at the first: where, follows from the text."""
+    first = zlib.crc32(text.encode()) % max(1, len(items))
+    items[:] = items[first:] + items[:first]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what needs CUDA where there is none, saying so."""
+    if config.getoption("--budget-minutes") is not None:
+        rotate(items, config.getoption("--begin-at"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") or GPU_FOLDER in item.path.parents]
     if not gpu_items:
         return
