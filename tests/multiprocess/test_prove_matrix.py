@@ -3,9 +3,12 @@
 Bounds: launcher/prove/checks.py: losses to 1e-6, every gradient to 1e-5 of its norm (fp32, SGD), and others.
 """
 
+import functools
+
 import pytest
 
 from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
 from launcher.prove.command import prove_in, stay_on_cpu
 from launcher.prove.matrix import Layout, fit, layouts
 from launcher.prove.report import layout_words
@@ -22,9 +25,14 @@ FAST = [
 ]
 
 
+@functools.cache
+def quickstart() -> RunConfig:
+    return load_config(QUICKSTART)
+
+
 def words(layout: Layout) -> str:
     """The layout as the matrix prints it."""
-    small, _ = fit(load_config(QUICKSTART), layout)
+    small, _ = fit(quickstart(), layout)
     return layout_words(small, layout.n_ranks)
 
 
@@ -39,7 +47,7 @@ def test_the_fast_ones_are_of_the_table():
 )
 def test_layout_is_proven(tmp_path, layout):
     stay_on_cpu()
-    small, refused = fit(load_config(QUICKSTART), layout)
+    small, refused = fit(quickstart(), layout)
     assert not refused
     outcome = prove_in(tmp_path, small, layout.n_ranks, STEPS, timeout_seconds=300)
     assert outcome.proven, failures(outcome)
