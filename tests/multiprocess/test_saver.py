@@ -25,6 +25,7 @@ from save_runs import (
     Witness,
     raise_fence_when_taken,
     save_beside_a_hanging_rank,
+    save_beside_a_step,
     save_faulty,
     save_slowly,
     save_whole,
@@ -87,6 +88,18 @@ def test_a_change_that_does_not_wait_is_seen(config, tmp_path):
     witnesses = on_ranks(save_slowly, config, str(tmp_path), False)
     assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses)
     assert all(witness.saves[0].hold_seconds < 0.4 for witness in witnesses)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_update_waits_for_the_copy(config, tmp_path, zero):
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=zero))
+    witnesses = on_ranks(save_beside_a_step, config, str(tmp_path), True)
+    assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses) == []
+
+
+def test_an_update_that_does_not_wait_is_seen(config, tmp_path):
+    witnesses = on_ranks(save_beside_a_step, config, str(tmp_path), False)
+    assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses)
 
 
 def test_shards_are_safetensors_files(config, tmp_path):

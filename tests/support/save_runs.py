@@ -1,6 +1,7 @@
 """What the ranks of the saver's tests do: one engine each, saved in many ways, whole and broken."""
 
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
 from launcher.fence import StaleRun, raise_fence
 from launcher.run_dir import claim
 from launcher.state import TrainState
-from launcher.train import build_engine
+from launcher.train import build_engine, run_step
 from launcher.watch.metrics import MetricsFile
 from parallel.checkpoint import saver as saver_module
 from parallel.checkpoint import write
@@ -62,22 +64,48 @@ def save_whole(config: RunConfig, checkpoints: str, asynchronous: bool) -> Witne
 
 
 def save_slowly(config: RunConfig, checkpoints: str, waits: bool) -> Witness:
-    """As ``save_whole`` asynchronously, the copy taking half a second; without ``waits`` nothing waits for its end."""
+    """As ``save_whole`` asynchronously, the copies taken late; without ``waits`` nothing waits for them."""
     engine = opened(config)
-    copy_all = saver_module.copy_all
+    with late_copies(engine, waits) as over:
+        return save_changing_state(engine, checkpoints, True, over)
 
-    def slow(*arguments: Any) -> None:
-        time.sleep(0.5)
+
+def save_beside_a_step(config: RunConfig, checkpoints: str, waits: bool) -> Witness:
+    """A save after the first update, the copy taken late; without ``waits`` the second update does not wait for it."""
+    engine = opened(config)
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    progress = TrainState()
+    with late_copies(engine, waits) as over, Saver(open_store(checkpoints), engine) as saver:
+        run_step(config, engine, dataset, progress)
+        state = owned(engine)
+        saver.save(progress)
+        run_step(config, engine, dataset, progress)
+        over.set()
+        saves = saver.wait()
+    close_mesh()
+    return Witness(saves, state, [])
+
+
+@contextmanager
+def late_copies(engine: Engine, waits: bool) -> Iterator[threading.Event]:
+    """Savers that take half a second for a copy; without ``waits``, ones that copy when the event is set, too late."""
+    copy_all, over = saver_module.copy_all, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        over.wait(0.5 if waits else TIMEOUT_SECONDS)
         copy_all(*arguments)
 
-    saver_module.copy_all = slow
+    saver_module.copy_all = late
     if not waits:
         engine.announce_change = lambda: None
-    return save_changing_state(engine, checkpoints, True)
+    yield over
+    saver_module.copy_all = copy_all
 
 
-def save_changing_state(engine: Engine, checkpoints: str, asynchronous: bool) -> Witness:
-    """Two saves of an engine, whose weights change sign in between."""
+def save_changing_state(
+    engine: Engine, checkpoints: str, asynchronous: bool, changed: threading.Event | None = None
+) -> Witness:
+    """Two saves of an engine, whose weights change sign in between; then ``changed`` is set."""
     events = []
     hooks = Hooks(lambda: events.append("synced"), after_commit=lambda store: events.append("committed"))
     with Saver(open_store(checkpoints), engine, asynchronous=asynchronous, hooks=hooks) as saver:
@@ -85,6 +113,8 @@ def save_changing_state(engine: Engine, checkpoints: str, asynchronous: bool) ->
         saver.save(TrainState(step=1, consumed=8))
         for fragment in engine.fragments:
             engine.pieces(fragment)["weight"].mul_(-1)
+        if changed is not None:
+            changed.set()
         saver.save(TrainState(step=2, consumed=16))
         saves = saver.wait()
         assert not saver.is_writing
