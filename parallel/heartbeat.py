@@ -75,8 +75,9 @@ class Heart:
         return arrived
 
     def wake(self) -> None:
-        """Makes ``poll`` return at once; any thread may call it."""
-        self.waker.send(b"!")
+        """Makes ``poll`` return at once; any thread may call it, also when the polling one has closed all meanwhile."""
+        with contextlib.suppress(OSError):
+            self.waker.send(b"!")
 
     def send(self, message: Message) -> None:
         """To rank 0; from rank 0, to all."""
