@@ -103,6 +103,7 @@ class Heart:
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self.selector.close()
+        self.waker.close()
 
 
 def open_heart(mesh: Mesh, address: str) -> Heart:
