@@ -198,9 +198,9 @@ def plant(title: str) -> None:
 
             fill = Checkpoint.fill
 
-            def mixed_up(self: Any, targets: Any, hashed: Any = ()) -> Any:
-                problems = fill(self, targets, hashed)
-                for target in targets.get(("exp_avg", "embed.weight"), ()):
+            def mixed_up(self: Any, wanted: Any, hashed: Any = ()) -> Any:
+                problems = fill(self, wanted, hashed)
+                for target in targets_of(wanted, lambda piece: (piece.kind, piece.name) == ("exp_avg", "embed.weight")):
                     target.values.mul_(0.5)
                 return problems
 
@@ -223,11 +223,10 @@ def plant(title: str) -> None:
 
             fill_all = Checkpoint.fill
 
-            def without_biases(self: Any, targets: Any, hashed: Any = ()) -> Any:
-                problems = fill_all(self, targets, hashed)
-                for (kind, _), wanted in targets.items():
-                    for target in wanted if kind == "buffer" else ():
-                        target.values.zero_()
+            def without_biases(self: Any, wanted: Any, hashed: Any = ()) -> Any:
+                problems = fill_all(self, wanted, hashed)
+                for target in targets_of(wanted, lambda piece: piece.kind == "buffer"):
+                    target.values.zero_()
                 return problems
 
             Checkpoint.fill = without_biases
@@ -428,6 +427,11 @@ def overlook_overflows() -> None:
         return replace(result, skipped=False)
 
     Engine.step = overlooking
+
+
+def targets_of(wanted: Any, is_meant: Callable[[Any], bool]) -> list[Any]:
+    """What is filled from pieces that are meant, each once: of what ``Checkpoint.wanted`` gives."""
+    return list({id(each): each for pairs in wanted.values() for piece, each in pairs if is_meant(piece)}.values())
 
 
 def patch_load(change: Callable[[Any], None]) -> None:
