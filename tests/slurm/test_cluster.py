@@ -48,3 +48,12 @@ def test_the_controller_comes_back_with_its_jobs(cluster):
     cluster.kill_slurmctld()
     cluster.start_slurmctld()
     wait_until(lambda: cluster.job(job_id).get("JobState") == "COMPLETED", 60, lambda: str(cluster.job(job_id)))
+
+
+def test_mending_waits_for_a_step_that_outlives_its_job(cluster, tmp_path):
+    """Its daemon may drain the node as it ends (`Kill task failed`), beneath the next test. Here one by name alone."""
+    daemon = tmp_path / "slurmstepd"
+    cluster.on_node("n1", "bash", "-c", f"cp /bin/sleep {daemon}; setsid {daemon} 5 >/dev/null 2>&1 &")
+    wait_until(lambda: cluster.on_node("n1", "pgrep", "-x", daemon.name).stdout, 5, lambda: "did not start")
+    cluster.mend()
+    assert cluster.on_node("n1", "pgrep", "-x", daemon.name).stdout == ""

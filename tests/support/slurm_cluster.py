@@ -292,13 +292,18 @@ class Cluster:
         wait_until(self._is_mended, 120, lambda: f"nodes are not idle:\n{self.logs()}")
 
     def _is_mended(self) -> bool:
-        if self.idle_nodes() == set(self.nodes) and not self.command("squeue", "-h", check=False).strip():
+        over = not self.command("squeue", "-h", check=False).strip() and not self._has_steps()
+        if over and self.idle_nodes() == set(self.nodes):
             return True
         down = self.command("sinfo", "-h", "-p", "main", "-N", "-t", "down,drain", "-o", "%N", check=False).split()
         for name in down:  # by itself a healed node takes half a minute
             self.command("scontrol", "update", f"nodename={name}", "state=resume", check=False)
         time.sleep(0.5)
         return False
+
+    def _has_steps(self) -> bool:
+        """Whether a step's daemon lives on, of a job that Slurm gave up: it may drain the node as it ends."""
+        return any(self.on_node(name, "pgrep", "-x", "slurmstepd").stdout for name in self.nodes)
 
     def _is_up(self, name: str) -> bool:
         path = self.folder / f"run/{name}.pid"
