@@ -1,7 +1,8 @@
 """What every test shares: one thread, no network, repeatable examples, and a printed reason where CUDA is missing.
 
-`--budget-minutes N` begins no test after N minutes, and says of how many: for a machine that can only wait so long. The
-tests then begin at another one for each `--begin-at` text (a commit, say), so that each gets its turn.
+With `--budget-minutes N` no test is begun after N minutes; those left out are skipped with that reason.
+`--begin-at TEXT` then lets the run begin with another test for each text (a commit's hash, say), so that all have
+their turn.
 """
 
 import os

@@ -18,8 +18,8 @@ import numpy as np
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
-SMALLEST_DIRECT = 1 << 20  # bytes that are worth it
-AHEAD_BYTES = 16 << 20  # that are asked for ahead of a reader
+SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
+AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
 
 
 class Output(Protocol):
@@ -243,17 +243,18 @@ class LocalOutput:
 
 
 class LocalInput(io.FileIO):
-    """A file on a file system, read without a buffer of Python's. What follows is on its way into the page cache."""
+    """A file on a file system, read without a buffer of Python's; the disk reads ahead while what came is used."""
 
-    asked = 0  # for the bytes before this one
+    asked_until = 0  # the disk was asked for the bytes before this one
 
     def readinto(self, buffer: Any, /) -> int | None:
         """Fills the buffer as far as one read goes."""
         got = super().readinto(buffer)
-        position = self.tell()
-        if abs(self.asked - position - AHEAD_BYTES) > AHEAD_BYTES // 2:
-            os.posix_fadvise(self.fileno(), position, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            self.asked = position + AHEAD_BYTES
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            position = self.tell()
+            if abs(self.asked_until - position - AHEAD_BYTES) > AHEAD_BYTES // 2:
+                os.posix_fadvise(self.fileno(), position, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                self.asked_until = position + AHEAD_BYTES
         return got
 
 

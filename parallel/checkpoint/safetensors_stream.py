@@ -102,7 +102,8 @@ def write_tensors(folder: Folder, file: str, shapes: Mapping[str, Sequence[int]]
 def write_hashed(folder: Folder, file: str, chunks: Iterable[memoryview | bytes]) -> dict[str, int | str]:
     """Writes and syncs a file, hashing on the way; its size and hash, for the manifest.
 
-    One chunk is made and hashed while the one before it is written: it must last until the second next is asked for.
+    One chunk is made and hashed while the one before it is written, so each must stay as it is until the second next
+    one is asked for.
     """
     digest, n_bytes = xxhash.xxh3_128(), 0
     with folder.create(file) as out, ThreadPoolExecutor(1, "checkpoint disk") as disk:
@@ -136,7 +137,7 @@ def chunks_of(flat: Tensor) -> Iterator[memoryview]:
 
 
 def staged(tensors: Iterable[Tensor], staging: Tensor) -> Iterator[memoryview]:
-    """The tensors' elements one after another, in chunks that last until the second next.
+    """The tensors' elements one after another, in chunks that stay until the second next one is asked for.
 
     They are copies in the two halves of ``staging`` (CPU), in turn.
     """

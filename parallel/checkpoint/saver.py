@@ -70,7 +70,7 @@ class _Job:
     chunks: Iterable[memoryview]
     attempt: str
     started: float
-    copy: Callable[[], None] = lambda: None  # what must be done before the state may change
+    copy: Callable[[], None] = lambda: None  # takes the copy that ``chunks`` are of; then the state may change
 
 
 @dataclass
@@ -150,8 +150,8 @@ class Saver:
         job = _Job(state.step, scalars, file, pieces, chunks_of(used), attempt, started, copy)
         self.copied.clear()
         self.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
-        self.thread.start()
         self.held = time.perf_counter() - started
+        self.thread.start()
 
     def let_copy_end(self) -> None:
         """Waits until the state that is being saved may change. The engine calls it before it changes anything."""
@@ -205,18 +205,12 @@ class Saver:
         name = step_name(job.step)
         location = self.store.folder(name).location
         try:
-            mine = self._attempt(job.copy)
-            self.copied.set()
-            if mine[0] == "done":
-                mine = self._attempt(lambda: self._write_own(job, name))
-            verdict, text = self._agree(job, name, mine)
+            verdict, text = self._agree(job, name, self._attempt(lambda: self._write_own(job, name)))
         except RuntimeError as error:  # gloo's: a peer's connection closed, or the time limit passed
             verdict, text = "broken", f"saving {name}: a rank is gone or did not answer in time ({error})"
         except BaseException as error:  # ours: raised where training can see it, not lost with the thread
             self.broken = error
             return
-        finally:
-            self.copied.set()
         if verdict == "broken":
             self.broken = RuntimeError(text)
             return
@@ -228,15 +222,17 @@ class Saver:
 
     def _copy(self, tensors: Sequence[Tensor], used: Tensor, updated: Any) -> None:
         """Takes the copy; on CUDA in a stream of its own, which waits for the event ``updated``, an update's end."""
-        if self.stream is None:
-            copy_all(tensors, used)
-            return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(updated)
-            copy_all(tensors, used)
+        try:
+            with torch.cuda.stream(self.stream):  # None: no other stream
+                if self.stream is not None:
+                    self.stream.wait_event(updated)
+                copy_all(tensors, used)
+        finally:
+            self.copied.set()
 
     def _write_own(self, job: _Job, name: str) -> tuple[list[Piece], write.FileRecords]:
-        """Writes this rank's shard."""
+        """Takes the copy, where there is to be one, and writes this rank's shard."""
+        job.copy()
         folder, prefix = self.store.begin(name, job.attempt)
         file = prefix + job.file
         pieces = [replace(piece, file=file) for piece in job.pieces] if prefix else job.pieces
@@ -303,13 +299,10 @@ def open_group(timeout_seconds: float) -> dist.ProcessGroup:
 def host_buffer(n_elements: int, device: torch.device) -> Tensor:
     """A flat fp32 CPU tensor whose pages exist already, page-locked where copies come from a CUDA device.
 
-    It is a map of its own: it begins at a block's boundary, for writes past the page cache, and has large pages where
-    the kernel grants them, which halves what a copy costs. Page-locked by registration: torch's own allocator would
-    round the size up to a power of two.
+    It is a map of its own, which begins at a block's boundary, for writes past the page cache. Page-locked by
+    registration: torch's own allocator would round the size up to a power of two.
     """
     pages = mmap.mmap(-1, max(n_elements, 1) * ELEMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(pages, dtype=torch.float32)[:n_elements]
     buffer.fill_(1.0)  # zeros alone may be pages that the kernel has yet to make
     if device.type == "cuda" and n_elements:

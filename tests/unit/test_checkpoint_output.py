@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.checkpoint.folder import BLOCK_BYTES, SMALLEST_DIRECT, LocalOutput
+from parallel.checkpoint.folder import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput
 from parallel.checkpoint.saver import host_buffer
 
 LARGE = SMALLEST_DIRECT + 3 * BLOCK_BYTES
@@ -31,7 +31,7 @@ def ways_of(chunks, path) -> list[bool]:
         write = os.write
 
         def seen(handle, view):
-            ways.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT))
+            ways.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0)))
             return write(handle, view)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -74,6 +74,19 @@ def test_a_file_system_that_refuses_late(memory, tmp_path, monkeypatch):
         out.write(memory[:LARGE])
         out.write(memory[:LARGE])
     assert (tmp_path / "shard").read_bytes() == bytes(memory[:LARGE]) * 2
+
+
+def test_a_system_without_direct_writes_and_hints(memory, tmp_path, monkeypatch):
+    """As macOS is."""
+    for name in ("O_DIRECT", "posix_fadvise", "POSIX_FADV_WILLNEED"):
+        monkeypatch.delattr(os, name, raising=False)
+    folder = LocalFolder(tmp_path)
+    with folder.create("shard") as out:
+        out.write(memory[:LARGE])
+    buffer = bytearray(LARGE)
+    with folder.open("shard") as content:
+        assert content.readinto(buffer) == LARGE
+    assert buffer == memory[:LARGE]
 
 
 def test_a_full_disk_is_told(memory, tmp_path, monkeypatch):
