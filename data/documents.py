@@ -3,8 +3,9 @@
 import gzip
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import zstandard
@@ -13,8 +14,10 @@ from data.config import SourceConfig
 from data.errors import DataError, refuse
 from data.hub import hub_records
 from data.shards import Shard, Slice
+from data.sources import InputFile
 
 MEND = "mend it, or leave it out with exclude"
+LOOKED_AT = 4096  # bytes of a file, to tell whether it is text
 
 
 def read_documents(source: SourceConfig, shard: Shard, key: str) -> Iterator[tuple[str, float]]:
@@ -32,6 +35,30 @@ def read_documents(source: SourceConfig, shard: Shard, key: str) -> Iterator[tup
                 reported = done
         if piece.n_bytes > reported:
             yield "", piece.n_bytes - reported
+
+
+def check_text(files: Sequence[InputFile], key: str) -> None:
+    """Raises DataError where files that are read as text begin like something else: a picture, an archive, UTF-16.
+
+    No text in UTF-8 needs a NUL byte, and nearly everything else has one soon.
+    """
+    other = {file.path: None for file in files if file.kind == "text" and not _begins_like_text(file.path)}
+    if other:
+        first = next(iter(other))
+        more = f" (one of {len(other)} such files of {key})" if len(other) > 1 else ""
+        ending = os.path.splitext(first)[1]
+        all_alike = ending and all(file.path in other for file in files if file.path.endswith(ending))
+        pattern = f"**/*{ending}" if all_alike else f"**/{os.path.basename(first)}"
+        remedy = f"convert it to UTF-8, jsonl (also .gz, .zst) or parquet, or leave it out with exclude: ['{pattern}']"
+        raise refuse(f"{first}{more}", "is not text: it holds NUL bytes", remedy)
+
+
+def _begins_like_text(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"\0" not in file.read(LOOKED_AT)
+    except OSError as error:
+        raise refuse(path, f"cannot be read ({error})", MEND) from error
 
 
 def _read_slice(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.config import DataConfig, SourceConfig
-from data.documents import read_documents
+from data.documents import check_text, read_documents
 from data.errors import DataError, refuse
 from data.manifest import (
     FORMAT,
@@ -122,6 +122,7 @@ def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
 
 def _plan_source(config: DataConfig, source: SourceConfig, key: str) -> Plan:
     files = [] if is_hugging_face(source) else input_files(source, key)
+    check_text(files, key)
     shards = plan_shards(source, files, config.shard_bytes, key)
     if not any(text for shard in shards for text, _ in read_documents(source, shard, key)):
         raise refuse(f"{key}.path={source.path!r}", "holds no text", "give a path to a corpus that is not empty")

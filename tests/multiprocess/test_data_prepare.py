@@ -368,6 +368,8 @@ REFUSALS = {
     "a list": ("a.jsonl", b"[1]\n", {}, "holds no named fields"),
     "torn gzip": ("a.jsonl.gz", gzip.compress(os.urandom(999).hex().encode())[:500], {}, "cannot be read"),
     "not zstd": ("a.jsonl.zst", b"nonsense", {}, "cannot be read"),
+    "a picture": ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", {}, r"a\.png is not text: .* exclude: \['\*\*/\*\.png'\]"),
+    "UTF-16": ("a.txt", "text".encode("utf-16"), {}, "is not text: it holds NUL bytes; convert it to UTF-8"),
     "not parquet": ("b.parquet", b"nonsense", {}, "is not a parquet file"),
     "all excluded": ("a.txt", b"x", {"exclude": ("**/*.txt",)}, "exclude leaves out"),
 }
@@ -386,6 +388,22 @@ def test_refused_corpora_leave_nothing(tmp_path: Path, tokenizer: str, name: str
             prepare(config, vocab_size=VOCAB)
         assert len(str(caught.value).splitlines()) == 1
         assert not (tmp_path / "t").exists()
+
+
+def test_one_picture_among_texts_is_found_before_anything_is_created(tmp_path: Path, tokenizer: str) -> None:
+    for number in range(20):
+        (tmp_path / f"in/{number}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / f"in/{number}.txt").write_text("text")
+    for name in ("in/picture.png", "in/other"):
+        (tmp_path / name).write_bytes(b"\0")
+    config = config_of(tmp_path / "in", tokenizer, tmp_path / "t")
+    with pytest.raises(
+        DataError, match=r"in/other \(one of 2 such files of data\.sources\[0\]\) is not .*'\*\*/other'\]"
+    ):
+        prepare(config, vocab_size=VOCAB)
+    assert not (tmp_path / "t").exists()
+    excluding = config_of(tmp_path / "in", tokenizer, tmp_path / "t", exclude=("**/*.png", "**/other"))
+    assert prepare(excluding, vocab_size=VOCAB) is not None
 
 
 def test_a_worker_that_is_killed_is_reported() -> None:
