@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_cluster import Cluster, why_not
+from slurm_cluster import Cluster, free_subnet, why_not
 
 N_NODES = 4
 
@@ -25,7 +25,7 @@ def running_cluster() -> Iterator[Cluster]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    cluster = Cluster(Path(f"/tmp/rt-slurm-{os.getpid()}"), subnet=1 + os.getpid() % 250)  # beside another session
+    cluster = Cluster(Path(f"/tmp/rt-slurm-{os.getpid()}"), subnet=free_subnet(1 + os.getpid() % 250))
     try:
         cluster.start(N_NODES)
         yield cluster

@@ -125,13 +125,24 @@ def why_not() -> str | None:
     return f"no namespaces or veth here: {' '.join(tried.stderr.split())}" if tried.returncode else None
 
 
+def login_link(subnet: int) -> str:
+    """The name of the network interface by which the host reaches a cluster."""
+    return f"rt{subnet}-login"
+
+
+def free_subnet(first: int) -> int:
+    """The first of 1 to 250, from ``first`` on, that no other cluster of this machine has."""
+    numbers = [*range(first, 251), *range(1, first)]
+    return next(n for n in numbers if not Path("/sys/class/net", login_link(n)).exists())
+
+
 class Cluster:
     """A running cluster, or the folder of one. ``folder`` is short: unix sockets lie in it."""
 
     def __init__(self, folder: Path, subnet: int = 77) -> None:
         self.folder = folder
         self.network = f"10.77.{subnet}"
-        self.login = f"rt{subnet}-login"  # the only thing that the host's own network sees
+        self.login = login_link(subnet)  # the only thing that the host's own network sees
         self.children: list[subprocess.Popen[bytes]] = []  # the switch and the nodes' outermost processes
 
     @property
