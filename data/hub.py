@@ -1,5 +1,6 @@
 """Hugging Face datasets, streamed through ``datasets``: by hub name, or a local folder that ``datasets`` can load."""
 
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,6 @@ def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
         return datasets.load_dataset(name, source.subset, split=source.split, streaming=True)
     except (OSError, ValueError) as error:  # missing or unreachable; no such subset or split
         found = f"{key}.path={source.path!r} (subset={source.subset!r}, split={source.split!r})"
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         remedy = "check the name, subset and split, or the network"
         raise refuse(found, f"cannot be opened by datasets ({reason})", remedy) from error

@@ -1,12 +1,12 @@
 """The cheap rules of the data section, all checked at once."""
 
 import math
-import os
 
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, problem
+from data.places import why_no_path, why_not_writable
 from data.prepared import locate
-from data.sources import expand_path, input_files, is_hugging_face, is_raw
+from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw
 from data.tokenfile import is_token_file
 from data.tokenizer import BYTES_AND_END
 
@@ -16,7 +16,7 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
 
     A corpus that is not on this machine is not missed once its token files are there.
     """
-    found = _check_values(config)
+    found = [*_check_values(config), *_check_names(config)]
     for number, source in enumerate(config.sources):
         found += _check_source(source, f"data.sources[{number}]")
     if not found and not _is_prepared(config, vocab_size):
@@ -25,9 +25,10 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
     if trains_tokenizer and vocab_size < BYTES_AND_END:
         rule = f"must be at least {BYTES_AND_END} to train a byte-level tokenizer (data.tokenizer=null)"
         found.append(problem(f"model.vocab_size={vocab_size}", rule, f"set it to {BYTES_AND_END} or more"))
-    if config.heldout_path is not None and not is_token_file(expand_path(config.heldout_path)):
+    heldout = config.heldout_path
+    if heldout is not None and why_no_path(heldout) is None and not is_token_file(expand_path(heldout)):
         rule = "must be the PREFIX of token files, and PREFIX.bin and PREFIX.idx do not both exist"
-        found.append(problem(f"data.heldout_path={config.heldout_path!r}", rule, "check the path, or set it to null"))
+        found.append(problem(f"data.heldout_path={heldout!r}", rule, "check the path, or set it to null"))
     return found
 
 
@@ -44,6 +45,14 @@ def _check_values(config: DataConfig) -> list[str]:
     return [problem(f"data.{name}={_shown(getattr(config, name))}", rule, remedy) for name, rule, remedy in broken]
 
 
+def _check_names(config: DataConfig) -> list[str]:
+    """No path that no file system takes; what each should be is said elsewhere."""
+    paths = {f"data.{name}": getattr(config, name) for name in ("token_dir", "tokenizer", "heldout_path")}
+    paths |= {f"data.sources[{number}].path": source.path for number, source in enumerate(config.sources)}
+    broken = {key: why_no_path(path) for key, path in paths.items() if path is not None}
+    return [problem(f"{key}={paths[key]!r}", rule, "choose another") for key, rule in broken.items() if rule]
+
+
 def _shown(value: object) -> str:
     return "[]" if value == () else repr(value)
 
@@ -53,6 +62,9 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
     if not (source.weight > 0 and math.isfinite(source.weight)):
         remedy = "set a positive weight, or leave the source out"
         found.append(problem(f"{key}.weight={source.weight}", "must be above 0 and finite", remedy))
+    if is_hugging_face(source) and not source.path.removeprefix(HUGGING_FACE).strip("/"):
+        remedy = "name one, e.g. hf://roneneldan/TinyStories, or a local folder: hf:///data/stories"
+        found.append(problem(f"{key}.path={source.path!r}", "must name a dataset", remedy))
     if not source.path:
         found.append(problem(f"{key}.path=''", "must not be empty", "name a file, folder, glob, hf://NAME or PREFIX"))
     return found
@@ -66,13 +78,13 @@ def _check_paths(config: DataConfig) -> list[str]:
                 input_files(source, f"data.sources[{number}]")
             except DataError as error:
                 found += error.problems
-    token_dir = os.path.abspath(config.token_dir)
-    while not os.path.exists(token_dir):
-        token_dir = os.path.dirname(token_dir)
-    if not os.path.isdir(token_dir) or not os.access(token_dir, os.W_OK):
-        rule = f"must be a folder that can be written to, but {token_dir} is not"
-        found.append(problem(f"data.token_dir={config.token_dir!r}", rule, "name another folder"))
-    return found
+    return found + _check_token_dir(config)
+
+
+def _check_token_dir(config: DataConfig) -> list[str]:
+    reason = why_not_writable(config.token_dir)
+    rule = f"must be a folder that can be written to, but {reason}"
+    return [problem(f"data.token_dir={config.token_dir!r}", rule, "name another folder")] if reason else []
 
 
 def _is_prepared(config: DataConfig, vocab_size: int) -> bool:

@@ -55,7 +55,7 @@ def idx_path(prefix: Path) -> Path:
 
 def is_token_file(prefix: Path | str) -> bool:
     """Whether both PREFIX.bin and PREFIX.idx exist."""
-    return bin_path(Path(prefix)).is_file() and idx_path(Path(prefix)).is_file()
+    return os.path.isfile(bin_path(Path(prefix))) and os.path.isfile(idx_path(Path(prefix)))
 
 
 class TokenFile:

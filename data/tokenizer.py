@@ -7,6 +7,7 @@ the folder or the hub afterwards. ``transformers`` is imported only when a token
 import json
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
         name, fixes = f"bpe-{vocab_size}", json.dumps([TRAINING, vocab_size, SAMPLE_BYTES, trained_on])
     else:
         origin = Path(expand_path(config.tokenizer))
-        name = Path(config.tokenizer).name or "local"
-        fixes = _hash_origin(origin) if origin.is_dir() else f"hub/{config.tokenizer}"
+        name = Path(config.tokenizer).name[:50] or "local"
+        fixes = _hash_origin(origin) if os.path.isdir(origin) else f"hub/{config.tokenizer}"
     return Path(config.token_dir) / f"tokenizer-{name}-{xxhash.xxh3_64(fixes.encode()).hexdigest()}"
 
 
@@ -160,7 +161,7 @@ def load_origin(name: str) -> "PreTrainedTokenizerFast":
     try:
         return AutoTokenizer.from_pretrained(expand_path(name))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         remedy = "name a tokenizer's folder or hub name, or null to train one"
         raise refuse(f"data.tokenizer={name!r}", f"cannot be loaded by transformers ({reason})", remedy) from error
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from data.places import why_not_writable
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
@@ -96,15 +97,10 @@ def _show(value: Any) -> str:
 
 def check_writable(config: RunConfig) -> None:
     """Raises UserError where the run directory cannot be made or written to. Changes nothing."""
-    existing = config.run_path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    reason = why_not_writable(config.run_path)
+    if reason is not None:
         raise UserError(
-            [
-                f"run_dir={config.run_path} must be a folder that can be written to, but {existing} is not; "
-                "choose another run_dir"
-            ]
+            [f"run_dir={config.run_path} must be a folder that can be written to, but {reason}; choose another run_dir"]
         )
 
 

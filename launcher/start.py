@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.places import why_not_writable
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
@@ -119,7 +120,13 @@ def prepare_missing(config: RunConfig) -> None:
 def check_checkpoint_dir(config: RunConfig) -> None:
     """Refuses a checkpoint.dir that cannot be opened, or that is gone when the process ends. Changes nothing."""
     location = config.checkpoint.dir
-    if location is None or not is_remote(location):
+    if location is None:
+        return
+    if not is_remote(location):
+        reason = why_not_writable(location)
+        if reason is not None:
+            rule = f"must be a folder that can be written to, but {reason}"
+            raise UserError([f"checkpoint.dir={location} {rule}; choose another, or null (RUN_DIR/checkpoints)"])
         return
     if location.startswith("memory://"):
         raise UserError([f"checkpoint.dir={location} must outlive the process; try a path or s3://bucket/prefix"])

@@ -1,10 +1,11 @@
 """The rules between a config's values, all in one place: every problem at once, before anything is created."""
 
 import math
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from data.places import why_no_path
 from launcher.config.families import check_family
 from launcher.config.layout_rules import check_layout, dp_of
 from launcher.config.tree import RunConfig
@@ -154,8 +155,16 @@ def _check_names(config: RunConfig) -> Iterator[str]:
             ".-"
         )
         yield f"name={show(name)} must be one folder's name, without path separators; try {show(letters or 'run')}"
-    if config.run_dir is not None and (not config.run_dir or not config.run_dir.isprintable()):
-        yield f"run_dir={show(config.run_dir)} must be a path; try null (runs/NAME)"
+    elif (reason := why_no_path(name)) is not None:
+        yield f"name={show(name)} {reason}; try {show(name[:40])}"
+    for key, path, usual in (
+        ("run_dir", config.run_dir, "null (runs/NAME)"),
+        ("checkpoint.dir", config.checkpoint.dir, "null (RUN_DIR/checkpoints)"),
+    ):
+        if path is not None:
+            reason = why_no_path(path) if path and path.isprintable() else "must be a path"
+            if reason is not None:
+                yield f"{key}={show(path)} {reason}; try {usual}"
 
 
 def _check_batch(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -314,4 +323,4 @@ def _check_retention(config: RunConfig) -> Iterator[str]:
 
 def _is_token_prefix(path: str) -> bool:
     """Whether ``path`` is the prefix of existing token files."""
-    return Path(f"{path}.bin").is_file() and Path(f"{path}.idx").is_file()
+    return os.path.isfile(f"{path}.bin") and os.path.isfile(f"{path}.idx")

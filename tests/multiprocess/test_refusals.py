@@ -166,6 +166,21 @@ CASES = {
         [("run_dir=config.yaml/run", "must be a folder that can be written to", "; choose another run_dir")],
         ["run_dir=config.yaml/run"],
     ),
+    "run directory that is a broken link": Case(
+        [("run_dir=link", "must be a folder that can be written to, but", "link is not", "; choose another run_dir")],
+        ["run_dir=link"],
+        lambda folder: (folder / "link").symlink_to("gone"),
+    ),
+    "checkpoint directory that is a file": Case(
+        [("checkpoint.dir=config.yaml", "must be a folder that can be written to, but", "; choose another, or null")],
+        ["checkpoint.dir=config.yaml"],
+    ),
+    "prepare: a picture": Case(
+        [("corpus.png", "is not text: it holds NUL bytes", "; convert it")],
+        ["data.sources=[{path: corpus.png}]", LARGER_VOCABULARY],
+        overwrite("corpus.png", b"\x89PNG\0"),
+        command="prepare",
+    ),
     "prepare: unknown key": Case(
         [("data.seqlen=8", "is not a known key", "; did you mean data.seq_len?")], ["data.seqlen=8"], command="prepare"
     ),
@@ -203,7 +218,7 @@ def snapshot(folder: Path) -> dict[str, tuple]:
     """Every file and folder below: its time of change and, of a file, what its bytes hash to."""
     return {
         str(path): (
-            path.stat().st_mtime_ns,
+            path.lstat().st_mtime_ns,
             hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None,
         )
         for path in [folder, *folder.rglob("*")]

@@ -110,6 +110,7 @@ def test_text_files_fill_shards_whole(
 
 
 GOOD = DataConfig(seq_len=8, sources=(SourceConfig(path="a.txt"),), token_dir="t")
+LONG = "a" * 256
 BROKEN = {
     "data.seq_len=0 must be at least 1": {"seq_len": 0},
     "data.sources=[] must name at least one source": {"sources": ()},
@@ -124,6 +125,11 @@ BROKEN = {
     "data.sources[0].path='' must not be empty": {"sources": (SourceConfig(path=""),)},
     "data.sources[0].path='none.txt' does not exist": {"sources": (SourceConfig(path="none.txt"),)},
     "data.heldout_path='none' must be the PREFIX": {"heldout_path": "none"},
+    "data.sources[0].path='hf://' must name a dataset": {"sources": (SourceConfig(path="hf://"),)},
+    "data.sources[0].path='a\\x00b' must not hold a NUL byte": {"sources": (SourceConfig(path="a\0b"),)},
+    f"data.sources[0].path='{LONG}' must have names of": {"sources": (SourceConfig(path=LONG),)},
+    f"data.token_dir='x/{LONG}' must have names of": {"token_dir": f"x/{LONG}"},
+    f"data.tokenizer='{LONG}' must have names of": {"tokenizer": LONG},
 }
 
 

@@ -1,0 +1,35 @@
+"""Where files can be made: whether a folder is there, or could be, and can be written to."""
+
+import os
+from pathlib import Path
+
+LONGEST_NAME = 255  # bytes, of a file or folder, on every usual file system
+
+
+def why_no_path(path: str) -> str | None:
+    """The rule that ``path`` breaks as a path, whatever is there; None where it breaks none."""
+    if "\0" in path:
+        return "must not hold a NUL byte"
+    longest = max(len(name.encode(errors="replace")) for name in path.split("/"))
+    return f"must have names of at most {LONGEST_NAME} bytes, and one has {longest}" if longest > LONGEST_NAME else None
+
+
+def nearest_existing(path: str | Path) -> str:
+    """The path, made absolute, or the nearest folder above it that is there; a broken link is there."""
+    nearest = os.path.abspath(path)
+    while True:
+        try:
+            os.lstat(nearest)
+        except (FileNotFoundError, NotADirectoryError):
+            nearest = os.path.dirname(nearest)
+        else:
+            return nearest
+
+
+def why_not_writable(path: str | Path) -> str | None:
+    """What keeps ``path`` from being a folder with new files in it; None where nothing does. Changes nothing."""
+    try:
+        nearest = nearest_existing(path)
+    except OSError as error:
+        return f"{path} cannot be looked at ({error.strerror})"
+    return None if os.path.isdir(nearest) and os.access(nearest, os.W_OK) else f"{nearest} is not"
