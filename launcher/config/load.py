@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from launcher.config.tree import RunConfig
 from launcher.config.validate import build_config
 from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
+from launcher.slurm.rules import PATHS
 
 
 def load_config(
@@ -17,7 +19,8 @@ def load_config(
 ) -> RunConfig:
     """The config that the YAML file ``path`` and the ``key=value`` overrides describe; defaults fill the rest.
 
-    ``base`` holds sections that lie below the file's: a key of theirs counts where the file has none.
+    ``base`` holds sections that lie below the file's: a key of theirs counts where the file has none. A leading ``~``
+    of a path is the home directory.
 
     Types and names are checked here; rules between values are ``launcher.config.rules.check``'s.
     Raises UserError with every problem at once, one line each.
@@ -35,4 +38,15 @@ def load_config(
     config, faults = build_config(tree)
     if config is None or problems:
         raise UserError([*problems, *faults])
-    return config
+    return _expand_home(config)
+
+
+def _expand_home(config: RunConfig) -> RunConfig:
+    slurm = {key: path and os.path.expanduser(path) for key in PATHS for path in [getattr(config.slurm, key)]}
+    return replace(
+        config,
+        run_dir=config.run_dir and os.path.expanduser(config.run_dir),
+        data=replace(config.data, token_dir=os.path.expanduser(config.data.token_dir)),
+        checkpoint=replace(config.checkpoint, dir=config.checkpoint.dir and os.path.expanduser(config.checkpoint.dir)),
+        slurm=replace(config.slurm, **slurm),
+    )

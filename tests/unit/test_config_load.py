@@ -35,6 +35,16 @@ def problems_of(path, *overrides: str) -> list[str]:
     return caught.value.problems
 
 
+def test_a_tilde_is_the_home_directory(write, monkeypatch):
+    """Shells leave the one in run_dir=~/x alone; a folder named ~ is never what was meant."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    paths = ["run_dir=~/a", "data.token_dir=~/b", "checkpoint.dir=~/c", "slurm.scratch=~/d", "slurm.python=~/e/python"]
+    config = load_config(write("{}"), paths)
+    assert (config.run_dir, config.data.token_dir) == ("/home/somebody/a", "/home/somebody/b")
+    assert (config.checkpoint.dir, config.slurm.scratch) == ("/home/somebody/c", "/home/somebody/d")
+    assert config.slurm.python == "/home/somebody/e/python"
+
+
 def test_an_empty_file_gives_the_defaults(write):
     assert load_config(write("# nothing\n")) == RunConfig()
 
