@@ -6,10 +6,15 @@ from pathlib import Path
 LONGEST_NAME = 255  # bytes, of a file or folder, on every usual file system
 
 
-def why_no_path(path: str) -> str | None:
-    """The rule that ``path`` breaks as a path, whatever is there; None where it breaks none."""
+def why_no_path(path: str, *, of_ours: bool = False) -> str | None:
+    """The rule that ``path`` breaks as a path, whatever is there; None where it breaks none.
+
+    ``of_ours``: what lies there is made, so a name that is surely a mistake is not.
+    """
     if "\0" in path:
         return "must not hold a NUL byte"
+    if of_ours and "$" in path:
+        return "must be written out, since variables are not expanded in a config"
     longest = max(len(name.encode(errors="replace")) for name in path.split("/"))
     return f"must have names of at most {LONGEST_NAME} bytes, and one has {longest}" if longest > LONGEST_NAME else None
 

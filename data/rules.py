@@ -49,7 +49,9 @@ def _check_names(config: DataConfig) -> list[str]:
     """No path that no file system takes; what each should be is said elsewhere."""
     paths = {f"data.{name}": getattr(config, name) for name in ("token_dir", "tokenizer", "heldout_path")}
     paths |= {f"data.sources[{number}].path": source.path for number, source in enumerate(config.sources)}
-    broken = {key: why_no_path(path) for key, path in paths.items() if path is not None}
+    broken = {
+        key: why_no_path(path, of_ours=key == "data.token_dir") for key, path in paths.items() if path is not None
+    }
     return [problem(f"{key}={paths[key]!r}", rule, "choose another") for key, rule in broken.items() if rule]
 
 

@@ -162,7 +162,7 @@ def _check_names(config: RunConfig) -> Iterator[str]:
         ("checkpoint.dir", config.checkpoint.dir, "null (RUN_DIR/checkpoints)"),
     ):
         if path is not None:
-            reason = why_no_path(path) if path and path.isprintable() else "must be a path"
+            reason = why_no_path(path, of_ours=True) if path and path.isprintable() else "must be a path"
             if reason is not None:
                 yield f"{key}={show(path)} {reason}; try {usual}"
 

@@ -66,6 +66,7 @@ CASES = [
     ("llama", "run_dir=''", 1, "run_dir='' must be a path; try null (runs/NAME)", "run_dir=null"),
     ("llama", f"run_dir=x/{'a' * 256}/y", 1, f"run_dir='x/{'a' * 54}... must have names of at most 255 bytes, and one has 256; try null (runs/NAME)", "run_dir=null"),
     ("llama", f"name={'é' * 128}", 1, f"name='{'é' * 56}... must have names of at most 255 bytes, and one has 256; try '{'é' * 40}'", f"name={'é' * 40}"),
+    ("llama", "run_dir=$SCRATCH/runs", 1, "run_dir='$SCRATCH/runs' must be written out, since variables are not expanded in a config; try null (runs/NAME)", "run_dir=null"),
     ("llama", 'checkpoint.dir="a\\0b"', 1, "checkpoint.dir='a\\x00b' must be a path; try null (RUN_DIR/checkpoints)", "checkpoint.dir=null"),
     ("llama", "train={global_batch_size: 10, micro_batch_size: 2}", 4, "train.global_batch_size=10 must be a multiple of dp=4 x train.micro_batch_size=2 = 8; try 8 or 16", "train.global_batch_size=16"),
     ("llama", "train.global_batch_size=3", 4, "train.global_batch_size=3 must be a multiple of dp=4 x train.micro_batch_size=1 = 4; try 4", "train.global_batch_size=4"),

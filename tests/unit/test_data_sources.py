@@ -129,6 +129,7 @@ BROKEN = {
     "data.sources[0].path='a\\x00b' must not hold a NUL byte": {"sources": (SourceConfig(path="a\0b"),)},
     f"data.sources[0].path='{LONG}' must have names of": {"sources": (SourceConfig(path=LONG),)},
     f"data.token_dir='x/{LONG}' must have names of": {"token_dir": f"x/{LONG}"},
+    "data.token_dir='$SCRATCH/tokens' must be written out": {"token_dir": "$SCRATCH/tokens"},
     f"data.tokenizer='{LONG}' must have names of": {"tokenizer": LONG},
 }
 
