@@ -80,7 +80,7 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
     if slurm.modules:
         yield f"module load {' '.join(slurm.modules)}"
     for name, value in exports(slurm):
-        yield f"export {name}={shlex.quote(value)}"
+        yield f"export {name}={value}"
     if array is None:
         yield "JOB=$SLURM_JOB_ID"
         yield f"RUN_DIR={shlex.quote(str(config.run_path))}"
@@ -102,17 +102,25 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
 
 
 def exports(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:
-    """Environment variables of the job."""
+    """Environment variables of the job, the values as bash reads them."""
     if slurm.network_interface is not None:
-        yield "NCCL_SOCKET_IFNAME", slurm.network_interface
+        yield "NCCL_SOCKET_IFNAME", shlex.quote(slurm.network_interface)
         if slurm.network_interface[0] not in "^=":  # gloo knows no exceptions
-            yield "GLOO_SOCKET_IFNAME", slurm.network_interface
+            yield "GLOO_SOCKET_IFNAME", shlex.quote(slurm.network_interface)
     if slurm.scratch is not None:
-        yield "TRITON_CACHE_DIR", f"{slurm.scratch}/roundtable/triton"
-        yield "TORCHINDUCTOR_CACHE_DIR", f"{slurm.scratch}/roundtable/inductor"
+        yield "TRITON_CACHE_DIR", quote_except_variables(f"{slurm.scratch}/roundtable/triton")
+        yield "TORCHINDUCTOR_CACHE_DIR", quote_except_variables(f"{slurm.scratch}/roundtable/inductor")
     for pair in slurm.environment:
         name, _, value = pair.partition("=")
-        yield name, value
+        yield name, shlex.quote(value)
+
+
+def quote_except_variables(text: str) -> str:
+    """``text`` for bash, which fills in $NAME and ${NAME}, and ends the job where there is none; all else is itself."""
+    parts = re.split(r"\$(?:(\w+)|\{(\w+)\})", text)
+    plain, names = parts[::3], [first or second for first, second in zip(parts[1::3], parts[2::3], strict=True)]
+    filled = [f'"${{{name}:?is not set on the node}}"' for name in names] + [""]
+    return "".join((shlex.quote(part) if part else "") + value for part, value in zip(plain, filled, strict=True))
 
 
 def comment(run_path: Path) -> str:

@@ -12,7 +12,7 @@ from launcher.config.tree import RunConfig
 from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import gpus_of, minutes_of
-from launcher.slurm.script import Array, render
+from launcher.slurm.script import Array, exports, render
 from parallel.world import expand_counts, rank_hosts
 
 BATCH = "train.global_batch_size=96"
@@ -203,6 +203,27 @@ def test_each_key_changes_the_script():
 
     texts = [script(**{key: value}) for key, value in CHANGES.items()]
     assert len({*texts, script()}) == len(CHANGES) + 1
+
+
+@pytest.mark.parametrize(
+    ("scratch", "expected"),
+    [
+        ("/tmp", "/tmp"),
+        ("$FAST_DISK", "/fast disk"),
+        ("/a b/${FAST_DISK}x/$(date)/`date`'\"", "/a b//fast diskx/$(date)/`date`'\""),
+        ("$NOT_THERE/x", None),
+    ],
+)
+def test_scratch_holds_variables_of_the_job_and_nothing_else_is_run(scratch, expected):
+    names = dict(exports(SlurmConfig(scratch=scratch)))
+    line = f"printf %s {names['TRITON_CACHE_DIR']}"
+    done = subprocess.run(
+        ["bash", "-euc", line], env={"FAST_DISK": "/fast disk"}, capture_output=True, text=True, check=False
+    )
+    if expected is None:
+        assert (done.returncode != 0, "NOT_THERE: is not set on the node" in done.stderr) == (True, True)
+    else:
+        assert done.stdout == f"{expected}/roundtable/triton"
 
 
 @pytest.mark.parametrize(("array", "log"), [(None, "%j"), (Array(3, None), "%A_%a")])
