@@ -28,9 +28,7 @@ class SlurmConfig:
     modules: tuple[str, ...] = ()  # `module load`ed before anything else
     container: str | None = None  # an image for srun's --container-image (pyxis)
     network_interface: str | None = None  # that NCCL and gloo meet on: ib0, ^lo,docker; None: they choose
-    scratch: str | None = (
-        None  # a folder on each node's own disk, for compiled kernels, $NAME filled in; None: the user's home
-    )
+    scratch: str | None = None  # a folder on a node's own disk, for compiled kernels, $NAME filled in; None: the home
     environment: tuple[str, ...] = ()  # further NAME=value
 
     @property
