@@ -23,6 +23,7 @@ from data.manifest import (
     write_json,
     write_manifest,
 )
+from data.places import nearest_existing
 from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder
 from data.rules import check_data
 from data.shards import Shard, plan_shards
@@ -152,10 +153,7 @@ def check_room(config: DataConfig, plans: list[Plan], vocab_size: int) -> None:
         missing = [s for n, s in enumerate(plan.shards) if folder is None or read_record(folder, n) is None]
         n_bytes = sum(piece.n_bytes for shard in missing for piece in shard)
         needed += int(n_bytes / BYTES_PER_TOKEN * token_dtype(vocab_size).itemsize)
-    existing = Path(config.token_dir).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    stats = os.statvfs(existing)
+    stats = os.statvfs(nearest_existing(config.token_dir))
     free = stats.f_bavail * stats.f_frsize
     if needed > free:
         found = f"data.token_dir={config.token_dir!r}: {free / 1e6:.1f} MB are free on its disk"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.places import why_not_writable
+from data.places import nearest_existing, why_not_writable
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
@@ -182,10 +182,7 @@ def room_free_gib(path: Path) -> float:
     """The free space where ``path`` is or would be."""
     import shutil
 
-    existing = path
-    while not existing.exists():
-        existing = existing.absolute().parent
-    return shutil.disk_usage(existing).free / 2**30
+    return shutil.disk_usage(nearest_existing(path)).free / 2**30
 
 
 def checkpoint_gib(config: RunConfig) -> float:

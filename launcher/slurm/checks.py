@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data.errors import DataError
+from data.places import nearest_existing
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.errors import UserError
@@ -179,14 +180,12 @@ def check_unused(config: RunConfig, run_paths: Sequence[Path]) -> Iterator[str]:
 
 def file_system(path: Path) -> str:
     """The kind of file system that ``path`` is or would be on: ext4, nfs4, lustre, tmpfs, ...; "" where unknown."""
-    mounts, existing = Path("/proc/mounts"), path.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    mounts, existing = Path("/proc/mounts"), Path(nearest_existing(path)).resolve()
     best, kind = -1, ""
     for line in mounts.read_text().splitlines() if mounts.exists() else ():
         _, point, each, *_ = line.split()
         point = point.replace("\\040", " ")
-        if existing.resolve().is_relative_to(point) and len(point) >= best:
+        if existing.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), each
     return kind
 
