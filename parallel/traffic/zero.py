@@ -115,7 +115,9 @@ def is_end(part: Part, name: str) -> bool:
 
 
 def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
-    """Whether the weight is the last that its layer uses: the backward pass begins with it, so it is there already."""
-    has_shared = step.model.moe is not None and step.model.moe.n_shared_experts > 0
-    last = ".shared.down." if has_shared else ".experts."
-    return (last if layer in step.moe_layers else ".down.") in name
+    """Whether the weight is the last that its layer uses: the backward pass begins with it, so it is there already.
+
+    Experts never are: their output is put back among the padding, under ZeRO 3 where there is none, too, and that
+    saves a tensor, at which recomputation begins before their backward pass.
+    """
+    return (".shared.down." if layer in step.moe_layers else ".down.") in name
