@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow test-slurm slurm-packages prove drill check format bench clean
+.PHONY: install demo test test-slow test-slurm test-transformers4 slurm-packages prove drill fuzz sweep check format bench clean
 
 install: $(STAMP)
 
@@ -48,7 +48,26 @@ prove: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest tests -m 'slow and not slurm' $(addprefix --ignore=,$(MATRIX)) $(BUDGETED)
 
-# 200 runs in which ranks are killed at random moments; a line each, and a JSON summary.
+# The newest transformers 4, beside .venv's own version, in a folder of its own: exports must load in both.
+TRANSFORMERS4 := .transformers4/.installed
+$(TRANSFORMERS4): requirements-transformers4.txt $(STAMP)
+	rm -rf .transformers4
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .transformers4 \
+	  --requirement requirements-transformers4.txt
+	@touch $(TRANSFORMERS4)
+
+test-transformers4: $(TRANSFORMERS4)
+	$(BIN)/python -m pytest tests/parity/test_model_transformers4.py
+
+# Broken inputs for each parser, for an hour or MINUTES; then one JSON line. A seed and a number name an input.
+fuzz: $(STAMP)
+	$(BIN)/python tests/support/fuzz.py --minutes $(or $(MINUTES),60)
+
+# Some ten thousand bad values, paths and arguments through the command line; then one JSON line.
+sweep: $(STAMP)
+	$(BIN)/python tests/support/hostile_sweep.py
+
+# 200 runs whose ranks, launchers and fork servers are killed at random moments; a line each, and a JSON summary.
 drill: $(STAMP)
 	$(BIN)/python tests/support/kill_drill.py --runs 200
 
@@ -67,5 +86,5 @@ bench: $(STAMP)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .transformers4 build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -183,7 +183,7 @@ def hold_of(saver: Saver, step_seconds: float) -> float:
 
 def measure_loads(engine: Engine, buffer: torch.Tensor, store: LocalStore) -> dict[str, float]:
     """Our load, and the plain reading of what it reads."""
-    checkpoint = open_together(store, "step-00000001", engine.mesh)
+    checkpoint = open_together(store.folder("step-00000001"), engine.mesh)
     shard = Path(store.folder("step-00000001").path(f"shard-{engine.mesh.rank:05d}.safetensors"))
     publish, published = engine.publish_weights, []
 

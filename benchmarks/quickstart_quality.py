@@ -90,7 +90,9 @@ def build_theirs(config: RunConfig) -> nn.Module:
     settings = hf_config(config.model, config.data.seq_len, SpecialTokens(), torch.float32)
     settings |= {"output_router_logits": True, "router_aux_loss_coef": 1e-3}
     built = AutoConfig.for_model(**settings)
-    return AutoModelForCausalLM.from_config(built, attn_implementation="sdpa", dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        built, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+    )
 
 
 def groups(model: nn.Module, config: RunConfig) -> list[dict]:

@@ -11,11 +11,11 @@ class SourceConfig:
     Hugging Face dataset, or the prefix of existing Megatron token files (PREFIX.bin and PREFIX.idx).
     """
 
-    path: str
+    path: str  # text, a folder, a glob, jsonl, parquet, hf://NAME, or a prefix of token files
     weight: float = 1.0  # share of the samples, relative to the other sources' weights
     exclude: tuple[str, ...] = ()  # globs; matching files are left out
     text_key: str = "text"  # the field or column that holds a document, in jsonl, parquet and Hugging Face data
-    subset: str | None = None  # a Hugging Face dataset's configuration name
+    subset: str | None = None  # a Hugging Face dataset's configuration
     split: str = "train"  # a Hugging Face dataset's split
 
 
@@ -23,11 +23,11 @@ class SourceConfig:
 class DataConfig:
     """Which tokens come next. Token files do not depend on seq_len or on the run's seed."""
 
-    seq_len: int = 1024
+    seq_len: int = 1024  # tokens of a training sequence
     sources: tuple[SourceConfig, ...] = ()
     tokenizer: str | None = None  # a tokenizer's folder or hub name; None: train a byte-level BPE of model.vocab_size
-    token_dir: str = "tokens"  # prepared token files and trained tokenizers live here
-    heldout_fraction: float = 0.01  # of the documents of each raw source
+    token_dir: str = "tokens"  # where token files and trained tokenizers live
+    heldout_fraction: float = 0.01  # share of each raw source's documents that is held out
     heldout_path: str | None = None  # PREFIX of token files to evaluate on, instead of a split of the raw sources
     shard_bytes: int = 64_000_000  # raw text in one shard; fixes the order of documents, whatever the workers
     workers: int | None = None  # processes that tokenize; None: one for each core

@@ -7,7 +7,7 @@ source in a new permutation every epoch (data/order.py); held-out samples come i
 Shape letters: B samples, S positions (seq_len).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,9 +20,9 @@ from data.boundaries import Boundaries
 from data.config import DataConfig
 from data.errors import DataError, problem, refuse
 from data.manifest import size_problems
-from data.order import Mixture, permutation_key, permute, weight_fraction
+from data.order import Mixture, hopped_ranges, permutation_key, permute, weight_fraction
 from data.packing import pack
-from data.prepared import Prepared, PreparedSource, locate
+from data.prepared import Prepared, PreparedSource, locate, source_names
 from data.sources import expand_path, is_raw
 from data.tokenfile import TokenFile, bin_path
 from data.tokenizer import PREPARE
@@ -44,6 +44,7 @@ class Source:
     weight: float
     files: tuple[TokenFile, ...]
     trusted: bool  # prepared here: the manifest vouches for the largest id, so batches need no check
+    name: str = ""  # in metrics
 
 
 class Dataset:
@@ -54,6 +55,7 @@ class Dataset:
         sources = tuple(sources)
         self._files = [file for source in sources for file in source.files]
         self._checks_ids = not all(source.trusted for source in sources)
+        self._names = [source.name for source in sources]
         self._window_dtype = np.result_type(*(file.dtype for file in self._files)) if self._files else np.int64
         self._mixture = Mixture(tuple(weight_fraction(source.weight) for source in sources))
         samples = [-(-max(0, file.n_tokens - 1) // seq_len) for file in self._files]
@@ -68,7 +70,13 @@ class Dataset:
             lambda block: self._place(self._shuffle(np.arange(block * BLOCK, (block + 1) * BLOCK)))
         )
         self._keys: dict[tuple[int, int], np.ndarray] = {}
+        self._source_samples = np.diff(self._source_bounds).tolist()
         self.n_samples = int(self._source_bounds[-1])
+
+    @property
+    def source_samples(self) -> list[int]:
+        """The samples in one epoch of each source, in the order of the config."""
+        return [int(count) for count in np.diff(self._source_bounds)]
 
     def read(self, indices: np.ndarray) -> Batch:
         """The samples of these numbers, in this order.
@@ -99,6 +107,22 @@ class Dataset:
             last = file.document_of(start + max(1, min(length - 1, self.seq_len)) - 1)
             found.append({"file": str(file.prefix), "first": file.document_of(start), "last": last})
         return found
+
+    def progress(self, consumed: int, skipped: Sequence[tuple[int, int]] = ()) -> dict[str, float]:
+        """How far the training order is in each source, for the metrics, after the first ``consumed`` samples of it.
+
+        ``data/NAME/share``: of the samples taken, those left out in the half-open ranges ``skipped`` not counted.
+        ``data/NAME/epoch``: passes over the source so far, with what was left out. A closed form: microseconds.
+        """
+        passed = self._mixture.given(consumed)[: len(self._names)]
+        taken = list(passed)
+        for first, last in hopped_ranges(0, consumed, skipped):
+            before, after = self._mixture.given(first), self._mixture.given(last)
+            taken = [n - (b - a) for n, a, b in zip(taken, before, after, strict=False)]
+        total, row = max(1, sum(taken)), {}
+        for name, n, place, n_samples in zip(self._names, taken, passed, self._source_samples, strict=True):
+            row |= {f"data/{name}/share": n / total, f"data/{name}/epoch": place / n_samples}
+        return row
 
     def _copy_windows(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> np.ndarray:
         """The samples' tokens, [B, S + 1]; zeros past a window's length.
@@ -175,7 +199,8 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
     if prepared is None:
         raise refuse(f"data.token_dir={config.token_dir!r}", "does not hold all of data.sources' tokens yet", PREPARE)
     if split == "train":
-        sources = [_open_source(part, split, vocab_size) for part in prepared.sources]
+        named = zip(prepared.sources, source_names(config), strict=True)
+        sources = [_open_source(part, split, vocab_size, name) for part, name in named]
         _check_not_empty(config, sources)
     elif config.heldout_path is not None:
         sources = [Source(1.0, (TokenFile(expand_path(config.heldout_path)),), trusted=False)]
@@ -220,7 +245,7 @@ def _first_id_problem(file: TokenFile, vocab_size: int, max_tokens: int) -> str 
     return None
 
 
-def _open_source(part: PreparedSource, split: Split, vocab_size: int) -> Source:
+def _open_source(part: PreparedSource, split: Split, vocab_size: int, name: str = "") -> Source:
     """Maps the files of one source, after comparing them with the manifest where there is one."""
     if part.manifest is not None:
         problems = size_problems(part.path, part.manifest)
@@ -229,7 +254,7 @@ def _open_source(part: PreparedSource, split: Split, vocab_size: int) -> Source:
         if problems:
             raise DataError(*problems)
     files = tuple(TokenFile(prefix) for prefix in part.prefixes(split))
-    return Source(part.source.weight, files, trusted=part.manifest is not None)
+    return Source(part.source.weight, files, trusted=part.manifest is not None, name=name)
 
 
 def _open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> list[Source]:

@@ -1,30 +1,30 @@
 """The documents in a slice of the input, as strings."""
 
-import gzip
-import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zstandard
 
+from data.columns import no_text_key, read_arrow, read_parquet
 from data.config import SourceConfig
-from data.errors import DataError, refuse
+from data.errors import reason_of, refuse
 from data.hub import hub_records
+from data.lines import MEND, line_number, read_lines
 from data.shards import Shard, Slice
 from data.sources import InputFile
 
-MEND = "mend it, or leave it out with exclude"
-LOOKED_AT = 4096  # bytes of a file, to tell whether it is text
+LISTED = 8  # patterns, at most, in a remedy
+LOOKED_AT = 1 << 16  # bytes of a file, to tell whether it is text
 
 
 def read_documents(source: SourceConfig, shard: Shard, key: str) -> Iterator[tuple[str, float]]:
     """Each document of the shard, with the bytes of input it stands for (they add up to the shard's ``n_bytes``).
 
-    Empty documents are left out. ``key`` names the source in errors. Raises DataError where the input cannot be read
-    or lacks ``text_key``.
+    Empty documents are left out. ``key`` names the source in errors. Raises DataError where the input cannot be read,
+    is not UTF-8 or lacks ``text_key``.
     """
     for piece in shard:
         reported = 0.0
@@ -38,27 +38,45 @@ def read_documents(source: SourceConfig, shard: Shard, key: str) -> Iterator[tup
 
 
 def check_text(files: Sequence[InputFile], key: str) -> None:
-    """Raises DataError where files that are read as text begin like something else: a picture, an archive, UTF-16.
+    """Raises DataError where files that are read as text begin like something else: a picture, UTF-16, Latin-1.
 
     No text in UTF-8 needs a NUL byte, and nearly everything else has one soon.
     """
-    other = {file.path: None for file in files if file.kind == "text" and not _begins_like_text(file.path)}
-    if other:
-        first = next(iter(other))
-        more = f" (one of {len(other)} such files of {key})" if len(other) > 1 else ""
-        ending = os.path.splitext(first)[1]
-        all_alike = ending and all(file.path in other for file in files if file.path.endswith(ending))
-        pattern = f"**/*{ending}" if all_alike else f"**/{os.path.basename(first)}"
-        remedy = f"convert it to UTF-8, jsonl (also .gz, .zst) or parquet, or leave it out with exclude: ['{pattern}']"
-        raise refuse(f"{first}{more}", "is not text: it holds NUL bytes", remedy)
+    texts = [file.path for file in files if file.kind == "text"]
+    wrong = {path: rule for path in texts if (rule := _why_not_text(path)) is not None}
+    if wrong:
+        first = next(iter(wrong))
+        more = f" (one of {len(wrong)} such files of {key})" if len(wrong) > 1 else ""
+        is_of_text = {os.path.splitext(path)[1] for path in set(texts).difference(wrong)} | {""}
+        endings = {path: os.path.splitext(path)[1] for path in wrong}
+        patterns = {f"*{end}" if end not in is_of_text else os.path.basename(path) for path, end in endings.items()}
+        listed = ", ".join(f"'**/{pattern}'" for pattern in sorted(patterns)[:LISTED])
+        leave_out = f"leave {'it' if len(wrong) == 1 else 'them'} out with exclude: [{listed}]"
+        remedy = f"convert it to UTF-8, jsonl (also .gz, .zst) or parquet, or {leave_out}"
+        raise refuse(f"{first}{more}", wrong[first], remedy)
 
 
-def _begins_like_text(path: str) -> bool:
+def _why_not_text(path: str) -> str | None:
+    """The rule that a file's beginning breaks as text; None where it breaks none."""
     try:
         with open(path, "rb") as file:
-            return b"\0" not in file.read(LOOKED_AT)
+            data = file.read(LOOKED_AT)
     except OSError as error:
-        raise refuse(path, f"cannot be read ({error})", MEND) from error
+        raise refuse(path, f"cannot be read ({error.strerror})", MEND) from error
+    if b"\0" in data:
+        return "is not text: it holds NUL bytes"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if error.end < LOOKED_AT:  # else a character of several bytes that goes on
+            return _not_utf8(error, 0)
+    return None
+
+
+def _not_utf8(error: UnicodeDecodeError, start: int) -> str:
+    """The rule that is broken by text that begins at byte ``start``."""
+    byte = error.object[error.start]
+    return f"is not UTF-8: byte {start + error.start} is 0x{byte:02x} (Latin-1 or the like)"
 
 
 def _read_slice(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
@@ -67,98 +85,61 @@ def _read_slice(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[
         match piece.kind:
             case "text":
                 yield _read_text(piece), piece.n_bytes
-            case "jsonl":
-                yield from _parse_lines(_lines_within(piece), source, piece, key)
-            case "jsonl.gz" | "jsonl.zst":
-                with _decompress(piece) as stream:
-                    yield from _parse_lines(_count_lines(stream), source, piece, key)
+            case "jsonl" | "jsonl.gz" | "jsonl.zst":
+                yield from _read_records(source, piece, key)
             case "parquet":
-                yield from _read_parquet(source, piece, key)
+                yield from ((text, part * piece.n_bytes) for text, part in read_parquet(source, piece, key))
+            case "arrow":
+                yield from ((text, part * piece.n_bytes) for text, part in read_arrow(source, piece, key))
             case "hub":
                 for record in hub_records(source, piece.start, key):
-                    yield _text_of(record, source, f"{piece.path}", key), 0
+                    yield _text_of(record, source, piece.path, key), 0
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise refuse(piece.path, f"cannot be read ({error})", MEND) from error
+        raise refuse(piece.path, f"cannot be read ({reason_of(error)})", MEND) from error
 
 
 def _read_text(piece: Slice) -> str:
-    """The file, or those of its lines that begin in the slice; bytes that are not UTF-8 become U+FFFD."""
+    """The file, or those of its lines that begin in the slice."""
     if piece.whole:
         with open(piece.path, "rb") as file:
-            return file.read().decode("utf-8", errors="replace")
-    return b"".join(line for line, _ in _lines_within(piece)).decode("utf-8", errors="replace")
+            data, start = file.read(), 0
+    else:
+        lines = list(read_lines(piece))
+        data, start = b"".join(line for line, _ in lines), lines[0][1] if lines else 0
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise refuse(piece.path, _not_utf8(error, start), f"convert it to UTF-8; {MEND}") from error
 
 
-def _lines_within(piece: Slice) -> Iterator[tuple[bytes, int]]:
-    """The lines that begin in [start, stop), each with the bytes of the slice read so far."""
-    with open(piece.path, "rb") as file:
-        if piece.start:
-            file.seek(piece.start - 1)
-            file.readline()  # the rest of a line that began earlier; just the newline where a line begins at start
-        position = file.tell()
-        while position < piece.stop and (line := file.readline()):
-            position += len(line)
-            yield line, position - piece.start
-
-
-def _count_lines(stream: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-    position = 0
-    for line in stream:
-        position += len(line)
-        yield line, position
-
-
-def _decompress(piece: Slice) -> io.BufferedIOBase:
-    if piece.kind == "jsonl.gz":
-        return gzip.open(piece.path, "rb")
-    return io.BufferedReader(zstandard.open(piece.path, "rb", dctx=zstandard.ZstdDecompressor()))
-
-
-def _parse_lines(
-    lines: Iterator[tuple[bytes, int]], source: SourceConfig, piece: Slice, key: str
-) -> Iterator[tuple[str, float]]:
-    for line, done in lines:
+def _read_records(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
+    for line, start in read_lines(piece):
         if line.isspace():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            where = f"{piece.path}: the line that ends {done} bytes after byte {piece.start} of its text"
-            raise refuse(where, f"is not JSON ({error})", MEND) from error
-        yield _text_of(record, source, piece.path, key), done
+            record = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            where = f"{piece.path}: line {line_number(piece, start)} (from byte {start} on)"
+            raise refuse(where, _why_not_json(error, start), MEND) from error
+        yield _text_of(record, source, piece.path, key), start - piece.start + len(line)
 
 
-def _read_parquet(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(piece.path) as file:
-            if source.text_key not in file.schema_arrow.names:
-                raise _no_text_key(file.schema_arrow.names, source, piece.path, key)
-            n_rows, row = file.metadata.row_group(piece.start).num_rows, 0
-            for batch in file.iter_batches(1024, row_groups=[piece.start], columns=[source.text_key]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _text_of({source.text_key: text}, source, piece.path, key), piece.n_bytes * row / n_rows
-    except pyarrow.ArrowInvalid as error:
-        raise refuse(piece.path, f"cannot be read as parquet ({error})", MEND) from error
+def _why_not_json(error: Exception, start: int) -> str:
+    match error:
+        case UnicodeDecodeError():
+            return _not_utf8(error, start)
+        case RecursionError():
+            return "is nested too deeply"
+        case _:
+            return f"is not JSON ({reason_of(error).partition(';')[0]})"
 
 
 def _text_of(record: Any, source: SourceConfig, path: str, key: str) -> str:
     """The record's document; "" where it is null."""
     if not isinstance(record, dict) or source.text_key not in record:
-        raise _no_text_key(list(record) if isinstance(record, dict) else [], source, path, key)
+        raise no_text_key(list(record) if isinstance(record, dict) else [], source, path, key)
     text = record[source.text_key]
     if not isinstance(text, str | None):
         found = f"{key}.text_key={source.text_key!r}"
         raise refuse(found, f"must hold text but holds {type(text).__name__} in {path}", "name another field")
     return text or ""
-
-
-def _no_text_key(names: list[str], source: SourceConfig, path: str, key: str) -> DataError:
-    there = ", ".join(map(str, names)) or "no named fields"
-    found = f"{key}.text_key={source.text_key!r}"
-    return refuse(
-        found, f"is not in a record of {path}, which holds {there}", "set text_key to the field with the text"
-    )

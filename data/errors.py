@@ -16,6 +16,12 @@ class DataError(Exception):
         return DataError, tuple(self.problems)
 
 
+def reason_of(error: Exception) -> str:
+    """A library's error in one line of at most 200 characters, to stand in ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def problem(found: str, rule: str, remedy: str) -> str:
     """One line: ``found rule; remedy``. Newlines inside (a file name may hold one) are escaped."""
     return f"{found} {rule}; {remedy}".replace("\n", "\\n")

@@ -1,15 +1,42 @@
-"""Hugging Face datasets, streamed through ``datasets``: by hub name, or a local folder that ``datasets`` can load."""
+"""The Hugging Face hub: whether it can be reached, and datasets streamed from it, or from a local folder."""
 
-import textwrap
+import os
+import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from data.config import SourceConfig
-from data.errors import refuse
+from data.errors import DataError, reason_of, refuse
+from data.files import find_below, keep_files
 from data.sources import HUGGING_FACE
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+REACH_SECONDS = 5.0  # until the hub counts as out of reach
+
+
+def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """Why the hub does not tell of this model or dataset, in a few words; None where it does. Takes seconds at most.
+
+    To be asked first, since the hub's libraries try again and again, for most of a minute, and print each try.
+    """
+    answer = ["no answer within a few seconds"]
+    asking = threading.Thread(target=_ask, args=(name, kind, answer), daemon=True)  # name servers heed no timeout
+    asking.start()
+    asking.join(REACH_SECONDS + 1)
+    return answer[-1] or None
+
+
+def _ask(name: str, kind: str, answer: list[str]) -> None:
+    """Appends what went wrong to ``answer``, "" where nothing did."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=REACH_SECONDS)
+        answer.append("")
+    except Exception as error:  # of several HTTP libraries, as versions have it
+        answer.append(reason_of(error))
 
 
 def count_hub_shards(source: SourceConfig, key: str) -> int:
@@ -18,21 +45,52 @@ def count_hub_shards(source: SourceConfig, key: str) -> int:
 
 
 def hub_records(source: SourceConfig, shard: int, key: str) -> Iterator[dict[str, Any]]:
-    """The records of one of the dataset's shards, in order."""
+    """The records of one of the dataset's shards, in order. Raises DataError where ``datasets`` cannot read on."""
     dataset = open_hub(source, key)
-    yield from dataset.shard(num_shards=dataset.num_shards, index=shard)
+    try:
+        yield from dataset.shard(num_shards=dataset.num_shards, index=shard)
+    except DataError:
+        raise
+    except Exception as error:  # broken files make the library raise anything
+        found = f"{key}.path={source.path!r} (split={source.split!r}, its file {shard + 1} of {dataset.num_shards})"
+        rule = f"cannot be read by datasets ({reason_of(error)})"
+        raise refuse(found, rule, "mend that file, or give another path") from error
 
 
 def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
-    """The dataset's split as a stream. Raises DataError where ``datasets`` cannot open it."""
+    """The dataset's split as a stream. Raises DataError where ``datasets`` cannot open it.
+
+    No code of a dataset's is run: ``datasets`` refuses loading scripts since version 4.
+    """
+    name = source.path.removeprefix(HUGGING_FACE)
+    is_local = name.startswith("/") or os.path.isdir(name)
+    if is_local and os.path.isdir(name):
+        keep_files(find_below(name), key)  # a pipe among them would be waited for
+    unreachable = None if is_local else why_unreachable(name, "dataset")
+    if unreachable is not None:
+        rule = f"cannot be had from the Hugging Face hub ({unreachable})"
+        raise refuse(f"{key}.path={source.path!r}", rule, "check the name and the network")
     import datasets
 
     datasets.disable_progress_bars()
-    name = source.path.removeprefix(HUGGING_FACE)
+    datasets.logging.set_verbosity_error()
     try:
-        return datasets.load_dataset(name, source.subset, split=source.split, streaming=True)
-    except (OSError, ValueError) as error:  # missing or unreachable; no such subset or split
+        builder = datasets.load_dataset_builder(name, source.subset)
+        foreign = _foreign_file(builder, name) if is_local else None
+        dataset = builder.as_streaming_dataset(split=source.split)
+    except Exception as error:  # missing; no such subset or split; a loading script; anything that a broken file does
         found = f"{key}.path={source.path!r} (subset={source.subset!r}, split={source.split!r})"
-        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         remedy = "check the name, subset and split, or the network"
-        raise refuse(found, f"cannot be opened by datasets ({reason})", remedy) from error
+        raise refuse(found, f"cannot be opened by datasets ({reason_of(error)})", remedy) from error
+    if foreign is not None:
+        rule = f"names {foreign}, which lies outside it, as data (in its README.md)"
+        raise refuse(f"{key}.path={source.path!r}", rule, "take that out, or copy the file into it")
+    assert not isinstance(dataset, dict)
+    return dataset
+
+
+def _foreign_file(builder: Any, folder: str) -> str | None:
+    """A file or URL outside the folder that a local dataset names as its data; None where there is none."""
+    inside = os.path.realpath(folder) + os.sep
+    files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
+    return next((path for path in files if not os.path.realpath(path).startswith(inside)), None)

@@ -79,6 +79,7 @@ class Mixture:
         inner = range(1, 1 << self._depth)
         shares = [Fraction()] + [totals[2 * i] / totals[i] if totals[i] else Fraction(1) for i in inner]
         # A share that takes 2**31 parts or more to write is computed in Python's integers: slower, and as exact.
+        self._shares = shares
         dtype = np.int64 if all(share.denominator < 2**31 for share in shares) else object
         self._numerators = np.array([share.numerator for share in shares], dtype)
         self._denominators = np.array([share.denominator for share in shares], dtype)
@@ -96,6 +97,15 @@ class Mixture:
             nth_N = np.where(goes_left_N, before_N, nth_N - before_N)
             node_N = 2 * node_N + ~goes_left_N
         return node_N - (1 << self._depth), nth_N
+
+    def given(self, n: int) -> list[int]:
+        """How many of the first ``n`` samples each source gives."""
+        counts = [0, n] + [0] * ((2 << self._depth) - 2)
+        for node in range(1, 1 << self._depth):
+            share = self._shares[node]
+            counts[2 * node] = counts[node] * share.numerator // share.denominator
+            counts[2 * node + 1] = counts[node] - counts[2 * node]
+        return counts[1 << self._depth :]
 
 
 def weight_fraction(weight: float) -> Fraction:
@@ -117,3 +127,15 @@ def take(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> np.n
             index_N[index_N >= start] += stop - start
             reached = stop
     return index_N
+
+
+def hopped_ranges(start: int, stop: int, skipped: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The numbers within [start, stop) that ``skipped`` holds, as ascending half-open ranges that do not touch."""
+    ranges: list[list[int]] = []
+    for first, last in sorted(skipped):
+        first, last = max(first, start), min(last, stop)
+        if ranges and first <= ranges[-1][1]:
+            ranges[-1][1] = max(ranges[-1][1], last)
+        elif first < last:
+            ranges.append([first, last])
+    return ranges

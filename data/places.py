@@ -6,14 +6,14 @@ from pathlib import Path
 LONGEST_NAME = 255  # bytes, of a file or folder, on every usual file system
 
 
-def why_no_path(path: str, *, of_ours: bool = False) -> str | None:
+def why_no_path(path: str, *, created: bool = False) -> str | None:
     """The rule that ``path`` breaks as a path, whatever is there; None where it breaks none.
 
-    ``of_ours``: what lies there is made, so a name that is surely a mistake is not.
+    ``created``: Roundtable makes this folder, and a forgotten variable would become its name.
     """
     if "\0" in path:
         return "must not hold a NUL byte"
-    if of_ours and "$" in path:
+    if created and "$" in path:
         return "must be written out, since variables are not expanded in a config"
     longest = max(len(name.encode(errors="replace")) for name in path.split("/"))
     return f"must have names of at most {LONGEST_NAME} bytes, and one has {longest}" if longest > LONGEST_NAME else None
@@ -32,9 +32,10 @@ def nearest_existing(path: str | Path) -> str:
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """What keeps ``path`` from being a folder with new files in it; None where nothing does. Changes nothing."""
+    """The rule that ``path`` breaks as a folder for new files; None where it breaks none. Changes nothing."""
+    rule = "must be a folder that can be written to, but"
     try:
         nearest = nearest_existing(path)
     except OSError as error:
-        return f"{path} cannot be looked at ({error.strerror})"
-    return None if os.path.isdir(nearest) and os.access(nearest, os.W_OK) else f"{nearest} is not"
+        return f"{rule} {path} cannot be looked at ({error.strerror})"
+    return None if os.path.isdir(nearest) and os.access(nearest, os.W_OK) else f"{rule} {nearest} is not"

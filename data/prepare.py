@@ -28,7 +28,7 @@ from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_fo
 from data.rules import check_data
 from data.shards import Shard, plan_shards
 from data.shardwriter import ShardRecord, ShardTask, no_room, read_record
-from data.sources import InputFile, input_files, is_hugging_face, is_raw
+from data.sources import InputFile, input_files, is_raw, reads_files
 from data.tokenfile import token_dtype
 from data.tokenizer import tokenizer_folder
 from data.tokenizer_setup import set_up_tokenizer
@@ -122,7 +122,7 @@ def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
 
 
 def _plan_source(config: DataConfig, source: SourceConfig, key: str) -> Plan:
-    files = [] if is_hugging_face(source) else input_files(source, key)
+    files = input_files(source, key) if reads_files(source) else []
     check_text(files, key)
     shards = plan_shards(source, files, config.shard_bytes, key)
     if not any(text for shard in shards for text, _ in read_documents(source, shard, key)):

@@ -19,7 +19,7 @@ import xxhash
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
 from data.manifest import FORMAT, INPUTS, Manifest, hash_problems, read_manifest
-from data.sources import HUGGING_FACE, InputFile, expand_path, input_files, is_hugging_face, is_raw
+from data.sources import HUGGING_FACE, InputFile, expand_path, input_files, is_hugging_face, is_raw, reads_files
 from data.tokenizer import read_info, tokenizer_folder
 
 
@@ -71,6 +71,14 @@ def readable_stem(path: str) -> str:
     return "-".join(filter(None, "".join(letters).split("-")))[:40] or "text"
 
 
+def source_names(config: DataConfig) -> list[str]:
+    """What each source is called in metrics: its stem, after its place in data.sources where two have the same."""
+    stems = [readable_stem(source.path) for source in config.sources]
+    if len(set(stems)) == len(stems):
+        return stems
+    return [f"{number}-{stem}" for number, stem in enumerate(stems)]
+
+
 def locate(config: DataConfig, vocab_size: int) -> Prepared | None:
     """The prepared data, or None where something is still missing. Reads manifests, not the corpus.
 
@@ -108,7 +116,7 @@ def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
 def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
     """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with."""
     recorded = read_inputs(folder)
-    if recorded is None or is_hugging_face(source):
+    if recorded is None or not reads_files(source):
         return
     try:
         present = input_files(source, key)

@@ -6,7 +6,7 @@ from data.config import DataConfig, SourceConfig
 from data.errors import DataError, problem
 from data.places import why_no_path, why_not_writable
 from data.prepared import locate
-from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw
+from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw, reads_files
 from data.tokenfile import is_token_file
 from data.tokenizer import BYTES_AND_END
 
@@ -50,7 +50,7 @@ def _check_names(config: DataConfig) -> list[str]:
     paths = {f"data.{name}": getattr(config, name) for name in ("token_dir", "tokenizer", "heldout_path")}
     paths |= {f"data.sources[{number}].path": source.path for number, source in enumerate(config.sources)}
     broken = {
-        key: why_no_path(path, of_ours=key == "data.token_dir") for key, path in paths.items() if path is not None
+        key: why_no_path(path, created=key == "data.token_dir") for key, path in paths.items() if path is not None
     }
     return [problem(f"{key}={paths[key]!r}", rule, "choose another") for key, rule in broken.items() if rule]
 
@@ -75,18 +75,15 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
 def _check_paths(config: DataConfig) -> list[str]:
     found = []
     for number, source in enumerate(config.sources):
-        if is_raw(source) and not is_hugging_face(source):
+        if reads_files(source):
             try:
                 input_files(source, f"data.sources[{number}]")
             except DataError as error:
                 found += error.problems
-    return found + _check_token_dir(config)
-
-
-def _check_token_dir(config: DataConfig) -> list[str]:
-    reason = why_not_writable(config.token_dir)
-    rule = f"must be a folder that can be written to, but {reason}"
-    return [problem(f"data.token_dir={config.token_dir!r}", rule, "name another folder")] if reason else []
+    rule = why_not_writable(config.token_dir)
+    if rule is not None:
+        found.append(problem(f"data.token_dir={config.token_dir!r}", rule, "name another folder"))
+    return found
 
 
 def _is_prepared(config: DataConfig, vocab_size: int) -> bool:

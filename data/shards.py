@@ -1,7 +1,7 @@
 """How a corpus is cut into shards: fixed slices of the input, so the workers' number changes no byte of the output.
 
 A shard is a list of slices. A slice is a range of bytes of a text or jsonl file (it owns the lines that begin in it),
-a range of row groups of a parquet file, a whole compressed file, or one of a Hugging Face dataset's own shards.
+a row group of a parquet file, a whole compressed or Arrow file, or one of a Hugging Face dataset's own shards.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data.config import SourceConfig
-from data.errors import refuse
+from data.errors import reason_of, refuse
 from data.hub import count_hub_shards
-from data.sources import InputFile, Kind, is_hugging_face
+from data.sources import InputFile, Kind, reads_files
 
+MOST_BYTES = 1 << 40  # that a row group may claim to hold
 COMPRESSION = 4  # text in a compressed file, as a multiple of its size: for progress and the estimate of disk only
 
 
@@ -26,6 +27,7 @@ class Slice:
     stop: int
     n_bytes: int  # of text, as near as its size is known without reading it
     whole: bool = True  # the only slice of its file
+    file_bytes: int = 0  # of the whole file on disk
 
 
 Shard = tuple[Slice, ...]
@@ -36,7 +38,7 @@ def plan_shards(source: SourceConfig, files: list[InputFile], shard_bytes: int, 
 
     Reads parquet footers and a Hugging Face dataset's file list, else nothing. ``key`` names the source in errors.
     """
-    if is_hugging_face(source):
+    if not reads_files(source):
         return [(Slice(source.path, "hub", i, i + 1, 0),) for i in range(count_hub_shards(source, key))]
     shards: list[Shard] = []
     current: list[Slice] = []
@@ -62,7 +64,9 @@ def _cut_file(file: InputFile, room: int, shard_bytes: int) -> Iterator[Slice]:
             yield Slice(file.path, file.kind, 0, file.n_bytes, file.n_bytes * COMPRESSION)
         case "parquet":
             for group, n_bytes in enumerate(_row_group_bytes(file.path)):
-                yield Slice(file.path, file.kind, group, group + 1, n_bytes, whole=False)
+                yield Slice(file.path, file.kind, group, group + 1, n_bytes, whole=False, file_bytes=file.n_bytes)
+        case "arrow":
+            yield Slice(file.path, file.kind, 0, file.n_bytes, file.n_bytes, file_bytes=file.n_bytes)
 
 
 def _cut_bytes(file: InputFile, first: int, rest: int) -> Iterator[Slice]:
@@ -76,8 +80,12 @@ def _row_group_bytes(path: str) -> list[int]:
     import pyarrow
     import pyarrow.parquet
 
+    remedy = "leave it out with exclude, or mend it"
     try:
         metadata = pyarrow.parquet.read_metadata(path)
-    except pyarrow.ArrowInvalid as error:
-        raise refuse(path, f"is not a parquet file ({error})", "leave it out with exclude, or mend it") from error
-    return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError) as error:
+        raise refuse(path, f"is not a parquet file ({reason_of(error)})", remedy) from error
+    if any(not 0 <= n_bytes < MOST_BYTES for n_bytes in sizes):
+        raise refuse(path, f"claims to hold {max(sizes, key=abs)} bytes in one row group", remedy)
+    return sizes

@@ -14,11 +14,19 @@ from typing import Literal
 
 from data.config import SourceConfig
 from data.errors import refuse
+from data.files import RECURSIVE, find_below, find_matching, keep_files
+from data.saved import is_saved, saved_paths
 from data.tokenfile import is_token_file
 
 HUGGING_FACE = "hf://"
-Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
-KINDS: tuple[Kind, ...] = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")  # by the end of the name; all else is text
+Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
+KINDS: tuple[Kind, ...] = (
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "parquet",
+    "arrow",
+)  # by the end of the name; all else is text
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,18 @@ def is_hugging_face(source: SourceConfig) -> bool:
     return source.path.startswith(HUGGING_FACE)
 
 
+def reads_files(source: SourceConfig) -> bool:
+    """Whether the source's files are listed and read here: all raw ones but the datasets that ``datasets`` streams.
+
+    A dataset that save_to_disk wrote is one of them: a list of Arrow files.
+    """
+    return is_raw(source) and (not is_hugging_face(source) or is_saved(_dataset_folder(source)))
+
+
+def _dataset_folder(source: SourceConfig) -> Path:
+    return Path(os.path.expanduser(source.path.removeprefix(HUGGING_FACE)))
+
+
 def is_raw(source: SourceConfig) -> bool:
     """Whether the source is text that has to be prepared, and not the prefix of token files."""
     return is_hugging_face(source) or not is_token_file(expand_path(source.path))
@@ -53,20 +73,27 @@ def is_raw(source: SourceConfig) -> bool:
 def input_files(source: SourceConfig, key: str) -> list[InputFile]:
     """The source's files, sorted by path: this order fixes the documents' order. ``key`` names the source in errors.
 
-    A folder stands for every file below it; hidden files and folders are left out, of globs too. Raises DataError
-    where nothing matches.
+    For sources of which ``reads_files`` holds; a saved dataset's files come in its own order. A folder stands for every
+    file below it; hidden files and folders are left out, of globs too. A file with several names counts once. Raises
+    DataError where nothing matches, and for what cannot be read as a file.
     """
+    if is_hugging_face(source):
+        paths = saved_paths(_dataset_folder(source), source.split, f"{key}.path={source.path!r}")
+        sizes = dict(keep_files(paths, key, folders_are_wrong=True))
+        return [InputFile(path, sizes[path]) for path in dict.fromkeys(paths) if path in sizes]
     path = expand_path(source.path)
-    if os.path.isfile(path):
-        found = [path]
-    elif os.path.isdir(path):
-        found = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
-    else:
-        found = glob.glob(path, recursive=True)
-    kept = sorted({p for p in found if os.path.isfile(p) and not _excluded(p, source.exclude)})
+    found = _all_named(path)
+    names_files = not os.path.isdir(path) and path.rpartition("/")[2] not in ("*", RECURSIVE)
+    kept = keep_files((p for p in found if not _excluded(p, source.exclude)), key, folders_are_wrong=names_files)
     if not kept:
         raise refuse(f"{key}.path={source.path!r}", _why_nothing(path, found), "check the path, or give another one")
-    return [InputFile(path, os.stat(path).st_size) for path in kept]
+    return [InputFile(path, n_bytes) for path, n_bytes in kept]
+
+
+def _all_named(path: str) -> list[str]:
+    if os.path.isdir(path):
+        return find_below(path)
+    return [path] if os.path.lexists(path) else find_matching(path)
 
 
 def _excluded(path: str, patterns: tuple[str, ...]) -> bool:

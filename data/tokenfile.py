@@ -86,20 +86,35 @@ class TokenFile:
     def document_starts(self, start: int, stop: int) -> list[int]:
         """The tokens in (start, stop) that begin a document, ascending, counted from ``start``; stop <= n_tokens.
 
-        Empty documents begin nothing. Raises DataError where the .idx contradicts itself.
+        Empty documents begin nothing. Raises DataError where the lengths and offsets of the sequences that hold these
+        tokens contradict each other: no more of the .idx is looked at.
         """
         itemsize = self.dtype.itemsize
         first = bisect_right(self._pointers, start * itemsize, *self._bracket(start * itemsize))
         last = bisect_left(self._pointers, stop * itemsize, first, self._bracket(stop * itemsize)[1])
+        pointers = self._checked_pointers(first, last, start * itemsize, stop * itemsize)
         if first == last:
             return []
-        pointers = self._pointers[first:last].tolist()
         if self._indices[first:last].tolist() != list(range(first, last)):  # not one sequence to a document
             pointers = [p for s, p in enumerate(pointers, first) if self._begins_document(s)]
-        offsets = [p // itemsize - start for p in pointers]
-        if offsets and (offsets != sorted(offsets) or offsets[0] <= 0 or offsets[-1] >= stop - start):
-            raise self._not_ascending(first)
-        return list(dict.fromkeys(offsets))
+        return list(dict.fromkeys(p // itemsize - start for p in pointers))
+
+    def _checked_pointers(self, first: int, last: int, start: int, stop: int) -> list[int]:
+        """The offsets of the sequences [first, last), which begin inside the bytes (start, stop).
+
+        Each must begin where the one before it ends, from the one that holds ``start`` to the one that holds the last
+        byte; so all lie where they were searched for.
+        """
+        before = max(0, first - 1)
+        pointers = self._pointers[before : last + 1].tolist()
+        if last == self.n_sequences:
+            pointers.append(self.n_tokens * self.dtype.itemsize)
+        ends = [
+            p + n * self.dtype.itemsize for p, n in zip(pointers, self._lengths[before:last].tolist(), strict=False)
+        ]
+        if ends != pointers[1:] or pointers != sorted(pointers) or not pointers[0] <= start <= stop <= pointers[-1]:
+            raise self._contradiction(before)
+        return pointers[first - before : last - before]
 
     def document_of(self, token: int) -> int:
         """The number, from 0, of the document that a token (counted from the file's start) lies in."""
@@ -136,19 +151,21 @@ class TokenFile:
 
         Raises DataError where the .idx contradicts itself.
         """
-        indices = np.array(self._indices)[:-1]
-        if len(indices) and (indices.max() > self.n_sequences or indices.min() < 0):
-            raise refuse(str(idx_path(self.prefix)), "must number its documents' sequences within the file", REWRITE)
-        starts = np.append(np.array(self._pointers), self.n_tokens * self.dtype.itemsize)[indices]
-        backwards = np.flatnonzero(np.diff(starts, append=self.n_tokens * self.dtype.itemsize) < 0)
-        if len(backwards):
-            raise self._not_ascending(int(indices[backwards[0]]))
-        starts = np.unique(starts // self.dtype.itemsize)
+        n_bytes = self.n_tokens * self.dtype.itemsize
+        pointers, lengths = np.append(np.array(self._pointers), n_bytes), np.array(self._lengths, np.int64)
+        wrong = np.flatnonzero((lengths < 0) | (np.diff(pointers) != lengths * self.dtype.itemsize))
+        if len(wrong):
+            raise self._contradiction(int(wrong[0]))
+        indices = np.array(self._indices)
+        if (np.diff(indices) < 0).any():  # the first is 0 and the last n_sequences
+            rule = "must number its documents' sequences within the file, ascending"
+            raise refuse(str(idx_path(self.prefix)), rule, REWRITE)
+        starts = np.unique(pointers[indices[:-1]] // self.dtype.itemsize)
         return starts[starts < self.n_tokens]
 
-    def _not_ascending(self, sequence: int) -> DataError:
-        found = f"{idx_path(self.prefix)}: the offsets near sequence {sequence}"
-        return refuse(found, "must ascend with the sequences", REWRITE)
+    def _contradiction(self, sequence: int) -> DataError:
+        found = f"{idx_path(self.prefix)}: the lengths and offsets near sequence {sequence}"
+        return refuse(found, "must say that each begins where the one before it ends", REWRITE)
 
     def _begins_document(self, sequence: int) -> bool:
         at = bisect_left(self._indices, sequence)

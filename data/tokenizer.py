@@ -7,7 +7,6 @@ the folder or the hub afterwards. ``transformers`` is imported only when a token
 import json
 import os
 import shutil
-import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from data.config import DataConfig
-from data.errors import refuse
+from data.errors import reason_of, refuse
 from data.manifest import hash_file, partial_suffix, sync_folder
 from data.sources import expand_path, is_raw
+from data.tokenizer_files import TOKENIZER_FILES, check_files, fetch_tokenizer, load_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,8 +30,6 @@ INFO = "roundtable.json"  # beside transformers' own files
 PREPARE = "run `roundtable prepare` with this config"
 SAMPLE_BYTES = 16_000_000  # text that a tokenizer is trained on, at most
 TRAINING = 1  # raised when training on the same sources would give another tokenizer
-# What a tokenizer's folder may hold that fixes its tokens; model weights beside them do not.
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", name: str, vocab_size:
 
 def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
     """The largest id, plus one."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -136,11 +134,41 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
 
 def read_info(folder: Path) -> TokenizerInfo:
     """What ``save_tokenizer`` recorded. Raises DataError where it is damaged."""
-    path = folder / INFO
     try:
-        return TokenizerInfo(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise refuse(str(path), f"cannot be read ({error})", f"remove {folder} and prepare again") from error
+        return _read_info(folder)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = f"cannot be read ({reason_of(error)})"
+        raise refuse(f"{folder / INFO}", reason, f"remove {folder} and prepare again") from error
+
+
+def _read_info(folder: Path) -> TokenizerInfo:
+    info = TokenizerInfo(**json.loads((folder / INFO).read_bytes()))
+    if not (type(info.eos_id) is type(info.n_ids) is int and 0 <= info.eos_id < info.n_ids):
+        raise ValueError(f"eos_id={info.eos_id!r:.50} must be a token's id, below n_ids={info.n_ids!r:.50}")
+    return info
+
+
+def check_kept(folder: Path, found: str, vocab_size: int, remedy: str) -> None:
+    """Raises DataError where the files that ``save_tokenizer`` wrote have become such that text cannot be tokenized.
+
+    ``found`` is what the user named. They may be anyone's: a copy in a checkpoint.
+    """
+    vocab = read_vocab(folder, found, remedy)
+    try:
+        n_ids = max([_read_info(folder).n_ids, *(each + 1 for each in vocab.values())])
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise refuse(f"{found}: {folder / INFO}", f"cannot be read ({reason_of(error)})", remedy) from error
+    if n_ids > vocab_size:
+        raise refuse(found, f"has {n_ids} ids, but model.vocab_size={vocab_size} is smaller", remedy)
+
+
+def read_vocab(folder: Path, found: str, remedy: str) -> dict[str, int]:
+    """Each token's id. Raises DataError where the folder, which may be anyone's, holds no usable tokenizer.json."""
+    check_files(folder, found)
+    try:
+        return load_fast(folder).get_vocab()
+    except Exception as error:  # the library raises no other
+        raise refuse(f"{found}: {folder / 'tokenizer.json'}", f"cannot be read ({reason_of(error)})", remedy) from error
 
 
 def load_fast(folder: Path) -> "Tokenizer":
@@ -156,14 +184,8 @@ def load_fast(folder: Path) -> "Tokenizer":
 
 def load_origin(name: str) -> "PreTrainedTokenizerFast":
     """The tokenizer of this folder or hub name. Raises DataError where ``transformers`` cannot load it."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(expand_path(name))
-    except (OSError, ValueError) as error:
-        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
-        remedy = "name a tokenizer's folder or hub name, or null to train one"
-        raise refuse(f"data.tokenizer={name!r}", f"cannot be loaded by transformers ({reason})", remedy) from error
+    folder = Path(expand_path(name))
+    return load_folder(folder if folder.is_dir() else fetch_tokenizer(name), f"data.tokenizer={name!r}")
 
 
 def _hash_origin(origin: Path) -> str:

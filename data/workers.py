@@ -1,11 +1,13 @@
 """Shards spread over processes.
 
-Processes are spawned, not forked (the parent may hold threads), and end by themselves when the parent is killed.
+Processes are spawned, not forked (the parent may hold threads), and are ended when the parent is killed.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -18,6 +20,7 @@ from data.errors import refuse
 from data.shardwriter import Report, ShardRecord, ShardTask, StoppedError, write_shard
 
 POLL_SECONDS = 0.1
+PR_SET_PDEATHSIG = 1
 _reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
 _stop: Event | None = None
 
@@ -72,14 +75,16 @@ def _begin(reports: "SimpleQueue[tuple[float, int, int]]", stop: Event, n_thread
     os.environ["RAYON_NUM_THREADS"] = str(n_threads)  # the tokenizers library's threads
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if n_threads > 1 else "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if sys.platform == "linux":  # a worker that is stopped, or in native code, is ended too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread ends that has begun it and waits
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # elsewhere, and where it has ended already
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write_one(task: ShardTask) -> ShardRecord | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.run_dir import Claim, claim
+from launcher.run_dir import Claim, check_run_dir, claim
 from parallel.roll_call import RollCall, RollCallError
 from parallel.world import rank_hosts
 
@@ -49,6 +49,7 @@ def agree(config: RunConfig) -> Agreed:
     lock, problems = None, []
     if roll.rank == 0:
         try:
+            check_run_dir(config)
             lock = claim(config)
         except UserError as error:
             problems = error.problems

@@ -1,26 +1,27 @@
 """`roundtable checkpoint verify` and `show`: whether checkpoints are whole, and what they hold. Nothing is changed."""
 
 import json
+import os
 import re
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+from launcher.console import open_console, say, tell, text_column
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS, checkpoints_of
-from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder, open_store
-from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
-from parallel.checkpoint.retention import heldout_loss_of, looks_whole
-from parallel.checkpoint.verify import bytes_of, problems_of, tensor_bytes
+from launcher.run_dir import CHECKPOINTS, checkpoints_of, refusing_unreachable
+from launcher.tables import plain_table, size_text, wide_console
+from parallel.checkpoint.folder import Folder, is_remote, open_folder, open_store
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, is_there, read_manifest
+from parallel.checkpoint.retention import heldout_loss
+from parallel.checkpoint.verify import Findings, bytes_of, examine, tensor_bytes
 from parallel.checkpoint.write import list_checkpoints
 
-WIDE = 1000  # columns
+MOST_NOTES = 5  # lines about files that are not in a manifest
 STEP_NAME = re.compile(r"\.?step-\d+(\.damaged(-\d+)?|(\.[\w-]+)?\.partial)?")
 
 
@@ -36,13 +37,14 @@ class Found:
 
 def find(path: str) -> Found:
     """The checkpoints that a path or URL names; raises UserError where it names neither one nor a run with one."""
-    if not is_remote(path) and not Path(path).is_dir():
+    if not is_remote(path) and not os.path.isdir(path):
         raise UserError([f"DIR={path} is not a folder; give a run directory, or one of its {CHECKPOINTS}/step-N"])
-    folder = open_folder(path if is_remote(path) else Path(path).absolute())
-    if STEP_NAME.fullmatch(folder.name) or folder.size(MANIFEST) is not None:
-        return Found([open_folder(path)], False, [], [])
-    store = open_store(checkpoints_of(path))
-    found = Found(list_checkpoints(store), True, store.set_aside_ones(), store.leftovers())
+    with refusing_unreachable("DIR", path):
+        folder = open_folder(path if is_remote(path) else Path(path).absolute())
+        if STEP_NAME.fullmatch(folder.name) or is_there(folder):
+            return Found([open_folder(path)], False, [], [])
+        store = open_store(checkpoints_of(path))
+        found = Found(list_checkpoints(store), True, store.set_aside_ones(), store.leftovers())
     if not found.directories:
         names = ", ".join(each.name for each in found.set_aside)
         left = f"only damaged ones ({names})" if names else "no checkpoint"
@@ -54,36 +56,59 @@ def verify(path: str, *, as_json: bool) -> int:
     """Re-checks the certificate and every hash; prints each damaged file. Returns 0 where all is whole, else 1."""
     found = find(path)
     results = dict(zip(found.directories, _check_all(found.directories), strict=True))
+    is_whole = not any(findings.problems for findings in results.values())
     if as_json:
-        rows = [{"checkpoint": str(each), "whole": not lines, "problems": lines} for each, lines in results.items()]
-        print(json.dumps({"whole": not any(results.values()), "checkpoints": rows}))
+        rows = [
+            {
+                "checkpoint": str(each),
+                "whole": not findings.problems,
+                "problems": findings.problems,
+                "unlisted": findings.unlisted,
+            }
+            for each, findings in results.items()
+        ]
+        say(json.dumps({"whole": is_whole, "checkpoints": rows}))
     else:
-        for directory, lines in results.items():
-            print(f"{directory}: {'DAMAGED' if lines else _summary(directory)}")
-            for line in lines:
-                print(f"  {line}")
+        for directory, findings in results.items():
+            for line in _told(directory, findings):
+                say(line)
         for directory in found.set_aside:
-            print(f"{directory}: set aside as damaged by the run; not checked")
-    return 1 if any(results.values()) else 0
+            say(f"{directory}: set aside as damaged by the run; not checked")
+    return 0 if is_whole else 1
 
 
-def _check_all(directories: list[Folder]) -> list[list[str]]:
-    """The problems of each; a bar over their bytes on a terminal, a line for each checkpoint elsewhere."""
-    console = Console(stderr=True)
+def _told(directory: Folder, findings: Findings) -> Iterator[str]:
+    """What was found, in lines: the verdict, then each problem, then files that nobody reads."""
+    manifest = findings.manifest
+    if findings.problems or manifest is None:
+        yield f"{directory}: DAMAGED"
+    else:
+        size = size_text(bytes_of(manifest))
+        yield f"{directory}: whole (step {manifest.step}, {len(manifest.files)} files, {size})"
+    yield from (f"  {line}" for line in findings.problems)
+    for file in findings.unlisted[:MOST_NOTES]:
+        yield f"  note: {directory.path(file)} is not in the manifest, and nothing reads it"
+    if len(findings.unlisted) > MOST_NOTES:
+        yield f"  note: nor are {len(findings.unlisted) - MOST_NOTES} more files"
+
+
+def _check_all(directories: list[Folder]) -> list[Findings]:
+    """What was found of each; a bar over their bytes on a terminal, a line for each checkpoint elsewhere."""
+    console = open_console(stderr=True)
     if not console.is_terminal:
         results = []
         for number, directory in enumerate(directories, 1):
             if len(directories) > 1:
-                print(f"checking {directory.name} ({number} of {len(directories)})", file=sys.stderr, flush=True)
-            results.append(problems_of(directory))
+                tell(f"checking {directory.name} ({number} of {len(directories)})")
+            results.append(examine(directory))
         return results
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("checking", total=sum(map(_bytes_to_read, directories)))
         results = []
         for directory in directories:
             progress.update(task, description=f"checking {directory.name}")
-            results.append(problems_of(directory, lambda count: progress.advance(task, count)))
+            results.append(examine(directory, lambda count: progress.advance(task, count)))
     return results
 
 
@@ -92,11 +117,6 @@ def _bytes_to_read(directory: Folder) -> int:
         return bytes_of(read_manifest(directory))
     except DamagedCheckpoint:
         return 0
-
-
-def _summary(directory: Folder) -> str:
-    manifest = read_manifest(directory)
-    return f"whole (step {manifest.step}, {len(manifest.files)} files, {_size(bytes_of(manifest))})"
 
 
 def show(path: str, *, as_json: bool) -> int:
@@ -108,10 +128,10 @@ def show(path: str, *, as_json: bool) -> int:
     try:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:
-        print(f"{path} is damaged: {error}", file=sys.stderr)
+        tell(f"{path} is damaged: {error}")
         return 1
     if as_json:
-        print(json.dumps(describe(path, manifest)))
+        say(json.dumps(describe(path, manifest)))
     else:
         _show_one(path, manifest)
     return 0
@@ -129,10 +149,10 @@ def describe(path: str, manifest: Manifest) -> dict[str, Any]:
     return {
         "checkpoint": str(path),
         "step": manifest.step,
-        "tokens": manifest.scalars.get("tokens"),
-        "samples": manifest.scalars.get("consumed"),
-        "eval_loss": heldout_loss_of(path),
-        "written_by": manifest.scalars.get("written_by"),
+        "tokens": manifest.scalars["tokens"],
+        "samples": manifest.scalars["consumed"],
+        "eval_loss": heldout_loss(manifest),
+        "written_by": manifest.scalars["written_by"],
         "scalars": manifest.scalars,
         "bytes": bytes_of(manifest),
         "kinds": {
@@ -149,27 +169,27 @@ def describe(path: str, manifest: Manifest) -> dict[str, Any]:
 
 def _show_one(path: str, manifest: Manifest) -> None:
     about = describe(path, manifest)
-    console = _console()
-    console.print(f"{path}", markup=False, soft_wrap=True)
+    console = wide_console()
+    console.print(path, soft_wrap=True)
     console.print(f"step {about['step']}, {about['samples']:,} samples and {about['tokens']:,} tokens seen")
     if about["eval_loss"] is not None:
         console.print(f"held-out loss {about['eval_loss']:.4f}")
     if about["written_by"] is not None:
         console.print(f"written by {_layout_words(about['written_by'])}")
-    console.print(f"{_size(about['bytes'])} in {len(about['files'])} files\n")
-    kinds = _table("kind", ">tensors", ">size")
+    console.print(f"{size_text(about['bytes'])} in {len(about['files'])} files\n")
+    kinds = plain_table("kind", ">tensors", ">size")
     for kind, amount in about["kinds"].items():
-        kinds.add_row(kind, str(amount["tensors"]), _size(amount["bytes"]))
+        kinds.add_row(kind, str(amount["tensors"]), size_text(amount["bytes"]))
     console.print(kinds, "")
-    tensors = _table("tensor", "shape", ">elements", "kinds", ">pieces")
+    tensors = plain_table("tensor", "shape", ">elements", "kinds", ">pieces")
     for name, tensor in about["tensors"].items():
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
         kind_words = ", ".join(tensor["kinds"])
         tensors.add_row(name, shape, f"{prod(tensor['shape']):,}", kind_words, str(tensor["pieces"]))
     console.print(tensors, "")
-    files = _table("file", ">size")
+    files = plain_table("file", ">size")
     for file, size in about["files"].items():
-        files.add_row(file, _size(size))
+        files.add_row(file, size_text(size))
     console.print(files)
 
 
@@ -177,14 +197,14 @@ def _show_run(found: Found, as_json: bool) -> None:
     rows = [_run_row(directory) for directory in found.directories]
     if as_json:
         beside = {"set_aside": list(map(str, found.set_aside)), "partial": list(map(str, found.partial))}
-        print(json.dumps({"checkpoints": rows, **beside}))
+        say(json.dumps({"checkpoints": rows, **beside}))
         return
-    console = _console()
-    table = _table("checkpoint", "state", ">tokens", ">held-out loss", ">size", "written by")
+    console = wide_console()
+    table = plain_table("checkpoint", "state", ">tokens", ">held-out loss", ">size", "written by")
     for directory, row in zip(found.directories, rows, strict=True):
         loss = "" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
         tokens = "" if row["tokens"] is None else f"{row['tokens']:,}"
-        size = "" if row["bytes"] is None else _size(row["bytes"])
+        size = "" if row["bytes"] is None else size_text(row["bytes"])
         words = "" if row["written_by"] is None else _layout_words(row["written_by"])
         table.add_row(directory.name, "whole" if row["looks_whole"] else "DAMAGED", tokens, loss, size, words)
     for directory in found.set_aside:
@@ -203,10 +223,10 @@ def _run_row(directory: Folder) -> dict[str, Any]:
     scalars = manifest.scalars if manifest is not None else {}
     return {
         "checkpoint": str(directory),
-        "looks_whole": looks_whole(directory),
+        "looks_whole": manifest is not None and not check_sizes(manifest, directory, manifest.files),
         "step": manifest.step if manifest is not None else None,
         "tokens": scalars.get("tokens"),
-        "eval_loss": heldout_loss_of(directory),
+        "eval_loss": heldout_loss(manifest) if manifest is not None else None,
         "bytes": bytes_of(manifest) if manifest is not None else None,
         "written_by": scalars.get("written_by"),
     }
@@ -216,27 +236,3 @@ def _layout_words(layout: dict[str, Any]) -> str:
     degrees = [f"{axis} {layout[axis]}" for axis in ("pp", "dp", "cp", "tp", "ep") if layout[axis] > 1]
     ranks = f"{layout['ranks']} process{'es' if layout['ranks'] > 1 else ''}"
     return ", ".join([ranks, *degrees, f"ZeRO {layout['zero']}", layout["precision"]])
-
-
-def _console() -> Console:
-    """Standard output; where it is no terminal, wide enough that nothing is folded or cut."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDE
-    return console
-
-
-def _table(*titles: str) -> Table:
-    """A table without frames; a title that begins with ``>`` stands over a column aligned to the right."""
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        justify = "right" if title.startswith(">") else "left"
-        table.add_column(title.removeprefix(">"), justify=justify, overflow="fold")
-    return table
-
-
-def _size(n_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:.1f} {unit}"
-    return f"{n_bytes} bytes"

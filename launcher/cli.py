@@ -13,12 +13,17 @@ from typing import Annotated
 import typer
 
 from data.errors import DataError
-from launcher.errors import UserError
+from launcher.completion import mend_bash_words, offer_checkpoints, offer_files, offer_overrides, offer_runs
+from launcher.config.secrets import mask
+from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
+from launcher.errors import WRONG_PATH, UserError, why_refused
+from launcher.limits import check_limits, keep_others_from_writing
+from launcher.streams import open_closed_streams
+from parallel.environment import WrongEnvironment
 
 app = typer.Typer(
     name="roundtable",
     help="Pretrains mixture-of-experts language models; every parallel layout trains the same model.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -26,19 +31,33 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
 app.add_typer(checkpoint_app, name="checkpoint")
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)]
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False, autocompletion=offer_files),
+]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Dotted overrides, e.g. optimizer.lr=2e-4 model.moe=null.", show_default=False
+        metavar="[KEY=VALUE]...",
+        help="Dotted overrides, e.g. optimizer.lr=2e-4 model.moe=null.",
+        show_default=False,
+        autocompletion=offer_overrides,
     ),
 ]
 RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
 CheckpointArgument = Annotated[
     str,
-    typer.Argument(metavar="CHECKPOINT", help="A run directory, a checkpoint's, or its URL.", show_default=False),
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A run directory, a checkpoint's, or its URL.",
+        show_default=False,
+        autocompletion=offer_checkpoints,
+    ),
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False)]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -46,29 +65,45 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        print(f"roundtable {version('roundtable')}")
+        say(f"roundtable {version('roundtable')}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options that come before the command."""
+    if context.invoked_subcommand != "doctor":  # which says what will not work
+        check_limits()
 
 
 @app.command("config")
 def print_config(
-    config: ConfigArgument, overrides: OverridesArgument = None, ranks: RanksOption = 1, as_json: JsonOption = False
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="A YAML config; with --keys, how keys begin.")
+    ] = None,
+    overrides: OverridesArgument = None,
+    ranks: RanksOption = 1,
+    keys: Annotated[bool, typer.Option("--keys", help="Print every key, its default, values and meaning.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved config, marking what differs from the defaults."""
+    """Print the resolved config, marking what differs from the defaults; or every key that there is."""
+    if keys:
+        from launcher.config.keys import print_keys
+
+        print_keys(str(config or ""), overrides or (), as_json=as_json)
+        return
     from launcher.config.checked import load_checked
     from launcher.config.dump import config_to_json, describe_config
 
+    if config is None:
+        raise UserError(["Missing argument 'CONFIG'; see roundtable --help"])
     resolved = load_checked(config, overrides or (), world_size=ranks, data=False)
-    print(config_to_json(resolved) if as_json else describe_config(resolved), end="")
+    say(config_to_json(resolved) if as_json else describe_config(resolved), end="")
 
 
 @app.command()
@@ -84,8 +119,10 @@ def prepare(config: ConfigArgument, overrides: OverridesArgument = None) -> None
     """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
     from launcher.config.checked import load_checked
     from launcher.prepare import prepare_shown
+    from launcher.run_dir import enter_start_folder
     from parallel.world import array_task
 
+    config = enter_start_folder(config, overrides or ())
     prepare_shown(load_checked(config, overrides or ()), array_task())
 
 
@@ -101,8 +138,18 @@ def train(
         int,
         typer.Option("--max-restarts", min=0, help="Starts after a crash, from the last good checkpoint."),
     ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make every check, say what the run would take, and change nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --dry-run.")] = False,
 ) -> int:
     """Train; goes on from the run directory's checkpoint if it holds one. Under srun or torchrun, joins that job."""
+    if dry_run:
+        from launcher.dry_run import dry_run as try_start
+
+        return try_start(config, overrides or (), ranks, as_json=as_json)
+    if as_json:
+        raise UserError(["--json works with --dry-run only; a run's numbers are in its metrics.jsonl"])
     from launcher.start import start_training
 
     return start_training(config, overrides or (), ranks, max_restarts)
@@ -162,7 +209,8 @@ def submit(
 @app.command()
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run directory or name.", show_default=False)
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -170,6 +218,55 @@ def status(
     from launcher.slurm.follow import print_status
 
     return print_status(run, as_json=as_json)
+
+
+@app.command()
+def runs(
+    directories: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DIR]...", help="Folders of runs, or run directories (default: runs).", show_default=False
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    clean: Annotated[
+        bool,
+        typer.Option("--clean", help="Remove token files and tokenizers that none of these runs needs; asks first."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --clean: do not ask.")] = False,
+) -> int:
+    """List the runs: state, step, losses, checkpoints, size on disk; the last changed first."""
+    if clean:
+        from launcher.clean import clean as remove_unneeded
+
+        if as_json:
+            raise UserError(["--json does not work with --clean; leave one of them out"])
+        return remove_unneeded(directories or [], yes=yes)
+    if yes:
+        raise UserError(["--yes works with --clean only; leave it out"])
+    from launcher.runs import print_runs
+
+    return print_runs(directories or [], as_json=as_json)
+
+
+@app.command()
+def plot(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories or names.", show_default=False, autocompletion=offer_runs
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(help="The picture: .png, .svg or .pdf (default: RUN/plot.png, or plot.png).", show_default=False),
+    ] = None,
+    x: Annotated[str, typer.Option("--x", help="steps or tokens.")] = "steps",
+) -> int:
+    """Draw one picture that compares runs: losses, gradient norm, learning rate, speed, load of the experts."""
+    from launcher.plot_command import plot_runs
+
+    return plot_runs(names, out, x)
 
 
 @app.command()
@@ -226,7 +323,12 @@ def prove(
 
 DirArgument = Annotated[
     str,
-    typer.Argument(metavar="DIR", help="A checkpoint's directory or URL, or a run directory.", show_default=False),
+    typer.Argument(
+        metavar="DIR",
+        help="A checkpoint's directory or URL, or a run directory.",
+        show_default=False,
+        autocompletion=offer_checkpoints,
+    ),
 ]
 
 
@@ -252,9 +354,20 @@ def evaluate(
     sequences: Annotated[
         int | None, typer.Option(help="Held-out sequences (default: train.eval_sequences).", show_default=False)
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text, jsonl or parquet to read instead.", show_default=False),
+    ] = None,
+    text_key: Annotated[str, typer.Option(metavar="FIELD", help="The field of its records with the text.")] = "text",
     as_json: JsonOption = False,
 ) -> int:
-    """Print a checkpoint's held-out loss."""
+    """Print a checkpoint's loss on held-out data, or on a file of text."""
+    if text is not None:
+        from launcher.evaluate_text import evaluate_text
+
+        if sequences is not None:
+            raise UserError(["--sequences does not go with --text, which is read to its end; leave out one of the two"])
+        return evaluate_text(checkpoint, text, text_key, as_json=as_json)
     from launcher.evaluation import evaluate_checkpoint
 
     return evaluate_checkpoint(checkpoint, sequences, as_json=as_json)
@@ -274,7 +387,7 @@ def export(
     from launcher.export import export as write_export
 
     write_export(checkpoint, out, dtype)
-    print(f"{checkpoint} -> {out}")
+    say(f"{checkpoint} -> {out}")
 
 
 @app.command()
@@ -306,14 +419,33 @@ def generate(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; ``arguments`` default to the process's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    open_closed_streams()
+    keep_others_from_writing()
+    mend_bash_words()
+    if arguments is None:
+        sys.excepthook = show_exception
     try:
-        return app(args=given or ["--help"], prog_name="roundtable", standalone_mode=False) or 0
-    except UserError as error:
+        code = app(args=given or ["--help"], prog_name="roundtable", standalone_mode=False) or 0
+        end_output()
+        return code
+    except (UserError, WrongEnvironment) as error:
         return _refuse(error.problems)
     except DataError as error:
-        return _refuse([str(error)])
+        return _refuse(error.problems)
+    except Unheard as error:
+        return _end_unheard(error)
+    except OSError as error:
+        try:
+            end_output()
+        except Unheard as unheard:  # of the help page, which typer prints
+            return _end_unheard(unheard)
+        line = why_refused(error)
+        if line is None:
+            raise
+        _refuse([line])
+        return 2 if error.errno in WRONG_PATH else 1
     except typer.TyperException as error:
-        return _refuse([f"{' '.join(error.format_message().split()).rstrip('.')}; see roundtable --help"])
+        return _refuse([f"{mask(' '.join(error.format_message().split())).rstrip('.')}; see roundtable --help"])
     except KeyboardInterrupt:
         return 130
 
@@ -321,5 +453,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(lines: Sequence[str]) -> int:
     """Prints each problem on a line of its own to stderr; returns exit code 2."""
     for line in lines:
-        print(line, file=sys.stderr)
+        tell(refusal(line))
     return 2
+
+
+def _end_unheard(error: Unheard) -> int:
+    """Ends a command whose output nobody takes; returns exit code 1. A reader that has gone needs no words."""
+    if not error.is_closed:
+        tell(f"standard output takes no more: {error}; give it a place with room")
+    drop_output()
+    return 1

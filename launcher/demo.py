@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from launcher.config.load import load_config
-from launcher.run_dir import METRICS
+from launcher.console import say
+from launcher.run_parts import METRICS
 from launcher.watch.metrics import read_metrics
 from launcher.watch.plot import plot_run
 
@@ -30,17 +31,14 @@ def main() -> int:
     if not exported.exists():
         commands.append(("Export to Hugging Face format", ["export", str(run), str(exported)]))
     for number, (title, arguments) in enumerate(commands, 1):
-        print(f"\n[{number}/{len(commands) + 1}] {title}\n$ roundtable {' '.join(arguments)}", flush=True)
+        say(f"\n[{number}/{len(commands) + 1}] {title}\n$ roundtable {' '.join(arguments)}")
         code = subprocess.run([sys.executable, "-m", "launcher", *arguments]).returncode
         if code:
             return code
     plot_run(run, picture)
-    print(
-        f"\n[{len(commands) + 1}/{len(commands) + 1}] Load the export in transformers, and let it continue a prompt",
-        flush=True,
-    )
-    print(complete(exported))
-    print(summary(run, exported, picture, time.monotonic() - started))
+    say(f"\n[{len(commands) + 1}/{len(commands) + 1}] Load the export in transformers, and let it continue a prompt")
+    say(complete(exported))
+    say(summary(run, exported, picture, time.monotonic() - started))
     return 0
 
 
@@ -48,8 +46,8 @@ def complete(exported: Path) -> str:
     """The prompt and what the exported model makes of it, by transformers' own classes alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     tokens = model.generate(  # pyright: ignore[reportAttributeAccessIssue]  (an auto class names no model)
         **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.3

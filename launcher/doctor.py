@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher.console import open_console, say
+
 GIB = 2**30
 _LIBRARIES = ("deepspeed", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
 _IMPORT_TIMEOUT_SECONDS = 120
@@ -67,14 +69,13 @@ def print_report(*, as_json: bool) -> int:
     findings = examine()
     can_train = all(finding.verdict != "fails" for finding in findings)
     if as_json:
-        print(json.dumps({"can_train": can_train, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        say(json.dumps({"can_train": can_train, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         _print_table(findings, can_train)
     return 0 if can_train else 1
 
 
 def _print_table(findings: list[Finding], can_train: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -83,8 +84,8 @@ def _print_table(findings: list[Finding], can_train: bool) -> None:
     for title in ("", "what", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for finding in findings:
-        table.add_row(marks[finding.verdict], finding.topic, Text(finding.found), Text(finding.remedy))
-    console = Console()
+        table.add_row(marks[finding.verdict], finding.topic, finding.found, finding.remedy)
+    console = open_console()
     console.print(table)
     console.print(
         "\nTraining can work here." if can_train else "\nTraining cannot work here until each FAILS is mended."

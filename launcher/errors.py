@@ -1,5 +1,8 @@
-"""The error that a user's mistake raises."""
+"""The error that a user's mistake raises, and how the machine's refusals are told."""
 
+import errno
+import os
+import tempfile
 from collections.abc import Sequence
 
 
@@ -12,3 +15,35 @@ class UserError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems: list[str] = list(problems)
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
+TOO_MANY = (errno.EMFILE, errno.ENFILE)
+BAD_DISK = (errno.EIO, errno.ESTALE)
+WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # the user's mistake rather than the machine's refusal
+
+
+def why_refused(error: OSError) -> str | None:
+    """What the machine refuses, in a line with a remedy: room, rights, open files, a disk, a path; None for others."""
+    remedies = {
+        NO_ROOM: "free some space, or choose another disk",
+        NO_RIGHT: "give this user the right to it, or choose another place",
+        TOO_MANY: "raise the limit (ulimit -n), or close other programs",
+        BAD_DISK: "look after that disk, or choose another",
+        WRONG_PATH: "give another path",
+    }
+    if error.errno == errno.ENOENT and error.filename is None and not _has_temporary_folder():
+        return f"TMPDIR={os.environ.get('TMPDIR', '')}: {error.strerror}; set TMPDIR to a folder that can be written to"
+    for numbers, remedy in remedies.items():
+        if error.errno in numbers:
+            return f"{error.filename or 'a file or stream'}: {error.strerror}; {remedy}"
+    return None
+
+
+def _has_temporary_folder() -> bool:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return False
+    return True

@@ -5,25 +5,27 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.places import nearest_existing
 from data.tokenizer import INFO
+from data.tokenizer_files import load_folder
+from launcher.config.rules import Precision, check_export_widths
 from launcher.errors import UserError
-from launcher.trained import open_trained
+from launcher.trained import load_tokenizer, open_trained
 from modeling.config import ModelConfig
 from modeling.hf.common import SpecialTokens
 from modeling.hf.convert import generation_config, hf_config, tensor_shapes, to_hf
 
-Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
 
-def export(checkpoint: Path | str, out: Path, dtype: Dtype | None = None) -> None:
+def export(checkpoint: Path | str, out: Path, dtype: Precision | None = None) -> None:
     """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format.
 
     ``dtype`` None keeps the fp32 masters as they are. Raises UserError, nothing created, where the checkpoint or
@@ -34,6 +36,8 @@ def export(checkpoint: Path | str, out: Path, dtype: Dtype | None = None) -> Non
         raise UserError(problems)
     trained = open_trained(checkpoint)
     config = trained.config
+    if trained.tokenizer is not None:
+        load_tokenizer(trained)
     tensors = ((name, trained.read(name)) for name in tensor_shapes(config.model))
     write_export(tensors, config.model, config.data.seq_len, trained.tokenizer, out, dtype)
 
@@ -44,16 +48,18 @@ def write_export(
     seq_len: int,
     tokenizer: Path | None,
     out: Path,
-    dtype: Dtype | None = None,
+    dtype: Precision | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
     Everything goes to a hidden folder beside ``out`` which is renamed at the end, so ``out`` is whole or absent.
     """
-    problems = out_problems(out) or room_problems(out, config, DTYPES[dtype or "fp32"])
+    problems = [*out_problems(out), *check_export_widths(config, dtype or "fp32")]
+    problems = problems or room_problems(out, config, DTYPES[dtype or "fp32"])
     if problems:
         raise UserError(problems)
+    special = special_tokens(tokenizer)
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
@@ -61,8 +67,9 @@ def write_export(
     try:
         if tokenizer is not None:
             shutil.copytree(tokenizer, partial, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
+            rewrite_tokenizer_config(partial)
         torch_dtype = DTYPES[dtype or "fp32"]
-        write_configs(partial, config, seq_len, special_tokens(tokenizer), torch_dtype)
+        write_configs(partial, config, seq_len, special, torch_dtype)
         write_weights(partial, tensors, config, torch_dtype, shard_bytes)
         partial.rename(out)
     finally:
@@ -83,8 +90,7 @@ def out_problems(out: Path) -> list[str]:
 def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:
     """Why the disk cannot take the export, one line."""
     need = sum(shape.numel() for shape in tensor_shapes(config).values()) * dtype.itemsize
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(nearest_existing(out.parent)).free
     if need <= free:
         return []
     return [
@@ -97,10 +103,30 @@ def special_tokens(tokenizer: Path | None) -> SpecialTokens:
     """The ids of the special tokens of the tokenizer in this folder."""
     if tokenizer is None:
         return SpecialTokens()
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded: Any = load_folder(tokenizer, "CHECKPOINT: its tokenizer")
     return SpecialTokens(bos=loaded.bos_token_id, eos=loaded.eos_token_id, pad=loaded.pad_token_id)
+
+
+def rewrite_tokenizer_config(folder: Path) -> None:
+    """Rewrites the folder's tokenizer_config.json in words that transformers 4 and 5 both understand.
+
+    What 5 calls a class, and the special tokens without a name, are unknown to 4. Both take tokenizer.json as it is
+    where the class is the general one; 4 then sets its add_prefix_space by tokenizer_config.json, and adds token types
+    that no decoder takes.
+    """
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config.pop("backend", None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if "model_specific_special_tokens" in config:
+        config["extra_special_tokens"] = config.pop("model_specific_special_tokens")
+    backend = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    if "add_prefix_space" in (backend.get("pre_tokenizer") or {}):
+        config["add_prefix_space"] = backend["pre_tokenizer"]["add_prefix_space"]
+    config = {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]} | config
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_configs(folder: Path, config: ModelConfig, seq_len: int, special: SpecialTokens, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ in between.
 import errno
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,16 @@ from pathlib import Path
 from parallel.checkpoint.errors import BrokenSave
 
 FENCE = ".fence"
+LONGEST = 64  # bytes read of the file: more than any number of starts takes
+ENDS = "; this process writes nothing more and ends, and a new start goes on from the last checkpoint that is there"
 LOCK_SECONDS = 180  # a lock is held for one write; that of a node that died falls after its file system's lease
 
 
 class StaleRun(BrokenSave):
-    """The run was started again elsewhere: this process must write nothing more, and end."""
+    """The run was started again elsewhere, or its files were taken away: this process must write nothing more, and end.
+
+    The message is one line that says so.
+    """
 
 
 @dataclass(frozen=True)
@@ -34,38 +40,60 @@ class Fence:
     @contextmanager
     def held(self) -> Iterator[None]:
         """The only time in which this process may change the run directory. Raises StaleRun, OSError (no lock)."""
-        with _locked(self.run_path) as handle:
-            latest = _read(handle)
-            if latest != self.token:
+        with _locked(self.run_path, self._open()) as handle:
+            latest = _token(os.pread(handle, LONGEST, 0))
+            if latest is not None and latest > self.token:
                 raise StaleRun(
                     f"{self.run_path} was started again (start {latest}) after this process's start {self.token}; "
                     "this process writes nothing more and ends"
                 )
+            if latest != self.token:
+                raise StaleRun(f"{self.run_path / FENCE} was changed while the run trained{ENDS}")
             yield
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.run_path / FENCE, os.O_RDWR)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StaleRun(f"{self.run_path / FENCE} was taken away while the run trained{ENDS}") from None
 
 
 def raise_fence(run_path: Path) -> Fence:
-    """Shuts out whoever wrote in the run directory so far. One process calls it, for all ranks of its start."""
-    with _locked(run_path) as handle:
-        token = _read(handle) + 1
+    """Shuts out whoever wrote in the run directory so far. One process calls it, for all ranks of its start.
+
+    The fence file, where it is there, holds a token (``why_no_token``).
+    """
+    with _locked(run_path, os.open(run_path / FENCE, os.O_RDWR | os.O_CREAT, 0o666)) as handle:
+        token = (_token(os.pread(handle, LONGEST, 0)) or 0) + 1
         os.pwrite(handle, b"%020d\n" % token, 0)
         os.fsync(handle)
     return Fence(run_path, token)
 
 
-def _read(handle: int) -> int:
-    return int(os.pread(handle, 64, 0) or b"0")
+def why_no_token(path: Path) -> str | None:
+    """The rule that a fence file's content breaks; None where a start can raise it."""
+    with path.open("rb") as file:
+        text = file.read(LONGEST)
+    if not text or _token(text) is not None:
+        return None
+    return f"{path} must hold the number of the run's last start; remove it once no process of this run lives"
+
+
+def _token(text: bytes) -> int | None:
+    """The number, or None where it is not one that a start wrote."""
+    return int(text) if re.fullmatch(rb"\d{1,20}\n?", text) else None
 
 
 @contextmanager
-def _locked(run_path: Path) -> Iterator[int]:
-    """The fence file, opened and locked. Opened each time: so that NFS looks at the server's copy."""
-    handle = os.open(run_path / FENCE, os.O_RDWR | os.O_CREAT, 0o666)
+def _locked(run_path: Path, handle: int) -> Iterator[int]:
+    """The fence file's ``handle``, locked. It is opened each time, so that NFS looks at the server's copy."""
     try:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _try_lock(handle):
             if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process held its lock for {LOCK_SECONDS} s", FENCE)
+                raise TimeoutError(
+                    errno.ETIMEDOUT, f"another process held its lock for {LOCK_SECONDS} s", str(run_path / FENCE)
+                )
             time.sleep(0.05)
         yield handle
     finally:

@@ -1,15 +1,20 @@
 """Text from a trained model."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from launcher.console import say
 from launcher.errors import UserError
-from launcher.trained import load_decoder, open_trained
+from launcher.trained import load_decoder, load_tokenizer, open_trained
 from modeling.decoder import Decoder
 from modeling.generate import new_tokens
+
+LEAST_TEMPERATURE = 1e-6  # logits divided by less leave the range of fp32
+MOST_NEW_TOKENS = 1_000_000  # each token looks at all before it: more would never come to an end
 
 
 def generate_from_checkpoint(
@@ -28,7 +33,8 @@ def generate_from_checkpoint(
     ``out`` None is the standard output. In bf16 on a GPU where there is one, else in fp32. Raises UserError where an
     argument is wrong.
     """
-    problems = argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
+    prompt, problems = readable(prompt)
+    problems += argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
     if problems:
         raise UserError(problems)
     trained = open_trained(checkpoint)
@@ -36,9 +42,7 @@ def generate_from_checkpoint(
         raise UserError(
             [f"CHECKPOINT={checkpoint} holds no tokenizer, so text cannot be made; set data.tokenizer and train on"]
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(trained.tokenizer)
+    tokenizer = load_tokenizer(trained)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     return generate_text(
         load_decoder(trained, device, dtype),
@@ -53,6 +57,23 @@ def generate_from_checkpoint(
     )
 
 
+def readable(prompt: str) -> tuple[str, list[str]]:
+    """The prompt as text, and what is wrong with its bytes.
+
+    Python hands over an argument's bytes that the locale cannot read (LC_ALL=C, or no UTF-8) as lone surrogates.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raw = os.fsencode(prompt)
+        try:
+            return raw.decode(), []
+        except UnicodeDecodeError as error:
+            found = f"its byte {error.start} is 0x{raw[error.start]:02x}"
+            return "\ufffd", [f"--prompt must be UTF-8, and {found}; convert it to UTF-8"]
+    return prompt, []
+
+
 def argument_problems(
     prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> list[str]:
@@ -62,8 +83,11 @@ def argument_problems(
         problems.append('--prompt="" must not be empty: the model has only seen how texts go on; try --prompt "def "')
     if max_new_tokens < 1:
         problems.append(f"--max-new-tokens={max_new_tokens} must be at least 1; try 200")
-    if not 0.0 <= temperature < float("inf"):
-        problems.append(f"--temperature={temperature} must be 0 (the likeliest token) or positive; try 0.8")
+    if max_new_tokens > MOST_NEW_TOKENS:
+        problems.append(f"--max-new-tokens={max_new_tokens} must be at most {MOST_NEW_TOKENS}; try 200")
+    if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
+        rule = f"must be 0 (the likeliest token), or at least {LEAST_TEMPERATURE} and finite"
+        problems.append(f"--temperature={temperature} {rule}; try 0.8")
     if top_k is not None and top_k < 1:
         problems.append(f"--top-k={top_k} must be at least 1; try 50")
     if top_p is not None and not 0.0 < top_p <= 1.0:
@@ -115,6 +139,5 @@ def settled(text: str) -> str:
 
 def write_rest(out: TextIO, shown: str, text: str) -> str:
     """Writes what ``text`` adds to ``shown``; returns what is shown now."""
-    out.write(text[len(shown) :])
-    out.flush()
+    say(text[len(shown) :], file=out, end="", raw=not out.isatty())
     return max(shown, text, key=len)

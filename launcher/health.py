@@ -45,6 +45,7 @@ class Health:
         self.config = config
         self.skips = 0
         self.rollbacks = 0
+        self.told_of_no_targets = False
 
     def judge(self, loss: float, grad_norm: float, losses: Sequence[float]) -> Problem | None:
         """What is wrong with a step of this loss and norm, after updates with these ``losses``; None: nothing."""
@@ -100,6 +101,21 @@ def examine(
         return None
     problem = health.judge(loss, grad_norm, state.losses)
     return describe(problem, state.step + 1, loss, grad_norm, engine, dataset, indices) if problem else None
+
+
+def tell_of_no_targets(
+    health: Health | None, dataset: Dataset, indices: np.ndarray, step: int
+) -> dict[str, Any] | None:
+    """The event of a step whose batch ``indices`` holds no target that counts; None from the second one on.
+
+    Such a step is no sign of ill health: it is neither judged nor counted by health.max_skips.
+    """
+    if health is None or health.told_of_no_targets:
+        return None
+    health.told_of_no_targets = True
+    row: dict[str, Any] = {"step": step, "event": "no_targets", "split": "train", "action": "skip"}
+    row |= {"first_sample": int(indices[0]), "last_sample": int(indices[-1])}
+    return row | {"documents": dataset.documents(indices)}
 
 
 def describe(

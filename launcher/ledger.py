@@ -4,10 +4,9 @@ Samples are numbered by their place in the training order (data/order.py), which
 tile it: each number up to the last row's is in one row only, as taken or as hopped over.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from data.order import take
+from data.order import hopped_ranges, take
 from launcher.state import TrainState
 
 
@@ -27,15 +26,3 @@ def ledger_row(state: TrainState, consumed_before: int, *, trained: bool) -> dic
         "tokens": state.tokens,
         "trained": trained,
     }
-
-
-def hopped_ranges(start: int, stop: int, skipped: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The numbers within [start, stop) that ``skipped`` holds, as ascending half-open ranges that do not touch."""
-    ranges: list[list[int]] = []
-    for first, last in sorted(skipped):
-        first, last = max(first, start), min(last, stop)
-        if ranges and first <= ranges[-1][1]:
-            ranges[-1][1] = max(ranges[-1][1], last)
-        elif first < last:
-            ranges.append([first, last])
-    return ranges

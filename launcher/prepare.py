@@ -1,14 +1,14 @@
 """`roundtable prepare`: raw text to token files, with progress where people look."""
 
-import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
 from data.prepare import prepare
 from data.prepared import Prepared
 from launcher.config.tree import RunConfig
+from launcher.console import open_console, tell, text_column
 
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
@@ -18,14 +18,14 @@ def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None) -> Pre
 
     ``task=(k, n)``: the k-th of n shares only; the result is None where the others have not done theirs.
     """
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     started = time.monotonic()
     with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
         prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update, task=task)
     if prepared is not None:
-        print(summary(prepared, time.monotonic() - started), file=sys.stderr, flush=True)
+        tell(summary(prepared, time.monotonic() - started))
     elif task is not None:
-        print(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data", file=sys.stderr, flush=True)
+        tell(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data")
     return prepared
 
 
@@ -54,7 +54,7 @@ class ProgressBar:
     """A bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("preparing"), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (text_column("preparing"), BarColumn(), text_column("{task.description}"), TimeRemainingColumn())
         self.progress = Progress(*columns, console=console, transient=True)
         self.task: TaskID = self.progress.add_task("reading the corpus", total=None)
 
@@ -87,4 +87,4 @@ class ProgressLines:
         """Prints the amounts if the last line is long enough ago."""
         if time.monotonic() - self.last >= PLAIN_LINE_SECONDS:
             self.last = time.monotonic()
-            print(f"preparing: {amount(done, total, documents, tokens)}", file=sys.stderr, flush=True)
+            tell(f"preparing: {amount(done, total, documents, tokens)}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel.checkpoint.folder import open_store, step_of
+from parallel.environment import number
 from parallel.stop import STOPPED
 
 FRUITLESS_STARTS = 3  # so many starts in a row that end without a newer checkpoint are a crash loop
@@ -55,8 +56,8 @@ def newest_checkpoint(location: str) -> int:
 
 def restart_by_torchrun(environment: Mapping[str, str] = os.environ) -> Restart | None:
     """What torchrun says of this start; None for the first one, and under any other launcher."""
-    number = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if number == 0:
+    count = number("TORCHELASTIC_RESTART_COUNT", environment, default=0)
+    if count == 0:
         return None
-    allowed = int(environment.get("TORCHELASTIC_MAX_RESTARTS", number))
-    return Restart(number, allowed, "torchrun started all ranks again; its log says why")
+    allowed = number("TORCHELASTIC_MAX_RESTARTS", environment, default=count)
+    return Restart(count, allowed, "torchrun started all ranks again; its log says why")

@@ -1,6 +1,6 @@
 """What comes before the loop: checks, missing token files, the run directory, and the ranks."""
 
-import sys
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,23 @@ from data.errors import DataError
 from data.places import nearest_existing, why_not_writable
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
+from launcher.console import tell
 from launcher.errors import UserError
-from launcher.fence import Fence
-from launcher.restarts import Restart, Restarts, restart_by_torchrun
-from launcher.run_dir import check_free, check_resume, check_writable, claim
-from parallel.checkpoint.folder import is_remote, open_store
+from launcher.fence import Fence, StaleRun
+from launcher.init_from import with_source
+from launcher.limits import check_limits, check_local_ranks
+from launcher.restarts import Restart, Restarts, newest_checkpoint, restart_by_torchrun
+from launcher.run_dir import (
+    check_resume,
+    check_run_dir,
+    check_writable,
+    claim,
+    enter_start_folder,
+    refusing_unreachable,
+)
+from parallel.checkpoint.folder import is_remote, local_path, open_store
+from parallel.lifeline import end_with_job
+from parallel.process import RankError, run_ranks, tell_launcher
 from parallel.stop import hearing
 from parallel.world import set_rank_environment, world_size_from_environment
 
@@ -24,42 +36,49 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
     On one machine, missing token files are prepared first; a job refuses instead and names the command. After a crash
     of local processes, all are started again, ``max_restarts`` times at most.
     """
+    path = enter_start_folder(path, overrides)
     job_size = world_size_from_environment()
     if job_size is not None:
         if max_restarts:
             remedy = "leave it out, and give torchrun --max-restarts or let the job be requeued"
             raise UserError([f"--max-restarts={max_restarts} must be 0 under srun or torchrun; {remedy}"])
         return join_job(path, overrides, ranks, job_size)
+    check_local_ranks(ranks)
     n_ranks = ranks if ranks is not None else default_ranks()
-    config = load_checked(path, overrides, world_size=n_ranks)
+    check_limits(n_ranks)
+    config = with_source(load_checked(path, overrides, world_size=n_ranks))
     changed = check_start(config)
-    check_free(config)
+    check_run_dir(config)
     prepare_missing(config)
     check_tokens(config)
     lock = claim(config)
     try:
         return run_locally(config, changed, n_ranks, lock.fence, max_restarts)
+    except KeyboardInterrupt:
+        options = ["--ranks", str(n_ranks), *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
+        tell(how_to_go_on(config, shlex.join(["roundtable", "train", str(path), *overrides, *options])))
+        raise
     finally:
         lock.close()
 
 
+def how_to_go_on(config: RunConfig, command: str) -> str:
+    """After an interrupt: what is saved, and what goes on from there, in a line."""
+    step = newest_checkpoint(config.checkpoint_location)
+    if step == 0:
+        return f"interrupted: {config.run_path} holds no checkpoint yet; `{command}` begins again"
+    saved = f"interrupted: the last checkpoint of {config.run_path} is step {step}, and later steps are not saved"
+    return f"{saved}; `{command}` goes on from it"
+
+
 def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: int) -> int:
     """This process is a rank already: trains, or refuses as all other ranks do."""
-    if ranks is not None and ranks != job_size:
-        raise UserError(
-            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
-        )
-    config = load_checked(path, overrides, world_size=job_size)
+    end_with_job()
+    check_ranks(ranks, job_size)
+    check_limits(job_size)
+    config = with_source(load_checked(path, overrides, world_size=job_size))
     changed = check_start(config)
-    from data.prepared import find_prepared
-
-    if find_prepared(config.data, config.model.vocab_size) is None:
-        raise UserError(
-            [
-                f"data.token_dir={config.data.token_dir} lacks this config's token files; "
-                f"run `roundtable prepare {path}` first"
-            ]
-        )
+    check_prepared(config, path)
     check_tokens(config)
     set_rank_environment()
     from launcher.agreement import agree
@@ -71,25 +90,58 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     except RollCallError as error:
         if error.is_disagreement:
             raise UserError(error.lines) from None
-        print(error, file=sys.stderr)
+        tell(error)
         return 1
     with hearing(ends_at_second=True) as stop:
         fence = agreed.lock.fence if agreed.lock is not None else None
-        code = train(config, changed, stop, restart_by_torchrun(), fence)
+        try:
+            code = train(config, changed, stop, restart_by_torchrun(), fence)
+        except StaleRun as error:
+            tell(error)
+            return 1
     agreed.leave()
     return code
 
 
+def check_ranks(ranks: int | None, job_size: int) -> None:
+    """Refuses a number of processes that is not the job's."""
+    if ranks is not None and ranks != job_size:
+        raise UserError(
+            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
+        )
+
+
 def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
     """What changed since the run's last start; refuses what can be refused before token files are prepared."""
+    for check in start_checks().values():
+        check(config)
+    return check_resume(config)
+
+
+def start_checks() -> dict[str, Callable[[RunConfig], object]]:
+    """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
     from data.dataset import check_foreign_files
 
-    check_writable(config)
-    changed = check_resume(config)
-    check_foreign_files(config.data, config.model.vocab_size)
-    check_checkpoint_dir(config)
-    check_room(config)
-    return changed
+    return {
+        "run directory": check_writable,
+        "config of the run's last start": check_resume,
+        "token files not prepared here": lambda config: check_foreign_files(config.data, config.model.vocab_size),
+        "checkpoint.dir": check_checkpoint_dir,
+        "room for checkpoints": check_room,
+    }
+
+
+def check_prepared(config: RunConfig, path: Path) -> None:
+    """Refuses token files that are not there: in a job, none are prepared."""
+    from data.prepared import find_prepared
+
+    if find_prepared(config.data, config.model.vocab_size) is None:
+        raise UserError(
+            [
+                f"data.token_dir={config.data.token_dir} lacks this config's token files; "
+                f"run `roundtable prepare {path}` first"
+            ]
+        )
 
 
 def check_tokens(config: RunConfig) -> None:
@@ -123,23 +175,14 @@ def check_checkpoint_dir(config: RunConfig) -> None:
     if location is None:
         return
     if not is_remote(location):
-        reason = why_not_writable(location)
-        if reason is not None:
-            rule = f"must be a folder that can be written to, but {reason}"
+        rule = why_not_writable(local_path(location))
+        if rule is not None:
             raise UserError([f"checkpoint.dir={location} {rule}; choose another, or null (RUN_DIR/checkpoints)"])
         return
     if location.startswith("memory://"):
         raise UserError([f"checkpoint.dir={location} must outlive the process; try a path or s3://bucket/prefix"])
-    try:
+    with refusing_unreachable("checkpoint.dir", location):
         open_store(location).names()
-    except (ValueError, ImportError, OSError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            [
-                f"checkpoint.dir={location} must be a place that fsspec can list, and it says: {reason}; "
-                "install the library that it names, check address and keys, or leave checkpoint.dir=null"
-            ]
-        ) from None
 
 
 def check_room(config: RunConfig) -> None:
@@ -152,7 +195,7 @@ def check_room(config: RunConfig) -> None:
         return
     n_wanted, needed_gib = room_needed(config)
     one_gib = checkpoint_gib(config)
-    free_gib = room_free_gib(Path(config.checkpoint_location))
+    free_gib = room_free_gib(local_path(config.checkpoint_location))
     if needed_gib > free_gib:
         for_good = checkpoint.keep_every_steps and config.train.steps // checkpoint.keep_every_steps
         kept = f"checkpoint.keep_last={checkpoint.keep_last}"
@@ -174,7 +217,7 @@ def room_needed(config: RunConfig) -> tuple[int, float]:
     planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
     for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
-    here = len(list(Path(config.checkpoint_location).glob("step-*")))
+    here = len(list(local_path(config.checkpoint_location).glob("step-*")))
     return wanted, checkpoint_gib(config) * max(1, wanted - here)
 
 
@@ -202,7 +245,6 @@ def run_locally(
     A failure is printed once. Each start has new processes, a port of its own, and the last good checkpoint.
     """
     from parallel.mesh import Degrees
-    from parallel.process import RankError, run_ranks
 
     places = Degrees.of(config.parallel, n_ranks).places()
     restarts = Restarts(config.checkpoint_location, max_restarts)
@@ -214,15 +256,15 @@ def run_locally(
         except RankError as error:
             failure = error
         if failure.exit_code != 2:  # else the rank has printed its lines
-            print(failure, file=sys.stderr)
+            tell(failure)
         following = restarts.next(failure.exit_code, first_line(failure), stop_asked=failure.stop_asked)
         if isinstance(following, str):
             if following:
-                print(following, file=sys.stderr)
+                tell(following)
             return failure.exit_code
         restart, changed = following, []  # what changed since the last start is on record
         what = f"step {restarts.newest}" if restarts.newest else "the start"
-        print(f"restart {restart.number} of {restart.allowed}, from {what}", file=sys.stderr, flush=True)
+        tell(f"restart {restart.number} of {restart.allowed}, from {what}")
 
 
 def first_line(failure: Exception) -> str:
@@ -240,9 +282,16 @@ def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: 
 
 
 def exit_two_for(work: Callable[[], int]) -> int:
-    """What ``work`` returns; the user's mistakes found on the way (a foreign token id) are printed, with code 2."""
+    """What ``work`` returns, in a process that ``run_ranks`` started.
+
+    The user's mistakes found on the way (a foreign token id) are printed, with code 2. That the run directory was taken
+    away, or the run started again elsewhere, is the launcher's to say, with code 1.
+    """
     try:
         return work()
     except (DataError, UserError) as error:
-        print(error, file=sys.stderr)
+        tell(error)
         raise SystemExit(2) from None
+    except StaleRun as error:
+        tell_launcher(str(error), 1)
+        raise SystemExit(1) from None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from launcher.agreement import commit, hash_of_code, hash_of_config
 from launcher.config.tree import RunConfig
 from launcher.slurm.queue import slurm_job
+from parallel.environment import number
 from parallel.mesh import Mesh
 
 
@@ -26,8 +27,9 @@ def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] =
         "ranks": mesh.world_size,
         "nodes": environment.get("SLURM_STEP_NODELIST") or ",".join(dict.fromkeys(hosts)),
         "slurm_job": slurm_job(environment),
-        "slurm_restarts": int(environment.get("SLURM_RESTART_COUNT", "0")),
+        "slurm_restarts": number("SLURM_RESTART_COUNT", environment, default=0),
         "commit": commit(),
         "code_sha256": hash_of_code()[:12],
+        "init_from": config.init_from,
         "config_sha256": hash_of_config(config)[:12],
     }

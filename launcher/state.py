@@ -7,9 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.fence import Fence
-from launcher.run_dir import CONFIG
+from launcher.init_from import set_first_weights
+from launcher.run_parts import CONFIG
 from launcher.watch.watchers import NullWatchers, Watchers
 from launcher.watchdog import Watchdog
 from parallel.checkpoint.errors import IncompleteSave
@@ -52,7 +54,9 @@ def layout_of(engine: Engine) -> dict[str, Any]:
     return {"ranks": engine.mesh.world_size, **degrees, "zero": engine.zero, "precision": engine.precision}
 
 
-def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainState, list[str]]:
+def restore(
+    checkpoints: Path | str, engine: Engine, seed: int, init_from: str | None = None
+) -> tuple[TrainState, list[str]]:
     """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings.
 
     A damaged checkpoint is set aside (renamed step-N.damaged), so that step N can be saved again. All ranks call it.
@@ -62,7 +66,7 @@ def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainSt
     dist.broadcast_object_list(shared, src=0, group=mesh.control)
     for name in reversed(shared[0] or []):
         try:
-            checkpoint = open_together(store, name, mesh)
+            checkpoint = open_together(store.folder(name), mesh)
             load_state(engine, checkpoint)
         except DamagedCheckpoint as error:
             warnings.append(f"checkpoint {name} is damaged and was set aside: {error}")
@@ -76,7 +80,7 @@ def restore(checkpoints: Path | str, engine: Engine, seed: int) -> tuple[TrainSt
         heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
         losses = scalars.get("losses", [])  # which checkpoints before health was judged lack
         return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout, losses), warnings
-    engine.initialize_weights(seed)
+    set_first_weights(engine, seed, init_from)
     return TrainState(), warnings
 
 
@@ -103,7 +107,7 @@ def open_saver(
         after_commit=retention.apply,
         while_waiting=lambda: watchdog.beat(watchdog.step, watchdog.phase),
     )
-    attachments = {CONFIG: config.run_path / CONFIG, **tokenizer_files(tokenizer)}
+    attachments = {CONFIG: dump_config(config).encode(), **tokenizer_files(tokenizer)}
     return Saver(
         open_store(config.checkpoint_location),
         engine,

@@ -83,7 +83,8 @@ def accumulate_gradients(
     """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
 
     The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
-    counts before its first backward pass; so it depends neither on micro-batches nor on ranks.
+    counts before its first backward pass; so it depends neither on micro-batches nor on ranks. Where no target
+    counts it is 0, and so are its gradients; those of the auxiliary losses are for the caller to drop.
     """
     mesh = engine.mesh
     n_targets, n_tokens = dataset.count(indices)
@@ -92,15 +93,16 @@ def accumulate_gradients(
     # Under ZeRO 3 each module's backward pass communicates, in the order of the graph: it must be one on all ranks, and
     # recomputation begins where something was saved first, which the way around padding does before the experts.
     scales, same_graph = (scale / len(indices), scale / n_tokens), engine.zero == 3
+    loss_scale = scale / max(1, n_targets)
     batches = (read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph) for part in mine)
     sums = Sums(engine.model_config)
     if engine.pipeline is not None:
-        for output in engine.run_pipeline(list(batches), scale / n_targets):
+        for output in engine.run_pipeline(list(batches), loss_scale):
             sums.add(output)
         return sums.over_ranks(mesh, stop)
     for number, batch in enumerate(batches):
         output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
-        engine.backward(output.loss * (scale / n_targets), last=number == len(mine) - 1)
+        engine.backward(output.loss * loss_scale, last=number == len(mine) - 1)
         sums.add(output)
     return sums.over_ranks(mesh, stop)
 

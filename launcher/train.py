@@ -6,19 +6,22 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from signal import Signals
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.dataset import Dataset, open_dataset
 from data.order import take
 from data.prepared import locate
 from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.console import say, tell
 from launcher.fence import Fence
-from launcher.health import Health, Unhealthy, examine, stop_line
+from launcher.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.ledger import ledger_row
 from launcher.restarts import Restart
 from launcher.start_record import start_record
@@ -39,6 +42,7 @@ from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.pipeline.config import splits_backward
 from parallel.pipeline.stages import MicroBatch
 from parallel.recompute import apply_recompute
+from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.stop import STOPPED, StopRequest
 
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -66,7 +70,7 @@ def train(
             code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog, fence)
         except Unhealthy as error:
             if mesh.rank == 0:
-                print(error, file=sys.stderr)
+                tell(error)
             code = 1
     close_mesh()
     return code
@@ -86,9 +90,10 @@ def train_watched(
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
     retention = open_retention(config.checkpoint)
-    state, warnings = restore(config.checkpoint_location, engine, config.seed)
+    state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
     tidy(config, retention, fence, mesh.rank)
     if state.step >= config.train.steps:
+        report_complete(config, state, mesh.rank)
         return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
@@ -100,6 +105,7 @@ def train_watched(
         open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
     ):
         report_start(watchers, record, state, warnings, changed, restart)
+        report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
         health, stopped = Health(config.health), agree_to_stop(stop, mesh)
         while state.step < config.train.steps and stopped is None:
             watchdog.beat(state.step + 1, STEP)
@@ -118,7 +124,8 @@ def train_watched(
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
             if heldout is not None and is_eval_due and not in_haste:
                 watchdog.beat(state.step, "evaluation")
-                state.heldout = (state.step, heldout_loss(config, engine, heldout, watchdog))
+                alive = partial(watchdog.beat, state.step, "evaluation")
+                state.heldout = (state.step, heldout_loss(config, engine, heldout, alive))
                 watchers.eval({"step": state.step, "eval_loss": state.heldout[1]})
                 stopped = stopped or agree_to_stop(stop, mesh)
             if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
@@ -184,7 +191,7 @@ def open_retention(checkpoint: CheckpointConfig) -> Retention:
     return Retention(checkpoint.keep_last, checkpoint.keep_every_steps, checkpoint.keep_best)
 
 
-def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
+def build_engine(config: RunConfig, mesh: Mesh, sizes: Sizes = DEFAULT_SIZES) -> Engine:
     """The model under its layout and precision, weights not yet set. All ranks call it."""
     engine = Engine(
         mesh,
@@ -193,6 +200,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         parallel=config.parallel,
         precision=config.train.precision,
         micro_batch_size=config.train.micro_batch_size,
+        sizes=sizes,
     )
     parts = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
     apply_recompute(engine.model, config.train.recompute, splits_backward=parts)
@@ -221,22 +229,28 @@ def run_step(
 ) -> StepDone:
     """One update: draws the batch, accumulates gradients, judges, applies or drops them, advances ``state``.
 
-    All ranks call it. Without ``health`` nothing is judged.
+    All ranks call it. Without ``health`` nothing is judged. A batch in which no target counts (documents of one token
+    each) has a loss of 0 and updates nothing.
     """
     started = time.perf_counter()
     step = state.step + 1
     indices = take(state.consumed, config.train.global_batch_size, state.skipped)
     n_targets, n_tokens = dataset.count(indices)
     totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop or StopRequest())
-    event = examine(health, engine, dataset, indices, state, totals.loss / max(1, n_targets))
+    if n_targets:
+        event = examine(health, engine, dataset, indices, state, totals.loss / n_targets)
+    else:
+        event = tell_of_no_targets(health, dataset, indices, step)
     lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
-    update = engine.step(lr) if event is None or event["action"] == "report" else engine.discard()
+    applies = n_targets > 0 and (event is None or event["action"] == "report")
+    update = engine.step(lr) if applies else engine.discard()
     if not update.skipped:
         move_router_biases(engine.model, config.model, move_to(totals, engine.mesh.device))
-        state.losses = [*state.losses, totals.loss / max(1, n_targets)][-config.health.spike_window :]
+        state.losses = [*state.losses, totals.loss / n_targets][-config.health.spike_window :]
     state.step, state.consumed, state.tokens = step, int(indices[-1]) + 1, state.tokens + n_tokens
     seconds = time.perf_counter() - started
     row = metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
+    row |= dataset.progress(state.consumed, state.skipped)
     return StepDone(row, not update.skipped, event, totals.stop_signal)
 
 
@@ -247,7 +261,7 @@ def roll_back(
 
     All ranks call it. Weights that a batch has spoiled were often spoiled by those before it, so they go too.
     """
-    restored, warnings = restore(config.checkpoint_location, engine, config.seed)
+    restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
     left_out = (restored.consumed, state.consumed)
     restored.skipped = [*restored.skipped, left_out]
     watchers.rewind(restored.step)
@@ -304,13 +318,13 @@ def metrics_row(
     return row
 
 
-def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, watchdog: Watchdog) -> float:
-    """The held-out token cross-entropy. All ranks call it."""
+def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, alive: Callable[[], None]) -> float:
+    """The held-out token cross-entropy. All ranks call it. ``alive`` is called after each micro-batch."""
     train = config.train
 
     def run(micro_batches: list[MicroBatch]) -> Iterator[Output]:
         for output in engine.evaluate(micro_batches):
-            watchdog.beat(watchdog.step, watchdog.phase)
+            alive()
             yield output
 
     return evaluate(run, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
@@ -328,10 +342,17 @@ def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
             watchers.event({"step": saved.step, "event": "checkpoint_warning", "message": saved.warning})
 
 
+def report_complete(config: RunConfig, state: TrainState, rank: int) -> None:
+    """Says that there is nothing to do, once."""
+    if rank == 0:
+        done = f"{config.run_path} is complete: step {state.step} of train.steps={config.train.steps}"
+        say(f"{done}, in {config.checkpoint_location}; to train on, raise train.steps")
+
+
 def report_unsaved(saved: Saved, rank: int) -> None:
     """Says that the last checkpoint that was due could not be written, once."""
     if rank == 0:
-        print(f"the last checkpoint, step {saved.step}, was not written: {saved.error}", file=sys.stderr)
+        tell(f"the last checkpoint, step {saved.step}, was not written: {saved.error}")
 
 
 def report_start(
@@ -354,6 +375,16 @@ def report_start(
         watchers.event(
             {"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)}
         )
+
+
+def report_no_heldout_targets(
+    watchers: Watchers | NullWatchers, heldout: Dataset | None, n_sequences: int, step: int
+) -> None:
+    """The event of held-out sequences in which no target counts, so that every evaluation comes to 0."""
+    if heldout is not None:
+        n_sequences = min(n_sequences, heldout.n_samples)
+        if heldout.count(np.arange(n_sequences))[0] == 0:
+            watchers.event({"step": step, "event": "no_targets", "split": "heldout", "sequences": n_sequences})
 
 
 def report_damage(watchers: Watchers | NullWatchers, step: int, warnings: list[str]) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from launcher.config.tree import RunConfig
+from launcher.console import tell
 from launcher.hangs import (
     Report,
     Seen,
@@ -368,7 +368,7 @@ class Watchdog:
         if has_launcher():
             tell_launcher(message, exit_code)
         else:
-            print(message, file=sys.stderr, flush=True)
+            tell(message)
 
     def leave(self, exit_code: int) -> None:
         """Ends this process; the one whose exception it was is left to raise it."""

@@ -8,8 +8,9 @@ from typing import Literal
 class SequenceAuxBalance:
     """Balance by an auxiliary loss computed within each sequence (DeepSeek-V3, section 2.1.2, eq. 17-20)."""
 
+    # sequence_aux: by a loss within each sequence; bias: by a bias moved after each step
     name: Literal["sequence_aux"] = "sequence_aux"
-    coefficient: float = 1e-3
+    coefficient: float = 1e-3  # factor of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class BiasBalance:
     """Balance by a bias on the selection scores, moved after each step (Wang et al. 2024, arXiv:2408.15664)."""
 
     name: Literal["bias"] = "bias"
-    rate: float = 1e-3
+    rate: float = 1e-3  # how far it moves in a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,14 @@ class MoEConfig:
     ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width n_shared_experts * d_ff.
     """
 
-    n_experts: int = 8
-    top_k: int = 2
-    d_ff: int = 512
-    n_shared_experts: int = 0
-    n_dense_layers: int = 0  # that many leading layers are dense, of width model.d_ff
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    n_experts: int = 8  # experts of a layer
+    top_k: int = 2  # experts a token goes to; none is ever dropped
+    d_ff: int = 512  # width of one expert
+    n_shared_experts: int = 0  # experts that every token goes to
+    n_dense_layers: int = 0  # so many leading layers have no experts, but a width of model.d_ff
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
     normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
-    routed_scale: float = 1.0
+    routed_scale: float = 1.0  # factor on the routed experts' output
     balance: Balance = field(default_factory=SequenceAuxBalance)
     z_loss: float = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
 
@@ -53,26 +54,32 @@ class MoEConfig:
 class ModelConfig:
     """A pre-norm decoder. ``family`` names the `transformers` architecture that an export becomes."""
 
+    # the `transformers` architecture that an export becomes
     family: Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"] = "llama"
-    vocab_size: int = 8192
-    d_model: int = 512
-    n_layers: int = 8
-    n_heads: int = 8
-    n_kv_heads: int = 8
-    d_head: int | None = None  # None: d_model / n_heads
+    vocab_size: int = 8192  # rows of the embedding; at least as many as the tokenizer has ids
+    d_model: int = 512  # width of the residual stream
+    n_layers: int = 8  # layers
+    n_heads: int = 8  # query heads
+    n_kv_heads: int = 8  # key and value heads; divides n_heads
+    d_head: int | None = None  # channels of a head, even; None: d_model / n_heads
     d_ff: int = 1408  # width of a dense feed-forward layer
-    tie_embeddings: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None  # a token sees itself and sliding_window - 1 before it
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
+    tie_embeddings: bool = False  # the head is the embedding's weight
+    qk_norm: bool = False  # RMSNorm on each head's queries and keys
+    sliding_window: int | None = None  # a token sees itself and so many less one before it; None: all
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    init_std: float = 0.02  # deviation of the first weights
     moe: MoEConfig | None = None
 
     @property
     def head_dim(self) -> int:
         """Channels of one head: d_head, or d_model / n_heads."""
         return self.d_head if self.d_head is not None else self.d_model // self.n_heads
+
+    @property
+    def n_moe_layers(self) -> int:
+        """Layers with experts."""
+        return max(0, self.n_layers - self.moe.n_dense_layers) if self.moe is not None else 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""

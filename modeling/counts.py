@@ -25,13 +25,11 @@ def count_parameters(config: ModelConfig) -> Counts:
     embedding = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
     norms = 2 * config.d_model + (2 * config.head_dim if config.qk_norm else 0)  # of one layer
     total = active = embedding + config.d_model + config.n_layers * (attention_matrices(config) + norms)
-    for layer in range(config.n_layers):
-        if config.moe is not None and config.is_moe_layer(layer):
-            total += moe_matrices(config, config.moe, config.moe.n_experts)
-            active += moe_matrices(config, config.moe, config.moe.top_k)
-        else:
-            total += 3 * config.d_model * config.d_ff
-            active += 3 * config.d_model * config.d_ff
+    dense = (config.n_layers - config.n_moe_layers) * 3 * config.d_model * config.d_ff
+    total, active = total + dense, active + dense
+    if config.moe is not None:
+        total += config.n_moe_layers * moe_matrices(config, config.moe, config.moe.n_experts)
+        active += config.n_moe_layers * moe_matrices(config, config.moe, config.moe.top_k)
     return Counts(total, active, embedding)
 
 
@@ -50,11 +48,9 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     keys = seq_len if config.sliding_window is None else min(seq_len, config.sliding_window)
     scores_and_sums = 4 * keys * config.n_heads * config.head_dim  # q k^T and probabilities times v
     multiplied = config.vocab_size * config.d_model + config.n_layers * attention_matrices(config)
-    for layer in range(config.n_layers):
-        if config.moe is not None and config.is_moe_layer(layer):
-            multiplied += moe_matrices(config, config.moe, config.moe.top_k)
-        else:
-            multiplied += 3 * config.d_model * config.d_ff
+    multiplied += (config.n_layers - config.n_moe_layers) * 3 * config.d_model * config.d_ff
+    if config.moe is not None:
+        multiplied += config.n_moe_layers * moe_matrices(config, config.moe, config.moe.top_k)
     return float(2 * multiplied + config.n_layers * scores_and_sums)
 
 

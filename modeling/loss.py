@@ -13,19 +13,19 @@ CHUNK_LOGITS = 16_777_216  # logits that exist at once (64 MiB in fp32)
 
 
 class ChunkedCrossEntropy(Function):
-    """(hidden_TD, weight_VD, targets_T) -> the sum of the cross-entropies of the targets that count, fp64 scalar.
+    """(hidden_TD, weight_VD, targets_T, chunk_logits) -> the sum of the counting targets' cross-entropies, fp64 scalar.
 
     Gradients are computed with the logits still at hand, so the backward pass only scales them. The weight's gradient
     is summed over chunks in fp32.
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:  # type: ignore[override]
-        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int) -> Tensor:  # type: ignore[override]
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        chunk = max(1, CHUNK_LOGITS // weight_VD.shape[0])
+        chunk = max(1, chunk_logits // weight_VD.shape[0])
         for start in range(0, hidden_TD.shape[0], chunk):
             part = slice(start, start + chunk)
             logits_TV = F.linear(hidden_TD[part], weight_VD).float()
@@ -43,13 +43,13 @@ class ChunkedCrossEntropy(Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD * grad_total.to(torch.float32).to(grad_hidden_TD.device)
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad_total.to(torch.float32)).to(ctx.weight_dtype)
-        return grad_hidden_TD, grad_weight_VD, None
+        return grad_hidden_TD, grad_weight_VD, None, None
 
 
 def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,6 +72,7 @@ class Head(nn.Module):
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.chunk_logits = CHUNK_LOGITS
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The sum of the cross-entropies of the targets that count (fp64); without targets, the logits (B, S, V)."""
@@ -79,4 +80,4 @@ class Head(nn.Module):
             return F.linear(hidden_BSD, self.weight)
         # Gradients are made in the forward pass, where torch.no_grad() does not show: a detached weight asks for none.
         weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
-        return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+        return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.chunk_logits)

@@ -43,7 +43,8 @@ class ReferenceStep:
     grad_norm: float
     gradients: dict[str, Tensor]
     counts: dict[int, Tensor]  # layer -> pairs sent to each expert
-    skipped: bool  # a gradient was not finite in fp16
+    skipped: bool  # nothing was updated: a gradient was not finite in fp16, or no target counts
+    has_targets: bool = True
 
 
 class ReferenceTrainer:
@@ -77,7 +78,8 @@ class ReferenceTrainer:
         n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
         n_tokens = sum(int((part.documents_BS != PADDING).sum()) for part in batch)
         n_sequences = sum(part.tokens_BS.shape[0] for part in batch)
-        result = ReferenceStep(0.0, {}, {}, 0.0, {}, {}, skipped=False)
+        result = ReferenceStep(0.0, {}, {}, 0.0, {}, {}, skipped=False, has_targets=n_targets > 0)
+        n_targets = max(1, n_targets)  # where none counts the loss is 0
         for number, part in enumerate(batch):
             context = Context(
                 part.positions_BS,
@@ -114,7 +116,7 @@ class ReferenceTrainer:
         """Clips, steps the optimizer, moves the router biases, and refreshes the model's weights."""
         squares = [gradient.double().square().sum() for gradient in result.gradients.values()]
         result.grad_norm = float(torch.stack(squares).sum().sqrt())
-        result.skipped = not torch.isfinite(torch.tensor(result.grad_norm)).item()
+        result.skipped = not (result.has_targets and torch.isfinite(torch.tensor(result.grad_norm)).item())
         if result.skipped:
             return
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (result.grad_norm + 1e-6))

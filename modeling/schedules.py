@@ -9,9 +9,9 @@ from typing import Literal, assert_never
 class CosineSchedule:
     """Linear warm-up, then half a cosine down to ``min_ratio`` of the peak at the last step."""
 
-    name: Literal["cosine"] = "cosine"
-    warmup_steps: int = 0
-    min_ratio: float = 0.1
+    name: Literal["cosine"] = "cosine"  # what becomes of the learning rate; wsd: warm-up, stable, decay
+    warmup_steps: int = 0  # steps of linear warm-up
+    min_ratio: float = 0.1  # last learning rate over the peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class WSDSchedule:
 
     name: Literal["wsd"] = "wsd"
     warmup_steps: int = 0
-    decay_steps: int = 0
+    decay_steps: int = 0  # steps of linear decay at the end
     min_ratio: float = 0.0
 
 

@@ -1,6 +1,7 @@
 """From the built model and the mesh to this rank's part of it, in a written order."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from modeling.attention import Attention
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import fill
+from modeling.kernels.experts import experts_grouped
+from modeling.loss import Head
 from modeling.moe import MoE
 from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
@@ -19,6 +22,7 @@ from parallel.expert import make_dispatch
 from parallel.layout import held_box
 from parallel.mesh import Mesh
 from parallel.pipeline.stages import keep_parts, rank_parts
+from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
 
 
@@ -36,12 +40,13 @@ def build_part(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     deepspeed_config: dict[str, Any],
+    sizes: Sizes,
 ) -> tuple[Decoder, Shapes]:
     """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table,
     and made one by one (under ZeRO 3 partitioned at once); 3. tensor parallelism; 4. context parallelism's attention
-    core; 5. expert parallelism, and sums over the ranks that share sequences.
+    core; 5. expert parallelism, and sums over the ranks that share sequences. ``sizes`` cut the work of 3. to 5.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -55,9 +60,11 @@ def build_part(
         apply_tensor_parallelism(model, mesh.tp)
     for module in model.modules():
         if isinstance(module, Attention) and mesh.cp.degree > 1:
-            module.core = make_core(parallel.cp_attention, mesh.cp)
+            module.core = make_core(parallel.cp_attention, mesh.cp, sizes.ring_tile)
         if isinstance(module, MoE):
-            connect_experts(module, mesh)
+            connect_experts(module, mesh, sizes.row_multiple)
+        if isinstance(module, Head):
+            module.chunk_logits = sizes.chunk_logits
     if experts_are_separate(mesh) and parallel.zero < 3:
         pose_as_deepspeed_moe(model, mesh)
     return model, shapes
@@ -84,8 +91,10 @@ def make_weights(model: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype, deep
     fill(model, zeros, mesh.device)
 
 
-def connect_experts(moe: MoE, mesh: Mesh) -> None:
+def connect_experts(moe: MoE, mesh: Mesh, row_multiple: int | None) -> None:
     """Dispatch over ep, and balance losses summed over the ranks that share sequences."""
     if mesh.ep.degree > 1:
-        moe.experts.dispatch = make_dispatch(mesh.ep)
+        moe.experts.dispatch = make_dispatch(mesh.ep, row_multiple)
+    elif row_multiple is not None:
+        moe.experts.dispatch = partial(experts_grouped, row_multiple=row_multiple)
     moe.add_sequence_sums = lambda sums_BX: sum_forward(sum_forward(sums_BX, mesh.tp), mesh.cp)

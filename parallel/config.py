@@ -10,10 +10,12 @@ from parallel.pipeline.config import OneFOneB, PipelineConfig
 class ParallelConfig:
     """Degrees of the axes, and what ZeRO shards over dp: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
-    tp: int = 1  # heads, d_ff, vocabulary; positions between layers
-    pp: int = 1  # layers
+    tp: int = 1  # tensor parallelism: cuts heads, d_ff and the vocabulary; between layers, positions
+    pp: int = 1  # pipeline parallelism: cuts the layers into stages
     pipeline: PipelineConfig = field(default_factory=OneFOneB)  # how micro-batches pass through the stages of pp
-    cp: int = 1  # positions of a sequence
-    cp_attention: Literal["ulysses", "ring"] = "ulysses"  # all-to-all over heads, or a ring of positions
-    ep: int = 1  # experts, folded over dp x cp x tp
+    cp: int = 1  # context parallelism: cuts each sequence's positions
+    # how attention sees all positions under cp: all-to-all over heads, or a ring of positions
+    cp_attention: Literal["ulysses", "ring"] = "ulysses"
+    ep: int = 1  # expert parallelism: cuts the experts, folded over dp x cp x tp
+    # what is sharded over the ranks: 0 nothing (fp32 only), 1 optimizer state, 2 gradients too, 3 parameters too
     zero: int = 1

@@ -32,6 +32,7 @@ from parallel.pipeline.gradients import GradientSums
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.stages import MicroBatch, is_second_copy, rank_parts, tied_weight
 from parallel.pipeline.tied import add_other_copy
+from parallel.sizes import DEFAULT_SIZES, Sizes
 
 INITIAL_LOSS_SCALE_POWER = 16
 TIED = "embed.weight"  # a tied embedding's name, which the head's copy on another stage bears too
@@ -59,8 +60,10 @@ class Engine:
         parallel: ParallelConfig,
         precision: Literal["fp32", "bf16", "fp16"],
         micro_batch_size: int,
+        sizes: Sizes = DEFAULT_SIZES,
     ) -> None:
         self.mesh = mesh
+        self.sizes = sizes
         self.zero = zero = parallel.zero
         self.precision = precision
         self.model_config = model_config
@@ -71,9 +74,9 @@ class Engine:
         self.pipeline: Pipeline | None = None
         self.sums: GradientSums | None = None
         self.ends: list[int] = []
-        config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm)
+        config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
         register_expert_groups(mesh)
-        self.model, self.shapes = build_part(mesh, model_config, parallel, DTYPES[precision], config)
+        self.model, self.shapes = build_part(mesh, model_config, parallel, DTYPES[precision], config, sizes)
         self.base = build_optimizer(
             self.optimizer_groups(optimizer_config), optimizer_config, fused=mesh.device.type == "cuda"
         )
@@ -107,7 +110,7 @@ class Engine:
             dtype=DTYPES[self.precision],
             device=self.mesh.device,
         )
-        self.sums = GradientSums(self.deepspeed, self.zero, DTYPES[self.precision])
+        self.sums = GradientSums(self.deepspeed, self.zero, DTYPES[self.precision], self.sizes.bucket)
         self.ends = stage_ranks(pipeline, self.mesh.pp.degree)
 
     def run_pipeline(self, micro_batches: Sequence[MicroBatch], scale: float) -> list[Output]:
@@ -170,7 +173,7 @@ class Engine:
             optimizer.clear_backward_seen_flag()
         elif last:
             engine.set_gradient_accumulation_boundary(True)
-            engine.allreduce_gradients()
+            engine.allreduce_gradients(self.sizes.bucket)
 
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.
@@ -328,12 +331,24 @@ class Engine:
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def deepspeed_config(zero: int, precision: str, micro_batch_size: int, clip_norm: float | None) -> dict[str, Any]:
-    """DeepSpeed's settings. Each one that is not its default is there because the default is wrong or slow for us."""
+def deepspeed_config(
+    zero: int, precision: str, micro_batch_size: int, clip_norm: float | None, sizes: Sizes = DEFAULT_SIZES
+) -> dict[str, Any]:
+    """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,  # we scale the loss and mark the boundary ourselves
-        "zero_optimization": {"stage": zero, "overlap_comm": False},  # overlap with late boundaries is silently wrong
+        "zero_optimization": {
+            "stage": zero,
+            "overlap_comm": False,  # overlap with late boundaries is silently wrong
+            "reduce_bucket_size": sizes.bucket,
+            "allgather_bucket_size": sizes.bucket,
+            "stage3_param_persistence_threshold": sizes.persistent,
+            "stage3_prefetch_bucket_size": sizes.prefetched,
+            "stage3_max_live_parameters": sizes.live,
+            "stage3_max_reuse_distance": sizes.reused,
+            "sub_group_size": sizes.updated,
+        },
         "gradient_clipping": clip_norm if zero > 0 and clip_norm is not None else 0.0,
         "communication_data_type": "fp32",
         "steps_per_print": 10**9,

@@ -13,7 +13,7 @@ from parallel.collectives import exchange_rows
 from parallel.mesh import Axis
 
 
-def make_dispatch(axis: Axis) -> ExpertDispatch:
+def make_dispatch(axis: Axis, row_multiple: int | None = None) -> ExpertDispatch:
     """The twin of modeling.kernels.experts.experts_grouped, for experts cut over ``axis`` in equal, consecutive parts.
 
     All ranks of the axis call it for the same layer, also with no tokens. Each pair's hidden state is sent to its
@@ -36,7 +36,7 @@ def make_dispatch(axis: Axis) -> ExpertDispatch:
             torch.arange(n_local, device=rows_RD.device).repeat(axis.degree).repeat_interleave(theirs_NE.flatten())
         )
         ones_R1 = torch.ones_like(experts_R, dtype=torch.float32)[:, None]
-        out_RD = experts_grouped(rows_RD, experts_R[:, None], ones_R1, gate_EFD, up_EFD, down_EDF)
+        out_RD = experts_grouped(rows_RD, experts_R[:, None], ones_R1, gate_EFD, up_EFD, down_EDF, row_multiple)
         out_TKD = FromRows.apply(exchange_rows(out_RD, received, sent, axis), rows_TK)
         return (out_TKD * weights_TK[..., None].to(hidden_TD.dtype)).sum(1)
 

@@ -6,6 +6,7 @@ Nothing here touches a collective once it is open. One thread uses an end.
 """
 
 import contextlib
+import hmac
 import json
 import secrets
 import selectors
@@ -16,10 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
+from parallel.rendezvous import listen_for_ranks
 
 Message = dict[str, Any]
 SEND_SECONDS = 1.0  # a peer that takes no bytes for so long is silent
 GOODBYE_SECONDS = 10.0  # for the others to notice that a connection ends; they poll all the time
+HELLO_BYTES = 256  # of the first line, which says who it is
 HELLO_SECONDS = 60.0  # for all ranks to connect: they have just met in a collective
 
 
@@ -113,12 +116,7 @@ def open_heart(mesh: Mesh, address: str) -> Heart:
     """
     if mesh.world_size == 1:
         return Heart({})
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    listener = None
-    if mesh.rank == 0:
-        listener = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=mesh.world_size
-        )
+    listener = listen_for_ranks(address) if mesh.rank == 0 else None
     told: list[Any] = [None if listener is None else (listener.getsockname()[1], secrets.token_hex(16))]
     dist.broadcast_object_list(told, src=0, group=mesh.control)
     port, token = told[0]
@@ -139,7 +137,7 @@ def _accept_all(listener: socket.socket, world_size: int, token: str) -> dict[in
         connection, _ = listener.accept()
         wire = Wire(connection)
         hello = _read_line(wire)
-        if hello.get("token") == token:
+        if hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
             wires[hello["rank"]] = wire
         else:
             connection.close()
@@ -151,7 +149,7 @@ def _read_line(wire: Wire) -> Message:
     deadline = time.monotonic() + SEND_SECONDS
     data = b""
     with contextlib.suppress(OSError, ValueError):
-        while time.monotonic() < deadline and not data.endswith(b"\n"):
+        while time.monotonic() < deadline and len(data) < HELLO_BYTES and not data.endswith(b"\n"):
             received = wire.connection.recv(1)
             if not received:
                 break

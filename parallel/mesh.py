@@ -7,19 +7,16 @@ edp = dp * cp * tp / ep ranks that hold the same experts replicate them.
 """
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] -- documented, but not in torch's __all__
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
 
 from parallel.config import ParallelConfig
+from parallel.environment import number
+from parallel.rendezvous import store_of_next_group
 
 
 @dataclass(frozen=True)
@@ -151,20 +148,22 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     On CUDA the device is set from LOCAL_RANK before anything else, so that no two ranks share a GPU. DeepSpeed finds
     the group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    store = store_of_next_group(timeout_seconds)
+    store.set_timeout(timeout)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=device if cuda else None,
-        store=agents_store(world_size, timeout),
+        store=store,
     )
     control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
     assert not isinstance(control, int)
@@ -172,19 +171,6 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = {name: _open_axis(degrees.lines(name), rank, groups, timeout) for name in AXES}
     return Mesh(rank=rank, world_size=world_size, device=device, control=control, **axes)
-
-
-def agents_store(world_size: int, timeout: datetime.timedelta) -> PrefixStore | None:
-    """Under torchrun, this start's part of the store that its agent hosts; None elsewhere: torch makes one.
-
-    The agent's store outlives a restart (torch 2.11: one for all rounds of a rendezvous). Without a part of its own, a
-    start could read where a rank of the start before listened, and be refused there.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    return PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _open_axis(

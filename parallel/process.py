@@ -1,12 +1,12 @@
 """Starting local processes that fail together, quickly, and leave nobody behind."""
 
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
 import pickle
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -15,27 +15,38 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from parallel.environment import TOKEN
+from parallel.lifeline import LAUNCHER, end_with_launcher
 from parallel.stop import forwarding, held_back
 
 # What the fork server imports once, so that a rank starts in a tenth of a second instead of 13 (8 ranks with DeepSpeed:
 # 13.6 s -> 1.3 s, 2 cores, 2026-11-20).
 PRELOAD = [
+    "parallel.tied",  # first, so that a launcher's end is seen while the others are imported
     "torch",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "parallel.preloaded",
 ]
 
 
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the interface of 127.0.0.1
 FIRST_PORT = 20000  # below are the ports of known services
 
 # How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection.
 LINGER_SECONDS = 15.0
+
+
+# The exit code that multiprocessing gives a process when the fork server, which alone knows it, has ended.
+UNKNOWN_CODE = 255
+SERVER_KILLED = "the fork server that started it was killed, most likely for want of memory"
 
 
 class RankError(Exception):
@@ -84,28 +95,27 @@ def run_ranks(
 ) -> list[Any]:
     """Calls ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh; returns their results by rank.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each. When one fails, or the time is over, all
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each, and nobody listens but on the loopback
+    interface. When one fails, or the time is over, all
     others are killed (stopped ones too) and RankError is raised. ``threads`` sets each rank's torch threads (default:
     cores / ranks); ``preload`` names further modules that the fork server imports, once for all ranks. ``passes_stop``:
     requests to stop are passed on to the ranks, which listen by ``parallel.stop.hearing``. ``places`` are the ranks'
     names in messages (``parallel.mesh.Degrees.places``).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", *preload])
+    context = fork_server(preload)
     threads = threads or max(1, (os.cpu_count() or 1) // n_ranks)
-    port = _free_port()
     children = []
     with forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
         try:
-            for rank in range(n_ranks):
+            for rank, of_rank in enumerate(rank_environments(n_ranks)):
                 receive, send = context.Pipe(duplex=False)
                 # This process's variables of now: the fork server has those of when it was started.
-                environment = {**os.environ, **_rank_environment(rank, n_ranks, port)}
+                environment = {**os.environ, **of_rank}
                 process = context.Process(
                     target=_rank_main, args=(send, os.getpid(), environment, threads, function, arguments), daemon=True
                 )
                 with held_back() if passes_stop else contextlib.nullcontext():
-                    process.start()
+                    _start(process)
                 send.close()
                 place = f"{places[rank] if places is not None else f'rank {rank}'} of {n_ranks}"
                 children.append(_Child(rank, place, process, receive))
@@ -119,15 +129,34 @@ def run_ranks(
             _end(children)
 
 
-def _rank_environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
+    """Where ranks' processes come from: one process of this one, that ends with it, and has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    os.environ[LAUNCHER] = str(os.getpid())
+    return context
+
+
+def _start(process: Any) -> None:
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        raise RankError(f"no rank could be started: {SERVER_KILLED}", 1) from None
+
+
+def rank_environments(n_ranks: int) -> list[dict[str, str]]:
+    """The variables of each rank of a new job of this machine, with a port and a token of its own."""
+    port, token = _free_port(), secrets.token_hex(16)
+    common = {
         "WORLD_SIZE": str(n_ranks),
         "LOCAL_WORLD_SIZE": str(n_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        TOKEN: token,
     }
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(n_ranks)]
 
 
 def _free_port() -> int:
@@ -139,7 +168,7 @@ def _free_port() -> int:
     while True:
         port = drawn.randrange(FIRST_PORT, _first_outgoing_port())
         with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("", port))
+            listener.bind(("127.0.0.1", port))
             return port
 
 
@@ -157,7 +186,7 @@ def _rank_main(
     send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, function: Any, arguments: Any
 ) -> None:
     global _to_launcher
-    _die_with_parent()
+    end_with_launcher(launcher_pid)
     os.environ.update(environment)
     import torch
 
@@ -204,12 +233,6 @@ def _send(send: Connection, message: Any) -> None:
     send.send_bytes(pickle.dumps(message))
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when the fork server ends, which ends with its launcher."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _collect(children: list[_Child], timeout_seconds: float | None) -> list[Any]:
     """The ranks' results, in order; raises RankError for the failure that the others follow from."""
     deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -248,6 +271,8 @@ def _receive(child: _Child) -> Any:
         code = child.process.exitcode
         if code is not None and code < 0:
             return _Failure(KILLED, f"{child.place} ended by signal {signal.Signals(-code).name}", 1)
+        if code == UNKNOWN_CODE:
+            return _Failure(KILLED, f"{child.place} ended: {SERVER_KILLED}", 1)
         return _Failure(ENDED, f"{child.place} ended by exit code {code}", 1)
     match message:
         case ("done", result):

@@ -6,6 +6,7 @@ roll is called over the same store, at MASTER_ADDR:MASTER_PORT, that the process
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import socket
@@ -14,10 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] -- documented, but not in torch's __all__
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
+
+from parallel.environment import TOKEN, number
+from parallel.rendezvous import ForeignStore, rendezvous_store, signed, verified
 
 LINGER_SECONDS = 10  # rank 0 hosts the store, and before it may end waits so long for the others to read the verdict
 
@@ -39,32 +39,36 @@ class RollCall:
     """
 
     def __init__(self, limit_seconds: float, hosts: Sequence[str] | None = None) -> None:
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.world_size = number("RANK"), number("WORLD_SIZE")
         self.limit_seconds = limit_seconds
         self.hosts = hosts
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = TCPStore(
-                address,
-                port,
-                self.world_size,
-                is_master=self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-                timeout=datetime.timedelta(seconds=limit_seconds),
-                wait_for_workers=False,
-                multi_tenant=True,  # the process group's store, at the same port, shares the server
-            )
+            self.store = rendezvous_store(limit_seconds)
+        except OSError as error:
+            raise RollCallError([self._cannot_listen(error)], is_disagreement=False) from error
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise RollCallError([self._unreachable(address, port, error)], is_disagreement=False) from error
-        # torchrun's store outlives a restart: each start calls a roll of its own.
-        self.store = PrefixStore(f"roll_call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            raise RollCallError([self._unreachable()], is_disagreement=False) from error
+        except ForeignStore as error:
+            raise RollCallError([self._foreign(error)], is_disagreement=False) from error
 
-    def _unreachable(self, address: str, port: int, error: Exception) -> str:
-        me = self._name(self.rank)
-        if self.rank == 0:
-            return f"{me} cannot listen at {address}:{port}: {str(error).splitlines()[0]}"
+    def _cannot_listen(self, error: OSError) -> str:
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} and MASTER_PORT={os.environ['MASTER_PORT']}"
+        remedy = "choose another MASTER_PORT" if error.errno == errno.EADDRINUSE else "set them to a place of its own"
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return f"{self._name(0)} must be able to listen at {place}, and cannot: {reason}; {remedy}"
+
+    def _unreachable(self) -> str:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         return (
-            f"{me} could not reach {self._name(0)} at {address}:{port} within {self.limit_seconds:g} s "
-            f"(train.start_seconds); is that node up, and is {address} its address on the network of the nodes?"
+            f"{self._name(self.rank)} could not reach {self._name(0)} at {address}:{port} within "
+            f"{self.limit_seconds:g} s (train.start_seconds); "
+            f"is that node up, and is {address} its address on the network of the nodes?"
+        )
+
+    def _foreign(self, error: ForeignStore) -> str:
+        return (
+            f"{self._name(self.rank)}: {error}; choose another MASTER_PORT, and set {TOKEN} to one secret word on all "
+            "ranks of this job alone"
         )
 
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
@@ -83,8 +87,8 @@ class RollCall:
     def share(self, name: str, text: str | None = None) -> str:
         """Rank 0's text, on every rank. All ranks call it; only rank 0's ``text`` counts."""
         if self.rank == 0:
-            self.store.set(f"{name}/text", text or "")
-        return self.store.get(f"{name}/text").decode()
+            self._set(f"{name}/text", text or "")
+        return self._get(f"{name}/text")
 
     def consult(
         self,
@@ -100,17 +104,17 @@ class RollCall:
         answer is left out of what ``decide`` gets, and nothing is raised for it. Raises RollCallError where rank 0 does
         not decide within twice the limit, counted from this rank's answer.
         """
-        self.store.set(f"{name}/{self.rank}", json.dumps(answer))
+        self._set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
             missing = self._wait_for(name, expected, limit_seconds)
             answers = {rank: self._answer(name, rank) for rank in sorted(expected) if rank not in missing}
             decision = decide(answers)
-            self.store.set(name, json.dumps(decision))
+            self._set(name, json.dumps(decision))
             self._linger([f"{name}/read/{rank}" for rank in answers if rank != 0])
             return decision
         try:
             self.store.wait([name], datetime.timedelta(seconds=2 * limit_seconds))
-            decision = json.loads(self.store.get(name))
+            decision = json.loads(self._get(name))
             self.store.set(f"{name}/read/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             line = f"{self._name(0)} ended or was cut off in '{name}'"
@@ -119,15 +123,12 @@ class RollCall:
 
     def _round(self, name: str, answer: Any, judge: Callable[[list[Any]], list[str]]) -> None:
         """Every rank hands in its answer, rank 0 judges, every rank reads the verdict."""
-        self.store.set(f"{name}/{self.rank}", json.dumps(answer))
+        self._set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
             missing = self._wait_for(name, range(self.world_size), self.limit_seconds)
             present = [rank for rank in range(self.world_size) if rank not in missing]
-            if missing:
-                verdict = {"missing": [self._absence(missing)]}
-            else:
-                verdict = {"differ": judge([self._answer(name, rank) for rank in present])}
-            self.store.set(name, json.dumps(verdict))
+            verdict = self._verdict(name, missing, judge)
+            self._set(name, json.dumps(verdict))
         else:
             present = []
             verdict = self._read_verdict(name)
@@ -138,8 +139,29 @@ class RollCall:
         if lines:
             raise RollCallError(lines, is_disagreement="differ" in verdict)
 
+    def _verdict(
+        self, name: str, missing: Collection[int], judge: Callable[[list[Any]], list[str]]
+    ) -> dict[str, list[str]]:
+        """Rank 0: what is wrong."""
+        if missing:
+            return {"missing": [self._absence(missing)]}
+        try:
+            return {"differ": judge([self._answer(name, rank) for rank in range(self.world_size)])}
+        except RollCallError as error:
+            return {"missing": error.lines}
+
     def _answer(self, name: str, rank: int) -> Any:
-        return json.loads(self.store.get(f"{name}/{rank}"))
+        return json.loads(self._get(f"{name}/{rank}"))
+
+    def _set(self, key: str, text: str) -> None:
+        self.store.set(key, signed(key, text))
+
+    def _get(self, key: str) -> str:
+        """What a rank of this job has set. Raises RollCallError where it was somebody else."""
+        try:
+            return verified(key, self.store.get(key))
+        except ForeignStore as error:
+            raise RollCallError([self._foreign(error)], is_disagreement=False) from error
 
     def _wait_for(self, name: str, expected: Collection[int], limit_seconds: float) -> set[int]:
         """Rank 0: those of the expected ranks that have not answered within the limit."""
@@ -153,7 +175,7 @@ class RollCall:
         """Any other rank: what rank 0 found; rank 0 itself may have gone."""
         try:
             self.store.wait([name], datetime.timedelta(seconds=self.limit_seconds + LINGER_SECONDS))
-            return json.loads(self.store.get(name))
+            return json.loads(self._get(name))
         except (dist.DistNetworkError, dist.DistStoreError):
             line = f"{self._name(0)} ended or was cut off before all ranks were there; its log says why"
             return {"missing": [line]}
@@ -164,7 +186,7 @@ class RollCall:
         while keys and not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _absence(self, missing: set[int]) -> str:
+    def _absence(self, missing: Collection[int]) -> str:
         nodes = f" on {', '.join(sorted({self.hosts[rank] for rank in missing}))}" if self.hosts else ""
         return (
             f"no answer from {_ranks(sorted(missing))}{nodes} within {self.limit_seconds:g} s (train.start_seconds); "

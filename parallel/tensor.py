@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from modeling.decoder import Decoder, DecoderLayer, Embedding
 from modeling.feed_forward import SwiGLU
-from modeling.loss import CHUNK_LOGITS, IGNORE, Head
+from modeling.loss import IGNORE, Head
 from modeling.moe import MoE
 from modeling.norm import RMSNorm
 from modeling.router import Router
@@ -89,7 +89,8 @@ def vocab_parallel_head(head: Head, axis: Axis) -> Any:
         assert targets_BS is not None, "a cut vocabulary gives a loss, not logits"
         hidden_BSD = gather_sequence(part_BSD, axis)
         weight_VD = head.weight if torch.is_grad_enabled() else head.weight.detach()
-        return VocabParallelCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), axis)
+        targets_T = targets_BS.flatten()
+        return VocabParallelCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_T, head.chunk_logits, axis)
 
     return run
 
@@ -102,12 +103,12 @@ class VocabParallelCrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int, axis: Axis) -> Tensor:  # type: ignore[override]
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        chunk = max(1, CHUNK_LOGITS // weight_VD.shape[0])
+        chunk = max(1, chunk_logits // weight_VD.shape[0])
         for start in range(0, hidden_TD.shape[0], chunk):
             part = slice(start, start + chunk)
             logits_TV = F.linear(hidden_TD[part], weight_VD).float()
@@ -123,14 +124,14 @@ class VocabParallelCrossEntropy(Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
         scale = grad_total.to(torch.float32)
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD * scale
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * scale).to(ctx.weight_dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None
+        return grad_hidden_TD, grad_weight_VD, None, None, None
 
 
 def losses_and_gradient(logits_TV: Tensor, targets_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

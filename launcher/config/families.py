@@ -28,6 +28,9 @@ _SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
     "moe.balance.name": ("sequence_aux", "none"),  # the router has no selection bias
 }
 
+# cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all of them.
+_WINDOW = {"sliding_window": 2}
+
 FAMILIES: dict[str, Family] = {
     # models/llama: LlamaConfig itself demands hidden_size % num_attention_heads == 0.
     "llama": Family(
@@ -44,10 +47,11 @@ FAMILIES: dict[str, Family] = {
             "moe.normalize_top_k": (True,),
             **_SOFTMAX_ROUTER,
         },
+        at_least=_WINDOW,
     ),
     # models/qwen3_moe: q_norm and k_norm are always there; mlp_only_layers names the dense layers; one mask for all
     # layers, sliding where use_sliding_window is set; norm_topk_prob may be either.
-    "qwen3_moe": Family(has_experts=True, allowed={"qk_norm": (True,), **_SOFTMAX_ROUTER}),
+    "qwen3_moe": Family(has_experts=True, allowed={"qk_norm": (True,), **_SOFTMAX_ROUTER}, at_least=_WINDOW),
     # models/glm4_moe: Glm4MoeTopkRouter is sigmoid with a selection bias and takes a top 2 within each group of
     # experts; shared_experts are always built; only causal masks; first_k_dense_replace counts the dense layers.
     "glm4_moe": Family(
@@ -76,7 +80,7 @@ def check_family(model: ModelConfig) -> Iterator[str]:
                 yield f"model.{key}={_plain(value)} is not possible {told} cannot express it; try {tries}"
     for key, minimum in family.at_least.items():
         for value in _values(model, key):
-            if value < minimum:
+            if value is not None and value < minimum:
                 yield f"model.{key}={value} is not possible {told} needs at least {minimum}; try {minimum}"
     if family.heads_divide_d_model and model.d_head is not None and model.d_model % max(1, model.n_heads):
         near = -(-model.d_model // model.n_heads) * model.n_heads

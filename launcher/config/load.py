@@ -1,15 +1,16 @@
 """Loading a config: defaults, YAML, dotted overrides, validation."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.config.overrides import apply_overrides, parse_overrides
 from launcher.config.tree import RunConfig
 from launcher.config.validate import build_config
-from launcher.config.yaml_text import read_yaml_file
+from launcher.config.yaml_text import MAX_BYTES, MAX_VALUES, read_yaml_file
 from launcher.errors import UserError
 from launcher.slurm.rules import PATHS
 
@@ -38,7 +39,27 @@ def load_config(
     config, faults = build_config(tree)
     if config is None or problems:
         raise UserError([*problems, *faults])
+    if _is_too_large(config):
+        raise UserError(
+            [
+                f"{path}: must have at most {MAX_VALUES:,} values and about {MAX_BYTES // 2:,} bytes with every key "
+                "written out, as it is saved in the run directory; take globs for data.sources, and shorter texts"
+            ]
+        )
     return _expand_home(config)
+
+
+def _is_too_large(config: RunConfig) -> bool:
+    """Whether the saved copy, in which every key is written out, might not be read again."""
+    tree = asdict(config)
+    return _values(tree) > MAX_VALUES or 2 * len(json.dumps(tree)) > MAX_BYTES  # YAML's indents are longer than quotes
+
+
+def _values(node: Any) -> int:
+    """Lists, maps, keys and plain values."""
+    if isinstance(node, dict):
+        return 1 + sum(1 + _values(value) for value in node.values())
+    return 1 + sum(map(_values, node)) if isinstance(node, (list, tuple)) else 1
 
 
 def _expand_home(config: RunConfig) -> RunConfig:
@@ -46,6 +67,7 @@ def _expand_home(config: RunConfig) -> RunConfig:
     return replace(
         config,
         run_dir=config.run_dir and os.path.expanduser(config.run_dir),
+        init_from=config.init_from and os.path.expanduser(config.init_from),
         data=replace(config.data, token_dir=os.path.expanduser(config.data.token_dir)),
         checkpoint=replace(config.checkpoint, dir=config.checkpoint.dir and os.path.expanduser(config.checkpoint.dir)),
         slurm=replace(config.slurm, **slurm),

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.config.schema import alternatives, choose_alternative, field_hints, hint_at
+from launcher.config.secret_rules import secret_problems
+from launcher.config.secrets import mask
 from launcher.config.tree import RunConfig
-from launcher.config.words import show
+from launcher.config.words import show, show_key
 from launcher.config.yaml_text import parse_yaml
+from launcher.errors import UserError
+
+MAX_PARTS = 10  # of a dotted key; the tree's deepest has four
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -21,27 +27,35 @@ class Override:
     @property
     def text(self) -> str:
         """The override as a message shows it."""
-        return f"{'.'.join(self.keys)}={show(self.value)}"
+        return f"{show_key(self.keys)}={show(self.value)}"
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The overrides, and one line for each text that is none."""
-    overrides, problems = [], []
+    """The overrides, and one line for each text that is none. Raises UserError, for that alone, at secrets."""
+    overrides, problems, secrets = [], [], []
     for text in texts:
         key, equals, raw = text.partition("=")
-        keys = tuple(re.sub(r"\[(\d+)\]", r".\1", key).split("."))
+        keys = tuple(re.sub(r"\[([0-9]+)\]", r".\1", key).split("."))
         value, faults = parse_yaml(raw)
+        if equals and not faults:
+            secrets += secret_problems({key: value}) if len(keys) == 1 else secret_problems(value, keys)
         if not equals:
             problems.append(f"{show(text)} is not an override; write key=value, e.g. train.steps=100")
+        elif len(keys) > MAX_PARTS:
+            problems.append(
+                f"{show(text)} has a key of {len(keys)} parts, and keys have at most {MAX_PARTS}; shorten it"
+            )
         elif not all(keys):
             problems.append(f"{show(text)} has an empty name before '='; write key=value, e.g. train.steps=100")
         elif not raw.strip():
-            problems.append(f"{key}= has no value; write one, or {key}=null to unset it")
+            problems.append(f"{show_key(keys)}= has no value; write one, or {show_key(keys)}=null to unset it")
         elif faults:
-            problems.append(f"{key}={show(raw)}: {faults[0][1]}")
+            problems.append(f"{show_key(keys)}={show(raw)}: {faults[0][1]}")
         else:
             overrides.append(Override(keys=keys, value=value))
-    return overrides, problems
+    if secrets:
+        raise UserError(secrets)
+    return overrides, [mask(line) for line in problems]
 
 
 def _drop_old_alternatives(tree: dict[str, Any], override: Override) -> None:
@@ -64,7 +78,7 @@ def _descend(node: Any, key: str, below: str | None) -> Any:
     Raises KeyError with the reason where ``node`` can hold no such key.
     """
     if isinstance(node, list):
-        if not key.isdigit() or int(key) > len(node):
+        if not _INDEX.fullmatch(key) or int(key) > len(node):
             raise KeyError(f"is a list of {len(node)}; write an index from 0 to {len(node)}")
         if int(key) == len(node):
             node.append(None)
@@ -73,7 +87,7 @@ def _descend(node: Any, key: str, below: str | None) -> Any:
     index: Any = int(key) if isinstance(node, list) else key
     held = node[index] if isinstance(node, list) else node.get(key)
     if below is not None and held is None:
-        held = node[index] = [] if below.isdigit() else {}
+        held = node[index] = [] if _INDEX.fullmatch(below) else {}
     return held
 
 
@@ -86,7 +100,7 @@ def _set(tree: dict[str, Any], override: Override) -> str | None:
         try:
             held = _descend(node, key, below)
         except KeyError as error:
-            return f"{override.text} cannot be set: {'.'.join(keys[:depth])} {error.args[0]}"
+            return f"{override.text} cannot be set: {show_key(keys[:depth])} {error.args[0]}"
         if below is None:
             node[int(key) if isinstance(node, list) else key] = override.value
         node = held

@@ -3,90 +3,23 @@
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Literal
 
 from data.places import why_no_path
 from launcher.config.families import check_family
 from launcher.config.layout_rules import check_layout, dp_of
+from launcher.config.ranges import is_beyond, range_problems
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.slurm.rules import check_slurm
+from modeling.config import ModelConfig
+from modeling.counts import count_parameters
 from modeling.schedules import WSDSchedule
 
-_AT_LEAST: dict[str, tuple[float, float]] = {  # key: (smallest legal value, value to try)
-    "seed": (0, 0),
-    "model.vocab_size": (1, 8192),
-    "model.d_model": (1, 512),
-    "model.n_layers": (1, 8),
-    "model.n_heads": (1, 8),
-    "model.n_kv_heads": (1, 1),
-    "model.d_head": (1, 64),
-    "model.d_ff": (1, 1408),
-    "model.sliding_window": (1, 1024),
-    "model.moe.n_experts": (1, 8),
-    "model.moe.top_k": (1, 1),
-    "model.moe.d_ff": (1, 512),
-    "model.moe.n_shared_experts": (0, 0),
-    "model.moe.n_dense_layers": (0, 0),
-    "model.moe.balance.coefficient": (0, 0.001),
-    "model.moe.balance.rate": (0, 0.001),
-    "model.moe.z_loss": (0, 0.0001),
-    "data.seq_len": (1, 1024),
-    "train.steps": (1, 1000),
-    "train.micro_batch_size": (1, 1),
-    "train.eval_every_steps": (1, 100),
-    "train.eval_sequences": (1, 64),
-    "train.gc_every_steps": (1, 100),
-    "train.timeout_seconds": (1, 600),
-    "train.step_timeout_seconds": (1, 540),
-    "train.start_seconds": (1, 300),
-    "optimizer.lr": (0, 0.0003),
-    "optimizer.weight_decay": (0, 0.1),
-    "schedule.warmup_steps": (0, 0),
-    "schedule.decay_steps": (0, 0),
-    "parallel.tp": (1, 1),
-    "parallel.cp": (1, 1),
-    "parallel.pp": (1, 1),
-    "parallel.ep": (1, 1),
-    "checkpoint.every_steps": (1, 100),
-    "checkpoint.keep_last": (1, 3),
-    "checkpoint.keep_every_steps": (1, 1000),
-    "checkpoint.keep_best": (0, 0),
-    "checkpoint.timeout_seconds": (1, 1800),
-    "slurm.nodes": (1, 1),
-    "slurm.gpus_per_node": (0, 8),
-    "slurm.tasks_per_node": (1, 8),
-    "slurm.cpus_per_task": (1, 8),
-    "slurm.time_minutes": (1, 1440),
-    "slurm.notice_seconds": (1, 300),
-    "slurm.chain": (1, 1),
-    "slurm.restarts": (0, 3),
-    "slurm.spare_nodes": (0, 1),
-    "health.spike_window": (2, 100),
-    "health.max_skips": (0, 10),
-    "health.max_rollbacks": (0, 3),
-}
-_ABOVE_ZERO: dict[str, float] = {  # key: value to try
-    "model.rope_theta": 10000.0,
-    "model.norm_eps": 1e-6,
-    "model.init_std": 0.02,
-    "model.moe.routed_scale": 1.0,
-    "optimizer.eps": 1e-8,
-    "optimizer.clip_norm": 1.0,
-    "health.spike_z": 8.0,
-}
-_BELOW_ONE: dict[str, float] = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.momentum": 0.9}
-_NULLABLE = (
-    "model.d_head",
-    "model.sliding_window",
-    "train.eval_every_steps",
-    "train.step_timeout_seconds",
-    "optimizer.clip_norm",
-    "checkpoint.every_steps",
-    "checkpoint.keep_every_steps",
-    "slurm.tasks_per_node",
-    "slurm.cpus_per_task",
-)
+Precision = Literal["fp32", "bf16", "fp16"]
+
+MAX_PARAMETERS = 10**14
+MAX_TOKENS = 2**63 - 1  # of a run: positions in the data are 64-bit integers
 
 
 def check(config: RunConfig, world_size: int) -> list[str]:
@@ -95,9 +28,12 @@ def check(config: RunConfig, world_size: int) -> list[str]:
     A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (paths, weights)
     are ``data.rules.check_data``'s.
     """
-    lines = [*_check_ranges(config), *_check_names(config)]
-    broken = {line.partition("=")[0] for line in lines}
+    lines = [*range_problems(config), *_check_names(config)]
+    if is_beyond(config):
+        return lines
+    broken = {line.partition("=")[0].partition("[")[0] for line in lines}
     relations = [
+        *([] if lines else _check_size(config)),
         *_check_batch(config, world_size),
         *_check_attention(config),
         *_check_experts(config),
@@ -113,38 +49,24 @@ def check(config: RunConfig, world_size: int) -> list[str]:
     return lines + [line for line in relations if line.partition("=")[0] not in broken]
 
 
-def _values(config: RunConfig, key: str) -> Iterator[Any]:
-    """The value at a dotted key, or nothing where it is null or its section has no such key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part, None)
-    if value is not None:
-        yield value
-
-
-def _check_ranges(config: RunConfig) -> Iterator[str]:
-    """Single values outside their range."""
-    for key, (minimum, usual) in _AT_LEAST.items():
-        for value in _values(config, key):
-            if value < minimum:
-                yield f"{key}={value} must be at least {minimum}; try {_or_null(key, usual)}"
-    for key, usual in _ABOVE_ZERO.items():
-        for value in _values(config, key):
-            if value <= 0:
-                yield f"{key}={value} must be above 0; try {_or_null(key, usual)}"
-    for key, usual in _BELOW_ONE.items():
-        for value in _values(config, key):
-            if not 0 <= value < 1:
-                yield f"{key}={value} must be at least 0 and below 1; try {usual}"
-    for value in _values(config, "schedule.min_ratio"):
-        if not 0 <= value <= 1:
-            yield f"schedule.min_ratio={value} must be between 0 and 1; try 0.1"
-    if not 0 <= config.parallel.zero <= 3:
-        yield f"parallel.zero={config.parallel.zero} must be 0, 1, 2 or 3; try 1"
-
-
-def _or_null(key: str, usual: float) -> str:
-    return f"{usual} or null" if key in _NULLABLE else f"{usual}"
+def _check_size(config: RunConfig) -> Iterator[str]:
+    """The numbers are bearable together, too."""
+    model, train = config.model, config.train
+    n_parameters = count_parameters(model).total
+    if n_parameters > MAX_PARAMETERS:
+        step = _d_model_step(config)
+        fitting = max(step, model.d_model * MAX_PARAMETERS // n_parameters // step * step)
+        yield (
+            f"model.d_model={model.d_model} with model.n_layers={model.n_layers} and the other widths makes "
+            f"{n_parameters:.3g} parameters, and must make at most {MAX_PARAMETERS:.0e}; try {fitting}"
+        )
+    tokens = train.steps * train.global_batch_size * config.data.seq_len
+    if tokens > MAX_TOKENS:
+        yield (
+            f"train.steps={train.steps} x train.global_batch_size={train.global_batch_size} x "
+            f"data.seq_len={config.data.seq_len} = {tokens:.3g} tokens must be at most {MAX_TOKENS:.3g}; "
+            f"try train.steps={MAX_TOKENS // (train.global_batch_size * config.data.seq_len)}"
+        )
 
 
 def _check_names(config: RunConfig) -> Iterator[str]:
@@ -160,9 +82,10 @@ def _check_names(config: RunConfig) -> Iterator[str]:
     for key, path, usual in (
         ("run_dir", config.run_dir, "null (runs/NAME)"),
         ("checkpoint.dir", config.checkpoint.dir, "null (RUN_DIR/checkpoints)"),
+        ("init_from", config.init_from, "null (weights drawn from seed)"),
     ):
         if path is not None:
-            reason = why_no_path(path, of_ours=True) if path and path.isprintable() else "must be a path"
+            reason = why_no_path(path, created=True) if path and path.isprintable() else "must be a path"
             if reason is not None:
                 yield f"{key}={show(path)} {reason}; try {usual}"
 
@@ -226,31 +149,49 @@ def _check_experts(config: RunConfig) -> Iterator[str]:
 
 def _check_expert_widths(config: RunConfig) -> Iterator[str]:
     """Rows of the experts' matrices are whole units of 16 bytes: torch's grouped_mm takes no others."""
-    model, moe, unit = config.model, config.model.moe, _width_unit(config)
-    if moe is None:
-        return
-    for key, width, step in (
-        ("model.d_model", model.d_model, _d_model_step(config)),
-        ("model.moe.d_ff", moe.d_ff, unit),
-    ):
-        if width >= 1 and width % unit:
-            yield (
-                f"{key}={width} must be a multiple of {unit} where model.moe.n_experts={moe.n_experts} and "
-                f"train.precision={config.train.precision} (grouped matrix products need rows of 16 bytes); "
-                f"try {_nearest_multiple(width, step)}"
-            )
+    precision = config.train.precision
+    for key, width in uneven_expert_widths(config.model, precision):
+        unit = _width_unit(precision)
+        step = _d_model_step(config) if key == "model.d_model" else unit
+        yield (
+            f"{key}={width} must be a multiple of {unit} where {_n_experts(config.model)} and "
+            f"train.precision={precision} (grouped matrix products need rows of 16 bytes); "
+            f"try {_nearest_multiple(width, step)}"
+        )
 
 
-def _width_unit(config: RunConfig) -> int:
-    """Elements in 16 bytes, at the run's precision."""
-    return 4 if config.train.precision == "fp32" else 8
+def check_export_widths(model: ModelConfig, dtype: Precision) -> list[str]:
+    """One line for each width with which the experts of an export in ``dtype`` could not be computed."""
+    return [
+        f"--dtype={dtype} needs {key}={width} to be a multiple of {_width_unit(dtype)} where {_n_experts(model)} "
+        "(grouped matrix products in transformers need rows of 16 bytes); try --dtype fp32"
+        for key, width in uneven_expert_widths(model, dtype)
+    ]
+
+
+def uneven_expert_widths(model: ModelConfig, precision: Precision) -> Iterator[tuple[str, int]]:
+    """The keys and values of widths of the experts' matrices whose rows are no whole units of 16 bytes."""
+    if model.moe is not None:
+        for key, width in (("model.d_model", model.d_model), ("model.moe.d_ff", model.moe.d_ff)):
+            if width >= 1 and width % _width_unit(precision):
+                yield key, width
+
+
+def _n_experts(model: ModelConfig) -> str:
+    assert model.moe is not None
+    return f"model.moe.n_experts={model.moe.n_experts}"
+
+
+def _width_unit(precision: Precision) -> int:
+    """Elements in 16 bytes."""
+    return 4 if precision == "fp32" else 8
 
 
 def _d_model_step(config: RunConfig) -> int:
     """Each multiple of it is a legal d_model."""
     model = config.model
     heads = 2 * max(1, model.n_heads)
-    return heads if model.moe is None else math.lcm(heads, _width_unit(config))
+    return heads if model.moe is None else math.lcm(heads, _width_unit(config.train.precision))
 
 
 def _nearest_multiple(value: int, step: int) -> int:

@@ -61,9 +61,14 @@ def choose_alternative(hint: Any, name: Any) -> type | None:
 
 
 def hint_at(root: type, keys: Sequence[str]) -> Any:
-    """The hint at the dotted key ``keys`` below ``root``, looking into every alternative; None where there is none."""
+    """The hint at the dotted key ``keys`` below ``root``, looking into every alternative; None where there is none.
+
+    A list's items are found by a number, their own keys without one, too.
+    """
     hint: Any = root
     for key in keys:
+        if item_hint(hint) is not None and not key.isdigit():
+            hint = item_hint(hint)
         found = [field_hints(section)[key] for section in alternatives(hint) if key in field_hints(section)]
         if key.isdigit() and item_hint(hint) is not None:
             found = [item_hint(hint)]

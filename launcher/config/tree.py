@@ -16,17 +16,19 @@ from parallel.config import ParallelConfig
 class TrainConfig:
     """How long, how large, how precise."""
 
-    steps: int = 1000
-    global_batch_size: int = 8  # sequences an update sees, over all ranks
-    micro_batch_size: int = 1  # sequences in one forward pass of one rank
+    steps: int = 1000  # updates
+    global_batch_size: int = 8  # sequences of an update, over all ranks
+    micro_batch_size: int = 1  # sequences of one forward pass on one rank
+    # of the forward and backward passes; the optimizer's state is fp32 always
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    recompute: Literal["none", "selective", "full"] = "none"
-    eval_every_steps: int | None = None  # None: no held-out evaluation
+    recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again to save memory
+    eval_every_steps: int | None = None  # steps between held-out evaluations; None: none
     eval_sequences: int = 64  # held-out sequences of one evaluation, at most
     deterministic: bool = False  # deterministic kernels, no TF32
-    gc_every_steps: int = 100  # Python's garbage collector runs then, and only then, on every rank at once
+    gc_every_steps: int = 100  # steps between runs of Python's garbage collector, on all ranks at once
     timeout_seconds: int = 600  # a collective that takes longer ends the job
-    step_timeout_seconds: int | None = None  # a step that takes longer, too; None: 0.9 timeouts or 3 longest steps
+    # a step that takes longer ends the job; None: 0.9 x timeout_seconds, or three times the longest step so far
+    step_timeout_seconds: int | None = None
     start_seconds: int = 300  # at the start of a job, a rank that does not answer for so long is named, and all end
 
 
@@ -34,12 +36,16 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints are written, and how many stay. One is always written at the end."""
 
-    every_steps: int | None = None  # None: only at the end
-    keep_last: int = 3
-    keep_every_steps: int | None = None  # those at multiples of it stay for good; None: none
-    keep_best: int = 0  # so many of the lowest held-out loss stay as well
-    dir: str | None = None  # a path, or a URL that fsspec opens (s3://bucket/prefix); None: RUN_DIR/checkpoints
-    asynchronous: bool = True  # training goes on while a copy of the state is written
+    every_steps: int | None = None  # steps between checkpoints; None: only at the end
+    keep_last: int = 3  # the newest checkpoints that stay
+    # checkpoints at multiples of it stay for good; a multiple of `every_steps`; None: none
+    keep_every_steps: int | None = None
+    keep_best: int = 0  # so many checkpoints of the lowest held-out loss stay as well
+    # where checkpoints lie: a path, or a URL that fsspec opens (`s3://bucket/prefix`), for this run alone; None:
+    # RUN_DIR/checkpoints
+    dir: str | None = None
+    # training goes on while a copy of the state is written; False: it waits for the disk, and no copy is made
+    asynchronous: bool = True
     timeout_seconds: int = 1800  # a rank whose part of a save comes this much later than another's ends the job
 
 
@@ -47,27 +53,30 @@ class CheckpointConfig:
 class HealthConfig:
     """What is done about a step whose loss or gradient is not finite, or whose loss is far above the last ones."""
 
+    # what is done about a loss or gradient that is not finite
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    # what is done about a loss far above the last ones
     on_spike: Literal["report", "skip", "rollback", "stop"] = "report"
     spike_window: int = 100  # updates whose losses a loss is compared with; before so many, none is a spike
-    spike_z: float = 8.0  # deviations above their median (robust: from the median absolute deviation)
-    max_skips: int = 10  # in a row; one more stops the run
-    max_rollbacks: int = 3  # since the run's start; one more stops it
+    spike_z: float = 8.0  # deviations above their median that make a spike
+    max_skips: int = 10  # steps skipped in a row; one more stops the run
+    max_rollbacks: int = 3  # rollbacks since the run's start; one more stops it
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """Weights & Biases. auto: online where there is a key, offline otherwise."""
 
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    project: str = "roundtable"
-    entity: str | None = None
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online where there is a key, else offline
+    project: str = "roundtable"  # W&B project
+    entity: str | None = None  # W&B user or team; None: the key's own
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Where a run's numbers go besides metrics.jsonl and the terminal."""
+    """Where a run's numbers go. metrics.jsonl has those of every step, and so has W&B."""
 
+    terminal_every_steps: int | None = None  # None: all in the live view; plain lines now and then
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
@@ -75,9 +84,10 @@ class MetricsConfig:
 class RunConfig:
     """One run, complete. The saved copy reproduces it."""
 
-    name: str = "run"
-    run_dir: str | None = None  # None: runs/NAME
-    seed: int = 0
+    name: str = "run"  # the run's name; its directory is runs/NAME
+    run_dir: str | None = None  # the run directory, if it is another
+    init_from: str | None = None  # the run or checkpoint (a folder, a URL) whose weights it begins with; None: drawn
+    seed: int = 0  # fixes the first weights and the order of the data
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -180,7 +180,7 @@ def _remedy(key: str, place: _Place) -> str:
 
 def _as_int(value: Any) -> int | None:
     number = _as_float(value)
-    return int(number) if number is not None and number == int(number) else None
+    return int(number) if number is not None and abs(number) < 2**53 and number == int(number) else None
 
 
 def _as_float(value: Any) -> float | None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,15 @@ from pathlib import Path
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
+from launcher.console import say, tell
 from launcher.errors import UserError
+from launcher.limits import check_local_ranks
 from launcher.preflight.judge import Judgement, judge
 from launcher.preflight.report import as_json, lines
 from launcher.run_dir import check_writable
 from launcher.start import default_ranks
+from parallel.environment import number
+from parallel.lifeline import end_with_job
 from parallel.preflight.findings import Findings
 from parallel.world import rank_hosts, set_rank_environment, world_size_from_environment
 
@@ -43,6 +46,7 @@ def preflight_config(
     """
     job_size = world_size_from_environment()
     if job_size is None:
+        check_local_ranks(ranks)
         config = read_config(path, overrides)
         outcome = measure_here(config, ranks or default_ranks())
     elif ranks is None or ranks == job_size:
@@ -61,7 +65,7 @@ def measure_here(config: RunConfig, n_ranks: int) -> Outcome | int:
     try:
         return run_ranks(measure, n_ranks, config)[0]
     except RankError as error:
-        print(error, file=sys.stderr)
+        tell(error)
         return 1
 
 
@@ -72,6 +76,7 @@ def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcom
     """
     from parallel.roll_call import RollCallError
 
+    end_with_job()
     config, problems = RunConfig(), []
     try:
         config = read_config(path, overrides)
@@ -83,7 +88,7 @@ def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcom
     except RollCallError as error:
         if error.is_disagreement:
             raise UserError(error.lines) from None
-        print(error, file=sys.stderr)
+        tell(error)
         return config, 1
 
 
@@ -107,7 +112,7 @@ def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Seq
 
     started = time.monotonic()
     roll = RollCall(config.train.start_seconds, hosts)
-    found = run_course(roll, config.run_path / FOLDER, problems)
+    found = run_course(roll, config.run_path / FOLDER, problems, tell=tell)
     return None if found is None else Outcome(found, judge(found), time.monotonic() - started)
 
 
@@ -115,10 +120,9 @@ def conclude(config: RunConfig, outcome: Outcome, bad_nodes: Path | None, *, jso
     """Rank 0: prints and keeps the outcome."""
     said = as_json(outcome.found, outcome.judgement, outcome.seconds)
     if json_wanted:
-        print(json.dumps(said, indent=2))
+        say(json.dumps(said, indent=2))
     else:
-        print("\n".join(lines(outcome.found, outcome.judgement, outcome.seconds)))
-    sys.stdout.flush()
+        say("\n".join(lines(outcome.found, outcome.judgement, outcome.seconds)))
     folder = config.run_path / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name_of_this_one()}.json").write_text(json.dumps(said, indent=2) + "\n")
@@ -131,6 +135,6 @@ def conclude(config: RunConfig, outcome: Outcome, bad_nodes: Path | None, *, jso
 def name_of_this_one() -> str:
     """By which the outcome is kept: the job and its step, or the time."""
     if "SLURM_JOB_ID" in os.environ:
-        restart, step = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURM_STEP_ID", "0")
-        return f"job-{os.environ['SLURM_JOB_ID']}-start-{restart}-step-{step}"
+        restart, step = number("SLURM_RESTART_COUNT", default=0), number("SLURM_STEP_ID", default=0)
+        return f"job-{number('SLURM_JOB_ID')}-start-{restart}-step-{step}"
     return time.strftime("%Y%m%d-%H%M%S")

@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from launcher.prove.plain import PlainState
-from parallel.checkpoint.manifest import Manifest, Piece, hash_file, write_manifest
+from parallel.checkpoint.manifest import BUFFER, Manifest, hash_file, write_manifest
 from parallel.checkpoint.read import open_checkpoint
-from parallel.checkpoint.write import BUFFER
+from parallel.checkpoint.schema import Piece
 
 SHARD = "shard-00000.safetensors"
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ ROUNDING_SHARE = 1e-9
 # In 16 bits: how often as far from fp32 as one process in that precision the layout may be. Its rounding errors are as
 # large, but others (partial sums are rounded elsewhere); two draws of one distribution rarely differ by three.
 NOISE_FACTOR = 3.0
+# Eight equal rounds of micro-batches against one, of each tensor's norm. In fp32 such a sum rounds nothing: a gradient
+# has 8 bits (bf16) or 11 (fp16), three more hold eight times it, and fp32 has 24; dividing by eight is exact but for
+# numbers below fp16's normal ones (2e-5 seen in a small gradient, in bf16 nothing). In 16 bits 3, 5, 6 and 7 times a
+# number lack bits: each addition rounds by up to 2^-9 of the sum in bf16 and 2^-12 in fp16, and eight of them leave
+# 6e-3 and 6e-4 of a tensor's norm.
+ACCUMULATION_BOUNDS = {"bf16": 1e-5, "fp16": 1e-4}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -125,6 +131,41 @@ def check_series(phase: str, name: str, ours: Sequence[float], theirs: Sequence[
     step = failed[0] if failed else max(range(len(errors)), key=errors.__getitem__)
     note = f"{ours[step]:.7g}, one process {theirs[step]:.7g}" if failed else ""
     return Check(phase, name, f"step {first_step + step}", errors[step], LOSS_BOUND, note)
+
+
+def check_heldout(
+    phase: str,
+    ours: Mapping[str, Mapping[str, float]],
+    theirs: Mapping[str, float],
+    bound: float = LOSS_BOUND,
+    base: float = 1.0,
+) -> Check:
+    """The held-out loss of every rank (moment -> rank -> loss) against one process's at each moment of ``theirs``.
+
+    The error is relative, as a multiple of ``base``; the first moment that fails is shown, else the worst.
+    """
+    shown: list[Check] = []
+    for moment, truth in theirs.items():
+        errors = {rank: relative(loss, truth) / base for rank, loss in ours.get(moment, {"no rank": math.nan}).items()}
+        rank, error = largest(errors)
+        note = f"{ours[moment][rank]:.7g}, one process {truth:.7g}" if moment in ours else "was not evaluated"
+        check = Check(phase, "held-out loss", f"{moment}, {rank}", error, bound, note)
+        shown.append(check if not check.passed else replace(check, worst=moment, note=""))
+    failed = [check for check in shown if not check.passed]
+    return failed[0] if failed else max(shown, key=lambda check: check.error)
+
+
+def check_left_alone(phase: str, ranks: Sequence[RankSeen]) -> Check:
+    """An evaluation changes nothing on any rank: weights, states, gradients, biases. The error counts what it did."""
+    changed = [
+        f"{name}, {moment}, on {rank.place}"
+        for rank in ranks
+        for moment, seen in rank.phases[phase].evaluations.items()
+        for name in seen.changed
+    ]
+    count = sum(len(rank.phases[phase].evaluations) for rank in ranks)
+    worst = changed[0] if changed else f"{count} evaluations"
+    return Check(phase, "evaluation changes nothing", worst, float(len(changed)), 0.0)
 
 
 def check_rows_agree(phase: str, ranks: Sequence[RankSeen], keys: Sequence[str]) -> Check:
@@ -269,11 +310,16 @@ def check_noisy_losses(
     phase: str, name: str, ours: Sequence[float], low: Sequence[float], exact: Sequence[float], floor: float
 ) -> Check:
     """In 16 bits, the losses' largest distance from fp32, as a multiple of one process's (of ``floor`` at least)."""
-    base = max(floor, *(relative(a, b) for a, b in zip(low, exact, strict=True)))
+    base = loss_noise(low, exact, floor)
     errors = [relative(a, b) / base for a, b in zip(ours, exact, strict=True)]
     step = max(range(len(errors)), key=errors.__getitem__)
     note = f"{errors[step] * base:.1e} from fp32, one process at most {base:.1e}"
     return Check(phase, name, f"step {step + 1}", errors[step], NOISE_FACTOR, note)
+
+
+def loss_noise(low: Sequence[float], exact: Sequence[float], floor: float) -> float:
+    """One process's largest distance from fp32 in 16 bits, relative; ``floor`` at least."""
+    return max(floor, *(relative(a, b) for a, b in zip(low, exact, strict=True)))
 
 
 def check_overflow(phase: str, ranks: Sequence[RankSeen]) -> Check:

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
+from launcher.console import open_console, say
 from launcher.errors import UserError
+from launcher.limits import check_local_ranks
 from launcher.prove.diagnose import diagnose
 from launcher.prove.judge import judge
 from launcher.prove.progress import Progress
@@ -33,13 +33,13 @@ def prove_config(path: Path, overrides: Sequence[str], ranks: int | None, steps:
     """
     config, n_ranks = load_small(path, overrides, ranks)
     stay_on_cpu()
-    console = Console(width=None if Console().is_terminal else TABLE_WIDTH)
+    console = open_console(width=None if open_console().is_terminal else TABLE_WIDTH)
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="roundtable-prove-") if keep else stack.enter_context(scratch_folder()))
         progress = stack.enter_context(Progress(folder))
         outcome = prove_in(folder, config, n_ranks, steps, keep=keep, tell=progress.tell)
     if as_json:
-        print(to_json(outcome))
+        say(to_json(outcome))
     else:
         print_outcome(outcome, console)
     return 0 if outcome.proven else 1
@@ -52,6 +52,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
 
 def load_small(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[RunConfig, int]:
     """The config, shrunk, and the number of processes. Raises UserError with every problem."""
+    check_local_ranks(ranks)
     config = load_config(path, overrides)
     problems = check(config, least_ranks(config.parallel))
     if problems:

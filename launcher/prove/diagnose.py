@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, copy_errors, relative, step_pieces
+from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, check_heldout, copy_errors, relative, step_pieces
 from launcher.prove.forward_check import check_outputs
-from launcher.prove.judge import phase_of
+from launcher.prove.judge import heldout_losses, heldout_truth, phase_of
 from launcher.prove.plain import PlainState, samples_of_step
 from launcher.prove.proof import SGD, Proof, plain_trainer
 from launcher.prove.shrink import sgd_for
@@ -32,7 +32,18 @@ def diagnose(proof: Proof) -> list[str]:
         lines = [*diagnose_loss(proof, step), *diagnose_gradients(proof, step)] or diagnose_norm(proof, step, theirs)
         if lines:
             return lines
-    return []
+    return diagnose_heldout(proof)
+
+
+def diagnose_heldout(proof: Proof) -> list[str]:
+    """That the evaluation alone differs, where training does not."""
+    check = check_heldout(SGD, heldout_losses(proof, SGD), heldout_truth(proof, proof.plain.sgd))
+    if check.passed:
+        return []
+    return [
+        f"the held-out loss differs ({check.worst}), though training's losses and gradients are equal: "
+        "the evaluation's samples, mask, count or schedule, or the weights that it sees"
+    ]
 
 
 def degrees_of(proof: Proof) -> dict[str, int]:

@@ -13,7 +13,15 @@ from launcher.prove.checks import Check
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.plain import PlainRun, PlainState, apply_gradients, samples_of_step
 from launcher.prove.proof import ADAMW, SGD, Proof, own_phase
-from launcher.prove.rank import LAYOUT_CHECKPOINTS, PhaseSeen, RankSeen, hash_row
+from launcher.prove.rank import (
+    AFTER_LOAD,
+    AFTER_STEPS,
+    BEFORE_STEPS,
+    LAYOUT_CHECKPOINTS,
+    PhaseSeen,
+    RankSeen,
+    hash_row,
+)
 from launcher.prove.shrink import adamw_for
 from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
@@ -67,6 +75,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
     norms = [row["grad_norm"] for row in rows]
     return [
         *found,
+        *check_evaluations(proof, SGD, plain),
         checks.check_gradients(SGD, seen, plain.steps),
         checks.check_series(SGD, "gradient norm", norms, [step.grad_norm for step in plain.steps]),
         checks.check_rows_agree(SGD, proof.ranks, AGREED),
@@ -86,6 +95,31 @@ def _auxiliary(
     return checks.check_series(SGD, name, [row[key] for row in rows], [sum(layers.values()) for layers in theirs])
 
 
+def check_evaluations(
+    proof: Proof, phase: str, plain: PlainRun, bound: float = checks.LOSS_BOUND, base: float = 1.0
+) -> list[Check]:
+    """The held-out losses around the steps, relative and as a multiple of ``base``; and what evaluations changed."""
+    theirs = heldout_truth(proof, plain)
+    return [
+        checks.check_heldout(phase, heldout_losses(proof, phase), theirs, bound, base),
+        checks.check_left_alone(phase, proof.ranks),
+    ]
+
+
+def heldout_truth(proof: Proof, plain: PlainRun) -> dict[str, float]:
+    """One process's held-out losses around the steps, by moment."""
+    return {BEFORE_STEPS: plain.heldout[0].loss, AFTER_STEPS: plain.heldout[proof.steps].loss}
+
+
+def heldout_losses(proof: Proof, phase: str) -> dict[str, dict[str, float]]:
+    """What every rank came to, by moment and rank."""
+    losses: dict[str, dict[str, float]] = {}
+    for rank in proof.ranks:
+        for moment, seen in rank.phases[phase].evaluations.items():
+            losses.setdefault(moment, {})[rank.place] = seen.loss
+    return losses
+
+
 def expected_samples(proof: Proof, step: int) -> dict[int, str]:
     """The samples of a step, and what each brings into the model."""
     samples = samples_of_step(step, proof.config.train.global_batch_size)
@@ -99,12 +133,13 @@ def judge_adamw(proof: Proof) -> list[Check]:
     optimizer = adamw_for(proof.config.optimizer)
     start, end = plain.states[0], plain.states[steps]
     gradients = [checks.step_pieces(seen, lambda phase, step=step: phase.steps[step]) for step in range(steps)]
+    applied = [pieces for pieces, step in zip(gradients, plain.steps, strict=False) if not step.skipped]
     weights = list(all_pieces(seen, lambda phase: phase.weights))
     return [
         checks.check_tensors(
             ADAMW, "gradients", gradients[0], plain.steps[0].gradients, checks.GRADIENT_BOUND, " (step 1)"
         ),
-        check_applied(proof, ADAMW, "AdamW of these gradients", optimizer, start, gradients, weights),
+        check_applied(proof, ADAMW, "AdamW of these gradients", optimizer, start, applied, weights),
         checks.check_updates(
             ADAMW,
             f"weights after {steps} steps",
@@ -114,6 +149,7 @@ def judge_adamw(proof: Proof) -> list[Check]:
             checks.ADAMW_DRIFT_BOUND,
             checks.without_gradient(plain.steps[:steps]),
         ),
+        checks.check_left_alone(ADAMW, proof.ranks),
     ]
 
 
@@ -123,19 +159,26 @@ def check_applied(
     name: str,
     optimizer: OptimizerConfig,
     start: PlainState,
-    gradients: Sequence[list[Piece]],
+    gradients: Sequence[list[Piece] | None],
     weights: Iterable[Piece],
+    done: int = 0,
 ) -> Check:
-    """The ranks' weights against what the plain optimizer makes of the ranks' own gradients."""
-    wholes = []
+    """The ranks' weights against what the plain optimizer makes of the ranks' own gradients (None: a step skipped).
+
+    ``done`` steps lie before ``start``.
+    """
+    wholes: list[dict[str, Tensor] | None] = []
     shapes = {key: tuple(value.shape) for key, value in start.weights.items()}
     for step in gradients:
+        if step is None:
+            wholes.append(None)
+            continue
         whole, failed = checks.whole_or_failed(phase, name, step, shapes)
         if whole is None:
             assert failed is not None
             return failed
         wholes.append(whole)
-    expected = apply_gradients(proof.trainer(optimizer), start, wholes)
+    expected = apply_gradients(proof.trainer(optimizer, done), start, wholes)
     return checks.check_tensors(phase, name, weights, expected, checks.WEIGHT_BOUND)
 
 
@@ -146,8 +189,11 @@ def judge_saved(proof: Proof) -> list[Check]:
         state = read_plain_checkpoint(layout_checkpoint(proof))
     except DamagedCheckpoint as error:
         return [Check(SAVED, "checkpoint is whole", str(error), math.inf, 0.0)]
-    trainer = proof.trainer(optimizer)
+    trainer = proof.trainer(optimizer, proof.steps)
     trainer.load(state)
+    heldout = trainer.evaluate(
+        proof.heldout, proof.config.train.eval_sequences, proof.plain.adamw.heldout[proof.steps].choices
+    )
     plain = trainer.step(torch.tensor(proof.samples_after).numpy(), proof.plain.adamw.choices[proof.steps])
     gradients = checks.step_pieces(seen, lambda phase: phase.after_save)
     after = [phase.after_save for phase in seen if phase.after_save is not None]
@@ -155,6 +201,7 @@ def judge_saved(proof: Proof) -> list[Check]:
     return [
         checks.check_exact(SAVED, "weights as saved", weights, state.weights),
         *check_saved_biases(proof, SAVED, lambda rank: rank.phases[ADAMW].buffers, state),
+        checks.check_heldout(SAVED, heldout_losses(proof, ADAMW), {AFTER_STEPS: heldout.loss}),
         checks.check_series(SAVED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
         checks.check_tensors(SAVED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
         check_applied(
@@ -163,8 +210,9 @@ def judge_saved(proof: Proof) -> list[Check]:
             "next weights",
             optimizer,
             state,
-            [gradients],
+            [] if plain.skipped else [gradients],
             all_pieces(seen, lambda phase: phase.after_save_weights),
+            proof.steps,
         ),
     ]
 
@@ -182,6 +230,7 @@ def judge_loaded(proof: Proof) -> list[Check]:
     """A checkpoint that one process saved, loaded under the layout: its content, and the step that follows."""
     seen, optimizer = phase_of(proof, ADAMW), adamw_for(proof.config.optimizer)
     state, plain = proof.checkpoint_state, proof.plain.adamw.steps[proof.steps]
+    heldout = proof.plain.adamw.heldout[proof.steps]
     gradients = checks.step_pieces(seen, lambda phase: phase.after_load)
     after = [phase.after_load for phase in seen if phase.after_load is not None]
     loaded = all_pieces(seen, lambda phase: phase.loaded)
@@ -190,6 +239,7 @@ def judge_loaded(proof: Proof) -> list[Check]:
         checks.check_exact(LOADED, "weights as saved", loaded, state.weights),
         *check_saved_biases(proof, LOADED, lambda rank: rank.phases[ADAMW].loaded_buffers, state),
         *([choices] if proof.config.model.moe is not None else []),
+        checks.check_heldout(LOADED, heldout_losses(proof, ADAMW), {AFTER_LOAD: heldout.loss}),
         checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
         checks.check_tensors(LOADED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
         check_applied(
@@ -198,8 +248,9 @@ def judge_loaded(proof: Proof) -> list[Check]:
             "next weights",
             optimizer,
             state,
-            [gradients],
+            [] if plain.skipped else [gradients],
             all_pieces(seen, lambda phase: phase.after_load_weights),
+            proof.steps,
         ),
     ]
 
@@ -212,9 +263,15 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
     losses = [step.row["loss"] for step in seen[0].steps]
     after = [phase.after_load for phase in seen if phase.after_load is not None]
     exact_losses, low_losses = ([step.loss for step in run.steps] for run in (exact, low))
+    heldout_noise = checks.loss_noise(
+        [*low_losses[:steps], *(seen.loss for seen in low.heldout.values())],
+        [*exact_losses[:steps], *(seen.loss for seen in exact.heldout.values())],
+        floor,
+    )
     first = next((number for number, step in enumerate(low.steps) if not step.skipped), 0)
     shown = [
         checks.check_noisy_losses(phase_name, "loss", losses, low_losses[:steps], exact_losses[:steps], floor),
+        *check_evaluations(proof, phase_name, exact, checks.NOISE_FACTOR, heldout_noise),
         checks.check_noisy_gradients(
             phase_name,
             checks.step_pieces(seen, lambda phase: phase.steps[first]),
@@ -235,9 +292,34 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
             f"{LOADED}: next gradients",
         ),
     ]
+    shown += [check_own_updates(proof, phase_name), *check_accumulation(proof, phase_name)]
     if precision == "fp16":
         shown.append(checks.check_overflow(phase_name, proof.ranks))
     return shown
+
+
+def check_own_updates(proof: Proof, phase: str) -> Check:
+    """The fp32 masters in the run's own precision against what its optimizer makes of the ranks' own gradients."""
+    seen, optimizer = phase_of(proof, phase), proof.config.optimizer
+    gradients = [
+        None if row.get("skipped") else checks.step_pieces(seen, lambda each, step=step: each.steps[step])
+        for step, row in enumerate(step.row for step in seen[0].steps)
+    ]
+    name, weights = f"{optimizer.name} of these gradients", all_pieces(seen, lambda each: each.weights)
+    return check_applied(proof, phase, name, optimizer, proof.plain.sgd.states[0], gradients, weights)
+
+
+def check_accumulation(proof: Proof, phase: str) -> list[Check]:
+    """Equal rounds of micro-batches, accumulated, against one: fp32 sums keep what 16 bits would round away."""
+    seen, name = phase_of(proof, phase), "accumulated gradients"
+    shapes = checks.shapes_of(proof.plain.sgd.states[0].weights)
+    once, failed = checks.whole_or_failed(phase, name, all_pieces(seen, lambda each: each.once), shapes)
+    if once is None:
+        assert failed is not None
+        return [failed]
+    repeated = all_pieces(seen, lambda each: each.repeated)
+    bound = checks.ACCUMULATION_BOUNDS[proof.config.train.precision]
+    return [checks.check_tensors(phase, name, repeated, once, bound)]
 
 
 def layout_checkpoint(proof: Proof) -> Path:

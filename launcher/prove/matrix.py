@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
+from launcher.console import open_console, say
 from launcher.errors import UserError
 from launcher.prove.command import prove_in, scratch_folder, stay_on_cpu
 from launcher.prove.report import Outcome, layout_words
@@ -94,7 +93,7 @@ def prove_matrix(
     if problems:
         raise UserError(problems)
     stay_on_cpu()
-    console = Console(stderr=as_json, highlight=False)
+    console = open_console(stderr=as_json)
     rows = list(layouts()) if table is None else list(table)
     results = []
     for number, layout in enumerate(rows, 1):
@@ -107,12 +106,12 @@ def prove_matrix(
                 outcome = prove_in(Path(folder), small, layout.n_ranks, steps)
             verdict, detail = ("proven" if outcome.proven else "DIFFERS"), describe(outcome)
         results.append({"layout": words, "verdict": verdict, "detail": detail})
-        console.print(f"{number}/{len(rows)}  {verdict:9}  {words}  {detail}", soft_wrap=True, markup=False)
+        console.print(f"{number}/{len(rows)}  {verdict:9}  {words}  {detail}", soft_wrap=True)
     counts = {
         verdict: sum(row["verdict"] == verdict for row in results) for verdict in ("proven", "DIFFERS", "not legal")
     }
     if as_json:
-        print(json.dumps({**counts, "layouts": results}))
+        say(json.dumps({**counts, "layouts": results}))
     else:
         console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return 1 if counts["DIFFERS"] else 0

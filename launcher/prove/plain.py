@@ -1,6 +1,6 @@
 """The plain side of a proof: the same steps on one process, without DeepSpeed or any of the parallel code."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,13 +11,16 @@ from torch import Tensor
 from data.dataset import Dataset
 from data.order import take
 from modeling.config import ModelConfig
-from modeling.context import PADDING
+from modeling.context import PADDING, Context
+from modeling.loss import IGNORE
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import MicroBatch, ReferenceStep, ReferenceTrainer
+from modeling.schedules import ConstantSchedule, ScheduleConfig, lr_factor
 from parallel.compare.outputs import record_outputs
 from parallel.compare.routing import StepChoices, record_choices
 
 Precision = Literal["fp32", "bf16", "fp16"]
+CONSTANT = ConstantSchedule()
 FIRST_LOSS_SCALE = 2.0**16  # where DeepSpeed's dynamic loss scale starts
 
 
@@ -32,10 +35,19 @@ class PlainState:
 
 
 @dataclass
+class HeldoutSeen:
+    """The held-out loss, and what the routers chose on the way."""
+
+    loss: float
+    choices: StepChoices
+
+
+@dataclass
 class PlainRun:
     """What one process saw, step by step."""
 
     steps: list[ReferenceStep] = field(default_factory=list)
+    heldout: dict[int, HeldoutSeen] = field(default_factory=dict)  # after so many steps
     choices: list[StepChoices] = field(default_factory=list)
     states: list[PlainState] = field(default_factory=list)  # before the first step, and after each
     outputs: dict[str, Tensor] = field(default_factory=dict)  # of the modules in the first step: (N, S, D)
@@ -53,33 +65,63 @@ class PlainTrainer:
         *,
         seed: int,
         precision: Precision = "fp32",
+        schedule: ScheduleConfig = CONSTANT,
+        done: int = 0,
     ) -> None:
+        """``schedule`` gives each step its learning rate; ``done`` steps lie behind."""
         loss_scale = FIRST_LOSS_SCALE if precision == "fp16" else 1.0
         self.trainer = ReferenceTrainer(model, optimizer, seed=seed, precision=precision, loss_scale=loss_scale)
         self.lr = optimizer.lr
+        self.schedule = schedule
+        self.done = done
         self.dataset = dataset
         self.run = PlainRun(states=[self.state()])
         self.valid_NS = torch.empty(0)
-        record_choices(self.trainer.model, lambda: self.run.choices[-1], lambda: self.valid_NS)
+        self.choosing = StepChoices([])
+        record_choices(self.trainer.model, lambda: self.choosing, lambda: self.valid_NS)
 
     def step(self, samples: np.ndarray, replay: StepChoices | None = None) -> ReferenceStep:
         """One update from these samples; ``replay`` makes the routers choose as they did there."""
-        batch = self.dataset.read(samples)
-        arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-        micro_batch = MicroBatch(*(torch.from_numpy(array) for array in arrays))
-        self.valid_NS = micro_batch.documents_BS != PADDING
-        self.run.choices.append(StepChoices(samples.tolist()))
+        micro_batch = self.read(self.dataset, samples)
+        self.run.choices.append(self.choosing)
         choices = None if replay is None else [replay.for_tokens(self.valid_NS)]
         end = record_outputs(self.trainer.model, self.run.outputs.__setitem__) if not self.run.steps else None
-        seen = self.trainer.step([micro_batch], self.lr, choices)
+        seen = self.trainer.step([micro_batch], self.next_lr(), choices)
         if end is not None:
             end()
             self.run.valid_NS = self.valid_NS
-        if seen.skipped:
+        if seen.skipped and seen.has_targets:
             self.trainer.loss_scale /= 2
         self.run.steps.append(seen)
         self.run.states.append(self.state())
         return seen
+
+    def next_lr(self) -> float:
+        """The learning rate of the next step, which this begins."""
+        self.done += 1
+        assert isinstance(self.schedule, ConstantSchedule)  # others depend on how many steps a run has
+        return self.lr * lr_factor(self.schedule, self.done, self.done)
+
+    @torch.no_grad()
+    def evaluate(self, heldout: Dataset, n_sequences: int, replay: StepChoices | None = None) -> HeldoutSeen:
+        """The token cross-entropy of the first ``n_sequences`` held-out samples, in one pass."""
+        batch = self.read(heldout, np.arange(n_sequences))
+        context = Context(batch.positions_BS, batch.documents_BS, has_padding=not bool(self.valid_NS.all()))
+        if replay is not None:
+            context.choices = replay.for_tokens(self.valid_NS)
+        loss = self.trainer.model(batch.tokens_BS, context, batch.targets_BS).loss
+        seen = HeldoutSeen(float(loss) / int((batch.targets_BS != IGNORE).sum()), self.choosing)
+        self.run.heldout[len(self.run.steps)] = seen
+        return seen
+
+    def read(self, dataset: Dataset, samples: np.ndarray) -> MicroBatch:
+        """The samples as one micro-batch; what routers choose from now on is recorded as theirs."""
+        batch = dataset.read(samples)
+        arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
+        micro_batch = MicroBatch(*(torch.from_numpy(array) for array in arrays))
+        self.valid_NS = micro_batch.documents_BS != PADDING
+        self.choosing = StepChoices(samples.tolist())
+        return micro_batch
 
     def state(self) -> PlainState:
         """A copy of everything a checkpoint holds."""
@@ -113,10 +155,15 @@ class PlainTrainer:
                 trainer.optimizer.state[master] = own
 
 
-def run_plain(trainer: PlainTrainer, steps: int, batch_size: int) -> PlainRun:
-    """``steps`` updates from sample 0."""
-    for step in range(steps):
-        trainer.step(samples_of_step(step, batch_size))
+def run_plain(
+    trainer: PlainTrainer, steps: int, batch_size: int, heldout: Dataset, n_sequences: int, evaluated: Collection[int]
+) -> PlainRun:
+    """``steps`` updates from sample 0, and evaluations after so many steps as ``evaluated`` says."""
+    for step in range(steps + 1):
+        if step in evaluated:
+            trainer.evaluate(heldout, n_sequences)
+        if step < steps:
+            trainer.step(samples_of_step(step, batch_size))
     return trainer.run
 
 
@@ -126,13 +173,15 @@ def samples_of_step(step: int, batch_size: int) -> np.ndarray:
 
 
 def apply_gradients(
-    trainer: PlainTrainer, start: PlainState, gradients: Sequence[Mapping[str, Tensor]]
+    trainer: PlainTrainer, start: PlainState, gradients: Sequence[Mapping[str, Tensor] | None]
 ) -> dict[str, Tensor]:
-    """The weights that the plain optimizer makes of given gradients, one set a step, from ``start``."""
+    """The weights that the plain optimizer makes of given gradients, one set a step (None: skipped), from ``start``."""
     trainer.load(start)
     model = trainer.trainer
     no_counts = {layer: torch.zeros(1) for layer in range(model.config.n_layers)}  # leave router biases alone
     for step_gradients in gradients:
-        seen = ReferenceStep(0.0, {}, {}, 0.0, dict(step_gradients), no_counts, skipped=False)
-        model.update(seen, trainer.lr)
+        lr = trainer.next_lr()
+        if step_gradients is not None:
+            seen = ReferenceStep(0.0, {}, {}, 0.0, dict(step_gradients), no_counts, skipped=False)
+            model.update(seen, lr)
     return {name: master.detach().clone() for name, master in model.masters.items()}

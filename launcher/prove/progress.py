@@ -1,13 +1,13 @@
 """What a proof is doing, while it does it: one changing line on a terminal, plain lines elsewhere."""
 
-import sys
 import threading
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
+from launcher.console import open_console, tell
 from launcher.prove.rank import PROGRESS
 
 POLL_SECONDS = 0.2
@@ -17,7 +17,7 @@ class Progress:
     """Shows lines on stderr: those it is told, and those that rank 0 writes into the proof's folder."""
 
     def __init__(self, folder: Path) -> None:
-        console = Console(stderr=True)
+        console = open_console(stderr=True)
         self.path = folder / PROGRESS
         self.started = time.monotonic()
         self.status: Status | None = console.status("") if console.is_terminal else None
@@ -40,9 +40,9 @@ class Progress:
         """Shows ``what`` is begun."""
         seconds = time.monotonic() - self.started
         if self.status is not None:
-            self.status.update(f"{what} ({seconds:.0f} s)")
+            self.status.update(Text(f"{what} ({seconds:.0f} s)"))
         else:
-            print(f"{seconds:5.1f} s  {what}", file=sys.stderr, flush=True)
+            tell(f"{seconds:5.1f} s  {what}")
 
     def _watch(self) -> None:
         read = 0

@@ -11,8 +11,17 @@ from data.dataset import Dataset, open_dataset
 from launcher.config.tree import RunConfig
 from launcher.prove.checkpoints import write_plain_checkpoint
 from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, Precision, run_plain, samples_of_step
-from launcher.prove.rank import PLAIN_CHECKPOINT, PhasePlan, Plan, RankSeen, prove_rank
-from launcher.prove.shrink import adamw_for, sgd_for
+from launcher.prove.rank import (
+    AFTER_LOAD,
+    AFTER_STEPS,
+    BEFORE_STEPS,
+    PLAIN_CHECKPOINT,
+    PhasePlan,
+    Plan,
+    RankSeen,
+    prove_rank,
+)
+from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, adamw_for, sgd_for
 from modeling.optimizers.config import OptimizerConfig
 from parallel.compare.routing import TIE_GAP
 from parallel.mesh import Degrees
@@ -41,12 +50,13 @@ class Proof:
     steps: int
     folder: Path
     dataset: Dataset
+    heldout: Dataset
     plain: PlainSide
     ranks: list[RankSeen] = field(default_factory=list)
 
-    def trainer(self, optimizer: OptimizerConfig, precision: Precision = "fp32") -> PlainTrainer:
-        """A plain process at step 0."""
-        return plain_trainer(self.config, self.dataset, optimizer, precision)
+    def trainer(self, optimizer: OptimizerConfig, done: int = 0) -> PlainTrainer:
+        """A plain process in fp32, with the weights of step 0; ``done`` steps lie behind, whatever is then loaded."""
+        return plain_trainer(self.config, self.dataset, optimizer, done=done)
 
     @property
     def checkpoint_state(self) -> PlainState:
@@ -65,37 +75,46 @@ def own_phase(config: RunConfig) -> str:
 
 
 def plain_trainer(
-    config: RunConfig, dataset: Dataset, optimizer: OptimizerConfig, precision: Precision = "fp32"
+    config: RunConfig, dataset: Dataset, optimizer: OptimizerConfig, precision: Precision = "fp32", done: int = 0
 ) -> PlainTrainer:
-    """A plain process at step 0."""
-    return PlainTrainer(config.model, optimizer, dataset, seed=config.seed, precision=precision)
+    """A plain process with the weights of step 0."""
+    more = {"precision": precision, "schedule": config.schedule, "done": done}
+    return PlainTrainer(config.model, optimizer, dataset, seed=config.seed, **more)
 
 
-def run_plain_side(config: RunConfig, dataset: Dataset, steps: int, tell: Callable[[str], None]) -> PlainSide:
+def run_plain_side(
+    config: RunConfig, dataset: Dataset, heldout: Dataset, steps: int, tell: Callable[[str], None]
+) -> PlainSide:
     """All of the plain side's runs."""
-    size = config.train.global_batch_size
+    size, n_sequences = config.train.global_batch_size, config.train.eval_sequences
     tell("one process: fp32, SGD")
-    sgd = run_plain(plain_trainer(config, dataset, sgd_for(config.optimizer)), steps, size)
+    trainer = plain_trainer(config, dataset, sgd_for(config.optimizer))
+    sgd = run_plain(trainer, steps, size, heldout, n_sequences, (0, steps))
     tell("one process: fp32, AdamW")
-    adamw = run_plain(plain_trainer(config, dataset, adamw_for(config.optimizer)), steps + 1, size)
+    trainer = plain_trainer(config, dataset, adamw_for(config.optimizer))
+    adamw = run_plain(trainer, steps + 1, size, heldout, n_sequences, (steps,))
     side = PlainSide(sgd, adamw)
     if config.train.precision == "fp32":
         return side
     tell(f"one process: {config.train.precision}")
-    side.own_exact, side.own_low = run_own_precision(config, dataset, steps, adamw.states[steps])
+    side.own_exact, side.own_low = run_own_precision(config, dataset, heldout, steps, adamw.states[steps])
     return side
 
 
-def run_own_precision(config: RunConfig, dataset: Dataset, steps: int, saved: PlainState) -> tuple[PlainRun, PlainRun]:
+def run_own_precision(
+    config: RunConfig, dataset: Dataset, heldout: Dataset, steps: int, saved: PlainState
+) -> tuple[PlainRun, PlainRun]:
     """The run's own optimizer in fp32 and in its own precision, in lockstep; then one step of both from ``saved``.
 
     The second chooses experts as the first does. Where it skips a step for overflow, the first takes its step back, so
-    that both always have the same number of updates.
+    that both always have the same number of updates. Both evaluate before the steps and after them.
     """
-    size = config.train.global_batch_size
+    size, n_sequences = config.train.global_batch_size, config.train.eval_sequences
     exact = plain_trainer(config, dataset, config.optimizer)
     low = plain_trainer(config, dataset, config.optimizer, config.train.precision)
     for step in range(steps + 1):
+        if step in (0, steps):
+            low.evaluate(heldout, n_sequences, exact.evaluate(heldout, n_sequences).choices)
         if step == steps:
             exact.load(saved)
             low.load(saved)
@@ -107,19 +126,33 @@ def run_own_precision(config: RunConfig, dataset: Dataset, steps: int, saved: Pl
 
 
 def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePlan]:
-    """What the ranks do: SGD and AdamW in fp32, then the run's own precision."""
+    """What the ranks do: SGD and AdamW in fp32, then the run's own precision.
+
+    AdamW's phase alone has the run's own sizes, so that what lies below them is computed as well.
+    """
 
     def fp32(optimizer: OptimizerConfig) -> RunConfig:
         return replace(config, train=replace(config.train, precision="fp32", steps=steps), optimizer=optimizer)
 
     phases = [
-        PhasePlan(SGD, fp32(sgd_for(config.optimizer)), steps, side.sgd.choices, tie_bound=TIE_GAP, watches=True),
+        PhasePlan(
+            SGD,
+            fp32(sgd_for(config.optimizer)),
+            steps,
+            side.sgd.choices,
+            {BEFORE_STEPS: side.sgd.heldout[0].choices, AFTER_STEPS: side.sgd.heldout[steps].choices},
+            tie_bound=TIE_GAP,
+            sizes=SMALL_SIZES,
+            watches=True,
+        ),
         PhasePlan(
             ADAMW,
             fp32(adamw_for(config.optimizer)),
             steps,
             side.adamw.choices,
+            {AFTER_STEPS: side.adamw.heldout[steps].choices, AFTER_LOAD: side.adamw.heldout[steps].choices},
             tie_bound=math.inf,  # AdamW's weights drift, so choices may; SGD's phase judges them
+            sizes=SAVING_SIZES,
             saves=True,
             loads=True,
         ),
@@ -131,9 +164,12 @@ def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePla
                 replace(config, train=replace(config.train, steps=steps)),
                 steps,
                 side.own_exact.choices,
+                {BEFORE_STEPS: side.own_exact.heldout[0].choices, AFTER_STEPS: side.own_exact.heldout[steps].choices},
                 tie_bound=math.inf,  # in 16 bits routers choose otherwise; with equal choices only rounding is left
                 tie_bound_after_load=math.inf,
                 loads=True,
+                sizes=SMALL_SIZES,
+                repeats=True,
                 overflows=config.train.precision == "fp16",
             )
         )
@@ -155,8 +191,11 @@ def run_proof(
     Raises parallel.process.RankError where a rank fails or is late. ``before`` runs first in every rank (tests).
     """
     torch.set_num_threads(1)  # sums in the same order on both sides where they can be
-    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-    proof = Proof(config, n_ranks, steps, folder, dataset, run_plain_side(config, dataset, steps, tell))
+    opened = {"seed": config.seed, "vocab_size": config.model.vocab_size}
+    dataset = open_dataset(config.data, split="train", **opened)
+    heldout = open_dataset(config.data, split="heldout", **opened)
+    plain = run_plain_side(config, dataset, heldout, steps, tell)
+    proof = Proof(config, n_ranks, steps, folder, dataset, heldout, plain)
     scalars = {
         "consumed": steps * config.train.global_batch_size,
         "skipped": [],

@@ -1,10 +1,11 @@
 """The layout's side of a proof: what each rank runs, and what it hands back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -14,7 +15,8 @@ from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
 from launcher.prove.tokens import WatchedDataset
 from launcher.state import TrainState, save
-from launcher.train import build_engine, run_step
+from launcher.step import accumulate_gradients
+from launcher.train import build_engine, heldout_loss, run_step
 from parallel.checkpoint.read import load_state, open_checkpoint
 from parallel.checkpoint.retention import Retention
 from parallel.compare.gradients import gradient_pieces
@@ -30,10 +32,22 @@ from parallel.compare.routing import (
 )
 from parallel.engine import StepResult
 from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.sizes import DEFAULT_SIZES, Sizes
+from parallel.stop import StopRequest
 
 PROGRESS = "progress.txt"  # in the proof's folder: one line for each thing that rank 0 begins
 LAYOUT_CHECKPOINTS = "layout"  # where the layout saves, and
 PLAIN_CHECKPOINT = "plain"  # where one process has saved
+BEFORE_STEPS, AFTER_STEPS, AFTER_LOAD = (
+    "before the steps",
+    "after the steps",
+    "after the load",
+)  # when held-out samples are evaluated
+
+
+REPEATS = (
+    8  # how often one round of micro-batches is accumulated; a power of two, so that dividing by it rounds nothing
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +58,16 @@ class PhasePlan:
     config: RunConfig
     steps: int
     choices: Sequence[StepChoices]  # the reference's, by step; one more than ``steps`` where a checkpoint is loaded
+    heldout_choices: Mapping[
+        str, StepChoices
+    ]  # when to evaluate (BEFORE_STEPS, AFTER_STEPS, AFTER_LOAD) -> the reference's choices
     tie_bound: float  # a differing choice at a smaller gap is replayed
     tie_bound_after_load: float = TIE_GAP
+    sizes: Sizes = DEFAULT_SIZES
     watches: bool = False  # hand back the first step's outputs of the modules
     saves: bool = False  # save a checkpoint, then make one more step
     loads: bool = False  # load one process's checkpoint, then make one more step
+    repeats: bool = False  # accumulate one round of micro-batches, then the same again and again
     overflows: bool = False  # make one rank's gradient overflow, once on the first rank and once on the last
 
 
@@ -92,6 +111,14 @@ class OverflowSeen:
 
 
 @dataclass
+class EvaluationSeen:
+    """The held-out loss that one rank came to, and what of its state the evaluation changed."""
+
+    loss: float
+    changed: list[str]
+
+
+@dataclass
 class PhaseSeen:
     """One phase as one rank saw it."""
 
@@ -100,7 +127,10 @@ class PhaseSeen:
     weights: list[Piece] = field(default_factory=list)  # after them
     buffers: dict[str, Tensor] = field(default_factory=dict)
     replayed: Replayed = field(default_factory=Replayed)
+    evaluations: dict[str, EvaluationSeen] = field(default_factory=dict)  # when -> what came of it
     overflows: list[OverflowSeen] = field(default_factory=list)
+    once: list[Piece] = field(default_factory=list)  # gradients of one round of micro-batches
+    repeated: list[Piece] = field(default_factory=list)  # of REPEATS equal rounds
     after_save: StepSeen | None = None
     after_save_weights: list[Piece] = field(default_factory=list)
     loaded: list[Piece] = field(default_factory=list)
@@ -135,11 +165,16 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
     tell("build")
     rank = PhaseRank(plan, mesh)
     rank.engine.initialize_weights(plan.config.seed)
-    seen = PhaseSeen(weight_pieces(rank.engine), replayed=rank.replayed)
+    seen = PhaseSeen(weight_pieces(rank.engine), replayed=rank.replayed, evaluations=rank.evaluations)
+    rank.evaluate(BEFORE_STEPS)
+    if plan.repeats:
+        tell(f"accumulate {REPEATS} times")
+        seen.once, seen.repeated = rank.accumulate(1), rank.accumulate(REPEATS)
     for step in range(plan.steps):
         tell(f"step {step + 1} of {plan.steps}")
         watched = rank.step_watched if plan.watches and step == 0 else rank.step
         seen.steps.append(watched(plan.choices[step]))
+    rank.evaluate(AFTER_STEPS)
     seen.weights = weight_pieces(rank.engine)
     seen.buffers = rank.buffers()
     if plan.overflows:
@@ -155,6 +190,7 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
         rank.load(folder / PLAIN_CHECKPOINT)
         seen.loaded, seen.loaded_buffers = weight_pieces(rank.engine), rank.buffers()
         rank.replay.seen = seen.replayed_after_load
+        rank.evaluate(AFTER_LOAD)
         seen.after_load = rank.step(plan.choices[plan.steps], plan.tie_bound_after_load)
         seen.after_load_weights = weight_pieces(rank.engine)
     return seen
@@ -181,20 +217,23 @@ class PhaseRank:
     def __init__(self, plan: PhasePlan, mesh: Mesh) -> None:
         config = plan.config
         self.plan, self.config = plan, config
-        dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-        self.dataset = WatchedDataset.watching(dataset)
-        self.engine = build_engine(config, mesh)
+        opened = {"seed": config.seed, "vocab_size": config.model.vocab_size}
+        self.dataset = WatchedDataset.watching(open_dataset(config.data, split="train", **opened))
+        self.heldout = WatchedDataset.watching(open_dataset(config.data, split="heldout", **opened))
+        self.read_from = self.dataset
+        self.evaluations: dict[str, EvaluationSeen] = {}
+        self.engine = build_engine(config, mesh, plan.sizes)
         self.state = TrainState()
         self.replayed = Replayed()
         self.positions = positions_between_layers(config.data.seq_len, mesh)
         self.replay = ChoiceReplay(self.engine.model, self.held_tokens, self.replayed)
         self.gradients: list[Piece] = []
-        self.apply = self.engine.step
-        self.engine.step = self.capture_and_apply
+        self.apply, self.drop = self.engine.step, self.engine.discard
+        self.engine.step, self.engine.discard = self.capture_and_apply, self.capture_and_drop
 
     def held_tokens(self, number: int) -> HeldTokens:
         """The tokens of the step's micro-batch ``number`` at the positions held between layers."""
-        samples, batch = self.dataset.reads[number]
+        samples, batch = self.read_from.reads[number]
         documents_BS = torch.from_numpy(batch.documents_BS)
         return HeldTokens(samples.tolist(), self.positions, documents_BS[:, self.positions])
 
@@ -202,6 +241,11 @@ class PhaseRank:
         """The engine's step, the gradients copied before."""
         self.gradients = gradient_pieces(self.engine)
         return self.apply(lr)
+
+    def capture_and_drop(self) -> StepResult:
+        """The same of a step that is dropped: one in whose batch no target counts."""
+        self.gradients = gradient_pieces(self.engine)
+        return self.drop()
 
     def step(self, choices: StepChoices | None, tie_bound: float | None = None) -> StepSeen:
         """One update by the real loop's step, compared with the reference's choices (the plan's bound for ties)."""
@@ -226,6 +270,50 @@ class PhaseRank:
                 samples = self.dataset.reads[number][0].tolist()
                 seen.outputs.append(OutputSeen(name, samples, self.positions, hidden_BPD))
         return seen
+
+    def evaluate(self, moment: str) -> None:
+        """The held-out loss by the real loop's evaluation, if the plan wants it at this moment."""
+        if moment not in self.plan.heldout_choices:
+            return
+        before = self.state_by_name()
+        self.read_from = self.heldout
+        self.heldout.reads.clear()
+        bound = self.plan.tie_bound_after_load if moment == AFTER_LOAD else self.plan.tie_bound
+        self.replay.start_step(self.plan.heldout_choices[moment], bound)
+        loss = heldout_loss(self.config, self.engine, self.heldout, lambda: None)
+        self.read_from = self.dataset
+        after = self.state_by_name()
+        changed = [name for name in before | after if not same_tensor(before.get(name), after.get(name))]
+        self.evaluations[moment] = EvaluationSeen(loss, changed)
+
+    def state_by_name(self) -> dict[str, Tensor | None]:
+        """Copies of everything that an evaluation has to leave alone, on this rank."""
+        state: dict[str, Tensor | None] = dict(self.buffers())
+        for fragment in self.engine.fragments:
+            for kind, piece in self.engine.pieces(fragment).items():
+                state[f"{kind} of {fragment.name}"] = piece.clone()
+        for name, weight in self.engine.model.named_parameters():
+            held = getattr(weight, "ds_tensor", weight)  # of a weight that ZeRO 3 cuts, this rank's part
+            state[name] = held.detach().clone()
+            state[f"gradient of {name}"] = None if weight.grad is None else weight.grad.clone()
+        return state
+
+    def accumulate(self, repeats: int) -> list[Piece]:
+        """The mean gradient of one round of micro-batches, accumulated ``repeats`` times; then it is dropped.
+
+        The rounds are equal, and so are their gradients, bit for bit: what differs from one round's is the sum's
+        rounding. A round is one micro-batch, or as many as every schedule takes.
+        """
+        mesh, size = self.engine.mesh, self.config.train.micro_batch_size
+        n_micro_batches = 1 if mesh.pp.degree == 1 else 2 * mesh.pp.degree
+        round_of_samples = np.arange(mesh.dp.degree * size * n_micro_batches)
+        self.dataset.reads.clear()
+        self.replay.start_step(None, 0.0)
+        samples = np.tile(round_of_samples, repeats)
+        accumulate_gradients(self.engine, self.dataset, samples, size, StopRequest())
+        pieces = gradient_pieces(self.engine)
+        self.engine.discard()
+        return pieces
 
     def overflow(self, at: int) -> OverflowSeen:
         """One update in which the first gradient of rank ``at`` holds an infinity."""
@@ -262,6 +350,13 @@ def hash_row(batch: Batch, row: int) -> str:
     for array in (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS):
         digest.update(array[row].tobytes())
     return digest.hexdigest()
+
+
+def same_tensor(first: Tensor | None, second: Tensor | None) -> bool:
+    """Equal bit for bit, or both missing."""
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
 
 
 def with_infinity(gradient: Tensor) -> Tensor:

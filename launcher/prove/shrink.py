@@ -12,6 +12,7 @@ from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
 from parallel.pipeline.config import Interleaved, PipelineConfig, chunks
+from parallel.sizes import Sizes
 
 CUT_AXES = ("tp", "pp", "cp")  # with dp they make up the world; ep folds over them
 FEW_RANKS = 8  # where nobody says how many: degrees are lowered, not below 2, to fit into so many
@@ -23,6 +24,7 @@ D_FF_EXPERT = 24
 VOCAB_SIZE = 96
 WIDTH_UNIT = 8  # rows of the experts' matrices are whole units of 16 bytes, in 16 bits
 MOST_TOP_K = 4
+HELDOUT_ROUNDS = 2  # whole micro-batches that each rank of dp evaluates; one sequence more makes the rest fill up
 # Auxiliary terms, decay and clipping are made strong enough for a fault in them to show.
 BALANCE_COEFFICIENT = 0.05
 BIAS_RATE = 1e-2
@@ -31,6 +33,23 @@ WEIGHT_DECAY = 0.1
 CLIP_NORM = 0.5  # below the first gradients' norm
 ADAMW_LR = 1e-3
 SGD_LR = 0.1
+WARMUP_STEPS = 3  # the learning rate changes from step to step
+IDLE_CLIP_NORM = 1e3  # far above the gradients' norm: clipping has to leave them alone
+# The shrunk model crosses all of these: several chunks of the loss and tiles of the ring, the last of them smaller;
+# weights larger and smaller than a bucket; under ZeRO 3 matrices that are gathered, and norms that stay whole.
+SMALL_SIZES = Sizes(
+    chunk_logits=500,
+    ring_tile=3,
+    row_multiple=8,
+    staging_bytes=4096,
+    bucket=2000,
+    persistent=100,
+    prefetched=2000,
+    live=4000,
+    reused=1000,
+    updated=3000,
+)
+SAVING_SIZES = Sizes(staging_bytes=SMALL_SIZES.staging_bytes)  # the run's own, but for the copy that a save makes
 
 
 def default_ranks(config: RunConfig) -> int:
@@ -68,10 +87,13 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             global_batch_size=degrees.dp * micro_batch_size * n_micro_batches,
             micro_batch_size=micro_batch_size,
             eval_every_steps=None,
+            eval_sequences=HELDOUT_ROUNDS * degrees.dp * micro_batch_size + 1,
         ),
+        checkpoint=replace(config.checkpoint, keep_best=0),  # by held-out losses, of which there are none
         optimizer=shrink_optimizer(config.optimizer),
-        schedule=ConstantSchedule(),
+        schedule=ConstantSchedule(warmup_steps=WARMUP_STEPS),
         parallel=parallel,
+        init_from=None,  # the weights of another size
     )
 
 
@@ -162,11 +184,11 @@ def sgd_for(optimizer: OptimizerConfig) -> SGDConfig:
 
 
 def adamw_for(optimizer: OptimizerConfig) -> AdamWConfig:
-    """AdamW; clipping and decay as the (shrunk) optimizer has them."""
-    if isinstance(optimizer, AdamWConfig):
-        return optimizer
-    same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
-    return AdamWConfig(lr=ADAMW_LR, **same)
+    """AdamW with decay as the (shrunk) optimizer has it; where that clips, by a norm that gradients do not reach."""
+    if not isinstance(optimizer, AdamWConfig):
+        same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
+        optimizer = AdamWConfig(lr=ADAMW_LR, **same)
+    return replace(optimizer, clip_norm=None if optimizer.clip_norm is None else IDLE_CLIP_NORM)
 
 
 def shrink_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:

@@ -12,24 +12,39 @@ from launcher.config.tree import RunConfig
 
 
 def write_documents(folder: Path, config: RunConfig, n_samples: int) -> DataConfig:
-    """Writes two token files and returns the data config that mixes them.
+    """Writes two token files and one held out, and returns the data config that mixes the two.
 
     Documents of 1 token to two sequences, of an uneven distribution of ids. The second file is so small that it comes
-    round in every few samples; its last sample is padded, so that padding is in most batches.
+    round in every few samples; its last sample is padded, so that padding is in most batches. Held out are
+    train.eval_sequences samples: the second holds no target, and the last is padded.
     """
     random = np.random.default_rng(config.seed)
     seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
-    large, small = folder / "large", folder / "small"
+    large, small, heldout = folder / "large", folder / "small", folder / "heldout"
     _write(large, random, n_tokens=n_samples * seq_len, longest=2 * seq_len, vocab_size=vocab_size)
     _write(small, random, n_tokens=2 * seq_len + seq_len // 3, longest=seq_len // 2, vocab_size=vocab_size)
+    n_tokens = (config.train.eval_sequences - 1) * seq_len + seq_len // 2
+    short = range(seq_len, 2 * seq_len + 1)  # documents of one token, in which nothing is predicted
+    _write(heldout, random, n_tokens=n_tokens, longest=seq_len, vocab_size=vocab_size, short=short)
     sources = (SourceConfig(path=str(large), weight=2.0), SourceConfig(path=str(small), weight=1.0))
-    return DataConfig(seq_len=seq_len, sources=sources, token_dir=str(folder))
+    return DataConfig(seq_len=seq_len, sources=sources, token_dir=str(folder), heldout_path=str(heldout))
 
 
-def _write(prefix: Path, random: np.random.Generator, *, n_tokens: int, longest: int, vocab_size: int) -> None:
+def _write(
+    prefix: Path,
+    random: np.random.Generator,
+    *,
+    n_tokens: int,
+    longest: int,
+    vocab_size: int,
+    short: range = range(0),
+) -> None:
+    """Documents of random lengths, ``n_tokens`` in all; those that would reach into ``short`` are of one token."""
     writer = TokenFileWriter(prefix, np.dtype(np.uint16))
     while writer.n_tokens < n_tokens:
         length = min(int(random.integers(1, longest + 1)), n_tokens - writer.n_tokens)
+        if writer.n_tokens < short.stop:
+            length = 1 if writer.n_tokens >= short.start else min(length, short.start - writer.n_tokens)
         ids = np.minimum(random.geometric(4.0 / vocab_size, size=length), vocab_size) - 1
         writer.add(ids)
     writer.finish()

@@ -10,7 +10,9 @@ from data.places import nearest_existing
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.errors import UserError
-from launcher.run_dir import check_resume, check_writable
+from launcher.init_from import with_source
+from launcher.run_dir import check_newest_checkpoint, check_resume, check_writable
+from launcher.run_parts import check_parts
 from launcher.slurm.queue import SlurmError, live_jobs, partitions, require, would_take
 from launcher.slurm.resumption import look_for_checkpoint
 from launcher.slurm.script import RUNS
@@ -28,7 +30,7 @@ def check_job(config: RunConfig, script: str) -> list[str]:
 
 def check_here(config: RunConfig) -> list[str]:
     """What can be said of one run without Slurm."""
-    return [*check_names(config), *check_run(config), *check_data(config), *check_wandb(config)]
+    return [*check_environment(config), *check_run(config), *check_data(config), *check_wandb(config)]
 
 
 def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, is_right: bool) -> list[str]:
@@ -46,20 +48,43 @@ def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, 
     return problems
 
 
-def check_names(config: RunConfig) -> Iterator[str]:
-    """The name and the path can be written into a job script."""
-    for key, text in (("name", config.name), ("run_dir", str(config.run_path))):
-        if not re.fullmatch(r"[\w.,:+@=/ -]+", text):
-            yield f"{key}={show(text)} must be of letters, digits and . , : + @ = _ - to name a job; choose another"
+def check_names(config: RunConfig) -> list[str]:
+    """The name and the path can be written into a job script. No script is made of others, not even to be shown."""
+    paths = dict.fromkeys((f"{config.run_path}", f"{config.run_path.absolute()}"))
+    return [
+        f"{key}={show(text)} must be of letters, digits and . , : + @ = _ - to name a job, and not begin with -; "
+        "choose another"
+        for key, text in (("name", config.name), *(("run_dir", path) for path in paths))
+        if not re.fullmatch(r"(?!-)[\w.,:+@=/ -]+", text)
+    ][:2]
+
+
+def check_environment(config: RunConfig) -> Iterator[str]:
+    """The variables that the job takes from this shell are there, and sbatch passes them on."""
+    exported = os.environ.get("SBATCH_EXPORT", "ALL").split(",")
+    for number, name in enumerate(config.slurm.environment):
+        if "=" in name:
+            continue
+        key = f"slurm.environment[{number}]={name}"
+        if name not in os.environ:
+            yield f"{key} must be set in the shell that submits, and is not; export {name}, or leave it out"
+        elif not {"ALL", name} & set(exported):
+            yield (
+                f"{key} must be passed on to the job, and SBATCH_EXPORT={show(','.join(exported))} does not name it; "
+                f"add {name}, or unset SBATCH_EXPORT"
+            )
 
 
 def check_run(config: RunConfig) -> list[str]:
     """The run directory: writable, shared, with room, of this run; and the notice is long enough for a save."""
     problems = _problems(lambda: check_writable(config)) + _problems(lambda: check_resume(config))
     problems += _problems(lambda: check_checkpoint_dir(config))
+    problems = problems or _problems(lambda: check_parts(config.run_path, writing=True))
+    problems = problems or _problems(lambda: check_newest_checkpoint(config))
+    problems = problems or _problems(lambda: with_source(config))
     if not problems:
         problems = _problems(lambda: check_room(config)) + check_checkpoint(config)
-    if (config.run_path / RUNS).exists():
+    if not problems and (config.run_path / RUNS).exists():
         problems.append(
             f"run_dir={config.run_path} must not be a sweep's, and holds one; choose another name or run_dir"
         )

@@ -8,28 +8,34 @@ class SlurmConfig:
     """How `roundtable submit` asks for nodes, and what its job does at the end of its time."""
 
     partition: str | None = None  # None: the cluster's default
-    account: str | None = None
-    qos: str | None = None
+    account: str | None = None  # the account that pays
+    qos: str | None = None  # quality of service
     constraint: str | None = None  # kinds of nodes, as the cluster names them
     exclude: str | None = None  # nodes not to use: n3,n[7-9]
-    nodes: int = 1
-    gpus_per_node: int = 8  # 0: the job asks for no GPU
+    nodes: int = 1  # nodes of the job
+    gpus_per_node: int = 8  # GPUs of a node; 0: the job asks for none
     tasks_per_node: int | None = None  # processes of a node; None: one for each GPU, or one where there is none
-    cpus_per_task: int | None = None  # None: as the cluster has it
-    memory: str | None = None  # of a node: 500G; 0 for all of it; None: as the cluster has it
+    cpus_per_task: int | None = None  # cores of a process; None: as the cluster has it
+    memory: str | None = None  # of a node: `500G`, `"0"` for all; None: as the cluster has it
     time_minutes: int = 1440  # the time limit of one job, not of the run
     notice_seconds: int = 300  # so long before the time limit the ranks are told to save and stop
     requeue: bool = True  # a job that was stopped (time limit, preemption, lost node) is queued again
-    chain: int = 1  # jobs submitted at once, of which each begins when the one before has ended
-    restarts: int = 3  # a failed run is started again in the same job so many times in a row without a new checkpoint
+    chain: int = 1  # jobs submitted at once, each of which begins when the one before has ended
+    restarts: int = 3  # a failed run is started again in the same job, so many times in a row without a new checkpoint
     preflight: bool = True  # a job begins by measuring its nodes, and leaves slow and broken ones out
-    spare_nodes: int = 0  # nodes that the job has beyond those it trains on, to take the place of bad ones
+    spare_nodes: int = 0  # nodes that the job has beyond `nodes`, to take the place of slow and broken ones
     python: str | None = None  # the interpreter on the nodes; None: the one that submits
-    modules: tuple[str, ...] = ()  # `module load`ed before anything else
-    container: str | None = None  # an image for srun's --container-image (pyxis)
-    network_interface: str | None = None  # that NCCL and gloo meet on: ib0, ^lo,docker; None: they choose
-    scratch: str | None = None  # a folder on a node's own disk, for compiled kernels, $NAME filled in; None: the home
-    environment: tuple[str, ...] = ()  # further NAME=value
+    modules: tuple[str, ...] = ()  # environment modules that the job loads first
+    container: str | None = None  # an image for srun's `--container-image` (pyxis)
+    network_interface: str | None = None  # that NCCL and gloo meet on, e.g. `ib0`; None: they choose
+    # a folder on each node's own disk, for compiled kernels, where `$NAME` is the job's variable; None: the home
+    scratch: str | None = None
+    environment: tuple[str, ...] = ()  # further NAME=value; NAME alone takes the submitting shell's value, for secrets
+
+    @property
+    def passed_on(self) -> tuple[str, ...]:
+        """The variables whose values the submitting shell has; only Slurm and the job see these."""
+        return tuple(each for each in self.environment if "=" not in each)
 
     @property
     def n_tasks_per_node(self) -> int:

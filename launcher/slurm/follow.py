@@ -1,16 +1,20 @@
 """`roundtable status`, `logs` and `cancel`: a run seen from where it was submitted."""
 
 import json
-import sys
+import os
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from launcher.console import in_a_line, say
 from launcher.errors import UserError
-from launcher.run_dir import CHECKPOINTS, METRICS, saved_config
+from launcher.run_dir import checkpoints_of, refusing_unreachable, saved_config
+from launcher.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, SLURM, check_parts
 from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require, runs_of
 from launcher.watch.metrics import read_metrics
+from parallel.checkpoint.folder import open_store
 
 POLL_SECONDS = 0.5  # between two looks at a log that is followed
 JOB_POLL_SECONDS = 15  # between two questions to Slurm whether its job still lives
@@ -22,38 +26,59 @@ def print_status(run: str | None, *, as_json: bool) -> int:
     jobs = _live(None)
     path = find_run(run) if run is not None else None
     run_paths = runs_of(path) if path is not None else list(dict.fromkeys(job.run_path for job in jobs))
-    found = [status(each, [job for job in jobs if job.run_path == each.absolute()]) for each in run_paths]
+    of_each = [(each, [job for job in jobs if job.run_path == each.absolute()]) for each in run_paths]
+    look = status if run_paths == [path] else status_or_problems  # one damaged run does not hide the others
+    found = [look(each, its_jobs) for each, its_jobs in of_each]
     if as_json:
-        print(json.dumps(found[0] if run_paths == [path] else found, indent=2))
+        say(json.dumps(found[0] if run_paths == [path] else found, indent=2))
     elif not found:
-        print("no run has a live job")
+        say("no run has a live job")
     else:
-        print("\n".join(line for each in found for line in lines(each)))
+        say("\n".join(line for each in found for line in lines(each)))
     return 0
 
 
 def status(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
-    """How far the run is, as JSON would have it; what is not known yet is null."""
+    """How far the run is, as JSON would have it; what is not known yet is null. Raises UserError for a damaged part."""
+    check_parts(run_path, CHECKPOINTS, LOGS, METRICS, SLURM)
     config = saved_config(run_path)
     metrics = run_path / METRICS
     updates = [row for row in read_metrics(metrics) if "loss" in row] if metrics.exists() else []
     last = updates[-1] if updates else {}
-    checkpoints = sorted(path.name for path in (run_path / CHECKPOINTS).glob("step-*[0-9]"))
+    checkpoints = names_of_checkpoints(run_path)
     return {
         "run_dir": str(run_path),
         "step": last.get("step"),
         "steps": config.train.steps if config is not None else None,
         "loss": last.get("loss"),
         "tokens_per_second": last.get("tokens_per_second"),
-        "last_step_seconds_ago": round(time.time() - metrics.stat().st_mtime, 1) if updates else None,
+        "last_step_seconds_ago": round(max(0.0, time.time() - metrics.stat().st_mtime), 1) if updates else None,
         "checkpoint": checkpoints[-1] if checkpoints else None,
-        "jobs": [
-            {"job_id": job.job_id, "state": job.state, "reason": job.reason, "nodes": job.nodes}
-            | {"elapsed": job.elapsed, "limit": job.limit}
-            for job in jobs
-        ],
+        "jobs": rows_of(jobs),
         "last_word": last_word(run_path),
     }
+
+
+def status_or_problems(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
+    """The run's status; of a damaged one its jobs, and a line for each damaged part."""
+    try:
+        return status(run_path, jobs)
+    except UserError as error:
+        return {"run_dir": str(run_path), "problems": error.problems, "jobs": rows_of(jobs)}
+
+
+def rows_of(jobs: list[LiveJob]) -> list[dict[str, str]]:
+    """The jobs as JSON would have them."""
+    names = ("job_id", "state", "reason", "nodes", "elapsed", "limit")
+    return [{name: getattr(job, name) for name in names} for job in jobs]
+
+
+def names_of_checkpoints(run_path: Path) -> list[str]:
+    """A run's checkpoints, oldest first; none where they lie in an object store that does not answer."""
+    location = checkpoints_of(run_path)
+    with suppress(UserError), refusing_unreachable("checkpoint.dir", location):
+        return open_store(location).names()
+    return []
 
 
 def last_word(run_path: Path) -> str | None:
@@ -65,23 +90,29 @@ def last_word(run_path: Path) -> str | None:
 
 def lines(status: dict[str, Any]) -> list[str]:
     """A status as people read it."""
-    told = [f"{status['run_dir']}: "]
-    if status["step"] is None:
-        told[0] += "no step yet"
+    if "problems" in status:
+        told = [f"{status['run_dir']}: damaged", *(f"  {in_a_line(line)}" for line in status["problems"])]
     else:
-        told[0] += (
-            f"step {status['step']} of {status['steps']}, loss {status['loss']:.4f}, "
-            f"{status['tokens_per_second']:,.0f} tokens/s, {status['last_step_seconds_ago']:.0f} s ago"
-        )
-    told.append(f"  checkpoint: {status['checkpoint'] or 'none yet'}")
+        told = [f"{status['run_dir']}: {progress(status)}", f"  checkpoint: {status['checkpoint'] or 'none yet'}"]
     for job in status["jobs"]:
         where = f"on {job['nodes']}" if job["nodes"] else f"waits: {job['reason']}"
         told.append(f"  job {job['job_id']}: {job['state']} {where}, {job['elapsed']} of {job['limit']}")
     if not status["jobs"]:
         told.append("  no live job")
-    if status["last_word"] is not None:
+    if status.get("last_word") is not None:
         told.append(f"  last word: {status['last_word']}")
     return told
+
+
+def progress(status: dict[str, Any]) -> str:
+    """How far a whole run is, in words."""
+    if status["step"] is None:
+        return "no step yet"
+    pace = status["tokens_per_second"]
+    return (
+        f"step {status['step']} of {status['steps'] or 'unknown'}, loss {status['loss']:.4f}, "
+        f"{'unknown' if pace is None else f'{pace:,.0f}'} tokens/s, {status['last_step_seconds_ago']:.0f} s ago"
+    )
 
 
 def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
@@ -90,21 +121,21 @@ def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
     runs = runs_of(run_path)
     if runs != [run_path]:
         raise UserError([f"RUN={run} is a sweep of {len(runs)} runs; name one of them, e.g. {runs[0]}"])
+    check_parts(run_path, LOGS)
     path = log_path(run_path, rank)
     if path is None:
         raise UserError([f"{run_path}/logs holds no log of {_whose(rank)} yet; see `roundtable status {run}`"])
     with path.open(errors="replace") as log:
         for line in deque(log, maxlen=n_lines):
-            sys.stdout.write(line)
+            say(line, end="")
         asked = 0.0
         while follow:
-            sys.stdout.write(log.read())
-            sys.stdout.flush()
+            say(log.read(), end="")
             if time.monotonic() - asked > JOB_POLL_SECONDS:
                 asked = time.monotonic()
                 follow = bool(_live(run_path))
             time.sleep(POLL_SECONDS)
-        sys.stdout.write(log.read())
+        say(log.read(), end="")
     return 0
 
 
@@ -131,17 +162,18 @@ def cancel_run(run: str, *, save: bool) -> int:
     for job in jobs:
         if save and job.state == "RUNNING":
             ask("scancel", "--batch", "--signal=USR2", job.job_id)
-            print(f"job {job.job_id}: told to save and stop; `roundtable status {run}` says when it has")
+            say(f"job {job.job_id}: told to save and stop; `roundtable status {run}` says when it has")
         else:
             ask("scancel", job.job_id)
-            print(f"job {job.job_id}: cancelled")
+            say(f"job {job.job_id}: cancelled")
     return 0
 
 
 def find_run(run: str) -> Path:
     """The directory of a run or a sweep that a user means by its path or its name."""
     for path in (Path(run), Path("runs") / run):
-        if any((path / name).exists() for name in ("config.yaml", "slurm")):
+        if any(os.path.lexists(path / name) for name in (CONFIG, SLURM)):
+            check_parts(path, CONFIG, SLURM)
             return path
     raise UserError([f"RUN={run} must be a run directory, or a run's name below runs; check it"])
 

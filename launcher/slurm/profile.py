@@ -1,5 +1,6 @@
 """Clusters' profiles: what a cluster's `slurm:` section begins with."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "slurm"
 def read_profile(name: str) -> dict[str, Any]:
     """The keys of a profile: of slurm/clusters/NAME.yaml, or of a file that ``name`` is the path of."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         known = sorted(each.stem for each in (FOLDER / "clusters").glob("*.yaml"))
         raise UserError([f"--cluster={name} must be one of {', '.join(known)}, or the path of a YAML file; check it"])
     return read_yaml_file(path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UserError
+from launcher.run_parts import SLURM, check_parts
 from launcher.slurm.script import COMMENT, RUNS
 
 SECONDS = 60  # a busy slurmctld may take long to answer; one that is away never does
@@ -115,7 +116,14 @@ def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
 
 
 def runs_of(path: Path) -> list[Path]:
-    """The run directories of a sweep's directory, in the order of its tasks; that of a run is its only one."""
+    """The run directories of a sweep's directory, in the order of its tasks; that of a run is its only one.
+
+    A sweep whose list is damaged counts as one run, which ``check_parts`` then names.
+    """
+    try:
+        check_parts(path, SLURM)
+    except UserError:
+        return [path]
     listed = path / RUNS
     return [path / name for name in listed.read_text().splitlines()] if listed.exists() else [path]
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from launcher.config.tree import RunConfig
-from modeling.config import ModelConfig
 from parallel.checkpoint.folder import Folder, open_store
-from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, certify, check_sizes, read_manifest
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, differences, read_manifest
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,9 @@ def look_for_checkpoint(config: RunConfig) -> Resumption:
 
 def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
     """The line of a checkpoint that is not of this model, or nothing."""
-    found = differences(manifest, config.model)
+    from modeling.hf.convert import tensor_shapes
+
+    found = differences(manifest, tensor_shapes(config.model))
     if not found:
         return ()
     more = f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""
@@ -58,28 +59,7 @@ def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
 def whole_manifest(folder: Folder) -> Manifest:
     """The manifest; raises DamagedCheckpoint where it, its certificate or a file's size is wrong. Reads no tensor."""
     manifest = read_manifest(folder)
-    problems = certify(manifest) or check_sizes(manifest, folder, sorted(manifest.files))
+    problems = check_sizes(manifest, folder, sorted(manifest.files))
     if problems:
         raise DamagedCheckpoint(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
     return manifest
-
-
-def differences(manifest: Manifest, model: ModelConfig) -> list[str]:
-    """Where the checkpoint's tensors are not the model's, one line each."""
-    import torch
-
-    from modeling.decoder import build_decoder
-
-    with torch.device("meta"):
-        decoder = build_decoder(model)
-    wanted = {name: list(tensor.shape) for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}
-    lines = []
-    for name in [*wanted, *(name for name in manifest.tensors if name not in wanted)]:
-        here, there = manifest.tensors.get(name), wanted.get(name)
-        if here != there:
-            lines.append(f"{_show(here)} {name} where the model has {_show(there)}")
-    return lines
-
-
-def _show(shape: list[int] | None) -> str:
-    return "no" if shape is None else " x ".join(map(str, shape)) or "a number"

@@ -8,24 +8,38 @@ from launcher.slurm.config import SlurmConfig
 
 WORDS = ("partition", "account", "qos", "constraint", "exclude", "memory", "network_interface")
 PATHS = ("python", "container", "scratch")
+WORD = re.compile(r"(?!-)[\w.,:;&|=@^*+/()\[\]-]+", re.ASCII)
+MODULE = re.compile(r"\w[\w.+/:-]*", re.ASCII)
+VARIABLE = re.compile(r"([A-Za-z_]\w*)(=.*)?", re.ASCII)
+TAKEN = re.compile(  # variables that Slurm, bash or the job script sets and relies on
+    r"SLURM_(JOB_?ID|JOB_NAME|JOB_NODELIST|PROCID|NTASKS_PER_NODE|RESTART_COUNT|(ARRAY|STEP)_\w+)|ROUNDTABLE_\w+"
+    r"|IFS|E?UID|PPID|BASH\w*|SHELLOPTS|PWD|OLDPWD|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|JOB|RUN_DIR|SWEEP|PYTHON|REQUEUE|RESTARTS|PREFLIGHT|SPARES|SRUN_OPTIONS"
+)
 
 
 def check_slurm(slurm: SlurmConfig) -> Iterator[str]:
     """One line for each rule that is broken: key, value, rule, remedy."""
     for name in WORDS:
         value = getattr(slurm, name)
-        if value is not None and not re.fullmatch(r"[\w.,:;&|=@^*+/()\[\]-]+", value):
+        if value is not None and not WORD.fullmatch(value):
             yield f"slurm.{name}={show(value)} must be one word, as Slurm knows it; try null, or look it up with sinfo"
     for name in PATHS:
         value = getattr(slurm, name)
-        if value is not None and (not value.strip() or not value.isprintable()):
+        if value is not None and (not value.strip() or not value.isprintable() or value.startswith("-")):
             yield f"slurm.{name}={show(value)} must be a path or a name; try null"
     for number, value in enumerate(slurm.modules):
-        if not re.fullmatch(r"[\w.+/:-]+", value):
+        if not MODULE.fullmatch(value):
             yield f"slurm.modules[{number}]={show(value)} must be a module's name; try one that `module avail` lists"
     for number, value in enumerate(slurm.environment):
-        if not re.fullmatch(r"[A-Za-z_]\w*=.*", value) or not value.isprintable():
-            yield f"slurm.environment[{number}]={show(value)} must be NAME=value; try NCCL_DEBUG=INFO"
+        match = VARIABLE.fullmatch(value) if value.isprintable() else None
+        if match is None:
+            yield f"slurm.environment[{number}]={show(value)} must be NAME=value, or NAME; try NCCL_DEBUG=INFO"
+        elif TAKEN.fullmatch(match[1]):
+            yield (
+                f"slurm.environment[{number}]={show(value)} must not set {match[1]}, which Slurm, bash or the job "
+                "script sets; choose another name, or leave it out"
+            )
     if slurm.spare_nodes and not slurm.preflight:
         yield (
             f"slurm.spare_nodes={slurm.spare_nodes} needs slurm.preflight=true, which says whose place they take; try "

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.tree import RunConfig
+from launcher.errors import UserError
 from launcher.slurm.config import SlurmConfig
 
-SETTINGS = re.compile(r"# --- settings\n.*# --- end of settings\n", re.DOTALL)
+BEGIN, END = "# --- settings", "# --- end of settings"  # the lines that mark a template's settings
+SETTINGS = re.compile(rf"^{BEGIN}\n.*?^{END}\n", re.DOTALL | re.MULTILINE)
 COMMENT = "roundtable:"  # begins every job's comment; the run directory follows, or a sweep's
 FOLDER = "slurm"  # in a run directory: the config and the script that were submitted
 RUNS = f"{FOLDER}/runs.txt"  # in a sweep's directory: line n + 1 is the folder, below it, of the run that task n trains
@@ -29,20 +31,23 @@ class Array:
 def render(template: str, config: RunConfig, python: str, array: Array | None = None) -> str:
     """The script that trains ``config``, or a sweep's runs below its run directory; ``python`` where none is set.
 
-    The job reads the config of its run from RUN_DIR/slurm/config.yaml.
+    The job reads the config of its run from RUN_DIR/slurm/config.yaml. Raises UserError where ``template`` does not
+    have its settings once, between the two lines that mark them.
     """
     lines = [*sbatch_lines(config, array), *shell_lines(config, python, array)]
-    block = "\n".join(["# --- settings", *lines, "# --- end of settings", ""])
+    block = "\n".join([BEGIN, *lines, END, ""])
     text, n_found = SETTINGS.subn(lambda _: block, template)
-    assert n_found == 1
+    if n_found != 1:
+        rule = f"must have its settings once, between '{BEGIN}' and '{END}', and has them {n_found} times"
+        raise UserError([f"slurm/train.sbatch {rule}; put these two lines back"])
     return text.replace(_notes_by_hand(template), "")
 
 
 def _notes_by_hand(template: str) -> str:
-    """The comment lines that tell how to submit the script by hand."""
-    head = template.partition("# --- settings\n")[0]
-    start = head.index("#\n# By hand")
-    return head[start:]
+    """The comment lines that tell how to submit the script by hand, down to the settings; none where it has none."""
+    head = template.partition(f"{BEGIN}\n")[0]
+    _, found, notes = head.partition("#\n# By hand")
+    return found + notes
 
 
 def sbatch_lines(config: RunConfig, array: Array | None = None) -> Iterator[str]:
@@ -78,9 +83,11 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
     """What the shell reads."""
     slurm = config.slurm
     if slurm.modules:
-        yield f"module load {' '.join(slurm.modules)}"
+        yield f"module load {' '.join(map(shlex.quote, slurm.modules))}"
     for name, value in exports(slurm):
         yield f"export {name}={value}"
+    for name in slurm.passed_on:
+        yield f': "${{{name}:?is not set in the job; submit from a shell that exports it}}"'
     if array is None:
         yield "JOB=$SLURM_JOB_ID"
         yield f"RUN_DIR={shlex.quote(str(config.run_path))}"
@@ -111,13 +118,14 @@ def exports(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:
         yield "TRITON_CACHE_DIR", quote_except_variables(f"{slurm.scratch}/roundtable/triton")
         yield "TORCHINDUCTOR_CACHE_DIR", quote_except_variables(f"{slurm.scratch}/roundtable/inductor")
     for pair in slurm.environment:
-        name, _, value = pair.partition("=")
-        yield name, shlex.quote(value)
+        name, equals, value = pair.partition("=")
+        if equals:
+            yield name, shlex.quote(value)
 
 
 def quote_except_variables(text: str) -> str:
     """``text`` for bash, which fills in $NAME and ${NAME}, and ends the job where there is none; all else is itself."""
-    parts = re.split(r"\$(?:(\w+)|\{(\w+)\})", text)
+    parts = re.split(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", text, flags=re.ASCII)
     plain, names = parts[::3], [first or second for first, second in zip(parts[1::3], parts[2::3], strict=True)]
     filled = [f'"${{{name}:?is not set on the node}}"' for name in names] + [""]
     return "".join((shlex.quote(part) if part else "") + value for part, value in zip(plain, filled, strict=True))
@@ -135,5 +143,9 @@ def time_limit(minutes: int) -> str:
 
 
 def quote_for_sbatch(value: str) -> str:
-    """``value`` as sbatch's own reader takes it."""
-    return value if re.fullmatch(r"[\w.,:;&|=@^*+/()\[\]%-]+", value) else f'"{value}"'
+    """``value`` as sbatch's own reader takes it: one word, or in double quotes."""
+    if re.fullmatch(r"[\w.,:;&|=@^*+/()\[\]%-]+", value):
+        return value
+    if not value.isprintable() or set(value) & set('"\\'):  # the rules let no such value pass
+        raise ValueError(f"{value!r} cannot be written into a job script")
+    return f'"{value}"'

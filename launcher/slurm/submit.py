@@ -8,8 +8,10 @@ from pathlib import Path
 from launcher.config.checked import load_checked
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
+from launcher.console import say, tell
 from launcher.errors import UserError
-from launcher.slurm.checks import check_hashes, check_job, notes
+from launcher.run_dir import enter_start_folder
+from launcher.slurm.checks import check_hashes, check_job, check_names, notes
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.queue import SlurmError, ask
 from launcher.slurm.script import FOLDER, render
@@ -21,20 +23,24 @@ def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: b
     Raises UserError, with nothing created or submitted, where the config is wrong, or, without ``dry_run``, where the
     job could not run. ``hashes``: read all token files and compare them with what was prepared.
     """
-    config = load_checked(path, overrides, base={"slurm": read_profile(cluster)}, world_size=None, data=False)
+    profile = {"slurm": read_profile(cluster)}
+    path = enter_start_folder(path, overrides)
+    config = load_checked(path, overrides, base=profile, world_size=None, data=False)
+    if unfit := check_names(config):
+        raise UserError(unfit)
     script = render(job_script("train"), config, sys.executable)
     problems = check_job(config, script)
     if dry_run:
-        print(script, end="")
+        say(script, end="")
         for problem in problems:
-            print(f"warning: {problem}", file=sys.stderr)
+            tell(f"warning: {problem}")
         return 0
     if hashes and not problems:
         problems = check_hashes(config)
     if problems:
         raise UserError(problems)
     for note in notes(config):
-        print(note, file=sys.stderr)
+        tell(note)
     write_config(config)
     job_ids = [hand_over(config.run_path, script) for _ in range(config.slurm.chain)]
     print_how_to_follow(config, job_ids)
@@ -62,7 +68,7 @@ def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:
     """The job ids, and the commands that show and end them."""
     slurm, run = config.slurm, shlex.quote(str(config.run_path))
     spares = f" and {slurm.spare_nodes} spare" if slurm.spare_nodes else ""
-    print(f"job {', '.join(job_ids)}: {slurm.nodes} nodes{spares} x {slurm.n_tasks_per_node} processes train {run}")
-    print(f"  roundtable status {run}")
-    print(f"  roundtable logs {run} -f")
-    print(f"  roundtable cancel {run} --save")
+    say(f"job {', '.join(job_ids)}: {slurm.nodes} nodes{spares} x {slurm.n_tasks_per_node} processes train {run}")
+    say(f"  roundtable status {run}")
+    say(f"  roundtable logs {run} -f")
+    say(f"  roundtable cancel {run} --save")

@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.words import show
+from launcher.console import say, tell
 from launcher.errors import UserError
-from launcher.run_dir import CONFIG
-from launcher.slurm.checks import check_cluster, check_hashes, check_here, checkpoint_notes, wandb_notes
+from launcher.run_parts import CONFIG, LOGS, SLURM, check_parts
+from launcher.slurm.checks import (
+    check_cluster,
+    check_hashes,
+    check_here,
+    check_names,
+    checkpoint_notes,
+    wandb_notes,
+)
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.script import FOLDER, RUNS, Array, render
 from launcher.slurm.submit import hand_over, write_config
@@ -25,14 +33,16 @@ def submit_sweep(file: Path, path: Path, overrides: Sequence[str], cluster: str,
     code.
     """
     sweep = load_sweep(file, path, overrides, read_profile(cluster))
+    if unfit := check_names(sweep.base):
+        raise UserError(unfit)
     script = render(job_script("train"), sweep.base, sys.executable, Array(len(sweep.runs), sweep.at_once))
     problems = check_sweep(sweep, script)
     if dry_run:
-        print(script, end="")
+        say(script, end="")
         for line in list_runs(sweep):
-            print(f"# {line}")
+            say(f"# {line}")
         for problem in problems:
-            print(f"warning: {problem}", file=sys.stderr)
+            tell(f"warning: {problem}")
         return 0
     if hashes and not problems:
         read = {(config.data, config.model.vocab_size): config for config in sweep.runs.values()}
@@ -41,7 +51,7 @@ def submit_sweep(file: Path, path: Path, overrides: Sequence[str], cluster: str,
         raise UserError(problems)
     found = in_runs({name: list(checkpoint_notes(config)) for name, config in sweep.runs.items()}, len(sweep.runs))
     for note in (*wandb_notes(sweep.base, f"{sweep.base.run_path}/*"), *found):
-        print(note, file=sys.stderr)
+        tell(note)
     print_how_to_follow(sweep, submit(sweep, script))
     return 0
 
@@ -49,6 +59,7 @@ def submit_sweep(file: Path, path: Path, overrides: Sequence[str], cluster: str,
 def check_sweep(sweep: Sweep, script: str) -> list[str]:
     """Every reason not to submit, one line each, with the run's name where it is one run's. Changes nothing."""
     base = sweep.base
+    check_parts(base.run_path, SLURM, LOGS, writing=True)
     problems = in_runs({name: check_here(config) for name, config in sweep.runs.items()}, len(sweep.runs))
     if any((base.run_path / name).exists() for name in (CONFIG, f"{FOLDER}/{CONFIG}")):
         problems.append(
@@ -105,9 +116,9 @@ def print_how_to_follow(sweep: Sweep, job_id: str) -> None:
     """The array's id, its runs, and the commands that show and end them."""
     slurm, folder, paths = sweep.base.slurm, sweep.base.run_path, [config.run_path for config in sweep.runs.values()]
     size = f"{len(paths)} runs of {slurm.nodes} nodes x {slurm.n_tasks_per_node} processes"
-    print(f"job {job_id}: {size} train in {shlex.quote(str(folder))}")
+    say(f"job {job_id}: {size} train in {shlex.quote(str(folder))}")
     for line in list_runs(sweep):
-        print(f"  {line}")
-    print(f"  roundtable status {shlex.quote(str(folder))}")
-    print(f"  roundtable logs {shlex.quote(str(paths[0]))} -f")
-    print(f"  roundtable cancel {shlex.quote(str(folder))} --save")
+        say(f"  {line}")
+    say(f"  roundtable status {shlex.quote(str(folder))}")
+    say(f"  roundtable logs {shlex.quote(str(paths[0]))} -f")
+    say(f"  roundtable cancel {shlex.quote(str(folder))} --save")

@@ -13,6 +13,7 @@ base config's run directory, under that name.
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from launcher.errors import UserError
 
 SECTIONS = ("grid", "runs", "at_once")
 TAKEN = ("logs", "slurm")  # folders that a sweep's directory has besides those of its runs
+MOST_RUNS = 1000  # Slurm takes arrays of 1001 tasks, unless a site says otherwise
 LONGEST_NAME = 200  # bytes; file systems allow 255, and a folder's name here is a job's as well
 
 Overrides = dict[str, Any]  # dotted key -> value
@@ -93,8 +95,13 @@ def check_tree(tree: Mapping[str, Any]) -> Iterator[str]:
     for number, run in enumerate(runs if isinstance(runs, list) else []):
         for key in run if isinstance(run, dict) else ():
             yield from _check_key(f"runs[{number}].{key}", key)
-    if at_once is not None and (type(at_once) is not int or at_once < 1):
-        yield f"at_once={show(at_once)} must be a number of runs, at least 1; try null for no limit"
+    if at_once is not None and (type(at_once) is not int or not 1 <= at_once <= MOST_RUNS):
+        yield f"at_once={show(at_once)} must be a number of runs, at least 1 and at most {MOST_RUNS}; try null for all"
+    lists = [values for values in grid.values() if isinstance(values, list)] if isinstance(grid, dict) else []
+    n_runs = math.prod(map(len, lists)) if lists else 0
+    n_runs += len(runs) if isinstance(runs, list) else 0
+    if n_runs > MOST_RUNS:
+        yield f"grid, runs make {show(n_runs)} runs, and must make at most {MOST_RUNS}; leave out keys or values"
 
 
 def _check_key(place: str, key: str) -> Iterator[str]:

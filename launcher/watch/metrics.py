@@ -13,14 +13,17 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from launcher.errors import UserError
+from launcher.fence import ENDS, StaleRun
 
 Guard = Callable[[], AbstractContextManager[Any]]
 
+LONGEST_LINE = 64 << 20  # bytes; a row of 1000 layers of 1000 experts has 20 MB
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -47,7 +50,7 @@ class MetricsFile:
         """The writer of a run restored at ``step`` (0: from the start), with every later row and a torn line dropped.
 
         The file is replaced by a rename, so that a kill in between leaves the old one or the new one. Raises UserError
-        where a line other than the last is damaged; the file is then left as it is.
+        where a line other than the last is damaged or out of order; the file is then left as it is.
         """
         with guard():
             if path.exists():
@@ -104,6 +107,9 @@ class MetricsFile:
                 self._file.close()
 
     def _drain(self) -> None:
+        """Writes what waits. Raises StaleRun where the file at ``path`` is no longer the one that is open here."""
+        if not _is_at(self._file, self.path):
+            raise StaleRun(f"{self.path} was taken away or replaced while the run trained{ENDS}")
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
@@ -116,12 +122,20 @@ class MetricsFile:
         self.close()
 
 
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether ``path`` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows of a metrics.jsonl, with NaN and infinities as floats; a torn last line is ignored.
 
-    Raises UserError where any other line is not a JSON object with a whole-number ``step``.
+    Raises UserError where any other line is not a row, or an update's step is not above those before it.
     """
-    return [{key: _decode(value) for key, value in row.items()} for _, row in _rows_with_lines(path)]
+    return [{key: _decode(value) for key, value in row.items()} for _, row in read_rows(path)]
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +158,7 @@ def encode_row(row: Mapping[str, Any]) -> str:
 def _copy_rows(source: Path, target: Path, last_step: int, keeps_events: bool = False) -> None:
     """Copies the lines of the rows up to ``last_step``, byte for byte, and forces them to disk."""
     with target.open("wb") as file:
-        for line, row in _rows_with_lines(source):
+        for line, row in read_rows(source):
             if row["step"] <= last_step or (keeps_events and "event" in row):
                 file.write(line.rstrip(b"\n") + b"\n")
         file.flush()
@@ -175,24 +189,46 @@ def _decode(value: Any) -> Any:
             return value
 
 
-def _rows_with_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line and its row, without reading the whole file into memory; a damaged last line is left out."""
-    damaged: int | None = None
+def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line and its row as it stands, in bounded memory; a torn last line is left out.
+
+    Raises UserError for any other line that is no row, and for an update whose step is not above those before it.
+    """
+    damaged, newest = None, -1
+    for number, line in enumerate(_lines(path), start=1):
+        if damaged is not None:
+            raise UserError([f"{path}: line {damaged} is not a row (a JSON object with a step); remove that line"])
+        row = _parse(line)
+        if row is None:
+            damaged = number
+            continue
+        if "event" not in row and "eval_loss" not in row:
+            if row["step"] <= newest:
+                rule = f"has step {row['step']} after step {newest}, and each step comes once, in order"
+                raise UserError([f"{path}: line {number} {rule}; remove the line that does not belong there"])
+            newest = row["step"]
+        yield line, row
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The file's lines; of one that is longer than LONGEST_LINE its beginning."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if damaged is not None:
-                raise UserError([f"{path}: line {damaged} is not a row (a JSON object with a step); remove that line"])
-            row = _parse(line)
-            if row is None:
-                damaged = number
-            else:
-                yield line, row
+        while line := file.readline(LONGEST_LINE):
+            yield line
+            while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The row of a line, or None where the line is torn."""
+    """The row of a line, or None where the line is torn, or not of a run."""
     try:
         row = json.loads(line)
-    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError):  # of ValueError: JSONDecodeError and UnicodeDecodeError
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return None
+    return row if all(_is_number(row[key]) for key in ("loss", "eval_loss") if key in row) else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or (isinstance(value, str) and value in NON_FINITE)

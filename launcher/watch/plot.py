@@ -17,6 +17,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from launcher.errors import UserError
+from launcher.run_parts import METRICS, check_parts
 from launcher.watch.metrics import read_metrics
 from launcher.watch.moe import layer_of, load_keys
 
@@ -29,12 +30,14 @@ SMOOTHING_FRACTION = 0.02  # the smoothed loss averages over this share of the u
 TRAIN, HELD_OUT, RATE, GRID = "#2f6f9f", "#c8553d", "#5b5b66", "#e4e4e8"
 
 
-def plot_run(run_dir: Path, out_png: Path) -> None:
+def plot_run(run_dir: Path | str, out_png: Path | str) -> None:
     """Writes the picture of the run in ``run_dir`` to ``out_png``. A dense run has no expert panels.
 
     Raises UserError where the run directory has no metrics.jsonl, or one without an update.
     """
-    path = run_dir / "metrics.jsonl"
+    run_dir = Path(run_dir)
+    check_parts(run_dir, METRICS)
+    path = run_dir / METRICS
     if not path.exists():
         raise UserError([f"{path} does not exist; name the directory of a run that has trained at least one step"])
     rows = read_metrics(path)
@@ -42,7 +45,7 @@ def plot_run(run_dir: Path, out_png: Path) -> None:
     if not updates:
         raise UserError([f"{path} holds no update yet; plot the run after its first step"])
     evaluations = [row for row in rows if "eval_loss" in row]
-    figure = draw(run_dir.name, updates, evaluations)
+    figure = draw(run_dir.absolute().name, updates, evaluations)
     figure.savefig(out_png, dpi=150)
 
 
@@ -67,19 +70,26 @@ def average_columns(values_NE: np.ndarray, n_columns: int) -> np.ndarray:
     return np.stack([group.mean(axis=0) for group in groups])
 
 
-def smooth(values_N: np.ndarray, window: int) -> np.ndarray:
+def smooth(values_N: np.ndarray, window: int, *, steady_end: bool = False) -> np.ndarray:
     """The mean of each value and its neighbors, equally many on both sides and ``window`` in all; NaNs are left out.
 
-    Near the ends there are fewer neighbors, so that a falling curve is not bent.
+    Near the ends there are fewer neighbors, so that a falling curve is not bent. With ``steady_end`` the last values
+    keep those before them, so that a flat curve does not end in noise.
     """
     finite_N = np.isfinite(values_N)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite_N, values_N, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite_N)])
     index_N = np.arange(len(values_N))
-    reach_N = np.minimum(np.minimum(index_N, index_N[::-1]), window // 2)
-    start_N, stop_N = index_N - reach_N, index_N + reach_N + 1
+    before_N = np.minimum(index_N, window // 2)
+    after_N = np.minimum(before_N, index_N[::-1])
+    start_N, stop_N = index_N - (before_N if steady_end else after_N), index_N + after_N + 1
     total_N, n_N = sums[stop_N] - sums[start_N], counts[stop_N] - counts[start_N]
     return np.where(n_N > 0, total_N / np.maximum(n_N, 1), np.nan)
+
+
+def numbers(updates: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """A key's values, one for each update; NaN where an update lacks it."""
+    return np.array([row.get(key, math.nan) for row in updates], dtype=np.float64)
 
 
 def _draw_curves(
@@ -87,9 +97,11 @@ def _draw_curves(
 ) -> None:
     loss_axes, rate_axes = part.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     steps = [row["step"] for row in updates]
-    _draw_loss(loss_axes, steps, np.array([row["loss"] for row in updates], dtype=np.float64), evaluations)
-    loss_axes.set_title(f"{name}: step {steps[-1]:,}, {updates[-1]['tokens']:,} tokens", loc="left", fontweight="bold")
-    rate_axes.plot(steps, [row["lr"] for row in updates], color=RATE, linewidth=1.5, marker=_marker(steps))
+    _draw_loss(loss_axes, steps, numbers(updates, "loss"), evaluations)
+    loss_axes.set_title(
+        f"{name}: step {steps[-1]:,}, {updates[-1].get('tokens', 0):,} tokens", loc="left", fontweight="bold"
+    )
+    rate_axes.plot(steps, numbers(updates, "lr"), color=RATE, linewidth=1.5, marker=_marker(steps))
     rate_axes.set_ylabel("learning rate")
     rate_axes.set_ylim(bottom=0)
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))

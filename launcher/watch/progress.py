@@ -41,12 +41,18 @@ class Trace:
 class Progress:
     """A run as rows of metrics.jsonl describe it; ``observe`` takes them as they come."""
 
-    def __init__(self, total_steps: int, first_step: int, name: str, run_dir: Path) -> None:
-        """``first_step`` is the first update of this process: 1, or the restored step + 1."""
+    def __init__(
+        self, total_steps: int, first_step: int, name: str, run_dir: Path, every_steps: int | None = None
+    ) -> None:
+        """``first_step`` is the first update of this process: 1, or the restored step + 1.
+
+        ``every_steps``: of the updates between the first and the last, only multiples of it change ``update``.
+        """
         self.total_steps = total_steps
         self.first_step = first_step
         self.name = name
         self.run_dir = run_dir
+        self.every_steps = every_steps
         self.step = first_step - 1
         self.update: dict[str, Any] = {}
         self.evaluation: dict[str, Any] = {}
@@ -59,7 +65,8 @@ class Progress:
         """Takes in one row of any kind."""
         if "loss" in row:
             self.step = row["step"]
-            self.update = dict(row)
+            if self.is_shown(self.step):
+                self.update = dict(row)
             self.losses.add(row["loss"])
             self._moments.append((time.monotonic(), self.step))
         elif "eval_loss" in row:
@@ -68,6 +75,10 @@ class Progress:
             self.checkpoint_step = row["step"]
         else:
             self.events.append(event_text(row))
+
+    def is_shown(self, step: int) -> bool:
+        """Whether the numbers of this update are shown."""
+        return step % (self.every_steps or 1) == 0 or step in (self.first_step, self.total_steps)
 
     def rewind(self, step: int) -> None:
         """Goes back to ``step``; what was seen of later steps is forgotten, but not the events."""

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launcher.console import Unheard, drop_output, open_console, say
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
 from launcher.watch.moe import layer_of, load_keys
 from launcher.watch.progress import Progress, event_text
@@ -59,20 +60,22 @@ class View(ABC):
         self.close()
 
 
-def open_view(total_steps: int, first_step: int, name: str, run_dir: Path) -> View:
+def open_view(total_steps: int, first_step: int, name: str, run_dir: Path, every_steps: int | None = None) -> View:
     """The live view where stdout is a terminal that can be drawn on, plain lines elsewhere. For rank 0.
 
-    ``first_step`` is the first update of this process: 1, or the restored step + 1.
+    ``first_step`` is the first update of this process: 1, or the restored step + 1. ``every_steps``: only the numbers
+    of multiples of it, of the first and of the last update are shown; None: each in the live view, and so many plain
+    lines that a log shows that the run lives.
     """
-    progress = Progress(total_steps, first_step, name, run_dir)
-    console = Console(highlight=False)
+    progress = Progress(total_steps, first_step, name, run_dir, every_steps)
+    console = open_console()
     if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(progress, console)
     return PlainView(progress, sys.stdout)
 
 
 class PlainView(View):
-    """One line for the first and the last step, and in between often enough to see that the run lives."""
+    """One line for the first and the last step, in between as asked, or often enough to see that the run lives."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress = progress
@@ -105,6 +108,8 @@ class PlainView(View):
         self._stream = None
 
     def _due(self, step: int) -> bool:
+        if self._progress.every_steps is not None:
+            return self._progress.is_shown(step)
         first, last = self._progress.first_step, self._progress.total_steps
         round_step = step % max((last - first + 1) // PLAIN_LINES, 1) == 0
         return step in (first, last) or round_step or time.monotonic() - self._printed_at >= PLAIN_SECONDS
@@ -113,9 +118,10 @@ class PlainView(View):
         if self._stream is None:
             return
         try:
-            print(text, file=self._stream, flush=True)
-        except OSError:  # the reader of a pipe has gone (roundtable train | head): training does not depend on it
+            say(text, file=self._stream)
+        except Unheard:  # the reader of a pipe has gone (roundtable train | head): training does not depend on it
             self._stream = None
+            drop_output()
 
 
 class LiveView(View):
@@ -145,7 +151,7 @@ class LiveView(View):
     def close(self) -> None:
         """Draws the last frame, stops the redrawing thread and gives the cursor back."""
         atexit.unregister(self.close)
-        with contextlib.suppress(OSError):  # the terminal itself has gone
+        with contextlib.suppress(OSError, Unheard):  # the terminal itself has gone
             self._live.stop()
 
     def _render(self) -> RenderableType:
@@ -213,6 +219,8 @@ def _bar(progress: Progress) -> Table:
 
 def _number_line(progress: Progress) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
+    if progress.update and progress.update["step"] != progress.step:  # only every so many steps' numbers are shown
+        line.append(f"step {progress.update['step']}  ", style="dim")
     for label, value in _numbers(progress.update):
         line.append(f"{label} ", style="dim").append(value).append("  ")
     return line if line.plain else Text("waiting for the first step", style="dim")

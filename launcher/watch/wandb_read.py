@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue] - made at run time
+from launcher.watch.wandb_import import Record  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
 
 HEADER = struct.Struct("<4sHB")
 CHUNK = struct.Struct("<IHB")

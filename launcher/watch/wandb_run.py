@@ -10,7 +10,7 @@ import netrc
 import os
 import re
 import secrets
-import sys
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import wandb
-
+from data.errors import reason_of
 from launcher.config.tree import WandbConfig
+from launcher.console import tell
+from launcher.watch.wandb_import import wandb
 
 INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
 FINISH_SECONDS = 30.0  # and its end at most this; the rest stays on disk for `wandb sync`
 REACH_SECONDS = 5.0  # before a job is submitted, the server is waited for at most this long
 RUN_ID_FILE = "run_id"
+
+WITHOUT = "training goes on, metrics.jsonl has every number"
 
 Announce = Callable[[str], None]
 
@@ -43,8 +46,9 @@ class NullRun:
 class WandbRun:
     """An open W&B run, online or offline. After the first failure it is silent."""
 
-    def __init__(self, run: wandb.Run, announce: Announce) -> None:
+    def __init__(self, run: wandb.Run, run_dir: Path, announce: Announce) -> None:
         self._run: wandb.Run | None = run
+        self._run_dir = run_dir
         self._announce = announce
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -62,13 +66,14 @@ class WandbRun:
             run, self._run = self._run, None
             self._attempt("not everything was uploaded", lambda: run.finish(exit_code=exit_code))
             tear_down()
+            remove_temporary_folders(self._run_dir)
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:  # wandb raises undocumented types of its own; none of them may end the training
             self._run = None
-            self._announce(f"W&B: {what}: {_one_line(error)}; training goes on, metrics.jsonl has every number")
+            self._announce(f"W&B: {what}: {reason_of(error)}; {WITHOUT}")
             tear_down()
 
 
@@ -78,7 +83,7 @@ def open_wandb(
     run_dir: Path,
     name: str,
     resume_id: str | None = None,
-    announce: Announce = lambda line: print(line, file=sys.stderr, flush=True),
+    announce: Announce = tell,
 ) -> WandbRun | NullRun:
     """The run's W&B side, for rank 0; returns within about INIT_SECONDS and never raises because of W&B.
 
@@ -92,9 +97,14 @@ def open_wandb(
     if mode == "disabled":
         return NullRun()
     wandb_dir = run_dir / "wandb"
-    wandb_dir.mkdir(parents=True, exist_ok=True)
-    run_id = resume_id or saved_run_id(run_dir) or secrets.token_hex(4)
-    (wandb_dir / RUN_ID_FILE).write_text(run_id + "\n")
+    try:
+        wandb_dir.mkdir(parents=True, exist_ok=True)
+        run_id = resume_id or saved_run_id(run_dir) or secrets.token_hex(4)
+        (wandb_dir / RUN_ID_FILE).write_text(run_id + "\n")
+    except OSError as error:
+        announce(f"W&B: {wandb_dir} cannot be written: {error.strerror}; {WITHOUT}")
+        return NullRun()
+    remove_temporary_folders(run_dir)  # those of a run that was killed
     arguments = {"project": config.project, "entity": config.entity, "id": run_id, "name": name, "dir": str(run_dir)}
     run = _init(mode, arguments, run_config, announce)
     if run is None and mode == "online":
@@ -103,13 +113,19 @@ def open_wandb(
         return NullRun()
     where = run.url if not run.offline else f"offline; `wandb sync {wandb_dir}/offline-run-*` uploads it"
     announce(f"W&B: {where}")
-    return WandbRun(run, announce)
+    return WandbRun(run, run_dir, announce)
+
+
+def remove_temporary_folders(run_dir: Path) -> None:
+    """Removes what wandb keeps in RUN_DIR/wandb only while a run is open; no run may be."""
+    for folder in (run_dir / "wandb").glob("*run-*/tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def saved_run_id(run_dir: Path) -> str | None:
     """The W&B id under which this run directory was logged, or None."""
     path = run_dir / "wandb" / RUN_ID_FILE
-    text = path.read_text().strip() if path.exists() else ""
+    text = path.read_text(errors="replace").strip() if path.exists() else ""
     return text if re.fullmatch(r"[\w-]+", text) else None
 
 
@@ -157,10 +173,10 @@ def _hosts(base_url: str) -> set[str]:
 
 
 def _netrc_has(host: str) -> bool:
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")  # as it is where nobody knows the home directory
     try:
         return netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, ValueError, netrc.NetrcParseError):  # of ValueError: what is no text
         return False
 
 
@@ -198,7 +214,7 @@ def _init(
         run.define_metric("*", step_metric="step")
         run.define_metric("eval_loss", step_metric="step", summary="last,min")
     except Exception as error:  # as in _attempt: nothing that wandb raises may end the training
-        announce(f"W&B: {mode} does not work: {_one_line(error)}")
+        announce(f"W&B: {mode} does not work: {reason_of(error)}")
         tear_down()
         return None
     return run
@@ -208,7 +224,3 @@ def tear_down() -> None:
     """Ends wandb's service, so that the same id can be opened again and nothing is left to do at exit."""
     with contextlib.suppress(Exception):  # a service that has died cannot be ended; what failed was announced
         wandb.teardown()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from launcher.config.tree import RunConfig
 from launcher.fence import Fence
-from launcher.run_dir import LEDGER, METRICS
+from launcher.run_parts import LEDGER, METRICS
 from launcher.watch.metrics import MetricsFile, plain_row
 from launcher.watch.terminal import View, open_view
 from launcher.watch.wandb_run import NullRun, WandbRun, open_wandb
@@ -133,7 +133,8 @@ def open_watchers(
     with ExitStack() as opened:  # closes again what was opened before a failure
         metrics = opened.enter_context(MetricsFile.resume(run_dir / METRICS, restored_step, guard))
         ledger = opened.enter_context(MetricsFile.resume(run_dir / LEDGER, restored_step, guard))
-        view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir))
+        every_steps = config.metrics.terminal_every_steps
+        view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir, every_steps))
         wandb_run = open_wandb(config.metrics.wandb, run_config, run_dir, config.name, announce=view.event)
         opened.pop_all()
     return Watchers(metrics, ledger, view, wandb_run)

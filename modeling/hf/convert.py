@@ -87,7 +87,11 @@ def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> Iterato
 
 
 def hf_config(config: ModelConfig, seq_len: int, special: SpecialTokens, dtype: str) -> dict[str, Any]:
-    """config.json: what `AutoConfig` reads. ``dtype`` is torch's name of it, e.g. "bfloat16"."""
+    """config.json: what `AutoConfig` reads. ``dtype`` is torch's name of it, e.g. "bfloat16".
+
+    transformers 5 looks for the rotary embedding's numbers in rope_parameters, and 4 beside the other keys: it passes
+    over rope_parameters and takes its classes' defaults, in silence. Both forms are written, of dtype too.
+    """
     match config.family:
         case "llama":
             architecture, family = llama.ARCHITECTURE, llama.family_config(config)
@@ -99,12 +103,15 @@ def hf_config(config: ModelConfig, seq_len: int, special: SpecialTokens, dtype: 
             architecture, family = glm4_moe.ARCHITECTURE, glm4_moe.family_config(config, moe_of(config))
         case _:
             assert_never(config.family)
+    rope = {key: value for key, value in family["rope_parameters"].items() if key != "rope_type"}
     return {
         "architectures": [architecture],
         "model_type": config.family,
         **family,
+        **rope,
         "max_position_embeddings": seq_len,
         "dtype": dtype,
+        "torch_dtype": dtype,
         "bos_token_id": special.bos,
         "eos_token_id": special.eos,
         "pad_token_id": special.pad,
@@ -116,13 +123,14 @@ def generation_config(special: SpecialTokens) -> dict[str, Any]:
     """generation_config.json: sampling from the model's own distribution, up to EOS.
 
     There is no max_length: transformers warns when it meets max_new_tokens. Padding falls back on EOS, as it would
-    anyway, with a warning.
+    anyway, with a warning. A top_k left out, or null, would be 50.
     """
     config = {
         "bos_token_id": special.bos,
         "do_sample": True,
         "eos_token_id": special.eos,
         "pad_token_id": special.eos if special.pad is None else special.pad,
+        "top_k": 0,
     }
     return {key: value for key, value in config.items() if value is not None}
 

@@ -28,11 +28,21 @@ def experts_reference(
 
 
 def experts_grouped(
-    hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+    hidden_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    row_multiple: int | None = None,
 ) -> Tensor:
-    """The same by one grouped matrix product for all experts; deterministic in both directions."""
+    """The same by one grouped matrix product for all experts; deterministic in both directions.
+
+    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device).
+    """
     counts_E = torch.bincount(indices_TK.flatten(), minlength=gate_EFD.shape[0])
-    row_multiple = 1 if hidden_TD.is_cuda else CPU_ROW_MULTIPLE
+    if row_multiple is None:
+        row_multiple = 1 if hidden_TD.is_cuda else CPU_ROW_MULTIPLE
     rows_TK, ends_E, n_rows = place_rows(indices_TK, counts_E, row_multiple)
     rows_RD = ToRows.apply(hidden_TD, rows_TK, n_rows)
     result_RD = grouped_swiglu(rows_RD, ends_E, gate_EFD, up_EFD, down_EDF)

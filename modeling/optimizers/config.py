@@ -8,14 +8,14 @@ from typing import Literal
 class AdamWConfig:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). Decay falls on matrices only."""
 
-    name: Literal["adamw"] = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    decay_embeddings: bool = False  # whether the embedding and the head are decayed too
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_norm: float | None = 1.0  # None: no clipping
+    name: Literal["adamw"] = "adamw"  # the update rule
+    lr: float = 3e-4  # peak learning rate
+    weight_decay: float = 0.1  # on matrices only
+    decay_embeddings: bool = False  # decay the embedding and the head too
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    clip_norm: float | None = 1.0  # largest gradient norm; None: no clipping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class SGDConfig:
     lr: float = 0.1
     weight_decay: float = 0.0
     decay_embeddings: bool = False
-    momentum: float = 0.0
+    momentum: float = 0.0  # momentum
     clip_norm: float | None = 1.0
 
 

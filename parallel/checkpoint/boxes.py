@@ -1,7 +1,9 @@
 """Rectangular pieces of tensors: how flat partitions are described, compared and put together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from math import prod
 
 
@@ -71,21 +73,40 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
 def coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """None where the boxes hold every element of the tensor exactly once; else what is wrong, in words.
 
-    Boxes that are inside the tensor, do not overlap, and add up to its number of elements cover it. Overlaps are
-    searched for along the first dim, in order, so the cost is near linear for what layouts produce.
+    How often each element is held is known from where that number jumps, which is at the boxes' corners: the boxes
+    cover the tensor exactly where their signed corners add up to the tensor's own. So the cost is linear in the number
+    of boxes, 2^dims corners each, whatever boxes they are.
     """
-    boxes = sorted(boxes, key=lambda box: box.start)
+    boxes = list(boxes)
     for box in boxes:
-        if len(box.start) != len(shape) or any(
-            a < 0 or n < 1 or a + n > size for a, n, size in zip(box.start, box.shape, shape, strict=False)
+        if not len(box.start) == len(box.shape) == len(shape) or any(
+            a < 0 or n < 1 or a + n > size for a, n, size in zip(box.start, box.shape, shape, strict=True)
         ):
             return f"box {box.start}+{box.shape} lies outside shape {tuple(shape)}"
-    active: list[Box] = []
-    for box in boxes:
-        active = [other for other in active if not shape or other.start[0] + other.shape[0] > box.start[0]]
-        for other in active:
-            if box.intersect(other) is not None:
-                return f"boxes {other.start}+{other.shape} and {box.start}+{box.shape} overlap"
-        active.append(box)
-    covered, total = sum(box.numel for box in boxes), prod(shape)
-    return None if covered == total else f"{total - covered} of {total} elements are missing"
+    jumps: dict[tuple[int, ...], int] = {}
+    for count, box in ((-1, whole(shape)), *((1, box) for box in boxes)):
+        for corner, sign in _signed_corners(box):
+            jumps[corner] = jumps.get(corner, 0) + count * sign
+    wrong = min((corner for corner, jump in jumps.items() if jump), default=None)
+    if wrong is None:
+        return None
+    if jumps[wrong] > 0:  # nothing jumps at smaller indices, so this is how often too many the element is held
+        first, second = [box for box in boxes if _holds(box, wrong)][:2]
+        return f"boxes {first.start}+{first.shape} and {second.start}+{second.shape} overlap"
+    missing, total = prod(shape) - sum(box.numel for box in boxes), prod(shape)
+    return f"{missing} of {total} elements are missing" if missing > 0 else f"element {list(wrong)} is missing"
+
+
+def _signed_corners(box: Box) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The box's first corner and those just behind it, with the sign by which the number of holders jumps there."""
+    ends = [(a, a + n) for a, n in zip(box.start, box.shape, strict=True)]
+    return zip(product(*ends), _signs(len(ends)), strict=True)
+
+
+@cache
+def _signs(n_dims: int) -> tuple[int, ...]:
+    return tuple(prod(signs) for signs in product((1, -1), repeat=n_dims))
+
+
+def _holds(box: Box, index: Sequence[int]) -> bool:
+    return all(a <= i < a + n for a, n, i in zip(box.start, box.shape, index, strict=True))

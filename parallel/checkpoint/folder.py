@@ -16,9 +16,13 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from parallel.checkpoint.regular import UnfitFile, look, open_regular
+
 MANIFEST = "manifest.json"
+LOCAL_SCHEMES = ("file://", "local://")
 BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
+MOST_DIGITS = 18  # of a step's number
 AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
 
 
@@ -65,15 +69,19 @@ class Folder(Protocol):
         ...
 
     def size(self, file: str) -> int | None:
-        """Its bytes, or None where it is missing."""
+        """Its bytes, or None where it is missing. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
         ...
 
-    def read_bytes(self, file: str) -> bytes:
-        """The whole content, for small files."""
+    def stamp(self, file: str) -> Any:
+        """A value that changes when the file is written to or replaced. Raises as ``open``."""
+        ...
+
+    def read_bytes(self, file: str, most: int) -> bytes:
+        """The whole content, for small files. Raises UnfitFile as well where it has more than ``most`` bytes."""
         ...
 
     def open(self, file: str) -> Input:
-        """For reading in pieces."""
+        """For reading in pieces. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
         ...
 
     def create(self, file: str) -> Output:
@@ -81,7 +89,7 @@ class Folder(Protocol):
         ...
 
     def files(self) -> list[str]:
-        """All files below, with their paths from here, sorted."""
+        """All that is below but folders, with paths from here, sorted; links are not followed."""
         ...
 
 
@@ -143,7 +151,8 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's name; None for any other name."""
     digits = name.removeprefix("step-")
-    return int(digits) if digits != name and digits.isdigit() else None
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS
+    return int(digits) if digits != name and is_number else None
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -152,8 +161,8 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def is_remote(location: str | Path) -> bool:
-    """Whether fsspec is to find it: a URL like s3://bucket/prefix. ``file://`` is local."""
-    return "://" in str(location) and not str(location).startswith("file://")
+    """Whether fsspec is to find it: a URL like s3://bucket/prefix. ``file://`` and ``local://`` are local."""
+    return "://" in str(location) and not str(location).startswith(LOCAL_SCHEMES)
 
 
 def open_store(location: str | Path) -> Store:
@@ -178,7 +187,9 @@ def open_folder(location: "str | Path | Folder") -> Folder:
 
 def local_path(location: str | Path) -> Path:
     """The path of a location that is not remote."""
-    return Path(str(location).removeprefix("file://"))
+    for scheme in LOCAL_SCHEMES:
+        location = str(location).removeprefix(scheme)
+    return Path(location)
 
 
 class LocalOutput:
@@ -247,6 +258,9 @@ class LocalInput(io.FileIO):
 
     asked_until = 0  # the disk was asked for the bytes before this one
 
+    def __init__(self, folder: Path, file: str) -> None:
+        super().__init__(open_regular(folder, file))
+
     def readinto(self, buffer: Any, /) -> int | None:
         """Fills the buffer as far as one read goes."""
         got = super().readinto(buffer)
@@ -256,6 +270,13 @@ class LocalInput(io.FileIO):
                 os.posix_fadvise(self.fileno(), position, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
                 self.asked_until = position + AHEAD_BYTES
         return got
+
+
+def at_most(content: bytes, most: int) -> bytes:
+    """The content; raises UnfitFile where it is longer than ``most`` bytes."""
+    if len(content) > most:
+        raise UnfitFile(f"has more than the {most} bytes that such a file may have")
+    return content
 
 
 class LocalFolder:
@@ -275,16 +296,24 @@ class LocalFolder:
 
     def size(self, file: str) -> int | None:
         """Its bytes, or None where it is missing."""
-        path = self.directory / file
-        return path.stat().st_size if path.is_file() else None
+        try:
+            return look(self.directory, file).st_size
+        except FileNotFoundError:
+            return None
 
-    def read_bytes(self, file: str) -> bytes:
+    def stamp(self, file: str) -> tuple[int, int, int]:
+        """Its inode, size and time of the last write."""
+        found = look(self.directory, file)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def read_bytes(self, file: str, most: int) -> bytes:
         """The whole content."""
-        return (self.directory / file).read_bytes()
+        with io.BufferedReader(LocalInput(self.directory, file)) as content:
+            return at_most(content.read(most + 1), most)
 
     def open(self, file: str) -> Input:
         """For reading, without a buffer of Python's."""
-        return LocalInput(self.directory / file)
+        return LocalInput(self.directory, file)
 
     def create(self, file: str) -> Output:
         """For writing."""
@@ -294,9 +323,12 @@ class LocalFolder:
         return LocalOutput(path)
 
     def files(self) -> list[str]:
-        """All files below."""
-        found = (path for path in self.directory.rglob("*") if path.is_file())
-        return sorted(path.relative_to(self.directory).as_posix() for path in found)
+        """All files, links and pipes below."""
+        found = []
+        for folder, folders, files in os.walk(self.directory):
+            links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+            found += [Path(folder, name).relative_to(self.directory).as_posix() for name in (*files, *links)]
+        return sorted(found)
 
 
 class LocalStore:

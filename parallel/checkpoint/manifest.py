@@ -1,8 +1,12 @@
 """What a checkpoint directory says about itself. Without a valid manifest a directory is not a checkpoint."""
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +14,20 @@ import xxhash
 
 from parallel.checkpoint.boxes import Box, coverage_error
 from parallel.checkpoint.folder import MANIFEST, Folder, LocalFolder, open_folder, step_of, sync_directory
+from parallel.checkpoint.regular import UnfitFile
+from parallel.checkpoint.schema import FORMAT, LARGEST_MANIFEST_BYTES, Malformed, Piece, parse_body
 
-FORMAT = 2
+ELEMENT_BYTES = 4  # every tensor is fp32
+WEIGHT = "weight"  # the kind of a parameter's values
+BUFFER = "buffer"  # the kind of what is not a parameter: router biases
 HASH_CHUNK = 1 << 20
+MOST_PROBLEMS = 20  # lines that a certificate's failure is told in
 
 Location = Folder | Path | str  # of one checkpoint: opened already, a directory, or a URL
 
 
 class DamagedCheckpoint(Exception):
     """A checkpoint that is incomplete, changed or of another format; the message names the file."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One box of one logical tensor: where its elements lie on disk."""
-
-    kind: str  # weight, exp_avg, exp_avg_sq, momentum_buffer
-    name: str  # of the logical tensor
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    key: str  # in the safetensors file
-
-    @property
-    def box(self) -> Box:
-        """The elements held."""
-        return Box(self.start, self.shape)
 
 
 @dataclass
@@ -51,25 +43,76 @@ class Manifest:
 
 
 def certify(manifest: Manifest) -> list[str]:
-    """The coverage certificate: every element of every logical tensor, in every kind, is written exactly once.
+    """What is wrong with what saving, loading and verifying all rely on, at most MOST_PROBLEMS lines; empty: it holds.
 
-    Returns what is wrong, one line each; empty where the certificate holds.
+    Every element of every logical tensor, in every kind, is written exactly once; and every piece lies in a file that
+    is listed with its hash, which is large enough for its pieces, under a key that no other piece has.
     """
+    return list(islice(_faults(manifest), MOST_PROBLEMS))
+
+
+def _faults(manifest: Manifest) -> Iterator[str]:
     boxes: dict[tuple[str, str], list[Box]] = {}
     for piece in manifest.pieces:
         boxes.setdefault((piece.kind, piece.name), []).append(piece.box)
-    problems = []
     for kind, names in manifest.kinds.items():
         for name in names:
+            if name not in manifest.tensors:
+                yield f"{kind} of {name}: not a tensor of this model"
+                continue
             problem = coverage_error(manifest.tensors[name], boxes.pop((kind, name), []))
             if problem is not None:
-                problems.append(f"{kind} of {name}: {problem}")
-    problems += [f"{kind} of {name}: not a tensor of this model" for kind, name in boxes]
-    return problems
+                yield f"{kind} of {name}: {problem}"
+    yield from (f"{kind} of {name}: not a tensor of this model" for kind, name in boxes)
+    values = Counter(name for kind in (WEIGHT, BUFFER) for name in manifest.kinds.get(kind, ()))
+    yield from (f"{name}: not one of {WEIGHT} and {BUFFER}" for name in manifest.tensors if values[name] != 1)
+    yield from _file_faults(manifest)
+
+
+def _file_faults(manifest: Manifest) -> Iterator[str]:
+    needed: Counter[str] = Counter()
+    keys: set[tuple[str, str]] = set()
+    for piece in manifest.pieces:
+        if (piece.file, piece.key) in keys:
+            yield f"{piece.kind} of {piece.name}: {piece.key} of {piece.file} is another piece's as well"
+        keys.add((piece.file, piece.key))
+        needed[piece.file] += ELEMENT_BYTES * prod(piece.shape)
+    for file, n_bytes in needed.items():
+        if file not in manifest.files:
+            yield f"{file} holds pieces, and is not listed with its hash"
+        elif manifest.files[file]["bytes"] < n_bytes:
+            yield f"{file} is listed with {manifest.files[file]['bytes']} bytes, and its pieces have {n_bytes}"
+    spelled = Counter(unicodedata.normalize("NFKC", file).casefold() for file in manifest.files)
+    for file in manifest.files:
+        folder = next((above for above in _folders(file) if above in manifest.files), None)
+        if folder is not None:
+            yield f"{file} is listed below {folder}, which is listed as a file"
+        if spelled[unicodedata.normalize("NFKC", file).casefold()] > 1:
+            yield f"{file} is listed twice, in spellings that a file system may take for one"
+
+
+def _folders(file: str) -> Iterator[str]:
+    while "/" in file:
+        file = file.rpartition("/")[0]
+        yield file
+
+
+def differences(manifest: Manifest, model: Mapping[str, Sequence[int]]) -> list[str]:
+    """Where the checkpoint's tensors are not those of ``model`` (name -> shape), one line each."""
+    lines = []
+    for name in [*model, *(name for name in manifest.tensors if name not in model)]:
+        here, there = manifest.tensors.get(name), list(model[name]) if name in model else None
+        if here != there:
+            lines.append(f"{_show(here)} {name} where the model has {_show(there)}")
+    return lines
+
+
+def _show(shape: list[int] | None) -> str:
+    return "no" if shape is None else " x ".join(map(str, shape)) or "a number"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of manifest.json, its own hash within."""
+    """The content of manifest.json, its own hash within. Nothing is checked: ``write.certified`` does."""
     return seal({"format": FORMAT, **vars(manifest), "pieces": [vars(piece) for piece in manifest.pieces]})
 
 
@@ -83,26 +126,56 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def read_manifest(location: Location) -> Manifest:
-    """The manifest of a checkpoint; raises DamagedCheckpoint where it is missing, torn, changed, foreign or moved."""
+    """The manifest of a checkpoint: sealed, well-formed and certified.
+
+    Raises DamagedCheckpoint where it is missing, torn, changed, foreign or moved, or where the certificate fails.
+    """
     folder = open_folder(location)
     path = folder.path(MANIFEST)
     try:
-        content = folder.read_bytes(MANIFEST)
-    except (FileNotFoundError, IsADirectoryError):
+        content = folder.read_bytes(MANIFEST, LARGEST_MANIFEST_BYTES)
+    except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
-    if seal_of(content[:-SEAL_BYTES] + b"}") != content[-SEAL_BYTES:]:
-        raise DamagedCheckpoint(f"{path} does not match its own hash")
-    body = json.loads(content[:-SEAL_BYTES] + b"}")
-    if body.pop("format", None) != FORMAT:
-        raise DamagedCheckpoint(f"{path} is not of format {FORMAT}")
+    except UnfitFile as error:
+        raise DamagedCheckpoint(f"{path} {error}") from None
+    try:
+        manifest = decode_manifest(content)
+    except Malformed as error:
+        raise DamagedCheckpoint(f"{path} {error}") from None
     named = step_of(folder.name)
-    if named is not None and named != body["step"]:
-        raise DamagedCheckpoint(f"{path} is of step {body['step']}, and its folder is named {folder.name}")
-    pieces = [
-        Piece(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])})
-        for piece in body.pop("pieces")
-    ]
-    return Manifest(pieces=pieces, **body)
+    if named is not None and named != manifest.step:
+        raise DamagedCheckpoint(f"{path} is of step {manifest.step}, and its folder is named {folder.name}")
+    problems = certify(manifest)
+    if problems:
+        raise DamagedCheckpoint("; ".join(f"{path}: {problem}" for problem in problems))
+    return manifest
+
+
+def is_there(folder: Folder) -> bool:
+    """Whether something lies under the manifest's name, fit to be read or not."""
+    try:
+        return folder.size(MANIFEST) is not None
+    except UnfitFile:
+        return True
+
+
+def decode_manifest(content: bytes) -> Manifest:
+    """What the bytes of manifest.json say. Raises Malformed where they are not sealed, or break the schema."""
+    body = content[:-SEAL_BYTES] + b"}"
+    if seal_of(body) != content[-SEAL_BYTES:]:
+        raise Malformed("does not match its own hash")
+    try:
+        parsed = parse_body(body)
+    except Malformed as error:
+        raise Malformed(f"is no manifest of format {FORMAT}: {error}") from None
+    return Manifest(
+        step=parsed.step,
+        scalars=asdict(parsed.scalars),
+        tensors={name: list(shape) for name, shape in parsed.tensors.items()},
+        kinds=parsed.kinds,
+        pieces=parsed.pieces,
+        files={file: vars(record) for file, record in parsed.files.items()},
+    )
 
 
 def seal(body: dict[str, Any]) -> bytes:
@@ -120,10 +193,15 @@ SEAL_BYTES = len(seal_of(b""))
 
 
 def check_sizes(manifest: Manifest, location: Location, files: Iterable[str]) -> list[str]:
-    """Which of these files are missing or of another size, one line each."""
+    """Which of these files are missing, no files of their own, or of another size, one line each."""
     folder, problems = open_folder(location), []
     for file in files:
-        size, expected = folder.size(file), manifest.files[file]["bytes"]
+        expected = manifest.files[file]["bytes"]
+        try:
+            size = folder.size(file)
+        except UnfitFile as error:
+            problems.append(f"{folder.path(file)} {error}")
+            continue
         if size is None:
             problems.append(f"{folder.path(file)} is missing")
         elif size != expected:

@@ -14,9 +14,11 @@ from typing import Any, Self
 
 import fsspec
 
-from parallel.checkpoint.folder import MANIFEST, Folder, Input, Output, in_order
+from parallel.checkpoint.folder import MANIFEST, Folder, Input, Output, at_most, in_order
+from parallel.checkpoint.regular import UnfitFile
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
+VERSION_KEYS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
 PART_BYTES = 16 << 20  # of one part of an upload, and of one read: what is held in memory besides the state
 
 
@@ -109,21 +111,35 @@ class ObjectFolder:
 
     def size(self, file: str) -> int | None:
         """Its bytes, or None where it is missing."""
-        with as_os_errors():
-            try:
-                self.fs.invalidate_cache()  # asks the store, not the memory of an earlier listing
-                found = self.fs.info(f"{self.root}/{file}")
-            except FileNotFoundError:
-                return None
-        return int(found["size"]) if found["type"] == "file" else None
+        try:
+            return int(self._look(file)["size"])
+        except FileNotFoundError:
+            return None
 
-    def read_bytes(self, file: str) -> bytes:
-        """The whole content."""
+    def stamp(self, file: str) -> tuple[Any, ...]:
+        """What stores say of an object's version, as far as this one says it."""
+        found = self._look(file)
+        return tuple(found.get(key) for key in VERSION_KEYS)
+
+    def _look(self, file: str) -> dict[str, Any]:
+        """What the store says of an object now; raises FileNotFoundError, or UnfitFile where it is none."""
         with as_os_errors():
-            return self.fs.cat_file(f"{self.root}/{file}")
+            self.fs.invalidate_cache()  # asks the store, not the memory of an earlier listing
+            found = self.fs.info(f"{self.root}/{file}")
+        if found["type"] != "file" or found.get("islink"):
+            raise UnfitFile("is a symbolic link, not a file" if found.get("islink") else "is no file")
+        return found
+
+    def read_bytes(self, file: str, most: int) -> bytes:
+        """The whole content."""
+        if (self.size(file) or 0) > most:
+            raise UnfitFile(f"has more than the {most} bytes that such a file may have")
+        with as_os_errors():
+            return at_most(self.fs.cat_file(f"{self.root}/{file}"), most)
 
     def open(self, file: str) -> Input:
         """For reading in pieces; parts are fetched ahead."""
+        self._look(file)
         with as_os_errors():
             self.fs.invalidate_cache(self.root)
             return ObjectInput(self.fs.open(f"{self.root}/{file}", "rb", block_size=PART_BYTES, cache_type="readahead"))
@@ -179,8 +195,8 @@ class ObjectStore:
             with as_os_errors():
                 folder.fs.pipe_file(f"{folder.root}/{MANIFEST}", manifest, mode=mode)
         except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                if folder.read_bytes(MANIFEST) == manifest:  # ours: an answer was lost, and the put tried again
+            with contextlib.suppress(FileNotFoundError, UnfitFile):
+                if folder.read_bytes(MANIFEST, len(manifest)) == manifest:  # an answer was lost, the put tried again
                     return
             raise
 

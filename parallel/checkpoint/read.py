@@ -1,32 +1,40 @@
 """Loading: any piece of any logical tensor, whatever layout wrote it."""
 
+import json
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from parallel.checkpoint.boxes import Box, whole
-from parallel.checkpoint.folder import Folder, LocalFolder, Store, open_folder
+from parallel.checkpoint.folder import MANIFEST, Folder, open_folder
 from parallel.checkpoint.manifest import (
+    BUFFER,
+    WEIGHT,
     DamagedCheckpoint,
     Location,
     Manifest,
-    Piece,
-    certify,
     check_files,
     check_sizes,
+    differences,
     hash_problem,
     read_manifest,
 )
+from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.safetensors_stream import NotSafetensors
 from parallel.checkpoint.scatter import ShardReader, Target, span_of
-from parallel.checkpoint.write import BUFFER
+from parallel.checkpoint.schema import Piece
 from parallel.engine import Engine
 from parallel.mesh import Mesh
+
+LARGEST_SMALL_BYTES = 256 << 20  # of a file of the tokenizer, or the run's config
 
 Targets = Mapping[tuple[str, str], Sequence[Target]]  # (kind, name) -> what is wanted of it
 Wanted = dict[str, list[tuple[Piece, Target]]]  # file -> its pieces that hold elements of a target, with the target
@@ -35,17 +43,19 @@ Wanted = dict[str, list[tuple[Piece, Target]]]  # file -> its pieces that hold e
 class Checkpoint:
     """A checkpoint opened for reading: logical tensors by name, whole or in boxes.
 
-    ``is_verified`` says whether the files' hashes were checked already; if not, ``load_state`` does it on its way.
+    ``is_verified`` says whether the files' hashes were checked already; if not, ``verify`` does it, or ``load_state``
+    on its way. What is read afterwards is of the same files: one that was replaced since is refused.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest, *, is_verified: bool) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.is_verified = is_verified
+        self.is_verified = False
+        self.stamps: dict[str, Any] = {}  # of the files that must not change from now on
         self.pieces: dict[tuple[str, str], list[Piece]] = {}
         for piece in manifest.pieces:
             self.pieces.setdefault((piece.kind, piece.name), []).append(piece)
-        self.copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
+        self.copies: dict[str, Path] = {}
 
     @property
     def step(self) -> int:
@@ -54,22 +64,41 @@ class Checkpoint:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer's folder, if one was saved; from an object store a copy that lasts as long as this object."""
+        """The tokenizer's folder, if one was saved: a copy that lasts as long as this object."""
         return self.attached("tokenizer")
 
     def attached(self, name: str) -> Path | None:
-        """The path of a small file, or folder of them, that was saved with the tensors; None where there is none."""
-        if isinstance(self.folder, LocalFolder):
-            path = self.folder.directory / name
-            return path if path.exists() else None
+        """A small file, or folder of them, that was saved with the tensors; None where there is none.
+
+        It is a copy, which lasts as long as this object, of the bytes whose hashes were compared; so that nobody who
+        reads the folder meets a file that the manifest does not list. Raises DamagedCheckpoint.
+        """
         found = [(file, below) for file in self.manifest.files if (below := _below(file, name)) is not None]
         if not found:
             return None
+        if len({below for _, below in found}) != len(found):
+            raise DamagedCheckpoint(f"{self.folder.path(MANIFEST)} lists more than one {name}")
         if name not in self.copies:
-            self.copies[name] = tempfile.TemporaryDirectory()
+            copy = Path(tempfile.mkdtemp())
+            weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
             for file, below in found:
-                (Path(self.copies[name].name) / (below or name)).write_bytes(self.folder.read_bytes(file))
-        return Path(self.copies[name].name, *([] if found[0][1] else [name]))
+                path = copy / (below or name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(read_small(self.folder, self.manifest, file))
+            self.copies[name] = copy if found[0][1] else copy / name
+        return self.copies[name]
+
+    def verify(self) -> None:
+        """Compares every file with its hash; raises DamagedCheckpoint, which names them. For one process."""
+        self.hold(self.manifest.files)
+        problems = check_files(self.manifest, self.folder, self.manifest.files)
+        if problems:
+            raise DamagedCheckpoint("; ".join(problems))
+        self.is_verified = True
+
+    def hold(self, files: Iterable[str]) -> None:
+        """Has later reads refuse these files where they were written to or replaced since. Raises DamagedCheckpoint."""
+        self.stamps |= {file: _stamp(self.folder, file) for file in files}
 
     def names(self, kind: str = "weight") -> list[str]:
         """Logical tensors that have this kind."""
@@ -113,13 +142,16 @@ class Checkpoint:
         for file in sorted(hashed | wanted.keys()):
             try:
                 digest = reader.read(file, wanted.get(file, []), hashes=file in hashed)
+                stamp = self.folder.stamp(file)
             except FileNotFoundError:
                 problems.append(f"{self.folder.path(file)} is missing")
-            except NotSafetensors as error:
+            except (NotSafetensors, UnfitFile) as error:
                 problems.append(f"{self.folder.path(file)} {error}")
             else:
                 if digest is not None and digest != self.manifest.files[file]["xxh3_128"]:
                     problems.append(hash_problem(self.folder, file))
+                elif stamp != self.stamps.get(file, stamp):
+                    problems.append(f"{self.folder.path(file)} was replaced while the checkpoint was read")
         return problems
 
 
@@ -129,36 +161,61 @@ def _below(file: str, name: str) -> str | None:
     return "/".join(parts[parts.index(name) + 1 :]) if name in parts else None
 
 
+def _stamp(folder: Folder, file: str) -> Any:
+    try:
+        return folder.stamp(file)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{folder.path(file)} is missing") from None
+    except UnfitFile as error:
+        raise DamagedCheckpoint(f"{folder.path(file)} {error}") from None
+
+
+def read_small(folder: Folder, manifest: Manifest, file: str) -> bytes:
+    """The bytes of a listed small file, of which the hash was compared; raises DamagedCheckpoint."""
+    expected, path = manifest.files[file], folder.path(file)
+    if expected["bytes"] > LARGEST_SMALL_BYTES:
+        raise DamagedCheckpoint(f"{path} has {expected['bytes']} bytes; {LARGEST_SMALL_BYTES} are the most")
+    try:
+        content = folder.read_bytes(file, expected["bytes"])
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing") from None
+    except UnfitFile as error:
+        raise DamagedCheckpoint(f"{path} {error}") from None
+    if xxhash.xxh3_128_hexdigest(content) != expected["xxh3_128"]:
+        raise DamagedCheckpoint(hash_problem(folder, file))
+    return content
+
+
 def open_checkpoint(location: Location, *, verify: bool = True) -> Checkpoint:
     """The checkpoint in a directory or at a URL; raises DamagedCheckpoint where it is not whole. For one process."""
     folder = open_folder(location)
-    manifest = read_manifest(folder)
-    problems = certify(manifest)
+    checkpoint = Checkpoint(folder, read_manifest(folder))
     if verify:
-        problems += check_files(manifest, folder, list(manifest.files))
-    if problems:
-        raise DamagedCheckpoint("; ".join(problems))
-    return Checkpoint(folder, manifest, is_verified=verify)
+        checkpoint.verify()
+    return checkpoint
 
 
-def open_together(store: Store, name: str, mesh: Mesh) -> Checkpoint:
+def open_together(folder: Folder, mesh: Mesh) -> Checkpoint:
     """A checkpoint whose manifest, certificate and files' sizes hold; ``load_state`` checks the hashes as it reads.
 
     All ranks call it, and share the looking; all raise DamagedCheckpoint together.
     """
-    folder = store.folder(name)
-    manifest = together(mesh, lambda: _checked(folder, mesh))
-    assert manifest is not None
-    return Checkpoint(folder, manifest, is_verified=False)
+    checkpoint = together(mesh, lambda: _checked(folder, mesh))
+    assert checkpoint is not None
+    read: list[str] = [""] * mesh.world_size
+    mine = xxhash.xxh3_128_hexdigest(json.dumps(checkpoint.manifest.files).encode())
+    dist.all_gather_object(read, mine, group=mesh.control)
+    if len(set(read)) > 1:
+        raise OSError(f"{checkpoint.folder.path(MANIFEST)} was replaced while the ranks read it; start again")
+    return checkpoint
 
 
-def _checked(folder: Folder, mesh: Mesh) -> Manifest:
+def _checked(folder: Folder, mesh: Mesh) -> Checkpoint:
     manifest = read_manifest(folder)
-    problems = certify(manifest)
-    problems += check_sizes(manifest, folder, sorted(manifest.files)[mesh.rank :: mesh.world_size])
+    problems = check_sizes(manifest, folder, sorted(manifest.files)[mesh.rank :: mesh.world_size])
     if problems:
         raise DamagedCheckpoint("; ".join(problems))
-    return manifest
+    return Checkpoint(folder, manifest)
 
 
 def together(mesh: Mesh, work: Callable[[], Any]) -> Any:
@@ -188,18 +245,44 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     A state that the checkpoint lacks (momentum switched on since) starts at zero. Raises DamagedCheckpoint on all
     ranks where a file does not match its hash; the engine's state is then undefined, and must be loaded again.
     """
+    together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
     names = [fragment.name for fragment in engine.fragments]
     complete = [kind for kind in engine.state_names if all((kind, name) in checkpoint.pieces for name in names)]
     engine.reset_states(int(checkpoint.manifest.scalars["updates"]), kept=complete)
-    targets, buffers = _targets(engine, checkpoint)
+    _read_together(engine, checkpoint)
+    engine.restore_loss_scaler(checkpoint.manifest.scalars["loss_scaler"])
+    engine.publish_weights()
+
+
+@torch.no_grad()
+def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Fills the engine's masters and buffers, as before a first step: the optimizer's states are zero.
+
+    All ranks call it. Raises DamagedCheckpoint as ``load_state`` does.
+    """
+    together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
+    engine.reset_states(0)
+    _read_together(engine, checkpoint, kinds=(WEIGHT,))
+    engine.publish_weights()
+
+
+def _read_together(engine: Engine, checkpoint: Checkpoint, kinds: Collection[str] | None = None) -> None:
+    """Reads ``kinds`` (None: all) and the model's buffers into the engine, the hashes checked. All ranks call it."""
+    targets, buffers = _targets(engine, checkpoint, kinds)
     wanted = checkpoint.wanted(targets)
     hashed = [] if checkpoint.is_verified else _share_hashing(checkpoint, wanted, engine.mesh)
+    together(engine.mesh, lambda: checkpoint.hold({*wanted, *hashed}))
     together(engine.mesh, lambda: _fill(checkpoint, wanted, hashed))
     checkpoint.is_verified = True
     for name, buffer in engine.model.named_buffers():
         buffer.copy_(buffers[name])
-    engine.restore_loss_scaler(checkpoint.manifest.scalars["loss_scaler"])
-    engine.publish_weights()
+
+
+def _check_tensors(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Raises DamagedCheckpoint where the manifest's tensors are not those of the engine's model."""
+    differing = differences(checkpoint.manifest, engine.shapes.parameters | engine.shapes.buffers)
+    if differing:
+        raise DamagedCheckpoint(f"{checkpoint.folder.path(MANIFEST)} has {differing[0]}")
 
 
 def _fill(checkpoint: Checkpoint, wanted: Wanted, hashed: Sequence[str]) -> None:
@@ -208,13 +291,15 @@ def _fill(checkpoint: Checkpoint, wanted: Wanted, hashed: Sequence[str]) -> None
         raise DamagedCheckpoint("; ".join(problems))
 
 
-def _targets(engine: Engine, checkpoint: Checkpoint) -> tuple[Targets, dict[str, Tensor]]:
+def _targets(
+    engine: Engine, checkpoint: Checkpoint, kinds: Collection[str] | None
+) -> tuple[Targets, dict[str, Tensor]]:
     """Everything that this rank needs: views of the engine's own tensors, and new tensors for the model's buffers."""
     targets: dict[tuple[str, str], list[Target]] = {}
     for fragment in engine.fragments:
         boxes = fragment.boxes()
         for kind, flat in engine.pieces(fragment).items():
-            if (kind, fragment.name) in checkpoint.pieces:
+            if (kind, fragment.name) in checkpoint.pieces and (kinds is None or kind in kinds):
                 done = 0
                 for box in boxes:
                     values = flat.narrow(0, done, box.numel).view(box.shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parallel.checkpoint.folder import Folder, Store, open_store
-from parallel.checkpoint.manifest import DamagedCheckpoint, Location, check_sizes, read_manifest
+from parallel.checkpoint.manifest import DamagedCheckpoint, Location, Manifest, check_sizes, read_manifest
 
 HELDOUT = "heldout"  # the manifest's scalar: (step, held-out loss after that update), or None
 
@@ -80,7 +80,12 @@ def heldout_loss_of(location: Location) -> float | None:
         manifest = read_manifest(location)
     except DamagedCheckpoint:
         return None
-    heldout = manifest.scalars.get(HELDOUT)
+    return heldout_loss(manifest)
+
+
+def heldout_loss(manifest: Manifest) -> float | None:
+    """The held-out loss after the checkpoint's own step; None where none was taken there."""
+    heldout = manifest.scalars[HELDOUT]
     return float(heldout[1]) if heldout is not None and heldout[0] == manifest.step else None
 
 

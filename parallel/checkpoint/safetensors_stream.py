@@ -14,11 +14,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.folder import BLOCK_BYTES, Folder, Input
+from parallel.checkpoint.schema import LARGEST_HEADER_BYTES, Malformed, parse_header, shorten
 
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4
-LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 CHUNK_BYTES = 1 << 18  # of one read, hash and copy: small enough to stay in the processor's cache, twice
 WRITE_BYTES = 4 << 20  # of one hash and write
 
@@ -33,7 +34,6 @@ class Header:
 
     offsets: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
-    data_start: int
 
 
 def encode_header(shapes: Mapping[str, Sequence[int]]) -> bytes:
@@ -47,35 +47,36 @@ def encode_header(shapes: Mapping[str, Sequence[int]]) -> bytes:
         entries[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES)
+    if len(text) > LARGEST_HEADER_BYTES:
+        raise IncompleteSave(f"a shard of {len(shapes)} pieces has a header of {len(text)} bytes, too many to be read")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def read_header(file: Input) -> Header:
-    """The header of an opened file; raises NotSafetensors."""
+def read_header(file: Input, file_bytes: int) -> Header:
+    """The header of an opened file of so many bytes; raises NotSafetensors.
+
+    The tensors are fp32, and follow one another without gaps from the header's end to the file's.
+    """
     length = int.from_bytes(read_exactly(file, LENGTH_BYTES), "little")
-    if length > LARGEST_HEADER_BYTES:
+    if length > min(LARGEST_HEADER_BYTES, file_bytes):
         raise NotSafetensors(f"has a header of {length} bytes")
     try:
-        entries = json.loads(read_exactly(file, length))
-        entries.pop("__metadata__", None)
-        foreign = [key for key, entry in entries.items() if entry["dtype"] != "F32"]
-        start = LENGTH_BYTES + length
-        offsets = {key: start + entry["data_offsets"][0] for key, entry in entries.items()}
-        shapes = {key: tuple(entry["shape"]) for key, entry in entries.items()}
-        _check_order(offsets, shapes, start)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise NotSafetensors("has a header that is not safetensors'") from error
-    if foreign:
-        raise NotSafetensors(f"holds {foreign[0]} as {entries[foreign[0]]['dtype']}, not F32")
-    return Header(offsets, shapes, start)
-
-
-def _check_order(offsets: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], start: int) -> None:
-    """Raises ValueError where the tensors do not follow one another without gaps, at multiples of 4 bytes."""
-    for key in sorted(offsets, key=lambda key: offsets[key]):
-        if offsets[key] != start or start % ELEMENT_BYTES:
-            raise ValueError(key)
-        start += ELEMENT_BYTES * prod(shapes[key])
+        entries = parse_header(read_exactly(file, length))
+    except Malformed as error:
+        raise NotSafetensors(f"has a header that is not safetensors': {error}") from None
+    offsets, end = {}, 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.dtype != "F32":
+            raise NotSafetensors(f"holds {key} as {shorten(entry.dtype)}, not F32")
+        start, end = end, end + ELEMENT_BYTES * prod(entry.shape)
+        if entry.data_offsets != (start, end):
+            raise NotSafetensors(f"holds {key} at bytes {list(entry.data_offsets)}, not {[start, end]}")
+        offsets[key] = LENGTH_BYTES + length + start
+    if LENGTH_BYTES + length + end > file_bytes:
+        raise NotSafetensors("ends too early")
+    if LENGTH_BYTES + length + end < file_bytes or length % ELEMENT_BYTES:
+        raise NotSafetensors(f"has {file_bytes} bytes, and its header and tensors {LENGTH_BYTES + length + end}")
+    return Header(offsets, {key: entry.shape for key, entry in entries.items()})
 
 
 def read_exactly(file: Input, n_bytes: int) -> bytes:

@@ -29,12 +29,11 @@ from torch import Tensor
 from parallel.checkpoint import write
 from parallel.checkpoint.errors import BrokenSave, IncompleteSave
 from parallel.checkpoint.folder import Store, step_name
-from parallel.checkpoint.manifest import Piece, encode_manifest
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES, chunks_of, copy_all, staged
-from parallel.checkpoint.write import build_manifest, write_attachments, write_shard
+from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.write import build_manifest, certified, write_attachments, write_shard
 from parallel.engine import Engine
 
-STAGING_BYTES = 8 << 20  # the extra memory of a synchronous save
 SECONDS_AFTER_FAILURE = 30  # a process that fails gives its writer this long to end
 DEFAULT_TIMEOUT_SECONDS = 1800  # a rank whose shard is this much later than another's is given up
 
@@ -88,7 +87,7 @@ class Saver:
 
     All ranks make it, and call ``save`` at the same steps. Asynchronous, it holds a copy of what this rank owns (4
     bytes for each element of each fp32 master and optimizer state: made once, page-locked on CUDA); otherwise the
-    extra memory is STAGING_BYTES.
+    extra memory is the engine's ``sizes.staging_bytes``.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Saver:
         asynchronous: bool = True,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         tag: str = "0",
-        attachments: Mapping[str, Path] | None = None,
+        attachments: Mapping[str, Path | bytes] | None = None,
         hooks: Hooks | None = None,
     ) -> None:
         """``tag``, rank 0's, begins the names of attempts: the start's number. ``attachments`` are small files."""
@@ -124,7 +123,8 @@ class Saver:
         engine.before_change.append(self.let_copy_end)
         _, tensors = write.collect_pieces(engine, "")
         owned = sum(tensor.numel() for tensor in tensors.values())
-        self.buffer = host_buffer(owned if asynchronous else STAGING_BYTES // ELEMENT_BYTES, engine.mesh.device)
+        staging = engine.sizes.staging_bytes // ELEMENT_BYTES
+        self.buffer = host_buffer(owned if asynchronous else staging, engine.mesh.device)
 
     def save(self, state: Savable) -> None:
         """Begins to save the state; what came of it is told by ``poll``. All ranks call it, at the same steps.
@@ -274,9 +274,10 @@ class Saver:
             manifest = build_manifest(self.engine, job.step, job.scalars, [shard for _, shard in everyone])
             folder, prefix = self.store.begin(name, job.attempt)
             manifest.files |= write_attachments(folder, prefix, self.attachments)
+            content = certified(manifest)
             self.hooks.before_commit()
             with self.hooks.guard():
-                self.store.commit(name, job.attempt, encode_manifest(manifest))
+                self.store.commit(name, job.attempt, content)
         except BaseException:
             with suppress(OSError):  # the first error is what is told; the next sweep tries again
                 self.store.discard(name, job.attempt)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from parallel.checkpoint.boxes import Box, boxes_of_range
 from parallel.checkpoint.folder import Folder, Input
-from parallel.checkpoint.manifest import Piece
 from parallel.checkpoint.safetensors_stream import (
     CHUNK_BYTES,
     ELEMENT_BYTES,
@@ -19,6 +18,7 @@ from parallel.checkpoint.safetensors_stream import (
     read_header,
     read_into,
 )
+from parallel.checkpoint.schema import Piece
 
 SMALLEST_RUN = 1 << 16  # bytes that get a read of their own
 LARGEST_GAP = 1 << 20  # bytes that are read although nobody wants them, rather than sought past
@@ -73,7 +73,7 @@ class ShardReader:
         with self.folder.open(file) as content:
             wishes: list[_Wish] = []
             if wanted:
-                header = read_header(content)
+                header = read_header(content, self.folder.size(file) or 0)
                 wishes = sorted((_wish(header, *each) for each in wanted), key=lambda wish: wish.start)
             intervals = [(0, max((wish.stop for wish in wishes), default=0))] if hashes else list(_intervals(wishes))
             window = _Window(wishes)

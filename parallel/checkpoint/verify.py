@@ -1,56 +1,74 @@
 """Checking a checkpoint afterwards, on one process: all that a load relies on, and the shards' own tables."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 
-from parallel.checkpoint.folder import Folder, open_folder
+from parallel.checkpoint.folder import MANIFEST, Folder, open_folder
 from parallel.checkpoint.manifest import (
+    ELEMENT_BYTES,
+    MOST_PROBLEMS,
     DamagedCheckpoint,
     Location,
     Manifest,
-    Piece,
-    certify,
     check_files,
     read_manifest,
 )
+from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.safetensors_stream import NotSafetensors, read_header
+from parallel.checkpoint.schema import Piece
 
-FP32_BYTES = 4
+
+@dataclass(frozen=True)
+class Findings:
+    """What a look at all of a checkpoint's bytes found."""
+
+    manifest: Manifest | None  # None where it is damaged
+    problems: list[str]  # one line each, naming the file; empty where the checkpoint is whole
+    unlisted: list[str]  # files that the manifest does not name, and that nobody reads
 
 
-def problems_of(location: Location, on_bytes: Callable[[int], None] | None = None) -> list[str]:
-    """What is wrong with the checkpoint, one line each, naming the file; empty where it is whole.
+def examine(location: Location, on_bytes: Callable[[int], None] | None = None) -> Findings:
+    """Looks at all that a load relies on: the manifest, its certificate, each file's size and hash, each shard's table.
 
-    The manifest's own hash, the coverage certificate, each file's size and hash, and each shard's own table of tensors
-    against the manifest's pieces. ``on_bytes`` is told how many more bytes have been read.
+    Files that are not in the manifest are no problem, since nothing reads them; they are told. ``on_bytes`` is told
+    how many more bytes have been read.
     """
     folder = open_folder(location)
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpoint as error:
-        return [str(error)]
-    problems = [f"{folder}: {line}" for line in certify(manifest)]
+        return Findings(None, [str(error)], [])
+    pieces: dict[str, list[Piece]] = {}
+    for piece in manifest.pieces:
+        pieces.setdefault(piece.file, []).append(piece)
+    problems = []
     for file in sorted(manifest.files):
-        problems += problems_of_file(manifest, folder, file, on_bytes)
-    return problems
+        found = check_files(manifest, folder, [file], on_bytes)
+        problems += found or problems_of_table(folder, file, manifest.files[file]["bytes"], pieces.get(file, []))
+    unlisted = [file for file in folder.files() if file not in manifest.files and file != MANIFEST]
+    return Findings(manifest, problems, unlisted)
 
 
-def problems_of_file(
-    manifest: Manifest, folder: Folder, file: str, on_bytes: Callable[[int], None] | None = None
-) -> list[str]:
-    """What is wrong with one file, at most one line for what its bytes are and then one for each piece."""
-    problems = check_files(manifest, folder, [file], on_bytes)
-    pieces = [piece for piece in manifest.pieces if piece.file == file]
-    return problems_of_table(folder, file, pieces) if pieces and not problems else problems
+def problems_of(location: Location) -> list[str]:
+    """What is wrong with the checkpoint, one line each, naming the file; empty where it is whole."""
+    return examine(location).problems
 
 
-def problems_of_table(folder: Folder, file: str, pieces: list[Piece]) -> list[str]:
-    """Where a shard's own table differs from the pieces that the manifest places in it."""
+def problems_of_table(folder: Folder, file: str, file_bytes: int, pieces: list[Piece]) -> list[str]:
+    """Where a shard's own table differs from the pieces that the manifest places in it: at most MOST_PROBLEMS lines.
+
+    A file without pieces is no shard.
+    """
+    if not pieces:
+        return []
     path = folder.path(file)
     try:
         with folder.open(file) as shard:
-            table = dict(read_header(shard).shapes)
-    except NotSafetensors as error:
+            table = dict(read_header(shard, file_bytes).shapes)
+    except FileNotFoundError:
+        return [f"{path} is missing"]
+    except (NotSafetensors, UnfitFile) as error:
         return [f"{path} {error}"]
     problems = []
     for piece in pieces:
@@ -62,7 +80,8 @@ def problems_of_table(folder: Folder, file: str, pieces: list[Piece]) -> list[st
                 f"{path} holds {piece.kind} of {piece.name} at {list(piece.start)} as {list(shape)}, "
                 f"the manifest says {list(piece.shape)}"
             )
-    return problems + [f"{path} holds {key}, which the manifest does not name" for key in table]
+    problems += [f"{path} holds {key}, which the manifest does not name" for key in table]
+    return problems[:MOST_PROBLEMS]
 
 
 def bytes_of(manifest: Manifest) -> int:
@@ -72,4 +91,4 @@ def bytes_of(manifest: Manifest) -> int:
 
 def tensor_bytes(manifest: Manifest, kind: str) -> int:
     """Of all logical tensors of one kind, fp32."""
-    return FP32_BYTES * sum(prod(manifest.tensors[name]) for name in manifest.kinds[kind])
+    return ELEMENT_BYTES * sum(prod(manifest.tensors[name]) for name in manifest.kinds[kind])

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.folder import Folder, Store, open_store, step_name
-from parallel.checkpoint.manifest import Manifest, Piece, certify
+from parallel.checkpoint.manifest import BUFFER, WEIGHT, Manifest, certify, decode_manifest, encode_manifest
 from parallel.checkpoint.safetensors_stream import write_hashed, write_tensors
+from parallel.checkpoint.schema import LARGEST_MANIFEST_BYTES, Malformed, Piece
 from parallel.engine import Engine
-
-BUFFER = "buffer"  # the kind of what is not a parameter: router biases
 
 FileRecords = dict[str, dict[str, Any]]  # file -> bytes, xxh3_128: as in the manifest
 
@@ -47,10 +46,12 @@ def write_shard(folder: Folder, file: str, pieces: Sequence[Piece], chunks: Iter
     return {file: write_tensors(folder, file, {piece.key: piece.shape for piece in pieces}, chunks)}
 
 
-def write_attachments(folder: Folder, prefix: str, attachments: Mapping[str, Path]) -> FileRecords:
-    """Copies small files (the tokenizer, the run's config) into the checkpoint, hashed as the shards are."""
+def write_attachments(folder: Folder, prefix: str, attachments: Mapping[str, Path | bytes]) -> FileRecords:
+    """Copies small files (the tokenizer, the run's config), or their content, into the checkpoint, hashed as shards."""
     return {
-        prefix + name: write_hashed(folder, prefix + name, [source.read_bytes()])
+        prefix + name: write_hashed(
+            folder, prefix + name, [source if isinstance(source, bytes) else source.read_bytes()]
+        )
         for name, source in attachments.items()
     }
 
@@ -58,18 +59,29 @@ def write_attachments(folder: Folder, prefix: str, attachments: Mapping[str, Pat
 def build_manifest(
     engine: Engine, step: int, scalars: dict[str, Any], shards: Sequence[tuple[list[Piece], FileRecords]]
 ) -> Manifest:
-    """The manifest of all ranks' shards; raises IncompleteSave where the coverage certificate fails."""
+    """The manifest of all ranks' shards."""
     parameters = {name: list(shape) for name, shape in engine.shapes.parameters.items()}
     buffers = {name: list(shape) for name, shape in engine.shapes.buffers.items()}
-    kinds = {kind: list(parameters) for kind in ("weight", *engine.state_names)} | {BUFFER: list(buffers)}
+    kinds = {kind: list(parameters) for kind in (WEIGHT, *engine.state_names)} | {BUFFER: list(buffers)}
     manifest = Manifest(step=step, scalars=scalars, tensors=parameters | buffers, kinds=kinds)
     for pieces, files in shards:
         manifest.pieces += pieces
         manifest.files |= files
-    problems = certify(manifest)
-    if problems:
-        raise IncompleteSave(f"the coverage certificate of step {step} fails: " + "; ".join(problems[:5]))
     return manifest
+
+
+def certified(manifest: Manifest) -> bytes:
+    """The content of manifest.json; raises IncompleteSave where it would be refused when it is read."""
+    content = encode_manifest(manifest)
+    try:
+        if len(content) > LARGEST_MANIFEST_BYTES:
+            raise Malformed(f"has {len(content)} bytes, more than {LARGEST_MANIFEST_BYTES}")
+        problems = certify(decode_manifest(content))
+    except Malformed as error:
+        problems = [str(error)]
+    if problems:
+        raise IncompleteSave(f"the coverage certificate of step {manifest.step} fails: " + "; ".join(problems[:5]))
+    return content
 
 
 def list_checkpoints(checkpoints: Path | str | Store) -> list[Folder]:

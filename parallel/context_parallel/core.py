@@ -4,22 +4,23 @@ from functools import partial
 from typing import Literal, assert_never
 
 from modeling.attention import AttentionCore
+from parallel.context_parallel.plan import TILE
 from parallel.context_parallel.ring import ring_attend
 from parallel.context_parallel.ulysses import ulysses_attend
 from parallel.mesh import Axis
 
 
-def make_core(kind: Literal["ulysses", "ring"], axis: Axis) -> AttentionCore:
+def make_core(kind: Literal["ulysses", "ring"], axis: Axis, tile: int = TILE) -> AttentionCore:
     """An attention core over the cp axis (degree above 1), for ``modeling.attention.Attention.core``.
 
     It takes the held positions' queries, keys and values and a ``HeldContext``. All ranks of the axis call it, layer by
-    layer, forward and backward.
+    layer, forward and backward. ``tile``: queries, and keys, of one kernel call of the ring.
     """
     assert axis.degree > 1
     match kind:
         case "ulysses":
             return partial(ulysses_attend, axis=axis)
         case "ring":
-            return partial(ring_attend, axis=axis)
+            return partial(ring_attend, axis=axis, tile=tile)
         case _:
             assert_never(kind)

@@ -13,7 +13,9 @@ from modeling.context import Context, attention_mask
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Axis
 
-TILE = 1024  # queries, and keys, of one kernel call at most: no mask or matrix of scores is larger than TILE^2 a head
+TILE = (
+    1024  # queries, and keys, of one kernel call at most: no mask or matrix of scores is larger than its square a head
+)
 
 
 @dataclass(frozen=True)
@@ -44,25 +46,25 @@ class Tile:
 RingPlan = list[list[Tile]]  # by the cp rank whose keys they are
 
 
-def plan_ring(whole: Context, window: int | None, axis: Axis) -> RingPlan:
-    """The tiles that this rank computes: all but those in which no query sees a key.
+def plan_ring(whole: Context, window: int | None, axis: Axis, tile: int = TILE) -> RingPlan:
+    """The tiles that this rank computes, ``tile`` queries by as many keys: all but those in which no query sees a key.
 
     Skipped are the future, other documents, and what lies outside the window. Among a rank's own keys, each query's
     tile with itself comes first. No communication; on CUDA one wait for the device.
     """
-    plan = [_all_tiles(whole, window, axis, key_rank) for key_rank in range(axis.degree)]
-    verdicts = torch.stack([torch.stack([_how_much(tile) for tile in tiles]) for tiles in plan]).tolist()
+    plan = [_all_tiles(whole, window, axis, key_rank, tile) for key_rank in range(axis.degree)]
+    verdicts = torch.stack([torch.stack([_how_much(each) for each in tiles]) for tiles in plan]).tolist()
     return [
         [
-            replace(tile, sees_all=sees_all)
-            for tile, (sees_any, sees_all) in zip(tiles, tile_verdicts, strict=True)
+            replace(each, sees_all=sees_all)
+            for each, (sees_any, sees_all) in zip(tiles, tile_verdicts, strict=True)
             if sees_any
         ]
         for tiles, tile_verdicts in zip(plan, verdicts, strict=True)
     ]
 
 
-def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int) -> list[Tile]:
+def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int, tile: int) -> list[Tile]:
     """The tiles of this rank's queries and ``key_rank``'s keys, those on the diagonal first."""
     seq_len, device = whole.positions_BS.shape[1], whole.positions_BS.device
     mine, theirs = (held_positions(seq_len, rank, axis.degree, device) for rank in (axis.rank, key_rank))
@@ -76,15 +78,15 @@ def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int) ->
             whole.documents_BS[:, theirs[keys]],
             window,
         )
-        for queries, keys in product(_slices(len(mine)), repeat=2)
+        for queries, keys in product(_slices(len(mine), tile), repeat=2)
     ]
-    return sorted(tiles, key=lambda tile: tile.queries != tile.keys)
+    return sorted(tiles, key=lambda each: each.queries != each.keys)
 
 
-def _slices(n_held: int) -> list[slice]:
-    """The held positions, cut between the two chunks and into pieces of at most TILE."""
+def _slices(n_held: int, tile: int) -> list[slice]:
+    """The held positions, cut between the two chunks and into pieces of at most ``tile``."""
     chunk = n_held // 2
-    starts = [half + start for half in (0, chunk) for start in range(0, chunk, TILE)]
+    starts = [half + start for half in (0, chunk) for start in range(0, chunk, tile)]
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], n_held], strict=True)]
 
 

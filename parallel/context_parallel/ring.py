@@ -13,14 +13,21 @@ from torch import Tensor
 from modeling.context import Context
 from parallel.context_parallel.block import attend_block, attend_block_backward
 from parallel.context_parallel.context import HeldContext
-from parallel.context_parallel.plan import RingPlan, plan_ring
+from parallel.context_parallel.plan import TILE, RingPlan, plan_ring
 from parallel.mesh import Axis
 
 KEYS, GRADIENTS = 0, 1  # tags of the two kinds of messages; both may be under way at once
 
 
 def ring_attend(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None, *, axis: Axis
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    context: Context,
+    window: int | None,
+    *,
+    axis: Axis,
+    tile: int = TILE,
 ) -> Tensor:
     """Attention's output (B, S, H, C) at the held positions. All ranks of ``axis`` call it.
 
@@ -32,7 +39,7 @@ def ring_attend(
     """
     assert isinstance(context, HeldContext)
     if window not in context.plans:
-        context.plans[window] = plan_ring(context.whole, window, axis)
+        context.plans[window] = plan_ring(context.whole, window, axis, tile)
     return _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, context.plans[window], axis)
 
 

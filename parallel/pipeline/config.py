@@ -12,8 +12,8 @@ from typing import Literal
 class OneFOneB:
     """One stage a rank; forward and backward passes alternate (PipeDream-Flush, arXiv:2006.09503)."""
 
-    name: Literal["1f1b"] = "1f1b"
-    layers: tuple[int, ...] | None = None
+    name: Literal["1f1b"] = "1f1b"  # the order of the stages' forward and backward passes
+    layers: tuple[int, ...] | None = None  # layers of each stage, in order; None: even by cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Interleaved:
     """``n_chunks`` stages a rank, dealt out in turn: a smaller bubble (Narayanan et al. 2021, arXiv:2104.04473)."""
 
     name: Literal["interleaved"] = "interleaved"
-    n_chunks: int = 2
+    n_chunks: int = 2  # stages of each rank
     layers: tuple[int, ...] | None = None
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.sizes import DEFAULT_SIZES
+
 
 class GradientSums:
     """Sums up the micro-batches' gradients of one DeepSpeed engine's weights; state between steps is memory only.
@@ -21,8 +23,10 @@ class GradientSums:
     dtype, so the sum is rounded once.
     """
 
-    def __init__(self, engine: Any, zero: int, dtype: torch.dtype) -> None:
+    def __init__(self, engine: Any, zero: int, dtype: torch.dtype, bucket: int = DEFAULT_SIZES.bucket) -> None:
+        """``bucket``: elements of gradients that one collective reduces."""
         self.engine = engine
+        self.bucket = bucket
         self.optimizer = engine.optimizer
         self.zero = zero
         self.is_fp32 = dtype == torch.float32
@@ -43,7 +47,7 @@ class GradientSums:
             if finish is not None:
                 finish()
             engine.set_gradient_accumulation_boundary(True)
-            engine.allreduce_gradients()
+            engine.allreduce_gradients(self.bucket)
             return
         with engine.coalesce_grad_reduction():
             yield

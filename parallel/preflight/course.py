@@ -7,7 +7,6 @@ not answer within a stage's limit is left behind with its node, so that one brok
 import faulthandler
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,16 +33,21 @@ class DroppedOut(Exception):
 
 
 def run_course(
-    roll: RollCall, folder: Path, problems: Sequence[str] = (), stage_seconds: float = STAGE_SECONDS
+    roll: RollCall,
+    folder: Path,
+    problems: Sequence[str] = (),
+    stage_seconds: float = STAGE_SECONDS,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> Findings | None:
     """Everything there is to measure, on rank 0; None elsewhere. All ranks call it; no process group is open.
 
     ``folder``, on the shared disk, gets a folder that is removed again. ``problems`` are why this rank cannot begin.
+    ``tell`` is given a line where a stage fails on this rank.
     Raises RollCallError on all ranks where all have problems (a disagreement, then: with the user) or rank 0 has, and
     where rank 0 ended or was cut off. A rank that is stuck for longer than a stage may take ends with its stack on
     stderr.
     """
-    course = _Course(roll, stage_seconds)
+    course = _Course(roll, stage_seconds, tell)
     try:
         return course.run(folder, list(problems))
     except DroppedOut:
@@ -51,8 +55,8 @@ def run_course(
 
 
 class _Course:
-    def __init__(self, roll: RollCall, stage_seconds: float) -> None:
-        self.roll, self.rank, self.stage_seconds = roll, roll.rank, stage_seconds
+    def __init__(self, roll: RollCall, stage_seconds: float, tell: Callable[[str], object]) -> None:
+        self.roll, self.rank, self.stage_seconds, self.tell = roll, roll.rank, stage_seconds, tell
         self.going = list(range(roll.world_size))  # the ranks that take part
         self.node_of = list(roll.hosts or [f"(the node of rank {rank})" for rank in self.going])
         self.device = torch.device("cpu")
@@ -220,7 +224,7 @@ class _Course:
             except (RuntimeError, OSError) as error:  # torch's and the disk's; anything else is a fault of this code
                 answer = {"failure": " ".join(str(error).split())[:300] or type(error).__name__}
                 place = f"rank {self.rank} on {self.node_of[self.rank]}"
-                print(f"{place}: {name}: {answer['failure']}", file=sys.stderr, flush=True)
+                self.tell(f"{place}: {name}: {answer['failure']}")
             finally:
                 faulthandler.cancel_dump_traceback_later()
         collected: Answers = {}

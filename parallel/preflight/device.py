@@ -1,6 +1,5 @@
 """One rank's own device: the speed of its matrix products, and whether its memory gives back what was written."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from parallel.environment import number
 
 MIB, GIB = 2**20, 2**30
 
@@ -52,7 +53,7 @@ def open_device() -> torch.device:
     """This rank's GPU, by LOCAL_RANK, or the CPU. Raises RuntimeError where the GPU cannot be used."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", number("LOCAL_RANK"))
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     return device

@@ -6,28 +6,33 @@ from typing import Literal
 from parallel.layout import place_of
 from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.stages import Part
+from parallel.sizes import DEFAULT_SIZES
 from parallel.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 
 EMBEDDING = "embed.weight"
-# DeepSpeed's own numbers, as parallel.engine.deepspeed_config leaves them.
-PARTITION_UNIT = 2  # ZeRO 1 and 2 pad each optimizer group to a multiple of so many elements a rank
-PERSISTENT_ELEMENTS = 100_000  # ZeRO 3 keeps weights of at most so many elements whole, between steps too
-REUSE_ELEMENTS = 1_000_000_000  # and gathered weights whose next use is no more than so many elements away
+PARTITION_UNIT = (
+    2  # DeepSpeed's own number: ZeRO 1 and 2 pad each optimizer group to a multiple of so many elements a rank
+)
 
 
 def zero_traffic(step: Step) -> list[Traffic]:
-    """Gradients and weights over the ranks that replicate them: dp x cp for dense weights, edp for experts.
+    """Gradients and weights over the ranks that replicate them: dp x cp for dense weights, edp for experts."""
+    terms = []
+    for axis, n, names in replicated(step):
+        terms += [*_gradient_traffic(step, axis, n, names), *_weight_traffic(step, axis, n, names)]
+    return terms
 
-    Where both are the same ranks (ep = tp), experts count as dense.
+
+def replicated(step: Step) -> list[tuple[str, int, list[str]]]:
+    """Over which axis of which degree ZeRO shards which of the rank's weights.
+
+    Where dense weights and experts are replicated over the same ranks (ep = tp), experts count as dense.
     """
     degrees = step.degrees
     is_separate = degrees.ep != degrees.tp
     experts = [name for name in step.weights if place_of(name).is_expert and is_separate]
     dense = [name for name in step.weights if name not in experts]
-    terms = []
-    for axis, n, names in (("replicas", degrees.dp * degrees.cp, dense), ("edp", degrees.edp, experts)):
-        terms += [*_gradient_traffic(step, axis, n, names), *_weight_traffic(step, axis, n, names)]
-    return terms
+    return [("replicas", degrees.dp * degrees.cp, dense), ("edp", degrees.edp, experts)]
 
 
 def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
@@ -36,13 +41,13 @@ def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> li
     times = step.n_micro_batches if zero >= 2 and step.parallel.pp == 1 else 1
     collective: Collective = "reduce-scatter" if zero == 3 else "all-reduce"
     if zero == 1 and step.precision == "bf16":  # DeepSpeed's BF16_Optimizer reduces its flat accumulators as they are
-        n_elements = _partitioned(step, n, names)
+        n_elements = flat_elements(step, n, names)
     else:
         n_elements = sum(padded(step.weights[name], n if zero == 3 else 1) for name in names)
     return [Traffic(axis, "gradients", collective, around_ring(collective, times * FP32_BYTES * n_elements, n))]
 
 
-def _partitioned(step: Step, n: int, names: Sequence[str]) -> int:
+def flat_elements(step: Step, n: int, names: Sequence[str]) -> int:
     """Elements of ZeRO 1's and 2's flat tensors, one for each optimizer group, padded to equal parts."""
     groups = ([name for name in names if step.decays(name) == key] for key in (True, False))
     return sum(padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) for group in groups)
@@ -54,7 +59,7 @@ def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list
         case 0:
             return []
         case 1 | 2:
-            n_elements = _partitioned(step, n, names)
+            n_elements = flat_elements(step, n, names)
         case _:
             n_elements = sum(padded(step.weights[name], n) * gathers_of(step, name) for name in names)
     sent = around_ring("all-gather", step.element_bytes * n_elements, n)
@@ -73,11 +78,11 @@ def gathers_of(step: Step, name: str) -> int:
     each micro-batch and kept from its forward to its backward pass. Under a pipeline DeepSpeed knows no order of the
     layers: it drops every weight after each use, small ones too.
     """
-    is_small = step.weights[name] <= PERSISTENT_ELEMENTS
+    is_small = step.weights[name] <= DEFAULT_SIZES.persistent
     if step.parallel.pp > 1:
         return _gathers_under_pipeline(step, name, is_small)
-    if sum(step.weights.values()) > REUSE_ELEMENTS:
-        raise ValueError(f"ZeRO 3 with more than {REUSE_ELEMENTS} elements of weights a rank has no closed form")
+    if sum(step.weights.values()) > DEFAULT_SIZES.reused:
+        raise ValueError(f"ZeRO 3 with more than {DEFAULT_SIZES.reused} elements of weights a rank has no closed form")
     # The embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it.
     return 1 if is_small or name == EMBEDDING else step.n_micro_batches
 

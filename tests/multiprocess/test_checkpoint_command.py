@@ -200,3 +200,10 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(ask, tmp_path, command, wh
     (line,) = answer.errors.splitlines()
     assert "DIR" in line
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [("checkpoint", "show"), ("checkpoint", "verify"), ("eval",)])
+def test_a_url_that_cannot_be_listed_is_one_line(capsys, command):
+    assert main([*command, "nowhere://bucket"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "=nowhere://bucket must be a place that fsspec can list, and it says: " in line

@@ -5,7 +5,9 @@ import errno
 import gzip
 import json
 import os
+import pty
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import zstandard
 from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.errors import DataError
+from data.hub import open_hub
 from data.manifest import read_manifest
 from data.prepare import prepare
 from data.prepared import Prepared, find_prepared, verify
@@ -264,9 +267,8 @@ def test_text_files_folders_and_excludes(tmp_path: Path, tokenizer: str) -> None
     }.items():
         (tmp_path / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "corpus" / name).write_text(text)
-    (tmp_path / "corpus" / "z.txt").write_bytes(b"not \xff utf-8")
     config = config_of(tmp_path / "corpus", tokenizer, tmp_path / "t", heldout_fraction=0.0, exclude=("**/skip/**",))
-    assert texts_of(prepared(config), "train") == ["first", "second", "not � utf-8"]
+    assert texts_of(prepared(config), "train") == ["first", "second"]
 
 
 def test_a_text_file_larger_than_a_shard_is_cut_at_lines(tmp_path: Path, tokenizer: str) -> None:
@@ -363,13 +365,14 @@ REFUSALS = {
         "a.jsonl",
         b'{"text": "x"}\nnonsense\n',
         {"shard_bytes": 10**6},
-        "bytes after byte 0 of its text is not JSON",
+        r"a\.jsonl: line 2 \(from byte 14 on\) is not JSON",
     ),
     "a list": ("a.jsonl", b"[1]\n", {}, "holds no named fields"),
     "torn gzip": ("a.jsonl.gz", gzip.compress(os.urandom(999).hex().encode())[:500], {}, "cannot be read"),
     "not zstd": ("a.jsonl.zst", b"nonsense", {}, "cannot be read"),
     "a picture": ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", {}, r"a\.png is not text: .* exclude: \['\*\*/\*\.png'\]"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), {}, "is not text: it holds NUL bytes; convert it to UTF-8"),
+    "Latin-1": ("a.txt", "café".encode("latin-1"), {}, "is not UTF-8: byte 3 is 0xe9 .*; convert it to UTF-8"),
     "not parquet": ("b.parquet", b"nonsense", {}, "is not a parquet file"),
     "all excluded": ("a.txt", b"x", {"exclude": ("**/*.txt",)}, "exclude leaves out"),
 }
@@ -478,3 +481,70 @@ def test_hugging_face_mistakes(tmp_path: Path, tokenizer: str) -> None:
             prepare(config, vocab_size=VOCAB)
         assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "t").exists()
+
+
+EVIL = """
+open({marker!r}, "w").write("run")
+from transformers import PreTrainedTokenizerFast as Evil
+"""
+
+
+def run_on_a_terminal(command: list[str], typed: bytes, **options) -> tuple[int, str]:
+    """(exit code, all that is shown) of a command whose standard streams are one terminal, on which this is typed."""
+    ours, theirs = pty.openpty()
+    os.write(ours, typed)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **options)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the last process that had the terminal has ended
+        while data := os.read(ours, 1 << 16):
+            shown += data
+    os.close(ours)
+    return process.wait(timeout=60), shown.decode().removeprefix(typed.decode().replace("\n", "\r\n"))
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_a_tokenizers_own_code_is_never_run_nor_asked_about(tmp_path: Path, tokenizer: str, file: str) -> None:
+    """On a terminal, transformers would ask whether to run it, and the answer that is typed would be yes."""
+    folder, marker = tmp_path / "evil", tmp_path / "marker"
+    shutil.copytree(tokenizer, folder)
+    (folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
+    settings = folder / file
+    tree = json.loads(settings.read_text()) if settings.exists() else {"model_type": "evil"}
+    tree.pop("tokenizer_class", None)
+    settings.write_text(json.dumps(tree | {"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}))
+    (tmp_path / "a.txt").write_text("text")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"name: x\nmodel: {{vocab_size: 512}}\ndata: {{tokenizer: {folder}, token_dir: {tmp_path}/t, "
+        f"sources: [{{path: {tmp_path}/a.txt}}]}}\n"
+    )
+    code, shown = run_on_a_terminal([sys.executable, "-m", "launcher", "prepare", str(config)], b"y\ny\n")
+    assert code == 2
+    assert f"data.tokenizer='{folder}': {settings} names code to run under auto_map ([None, 'evil.Evil'])" in shown
+    assert "[y/N]" not in shown
+    assert "Traceback" not in shown
+    assert not marker.exists()
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_dataset_folder_runs_nothing_and_reads_nothing_outside_itself(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "d", tmp_path / "secret.txt"
+    folder.mkdir()
+    secret.write_text("private")
+    (folder / "a.txt").write_text("text")
+    source = SourceConfig(path=f"hf://{folder}")
+    assert open_hub(source, "k").num_shards == 1
+    for named in (str(secret), "../secret.txt", "http://127.0.0.1:9/x.txt"):
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
+        with pytest.raises(DataError, match=r"names .* outside it, as data|cannot be opened by datasets"):
+            open_hub(source, "k")
+    (folder / "README.md").unlink()
+    (folder / "d.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(DataError, match=r"scripts are no longer supported, but found d\.py"):
+        open_hub(source, "k")
+    assert not (tmp_path / "ran").exists()
+    (folder / "d.py").unlink()
+    os.mkfifo(folder / "b.txt")
+    with pytest.raises(DataError, match=r"k: .*b\.txt is a pipe, not a file"):
+        open_hub(source, "k")

@@ -1,14 +1,17 @@
-"""Ten runs of the kill drill (`make drill` has two hundred): killed at each kind of moment, resumed, equal to the last
-bit."""
+"""Ten runs of the kill drill (`make drill` has two hundred): ranks, launchers and fork servers killed at each kind of
+moment, nobody left, resumed, equal to the last bit."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import launcher.train
 import launcher.watchdog
-from kill_drill import MOMENTS, Drill, plan, start, summary, write_config
+from kill_drill import LAUNCHER, MOMENTS, PIDS, SERVER, Drill, judge_left, plan, start, summary, write_config
 from launcher.watch.metrics import MetricsFile
 from launcher.watchdog import Watchdog
 from layout_runs import write_tokens
@@ -27,6 +30,7 @@ def test_killed_runs_resume_to_the_same_end(tmp_path):
     assert result["failed"] == []
     assert {kill.moment for outcome in outcomes for kill in outcome.kills} == set(MOMENTS)
     assert sum("not at all" not in outcome.landed for outcome in outcomes) >= RUNS // 2
+    assert {LAUNCHER, SERVER} < {kill.victim for outcome in outcomes for kill in outcome.kills}
 
 
 def test_a_run_of_the_drill_can_be_repeated():
@@ -53,6 +57,17 @@ def forget_position() -> None:
         return state, warnings
 
     launcher.train.restore = restore
+
+
+def test_planted_process_that_is_left_fails_the_drill(tmp_path, monkeypatch):
+    monkeypatch.setattr("orphans.ORPHAN_SECONDS", 0.3)
+    (tmp_path / PIDS).mkdir()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    (tmp_path / PIDS / "rank 0").write_text(f"{process.pid} {psutil.Process(process.pid).create_time()}")
+    (problem,) = judge_left(tmp_path)
+    assert f"pid={process.pid}" in problem and "outlived its launcher" in problem
+    process.wait(5)
+    assert judge_left(tmp_path) == []
 
 
 @pytest.mark.timeout(900)

@@ -175,6 +175,10 @@ CASES = {
         [("checkpoint.dir=config.yaml", "must be a folder that can be written to, but", "; choose another, or null")],
         ["checkpoint.dir=config.yaml"],
     ),
+    "checkpoint directory that is a file's URL": Case(
+        [("checkpoint.dir=file://config.yaml", "must be a folder that can be written to, but", "; choose another")],
+        ["checkpoint.dir=file://config.yaml"],
+    ),
     "prepare: a picture": Case(
         [("corpus.png", "is not text: it holds NUL bytes", "; convert it")],
         ["data.sources=[{path: corpus.png}]", LARGER_VOCABULARY],

@@ -108,7 +108,8 @@ def test_torchruns_count_is_read():
 
 def test_max_restarts_is_refused_in_a_job(tmp_path, tokens, monkeypatch, capsys):
     small_run(tmp_path, tokens)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert main(["train", str(tmp_path / "run.yaml"), "--max-restarts", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

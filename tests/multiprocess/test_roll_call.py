@@ -1,6 +1,7 @@
 """The roll call: who is missing or differs is named on every rank, within the limit."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.watch.metrics import read_metrics
 from layout_runs import run_config, write_tokens
+from parallel.environment import TOKEN
 from parallel.process import RankError, run_ranks
+from parallel.rendezvous import ForeignStore, listen_for_ranks, signed, verified
 from parallel.roll_call import RollCall, RollCallError
 
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -24,7 +27,9 @@ HOSTS = ["n1", "n1", "n2", "n2"]
 def answer(fault: str | None, folder: str) -> tuple[bool, list[str]]:
     """One rank's roll call; with a fault of rank 2. Whether it is a disagreement, and its lines."""
     rank = int(os.environ["RANK"])
-    limit = 60.0 if fault != "absent" else 6.0
+    limit = 60.0 if fault not in ("absent", "other job") else 6.0
+    if fault == "other job" and rank == 2:
+        os.environ[TOKEN] = "its own"
     if fault == "absent" and rank == 2:
         time.sleep(8)
         return False, []
@@ -32,6 +37,8 @@ def answer(fault: str | None, folder: str) -> tuple[bool, list[str]]:
     run_path.mkdir(exist_ok=True)
     try:
         roll = RollCall(limit, HOSTS)
+        if fault == "stranger" and rank == 2:
+            roll._set = roll.store.set  # who reaches the store, and knows the name of all, but not the token
         roll.agree("facts", facts(RunConfig()) | ({"torch": "1.0"} if fault == "other torch" and rank == 2 else {}))
         roll.fail_together("claim", ["a=1 must be 2; try 2"] if fault == "refused" and rank == 2 else [])
         check_shared(roll, run_path, seconds=3.0)
@@ -64,6 +71,70 @@ def test_planted_other_version_is_named_on_every_rank(tmp_path):
 
 def test_planted_refusal_of_one_rank_is_that_of_all(tmp_path):
     assert call("refused", tmp_path) == [(True, ["a=1 must be 2; try 2"])] * 4
+
+
+def test_planted_word_of_a_stranger_is_refused_on_every_rank(tmp_path):
+    for is_disagreement, lines in call("stranger", tmp_path):
+        assert not is_disagreement
+        (line,) = lines
+        assert line.startswith("rank 0 on n1: 'facts/2' in the store was not written by a rank of this job; choose ")
+
+
+def test_planted_rank_of_another_job_is_refused_at_once(tmp_path):
+    found = call("other job", tmp_path)
+    _, (line,) = found.pop(2)
+    absent = "no answer from rank 2 on n2 within 6 s (train.start_seconds); the other 3 of 4 ranks are there"
+    assert found == [(False, [absent])] * 3
+    assert "is that of another job; choose another MASTER_PORT, and set ROUNDTABLE_TOKEN to one secret word" in line
+
+
+def test_signature_holds_for_one_key_one_start_and_one_token(monkeypatch):
+    monkeypatch.setenv(TOKEN, "secret")
+    value = signed("facts/1", "text").encode()
+    assert verified("facts/1", value) == "text"
+    for key, forged in [("facts/2", value), ("facts/1", value + b"!"), ("facts/1", b"text"), ("facts/1", b"\xff")]:
+        with pytest.raises(ForeignStore, match=f"'{key}' in the store was not written by a rank of this job"):
+            verified(key, forged)
+    for name, other in {TOKEN: "other", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, other)
+            with pytest.raises(ForeignStore):
+                verified("facts/1", value)
+
+
+def interfaces(host: str, monkeypatch, **variables: str) -> list[str]:
+    """Where rank 0 listens when the others reach it at ``host``."""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with listen_for_ranks(host) as listener:
+        return [listener.getsockname()[0]]
+
+
+def test_rank_0_listens_on_the_interface_of_its_address_alone(monkeypatch):
+    everywhere = ["::"] if socket.has_dualstack_ipv6() else ["0.0.0.0"]
+    assert interfaces("127.0.0.1", monkeypatch, LOCAL_WORLD_SIZE="4") == ["127.0.0.1"]
+    assert interfaces("localhost", monkeypatch, LOCAL_WORLD_SIZE="4")[0] in ("127.0.0.1", "::1")
+    assert interfaces("::ffff:127.0.0.1", monkeypatch, LOCAL_WORLD_SIZE="4") == ["127.0.0.1"]
+    assert interfaces("127.0.0.1", monkeypatch, SLURM_STEP_NUM_NODES="1") == ["127.0.0.1"]
+    monkeypatch.delenv("SLURM_STEP_NUM_NODES")
+    assert interfaces("127.0.1.1", monkeypatch) == everywhere  # a machine's own name, on Debian, and ranks elsewhere
+    assert interfaces("192.0.2.1", monkeypatch) == everywhere  # a service's address
+    assert interfaces("no-such-host.invalid", monkeypatch) == everywhere
+    for own in {each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, family=socket.AF_INET)}:
+        if not own.startswith("127."):
+            assert interfaces(str(own), monkeypatch) == [own]
+
+
+def meet_at_a_port_that_is_taken(folder: str) -> list[str]:
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))), pytest.raises(RollCallError) as error:
+        RollCall(60, HOSTS)
+    return error.value.lines
+
+
+def test_port_that_is_taken_is_named():
+    ((line,),) = run_ranks(meet_at_a_port_that_is_taken, 1, "", timeout_seconds=120, threads=1)
+    assert line.startswith("rank 0 on n1 must be able to listen at MASTER_ADDR=127.0.0.1 and MASTER_PORT=")
+    assert line.endswith(", and cannot: Address already in use; choose another MASTER_PORT")
 
 
 def test_planted_run_directory_that_one_node_does_not_share(tmp_path):

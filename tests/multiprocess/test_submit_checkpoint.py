@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from launcher.slurm.checks import notes
 from launcher.slurm.resumption import look_for_checkpoint
 from layout_runs import write_tokens
 from parallel.checkpoint.folder import step_name
+from sealed import reseal
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +33,12 @@ def run(trained, tmp_path) -> tuple[Path, str]:
     return trained, f"run_dir={copy}"
 
 
-def warnings(capsys, path: Path, *overrides: str) -> list[str]:
-    """What a dry run says about the run directory, under two processes of tp."""
+def warnings(capsys, path: Path, *overrides: str, about: str = "run_dir=") -> list[str]:
+    """What a dry run says about the run directory, or another key, under two processes of tp."""
     job = ["slurm.gpus_per_node=2", "parallel.tp=2", "train.steps=8"]
     assert main(["submit", str(path), *job, *overrides, "--dry-run"]) == 0
     lines = [line.removeprefix("warning: ") for line in capsys.readouterr().err.splitlines()]
-    return [line for line in lines if line.startswith("run_dir=") and "file system" not in line]
+    return [line for line in lines if line.startswith(about) and "file system" not in line]
 
 
 def shard(override: str, step: int) -> Path:
@@ -87,12 +89,33 @@ def test_planted_checkpoints_of_another_model_are_refused(run, tmp_path, capsys)
     path, run_dir = run
     place = f"checkpoint.dir={shard(run_dir, 4).parents[1]}"
     model = ["run_dir=" + str(tmp_path / "new"), place, "model.d_ff=64"]
-    (line,) = warnings(capsys, path, *model)
-    assert line.startswith(f"{model[0]} must hold checkpoints of this config's model, and step-00000004 in ")
-    assert " has 48 x 32 layers.0.feed_forward." in line and " where the model has 64 x 32 (and " in line
-    assert warnings(capsys, path, *model[:2]) == []
-    (line,) = warnings(capsys, path, *model[:2], "model.moe.balance={name: none}")
-    assert "layers.1.feed_forward.router.bias where the model has no" in line
+    copy = shard(run_dir, 4).with_name("config.yaml")
+    (line,) = warnings(capsys, path, *model, about="model.")
+    assert line.startswith(f"model.d_ff=64 must stay 48, as {copy} has it; ")
+    assert warnings(capsys, path, *model[:2]) == warnings(capsys, path, *model[:2], about="model.") == []
+    (line,) = warnings(capsys, path, *model[:2], "model.moe.balance={name: none}", about="model.")
+    assert (
+        line.startswith("model.moe.balance=") and f" must stay {{name: bias, rate: 0.01}}, as {copy} has it; " in line
+    )
+
+
+def test_planted_checkpoint_whose_tensors_are_another_models_is_refused(run, capsys):
+    """Its config says that it is this model, and its manifest that it is not."""
+    path, run_dir = run
+    for step in (2, 4):
+        reseal(shard(run_dir, step).parent, lambda body: rename(body, "final_norm.weight", "last_norm.weight"))
+    (line,) = warnings(capsys, path, run_dir)
+    assert line.startswith(f"{run_dir} must hold checkpoints of this config's model, and step-00000004 in ")
+    assert " has no final_norm.weight where the model has 32 (and " in line
+
+
+def rename(body: dict[str, Any], old: str, new: str) -> None:
+    """Gives a tensor another name, wherever the manifest names it."""
+    body["tensors"][new] = body["tensors"].pop(old)
+    for names in body["kinds"].values():
+        names[:] = [new if name == old else name for name in names]
+    for piece in body["pieces"]:
+        piece["name"] = new if piece["name"] == old else piece["name"]
 
 
 def test_planted_place_that_cannot_be_listed_is_refused(run, capsys):

@@ -1,5 +1,11 @@
 """Tokenizers against `transformers`: what is saved loads there, encodes alike and decodes exactly."""
 
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_has_exactly_the_ids_asked_for(trained: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained, trust_remote_code=False)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     assert sorted(tokenizer.get_vocab().values()) == list(range(400))
     assert tokenizer.eos_token == END_OF_TEXT
@@ -45,7 +51,7 @@ def test_a_small_corpus_gives_fewer_ids() -> None:
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
 def test_any_text_round_trips_and_encodes_alike(trained: Path, text: str) -> None:
-    ours, theirs = load_fast(trained), AutoTokenizer.from_pretrained(trained)
+    ours, theirs = load_fast(trained), AutoTokenizer.from_pretrained(trained, trust_remote_code=False)
     ids = ours.encode(text, add_special_tokens=False).ids
     assert ours.decode(ids, skip_special_tokens=False) == text
     assert theirs.decode(ids) == text
@@ -105,10 +111,83 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path, trained: Pat
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer='.*none' cannot be loaded by transformers") as caught:
+    with pytest.raises(DataError, match=r"data\.tokenizer='.*none' is no folder, and cannot be had") as caught:
         prepare(config_with(tmp_path / "none", tmp_path), vocab_size=400)
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "t").exists()
+
+
+def _replaced(key: str, value: object):
+    return lambda data: json.dumps(json.loads(data) | {key: value}).encode()
+
+
+BROKEN = {
+    "torn": ("tokenizer.json", lambda data: data[: len(data) // 2], "is not JSON that can be used"),
+    "not text": ("tokenizer_config.json", lambda data: b"\xff" + data, "is not JSON that can be used"),
+    "deeply nested": ("tokenizer_config.json", lambda data: b"[" * 100_000, "is not JSON that can be used"),
+    "a list": ("tokenizer.json", lambda data: b"[]", "must hold a JSON object but holds list"),
+    "wrong type": (
+        "tokenizer.json",
+        _replaced("model", {"type": "BPE", "vocab": {"a": None}, "merges": []}),
+        "cannot be",
+    ),
+    "no model": ("tokenizer.json", _replaced("model", None), "cannot be loaded by transformers"),
+    "class": ("tokenizer_config.json", _replaced("tokenizer_class", {"a": 1}), "cannot be loaded by transformers"),
+    "eos": ("tokenizer_config.json", _replaced("eos_token", 1.5), "cannot be loaded by transformers"),
+    "surrogate": ("tokenizer_config.json", _replaced("eos_token", "\ud800"), "is not JSON that can be used"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_tokenizer_is_refused_by_file(tmp_path: Path, trained: Path, name: str) -> None:
+    file, damage, expected = BROKEN[name]
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / file).write_bytes(damage((copy / file).read_bytes()))
+    with pytest.raises(DataError, match=rf"data\.tokenizer='.*copy'.*{expected}") as caught:
+        load_tokenizer(config_with(copy, tmp_path), 400)
+    assert len(str(caught.value).splitlines()) == 1
+    assert file in str(caught.value) or file == "tokenizer_config.json"
+
+
+def test_a_pipe_among_a_tokenizers_files_is_refused_and_not_waited_for(tmp_path: Path, trained: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "tokenizer_config.json").unlink()
+    os.mkfifo(copy / "tokenizer_config.json")
+    with pytest.raises(DataError, match=r"copy/tokenizer_config\.json is not a regular file"):
+        load_tokenizer(config_with(copy, tmp_path), 400)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["silent", "closed"])
+def test_a_hub_out_of_reach_is_one_line_within_seconds(tmp_path: Path, answers: bool) -> None:
+    """``answers``: a port that takes connections and says nothing; else one that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers:
+            server.listen()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        environment = os.environ | {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        ended = subprocess.run([sys.executable, "-c", OUT_OF_REACH], capture_output=True, text=True, env=environment)
+    tokenizer, dataset, seconds = ended.stdout.splitlines()
+    assert ended.stderr == ""
+    assert tokenizer.startswith("data.tokenizer='org/name' is no folder, and cannot be had from the Hugging Face hub (")
+    assert dataset.startswith("data.sources[0].path='hf://org/name' cannot be had from the Hugging Face hub (")
+    assert float(seconds) < 60  # both, and the libraries' imports; each alone took as long before
+
+
+OUT_OF_REACH = """
+import time
+from data.config import SourceConfig
+from data.errors import DataError
+from data.hub import open_hub
+from data.tokenizer import load_origin
+start = time.monotonic()
+for call in (lambda: load_origin("org/name"), lambda: open_hub(SourceConfig(path="hf://org/name"), "data.sources[0]")):
+    try:
+        call()
+    except DataError as error:
+        print(error)
+print(time.monotonic() - start)
+"""
 
 
 def test_a_tokenizer_folder_is_known_by_its_files(tmp_path: Path, trained: Path) -> None:

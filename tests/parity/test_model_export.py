@@ -3,30 +3,29 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
 from data.tokenizer import INFO
-from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.export import export, write_export
+from launcher.export import DTYPES, export, write_export
 from launcher.generate import generate_from_checkpoint
 from launcher.trained import load_decoder, open_trained
 from modeling.config import ModelConfig, NoBalance
 from modeling.decoder import Decoder
 from modeling.hf.common import SpecialTokens
 from modeling.hf.convert import from_hf, hf_config, tensor_shapes, to_hf
-from parallel.checkpoint.manifest import Manifest, Piece, hash_file, write_manifest
-from parallel.checkpoint.write import BUFFER
+from saved_runs import save_run
 from small_models import FAMILIES, Family, build, configs, example_config, tensors_of
 from warnings_seen import no_warnings
 
@@ -61,8 +60,10 @@ def test_config_means_in_transformers_what_it_says(family: Family) -> None:
     def check(config: ModelConfig) -> None:
         written = hf_config(config, 128, SpecialTokens(eos=5), "bfloat16")
         read = AutoConfig.for_model(**written)
+        rope = {key: written.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in written}
+        assert rope.items() < read.rope_parameters.items()  # what version 4 reads says the same as what 5 does
         for key, value in written.items():
-            if key == "dtype":
+            if key in ("dtype", "torch_dtype"):
                 assert read.dtype == torch.bfloat16
             else:
                 assert getattr(read, key) == value, key
@@ -86,7 +87,7 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
             assert torch.equal(shard.get_tensor(name), whole[name])
     assert not (tmp_path / "one/model.safetensors.index.json").exists()
     with no_warnings():
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32, trust_remote_code=False)
     assert loaded.num_parameters() == sum(whole[name].numel() for name in whole)
     assert not [path for path in (tmp_path / "many").iterdir() if path.name.startswith("shard")]
 
@@ -95,11 +96,38 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
 def test_half_precision(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
     _, model = write_example("glm4_moe", tmp_path / "out", dtype=dtype)
     with no_warnings():
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
     assert theirs.dtype == torch_dtype
     assert torch.equal(theirs.model.embed_tokens.weight, model.embed.weight.to(torch_dtype))
     bias = dict(model.named_buffers())["layers.1.feed_forward.router.bias"]
     assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)  # stays fp32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("d_model", "d_ff"), [(16, 24), (20, 24), (16, 12), (12, 4)])
+def test_widths_that_a_dtype_cannot_have(family: Family, d_model: int, d_ff: int, tmp_path: Path) -> None:
+    """What is refused really fails in transformers, what is not runs; nothing is left of what is refused."""
+    config = example_config(family, d_model=d_model)
+    if config.moe is not None:
+        config = replace(config, moe=replace(config.moe, d_ff=d_ff))
+    tensors = tensors_of(build(config, 3))
+    write_export(tensors.items(), config, 64, None, tmp_path / "fp32")
+    tokens_BS = torch.arange(9)[None]
+    for dtype in ("bf16", "fp16"):
+        widths = {} if config.moe is None else {"model.d_model": d_model, "model.moe.d_ff": d_ff}
+        uneven = [f"{key}={width} " for key, width in widths.items() if width % 8]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", trust_remote_code=False, dtype=DTYPES[dtype])
+        if not uneven:
+            write_export(tensors.items(), config, 64, None, tmp_path / dtype, dtype)
+            AutoModelForCausalLM.from_pretrained(tmp_path / dtype, trust_remote_code=False)(tokens_BS)
+            continue
+        with pytest.raises(UserError) as refused:
+            write_export(tensors.items(), config, 64, None, tmp_path / dtype, dtype)
+        assert [line for line, told in zip(refused.value.problems, uneven, strict=True) if told not in line] == []
+        assert all(line.startswith(f"--dtype={dtype} ") for line in refused.value.problems)
+        assert not (tmp_path / dtype).exists()
+        with pytest.raises(RuntimeError, match="16 bytes"):
+            model(tokens_BS)
 
 
 def test_glm_without_bias_exports_zeros(tmp_path: Path) -> None:
@@ -125,8 +153,8 @@ def test_tokenizer_and_generation(family: Family, tmp_path: Path) -> None:
     config = example_config(family, vocab_size=vocab_size)
     write_export(tensors_of(build(config, 3)).items(), config, 64, tmp_path / "tokenizer", tmp_path / "out")
     with no_warnings():
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
         inputs = tokenizer("def f(x):", return_tensors="pt", return_token_type_ids=False)
         for options in ({}, {"do_sample": False}, {"temperature": 0.7, "top_k": 5}):
             torch.manual_seed(0)
@@ -199,31 +227,6 @@ def test_planted_missing_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"final_norm\.weight"):
         write_export(tensors.items(), config, 64, None, tmp_path / "out")
     assert only(tmp_path) == set()
-
-
-def save_run(run: Path, config: RunConfig, model: Decoder, step: int) -> Path:
-    """A run directory with one checkpoint, as a single rank would write it."""
-    directory = run / "checkpoints" / f"step-{step:08d}"
-    (directory / "tokenizer").mkdir(parents=True)
-    save_byte_tokenizer(directory / "tokenizer")
-    kinds = {
-        "weight": [name for name, _ in model.named_parameters()],
-        BUFFER: [name for name, _ in model.named_buffers()],
-    }
-    tensors = tensors_of(model)
-    save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, directory / "shard.safetensors")
-    manifest = Manifest(
-        step=step, scalars={}, tensors={name: list(t.shape) for name, t in tensors.items()}, kinds=kinds
-    )
-    for kind, names in kinds.items():
-        for name in names:
-            shape = tuple(tensors[name].shape)
-            manifest.pieces.append(Piece(kind, name, (0,) * len(shape), shape, "shard.safetensors", name))
-    for file in ["shard.safetensors"]:
-        manifest.files[file] = {"bytes": (directory / file).stat().st_size, "xxh3_128": hash_file(directory / file)}
-    write_manifest(manifest, directory)
-    (run / "config.yaml").write_text(dump_config(config))
-    return directory
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """Generation: the same tokens with and without a cache, and as transformers' generate makes of the exported model."""
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,10 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
+from launcher.config.tree import RunConfig
+from launcher.console import escaped
 from launcher.export import write_export
-from launcher.generate import argument_problems, generate_text
+from launcher.generate import argument_problems, generate_text, readable
 from modeling.context import Context
 from modeling.generate import choose, generate, new_tokens, nucleus
+from saved_runs import save_run
 from small_models import FAMILIES, Family, build, example_config, tensors_of
 from warnings_seen import no_warnings
 
@@ -41,7 +47,7 @@ def test_greedy_equals_transformers(family: Family, tmp_path: Path) -> None:
     config = example_config(family, sliding_window=5 if family in ("mixtral", "qwen3_moe") else None)
     model = build(config, 2)
     write_export(tensors_of(model).items(), config, 64, None, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, trust_remote_code=False)
     tokens_BS = prompts(config.vocab_size)
     with no_warnings():
         expected_BS = theirs.generate(
@@ -110,6 +116,52 @@ def test_arguments_are_checked_at_once() -> None:
     assert argument_problems("a", 1, 0.0, None, None, 0) == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("max_new_tokens", value) for value in (10**30, 0, -(10**30))),
+        *(("temperature", value) for value in (float("nan"), float("inf"), -0.1, 1e-300)),
+        *(("top_p", value) for value in (float("nan"), 2.0, 0.0)),
+        *(("seed", value) for value in (2**63, -1)),
+        ("top_k", 0),
+    ],
+)
+def test_an_option_out_of_range_is_one_line(option: str, value: float) -> None:
+    options = {"max_new_tokens": 1, "temperature": 0.8, "top_k": None, "top_p": None, "seed": 0, option: value}
+    (line,) = argument_problems("a", **options)
+    assert line.startswith(f"--{option.replace('_', '-')}={value} must ")
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e300])
+def test_extreme_temperatures_draw_tokens(temperature: float) -> None:
+    config = example_config("llama")
+    tokens_BS = generate(build(config, 1), prompts(config.vocab_size), 3, temperature=temperature, top_p=1e-320)
+    assert tokens_BS.shape == (3, 10)
+
+
+def test_what_the_locale_cannot_read_is_read_as_utf8() -> None:
+    """Under LC_ALL=C each byte of the argument comes as a lone surrogate."""
+    assert readable("für") == ("für", [])
+    assert readable("für".encode().decode("ascii", "surrogateescape")) == ("für", [])
+    _, (line,) = readable(b"a\xff".decode("utf-8", "surrogateescape"))
+    assert line == "--prompt must be UTF-8, and its byte 1 is 0xff; convert it to UTF-8"
+
+
+@pytest.mark.parametrize(
+    "encoding", ["ascii", *(pytest.param(each, marks=pytest.mark.slow) for each in ("latin-1", "utf-8"))]
+)
+def test_a_terminal_that_lacks_characters_shows_them_escaped(encoding: str, tmp_path: Path) -> None:
+    """The whole command, in a process of its own."""
+    config = RunConfig(model=example_config("llama", vocab_size=257))
+    save_run(tmp_path / "run", config, build(config.model, 1), 5)
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
+    words = ["generate", str(tmp_path / "run"), "--prompt", "日本 für", "--max-new-tokens", "4"]
+    ended = subprocess.run([sys.executable, "-m", "launcher", *words], env=environment, capture_output=True)
+    shown = "日本 für".encode(encoding, "backslashreplace")
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.startswith(shown)
+
+
 class Terminal(io.StringIO):
     """A terminal that keeps what each write added."""
 
@@ -127,7 +179,7 @@ class Terminal(io.StringIO):
 
 def test_text_streams_to_a_terminal(tmp_path: Path) -> None:
     save_byte_tokenizer(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     config = example_config("qwen3_moe", vocab_size=len(tokenizer))
     model = build(config, 1)
     terminal, pipe = Terminal(), io.StringIO()
@@ -135,7 +187,8 @@ def test_text_streams_to_a_terminal(tmp_path: Path) -> None:
     text = generate_text(model, tokenizer, "für", **options, out=terminal)
     assert generate_text(model, tokenizer, "für", **options, out=pipe) == text
     assert text.startswith("für")
-    assert terminal.getvalue() == pipe.getvalue() == text + "\n"
+    assert pipe.getvalue() == text + "\n"
+    assert terminal.getvalue() == escaped(text) + "\n"
     assert len(terminal.parts) > 10
 
 

@@ -59,7 +59,9 @@ def exported(model: Decoder, config: ModelConfig) -> PreTrainedModel:
         out = Path(folder) / "export"
         write_export(tensors_of(model).items(), config, 64, None, out)
         with no_warnings():
-            theirs, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+            theirs, info = AutoModelForCausalLM.from_pretrained(
+                out, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
     assert {key: value for key, value in info.items() if value} == {}
     return theirs.eval()
 

@@ -8,6 +8,8 @@ import gzip
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -142,6 +144,38 @@ def test_a_resumed_run_keeps_its_id_and_its_name(offline_run: Path) -> None:
 def test_everything_lies_in_the_run_directory(offline_run: Path) -> None:
     assert sorted(path.name for path in offline_run.iterdir()) == ["ledger.jsonl", "metrics.jsonl", "wandb"]
     assert len(list((offline_run / "wandb").glob("offline-run-*"))) == 2
+
+
+LEAVES_NOTHING = """
+import os, sys; from pathlib import Path
+from launcher.config.tree import WandbConfig
+from launcher.watch.wandb_run import open_wandb
+if sys.argv[1] == "ended":
+    run = open_wandb(WandbConfig(mode="offline"), {}, Path("run"), "name")
+    run.log({"step": 1, "loss": 2.0})
+    run.finish()
+os._exit(0)  # as a rank ends, and one that is killed: without the interpreter's own end
+"""
+
+
+@pytest.mark.parametrize("when", ["imported", "ended"])
+def test_no_temporary_folder_stays(tmp_path: Path, when: str) -> None:
+    for name in ("temporary", "run/wandb/offline-run-20200101_000000-killed/tmp/code"):
+        (tmp_path / name).mkdir(parents=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    subprocess.run([sys.executable, "-c", LEAVES_NOTHING, when], cwd=tmp_path, env=environment, check=True)
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert len(list((tmp_path / "run/wandb").glob("*run-*/tmp"))) == (1 if when == "imported" else 0)
+
+
+@pytest.mark.parametrize("wrong", ["a file", "a folder as run_id"])
+def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "wandb").touch() if wrong == "a file" else (tmp_path / "wandb/run_id").mkdir(parents=True)
+    told: list[str] = []
+    run = wandb_run.open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "name", announce=told.append)
+    assert isinstance(run, wandb_run.NullRun)
+    (line,) = told
+    assert line.startswith(f"W&B: {tmp_path}/wandb cannot be written: ")
 
 
 def test_a_torn_file_gives_the_rows_before(offline_run: Path, tmp_path: Path) -> None:

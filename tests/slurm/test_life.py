@@ -16,6 +16,7 @@ from launcher.watch.wandb_read import read_history, read_records, wandb_files
 from launcher.watch.wandb_run import saved_run_id
 from layout_runs import run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
+from orphans import ORPHAN_SECONDS
 from slurm_cluster import Cluster, wait_until
 from slurm_runs import Run
 
@@ -98,6 +99,24 @@ def test_a_killed_rank_is_started_again_in_the_same_job(cluster, tmp_path, unint
     finish(run, job_id, uninterrupted, "rank killed", recovery)
     assert cluster.job(job_id)["Restarts"] == "0"
     assert recovery.repeated < EVERY
+
+
+def test_a_killed_step_daemon_leaves_no_rank(cluster, tmp_path, uninterrupted):
+    """A task that its slurmstepd no longer sees would train on; one that is stopped would wait for ever."""
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+
+    def ranks() -> str:
+        return cluster.on_node("n2", "bash", "-c", "pgrep -f 'launcher [t]rain' || true").stdout
+
+    def kill() -> None:
+        assert ranks()
+        cluster.on_node("n2", "pkill", "-STOP", "-f", "launcher train")
+        cluster.on_node("n2", "pkill", "-9", "slurmstepd")
+        wait_until(lambda: not ranks(), ORPHAN_SECONDS, lambda: f"left on n2: {ranks()}")
+
+    recovery = go_through(run, kill)
+    finish(run, job_id, uninterrupted, "step daemon killed", recovery)
 
 
 def test_a_stopped_rank_is_ended_and_started_again(cluster, tmp_path, uninterrupted):

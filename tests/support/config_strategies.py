@@ -15,23 +15,23 @@ TEXTS = st.sampled_from(
 ) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
-def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value that ``hint`` allows, sensible or not."""
-    return st.one_of([_member_values(member) for member in members(hint)])
+def values(hint: Any, integers: st.SearchStrategy[int] = INTEGERS) -> st.SearchStrategy[Any]:
+    """Any value that ``hint`` allows, sensible or not, its integers of ``integers``."""
+    return st.one_of([_member_values(member, integers) for member in members(hint)])
 
 
-def _member_values(member: Any) -> st.SearchStrategy[Any]:
-    plain = {int: INTEGERS, float: FLOATS, str: TEXTS, bool: st.booleans(), types.NoneType: st.none()}
+def _member_values(member: Any, integers: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    plain = {int: integers, float: FLOATS, str: TEXTS, bool: st.booleans(), types.NoneType: st.none()}
     if member in plain:
         return plain[member]
     if alternatives(member):
-        return st.builds(member, **{name: values(hint) for name, hint in field_hints(member).items()})
+        return st.builds(member, **{name: values(hint, integers) for name, hint in field_hints(member).items()})
     if item_hint(member) is not None:
-        return st.lists(values(item_hint(member)), max_size=2).map(tuple)
+        return st.lists(values(item_hint(member), integers), max_size=2).map(tuple)
     assert get_origin(member) is not None, member
     return st.sampled_from(get_args(member))
 
 
-def configs() -> st.SearchStrategy[RunConfig]:
+def configs(integers: st.SearchStrategy[int] = INTEGERS) -> st.SearchStrategy[RunConfig]:
     """Any config of the right types, sensible or not."""
-    return values(RunConfig)
+    return values(RunConfig, integers)

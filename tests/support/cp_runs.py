@@ -94,7 +94,6 @@ def attend_rank(
 ) -> list[tuple[dict[str, Tensor], int, int]]:
     """One rank: for each case its share of outputs and gradients, and the bytes that it sent forward and backward."""
     from cp_faults import plant
-    from parallel.context_parallel import plan
     from parallel.context_parallel.context import split_context
     from parallel.context_parallel.core import make_core
     from parallel.context_parallel.part import take_share
@@ -102,11 +101,10 @@ def attend_rank(
 
     plant(fault)
     axis = open_axis(cp)
-    core = make_core(kind, axis)
     sent = count_bytes()
     results = []
     for case in cases:
-        plan.TILE = case.tile
+        core = make_core(kind, axis, case.tile)
         *heads, grad = (take_share(tensor, axis) for tensor in case.tensors())
         heads = [tensor.requires_grad_() for tensor in heads]
         before = sum(sent)
@@ -261,7 +259,6 @@ def largest_of_rank(kind: Any, case: Case) -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from parallel.context_parallel import plan
     from parallel.context_parallel.context import split_context
     from parallel.context_parallel.core import make_core
     from parallel.context_parallel.part import take_share
@@ -275,9 +272,8 @@ def largest_of_rank(kind: Any, case: Case) -> int:
             seen.extend(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             return result
 
-    plan.TILE = case.tile
     axis = open_axis(int(os.environ["WORLD_SIZE"]))
-    core = make_core(kind, axis)
+    core = make_core(kind, axis, case.tile)
     *heads, grad = (take_share(tensor, axis) for tensor in case.tensors())
     heads = [tensor.requires_grad_() for tensor in heads]
     context = split_context(case.context(), axis)

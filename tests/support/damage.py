@@ -1,10 +1,12 @@
 """Every way in which a checkpoint's files go wrong, and what a restart makes of each."""
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,6 +17,7 @@ from launcher.train import build_engine, run_step
 from parallel.checkpoint.retention import Retention
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.process import run_ranks
+from sealed import reseal
 
 BEFORE, VICTIM = "step-00000001", "step-00000002"
 OTHER = "other"  # a run of another seed, of the same sizes
@@ -60,7 +63,8 @@ def all_damages(folder: Path, n_flips: int, seed: int = 0) -> Iterator[Damage]:
         yield Damage(f"{file}: a block of other bytes at {start}", (file,), Overwrite(file, start))
         yield Damage(f"{file}: a byte more", (file,), Append(file))
         yield Damage(f"{file}: deleted", (file,), Delete(file))
-        yield Damage(f"{file}: a folder instead", (file,), Folder(file))
+        for kind in ("folder", "link", "pipe"):
+            yield Damage(f"{file}: a {kind} instead", (file,), Instead(file, kind))
         for source in (f"own/{BEFORE}", f"{OTHER}/{VICTIM}"):
             yield from replaced(folder, file, source, files)
         for other in files:
@@ -68,6 +72,8 @@ def all_damages(folder: Path, n_flips: int, seed: int = 0) -> Iterator[Damage]:
                 yield Damage(f"{file}: replaced by {other}", (file,), Replace(file, victim / other, victim / file))
             if other > file:
                 yield Damage(f"{file}: swapped with {other}", (file, other), Swap(file, other))
+    for change in (forget_shard, forget_tensor, leave_folder):
+        yield Damage(f"resealed: {change.__name__}", ("manifest.json",), Reseal(change))
     yield Damage("the checkpoint before it under its name", ("manifest.json",), Rename())
     yield Damage("all files deleted", ("manifest.json",), Empty())
 
@@ -143,14 +149,49 @@ class Delete:
 
 
 @dataclass(frozen=True)
-class Folder:
-    """A folder of the file's name."""
+class Instead:
+    """Something else of the file's name; what a link leads to is the file itself."""
 
     file: str
+    kind: str
 
     def __call__(self, checkpoints: Path) -> None:
-        (checkpoints / VICTIM / self.file).unlink()
-        (checkpoints / VICTIM / self.file).mkdir()
+        path = checkpoints / VICTIM / self.file
+        path.rename(checkpoints / "elsewhere")
+        match self.kind:
+            case "folder":
+                path.mkdir()
+            case "link":
+                path.symlink_to(checkpoints / "elsewhere")
+            case _:
+                os.mkfifo(path)
+
+
+@dataclass(frozen=True)
+class Reseal:
+    """A manifest that somebody has changed, with the right hash."""
+
+    change: Callable[[dict[str, Any]], object]
+
+    def __call__(self, checkpoints: Path) -> None:
+        reseal(checkpoints / VICTIM, self.change)
+
+
+def forget_shard(body: dict[str, Any]) -> None:
+    """No hash of it any more."""
+    del body["files"]["shard-00001.safetensors"]
+
+
+def forget_tensor(body: dict[str, Any]) -> None:
+    """A certificate that holds, of a model that has one tensor less."""
+    del body["tensors"]["embed.weight"]
+    body["kinds"] = {kind: [name for name in names if name != "embed.weight"] for kind, names in body["kinds"].items()}
+    body["pieces"] = [piece for piece in body["pieces"] if piece["name"] != "embed.weight"]
+
+
+def leave_folder(body: dict[str, Any]) -> None:
+    """A path to somewhere else."""
+    body["files"]["../shard"] = body["files"].pop("shard-00001.safetensors")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Small runs in which a rank dies or hangs: under a launcher of ours, and started one by one as srun does it."""
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, Wan
 from launcher.run_dir import claim
 from layout_runs import run_config
 from parallel.mesh import Degrees
-from parallel.process import PRELOAD, RankError, _die_with_parent, _free_port, _rank_environment, run_ranks
+from parallel.process import RankError, fork_server, rank_environments, run_ranks
 
 FAULT_STEP = 3
 
@@ -59,12 +58,11 @@ class Ended:
 
 def run_alone(config: RunConfig, n_ranks: int, fault: str, rank: int, seconds: float = 200) -> list[Ended]:
     """Ranks that nobody watches over, each `train CONFIG` in a job's environment. A stopped one goes on at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", "launcher.train"])
-    port, folder = _free_port(), config.run_path.parent
+    context = fork_server(["launcher.train"])
+    folder = config.run_path.parent
     processes = []
-    for number in range(n_ranks):
-        given = (_rank_environment(number, n_ranks, port), folder / "run.yaml", fault, rank, folder / f"{number}.err")
+    for number, environment in enumerate(rank_environments(n_ranks)):
+        given = (environment, folder / "run.yaml", fault, rank, folder / f"{number}.err")
         processes.append(context.Process(target=_alone, args=given, daemon=True))
         processes[-1].start()
     deadline = time.monotonic() + seconds
@@ -83,7 +81,6 @@ def run_alone(config: RunConfig, n_ranks: int, fault: str, rank: int, seconds: f
 
 
 def _alone(environment: dict[str, str], config: Path, fault: str, rank: int, stderr: Path) -> None:
-    _die_with_parent()
     os.environ.update(environment)
     with stderr.open("w") as file:
         os.dup2(file.fileno(), 2)

@@ -1,22 +1,25 @@
-"""The kill drill: runs in which ranks are killed at random moments, each resumed and compared with one that was not.
+"""The kill drill: runs in which ranks, the launcher or its fork server are killed at random moments.
+
+Nobody is left 10 seconds after a kill, and each run is resumed and compared with one that was not killed.
 
 ``python tests/support/kill_drill.py --runs 200`` prints a line a run and a JSON summary at the end. What happens in run
 n is a function of (seed, n): ``--seed S --only N`` repeats it.
 
 One kill is a real SIGKILL, sent by rank 0 from a thread of its own a random time after it has entered a moment: an
-update, the writing of a shard, the commit, the deletion of old checkpoints, a load. The fork server lives on from run
-to run, so a start costs what the ranks need to build their engines.
+update, the writing of a shard, the commit, the deletion of old checkpoints, a load. Each start is a process of its own
+with a fork server of its own, as the command is, but both are forked from a process that has imported everything, so a
+start costs what the ranks need to build their engines.
 """
 
 import argparse
 import contextlib
 import functools
-import io
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -24,8 +27,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does; the ranks get the same path
 
@@ -33,13 +39,16 @@ import launcher.start
 from launcher.checkpoint_command import find
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
+from launcher.errors import UserError
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
+from orphans import lives, wait_for
 from parallel.checkpoint.verify import problems_of
 from parallel.config import ParallelConfig
-from parallel.stop import STOPPED
+from parallel.lifeline import end_with_parent
+from parallel.process import SERVER_KILLED, fork_server
 
 STEPS, EVERY = 8, 2
 BATCH = 8
@@ -61,6 +70,15 @@ MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after tha
     "load": ("launcher.train", "restore", 0.04),
 }
 PIDS = "pids"
+LAUNCHER, SERVER, ALL = "launcher", "fork server", "all ranks"  # victims, besides each rank
+PRELOAD = (
+    "launcher.start",
+    "launcher.train",
+    "data.rules",
+    "data.prepared",
+    "modeling.counts",
+    "modeling.optimizers.build",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +88,7 @@ class Kill:
     moment: str
     occurrence: int  # the n-th time that rank 0 enters it, from 1
     delay_seconds: float
-    victim: int | None  # a rank; None: all
+    victim: str  # LAUNCHER, SERVER, ALL, or "rank 0", "rank 1", ...
 
 
 @dataclass
@@ -93,7 +111,7 @@ def plan(seed: int, number: int) -> tuple[str, list[Kill]]:
     n_ranks = LAYOUTS[layout][0]
 
     def kill(moment: str, occurrences: int) -> Kill:
-        victim = draw.choice([None, *range(n_ranks)])
+        victim = draw.choice([LAUNCHER, SERVER, ALL, *(f"rank {rank}" for rank in range(n_ranks))])
         return Kill(moment, draw.randint(1, occurrences), draw.random() ** 3 * MOMENTS[moment][2], victim)
 
     moment = list(MOMENTS)[number % len(MOMENTS)]
@@ -128,21 +146,74 @@ def write_config(folder: Path, name: str, tokens: str, layout: str) -> Path:
 
 
 def start(config: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None = None) -> tuple[int, str]:
-    """What ``roundtable train`` does, in this process, the ranks set up to be killed; the exit code and stderr."""
-    ranks_do = launcher.start.train_rank
+    """What ``roundtable train`` does, in a process of its own, set up to be killed; the exit code and stderr."""
     folder = config.with_suffix(".kill")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / PIDS).mkdir(parents=True)
-    errors = io.StringIO()
-    launcher.start.train_rank = functools.partial(doomed_rank, folder, n_ranks, kill, plant)
+    process = fork_server(PRELOAD).Process(target=launch, args=(config, folder, n_ranks, kill, plant))
+    process.start()
     try:
-        with contextlib.redirect_stderr(errors):
-            code = launcher.start.start_training(config, [], n_ranks)
+        process.join()
     finally:
-        launcher.start.train_rank = ranks_do
-    if code == STOPPED:  # the drill was asked to stop, and passed it on to the ranks
-        raise KeyboardInterrupt
-    return code, errors.getvalue()
+        process.kill()
+    assert process.exitcode is not None
+    return process.exitcode, (folder / "launcher.err").read_text()
+
+
+def launch(config: Path, folder: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None) -> None:
+    """The launcher's process."""
+    end_with_parent()
+    output_to(folder / "launcher.out", 1)
+    output_to(folder / "launcher.err", 2)
+    sign(folder, LAUNCHER)
+    fork_a_fork_server(folder)
+    launcher.start.train_rank = functools.partial(doomed_rank, folder, n_ranks, kill, plant)
+    sys.exit(launcher.start.start_training(config, [], n_ranks))
+
+
+def fork_a_fork_server(folder: Path) -> None:
+    """This process's own, as multiprocessing starts one, but forked, so that it need not import everything again."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(connection.arbitrary_address("AF_UNIX"))  # type: ignore[attr-defined]
+    listener.listen()
+    alive_read, alive_write = os.pipe()
+    launcher_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(alive_write)
+            end_with_parent(launcher_pid)  # what parallel.tied does first of all
+            sign(folder, SERVER)
+            forkserver.main(listener.detach(), alive_read, [])
+        finally:
+            os._exit(0)
+    own: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    own._forkserver_address = listener.getsockname()
+    own._forkserver_alive_fd, own._forkserver_pid = alive_write, pid
+    os.close(alive_read)
+    listener.close()
+
+
+def output_to(path: Path, descriptor: int) -> None:
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), descriptor)
+
+
+def sign(folder: Path, who: str) -> None:
+    """Leaves this process's pid, and when it began: another may get the number after it."""
+    (folder / PIDS / who).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+
+
+def living(folder: Path) -> list[psutil.Process]:
+    """Those who have signed and live."""
+    found = []
+    for path in (folder / PIDS).iterdir():
+        pid, began = path.read_text().split()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(pid))
+            if process.create_time() == float(began) and lives(process):
+                found.append(process)
+    return found
 
 
 def doomed_rank(
@@ -152,10 +223,9 @@ def doomed_rank(
     if plant is not None:
         plant()
     rank = int(os.environ["RANK"])
-    with open(folder / f"rank-{rank}.log", "wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    (folder / PIDS / str(rank)).write_text(str(os.getpid()))
+    output_to(folder / f"rank-{rank}.log", 1)
+    os.dup2(1, 2)
+    sign(folder, f"rank {rank}")
     if kill is not None and rank == 0:
         set_trap(folder, n_ranks, kill)
     return launcher.start.train_rank(*arguments)
@@ -189,11 +259,12 @@ def set_trap(folder: Path, n_ranks: int, kill: Kill) -> None:
 def execute(folder: Path, n_ranks: int, kill: Kill, inside: threading.Event) -> None:
     """Waits, then kills; the executioner last if it is among the victims."""
     time.sleep(kill.delay_seconds)
-    victims = [kill.victim] if kill.victim is not None else [*range(1, n_ranks), 0]
-    pids = [int((folder / PIDS / str(victim)).read_text()) for victim in victims]
+    victims = [kill.victim] if kill.victim != ALL else [f"rank {rank}" for rank in [*range(1, n_ranks), 0]]
+    pids = [int((folder / PIDS / victim).read_text().split()[0]) for victim in victims]
     (folder / "landed").write_text("inside" if inside.is_set() else "after")
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the run has ended meanwhile
+            os.kill(pid, signal.SIGKILL)
 
 
 def updates(run: Path) -> list[tuple]:
@@ -240,29 +311,45 @@ class Drill:
         for attempt, kill in enumerate([*kills, None]):
             newest = newest_checkpoint(run) if run.exists() else 0
             code, errors = start(config, n_ranks, kill, self.plant if attempt else None)
+            outcome.problems += judge_left(config.with_suffix(".kill"))
             landed = config.with_suffix(".kill") / "landed"
             if kill is not None:
                 outcome.landed.append(landed.read_text() if landed.exists() else "not at all")
-                outcome.problems += judge_kill(outcome.landed[-1], code, errors)
+                outcome.problems += judge_kill(kill.victim, outcome.landed[-1], code, errors)
             elif code != 0:
                 outcome.problems.append(f"the last start ended with code {code}: {errors.strip()[-500:]}")
             if attempt and kill is None:
                 outcome.resumed_from.append(newest)
-                outcome.problems += judge_restart(run, newest)
-        outcome.problems += judge_end(run, *reference)
+        try:
+            outcome.problems += judge_restart(run, newest)
+            outcome.problems += judge_end(run, *reference)
+        except UserError as error:  # metrics.jsonl or the ledger is not in order
+            outcome.problems += error.problems
         outcome.seconds = time.monotonic() - began
         if not outcome.problems:
             shutil.rmtree(run)
         return outcome
 
 
-def judge_kill(landed: str, code: int, errors: str) -> list[str]:
-    """A start whose ranks were killed ends with code 1 and says which rank; one that was over before ends with 0."""
+def judge_kill(victim: str, landed: str, code: int, errors: str) -> list[str]:
+    """A start that was killed ends with code 1 and says who was; a launcher that was ends by the signal, silently."""
     if landed == "not at all":
         return [] if code == 0 else [f"nobody was killed, and the start ended with code {code}: {errors[-500:]}"]
     if code == 0:
         return []  # the kill hit a run that had nothing left to do
-    return [] if code == 1 and "SIGKILL" in errors else [f"code {code} after a kill, and stderr {errors[-500:]!r}"]
+    if victim == LAUNCHER:
+        expected = code == -signal.SIGKILL and errors == ""
+    else:
+        expected = code == 1 and (SERVER_KILLED if victim == SERVER else "SIGKILL") in errors
+    return [] if expected else [f"code {code} after a kill of {victim}, and stderr {errors[-500:]!r}"]
+
+
+def judge_left(folder: Path) -> list[str]:
+    """The launcher has ended, in whatever way; soon after it, so have its fork server and its ranks."""
+    left = wait_for(lambda: living(folder))
+    for process in left:
+        process.kill()
+    return [f"{process} outlived its launcher" for process in left]
 
 
 def judge_restart(run: Path, newest: int) -> list[str]:
@@ -304,7 +391,7 @@ def summary(outcomes: list[Outcome], seed: int) -> dict[str, Any]:
         "moments": {
             moment: dict(Counter(landed for _, kill, landed in last if kill.moment == moment)) for moment in MOMENTS
         },
-        "victims": dict(Counter("all" if kill.victim is None else f"rank {kill.victim}" for _, kill, _ in last)),
+        "victims": dict(sorted(Counter(kill.victim for _, kill, _ in last).items())),
         "layouts": dict(Counter(outcome.layout for outcome in outcomes)),
         "resumed_from": dict(sorted(Counter(step for outcome in outcomes for step in outcome.resumed_from).items())),
         "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
@@ -314,9 +401,8 @@ def summary(outcomes: list[Outcome], seed: int) -> dict[str, Any]:
 def line_of(outcome: Outcome) -> str:
     """One run in words."""
     kill = outcome.kills[-1]
-    whom = "all ranks" if kill.victim is None else f"rank {kill.victim}"
     verdict = f"FAILED: {outcome.problems}" if outcome.problems else "resumed, equal"
-    what = f"{outcome.layout}: {whom} killed {outcome.landed[-1]} {kill.moment} {kill.occurrence}"
+    what = f"{outcome.layout}: {kill.victim} killed {outcome.landed[-1]} {kill.moment} {kill.occurrence}"
     return f"{outcome.seconds:4.1f} s  {what}: {verdict}"
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -11,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.lifeline import end_with_parent
 from parallel.preflight import course, device
-from parallel.process import PRELOAD, _die_with_parent, _free_port, _rank_environment
+from parallel.process import fork_server, rank_environments
 from parallel.roll_call import RollCall, RollCallError
 
 STAGE_SECONDS = 20.0
@@ -31,12 +31,11 @@ class Seen:
 
 def preflight(hosts: Sequence[str], folder: Path, faults: Mapping[int, str] | None = None) -> list[Seen]:
     """A rank for each of ``hosts``, with faults by rank; what each came to."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "parallel.preloaded", "parallel.preflight.course"])
-    port, n_ranks = _free_port(), len(hosts)
+    context = fork_server(["parallel.preflight.course"])
+    n_ranks = len(hosts)
     processes = []
-    for rank in range(n_ranks):
-        given = (_rank_environment(rank, n_ranks, port), list(hosts), (faults or {}).get(rank, ""), folder)
+    for rank, environment in enumerate(rank_environments(n_ranks)):
+        given = (environment, list(hosts), (faults or {}).get(rank, ""), folder)
         processes.append(context.Process(target=_rank, args=given, daemon=True))
         processes[-1].start()
     deadline = time.monotonic() + 250
@@ -55,7 +54,7 @@ def preflight(hosts: Sequence[str], folder: Path, faults: Mapping[int, str] | No
 
 
 def _rank(environment: dict[str, str], hosts: list[str], fault: str, folder: Path) -> None:
-    _die_with_parent()
+    end_with_parent()
     os.environ.update(environment)
     import torch
 

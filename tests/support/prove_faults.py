@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 
 import near_ties
+import prove_faults_accumulation as accumulation
+import prove_faults_evaluation as evaluation
 import prove_faults_gradients as gradients
+import prove_faults_sizes as sizes
+import prove_faults_updates as updates
 from faults import patch_batches, patch_loop, skip_for_large
 
 DP = "WORLD_SIZE"  # while dp is the only axis
@@ -31,6 +35,10 @@ class Fault:
     starves: bool = False  # no router of either side chooses the second half of the experts
 
 
+HELDOUT, UNCHANGED = "held-out loss", "evaluation changes nothing"
+HELDOUT_ALONE = "the held-out loss differs (before the steps"
+STEPS = 2  # of the proofs that faults are planted in
+ACCUMULATED = "accumulated gradients"
 DIES = "the processes come to an end"  # instead of a check: they do not
 BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
@@ -101,6 +109,35 @@ FAULTS = [
     Fault("experts without tokens: gradient not set", "gradients", ".feed_forward.experts.", EP, starves=True),
     Fault("a rank whose experts get no tokens leaves the graph", DIES, "rank", EP, starves=True),
     Fault("router bias not restored", "router biases", "layers.1.feed_forward.router.bias on rank 0", BIAS),
+    Fault("gradients scaled up to the clipping norm", "AdamW of these gradients", "", ("parallel.zero=0",)),
+    Fault("a group of weights keeps the first learning rate", f"weights after {STEPS} steps", "embed.weight"),
+    Fault("masters rounded to bf16 (ZeRO 2)", "adamw of these gradients", "", (*BF16, "parallel.zero=2")),
+    Fault("ring: tiles beyond the 16th left out", "modules' outputs", "layers.0.attention, sample", RING),
+    Fault("loss: gradient of the second chunk lost", "gradients", EVERY_GRADIENT),
+    Fault("loss: gradient of the second chunk lost under tp", "gradients", EVERY_GRADIENT, TP),
+    Fault("experts: last unit of rows left out", "modules' outputs", "layers.1.feed_forward, sample"),
+    Fault("second bucket of gradients not reduced (ZeRO 1)", "gradients", "43 gradients differ"),
+    Fault("second bucket of gradients not reduced (ZeRO 2)", "gradients", "43 gradients differ", ("parallel.zero=2",)),
+    Fault("second bucket of gradients not reduced (ZeRO 1, bf16)", "gradients", "from fp32, one process", BF16),
+    Fault("a gathered weight is shifted (ZeRO 3)", "modules' outputs", "embed, sample", ("parallel.zero=3",)),
+    Fault(
+        "the first group of weights alone is updated (ZeRO 3)", f"weights after {STEPS} steps", "", ("parallel.zero=3",)
+    ),
+    Fault("accumulation in bf16 (ZeRO 1)", ACCUMULATED, "", BF16),
+    Fault("accumulation in bf16 (ZeRO 2)", ACCUMULATED, "", (*BF16, "parallel.zero=2")),
+    Fault("accumulation in bf16 (ZeRO 3)", ACCUMULATED, "", (*BF16, "parallel.zero=3")),
+    Fault("accumulation in bf16 under pp (ZeRO 2)", ACCUMULATED, "", (*BF16, *PP, "parallel.zero=2")),
+    Fault("accumulation in fp16 (ZeRO 2)", ACCUMULATED, "", (*FP16, "parallel.zero=2")),
+    Fault("evaluation: filler samples counted", HELDOUT, HELDOUT_ALONE),
+    Fault("evaluation: filler samples counted under pp", HELDOUT, HELDOUT_ALONE, PP),
+    Fault("evaluation: a rank's share dropped", HELDOUT, HELDOUT_ALONE),
+    Fault("evaluation: a sequence read twice, another not", HELDOUT, HELDOUT_ALONE),
+    Fault("evaluation: a stage takes micro-batches in another order", HELDOUT, HELDOUT_ALONE, PP),
+    Fault("evaluation: attention across documents", HELDOUT, HELDOUT_ALONE),
+    Fault("evaluation: weights as at the first one (ZeRO 3)", HELDOUT, "after the steps", ("parallel.zero=3",)),
+    Fault("evaluation: a gradient left behind", UNCHANGED, "gradient of final_norm.weight, before the steps"),
+    Fault("evaluation: router counts left behind", "router counts", "layer 1 (step 1)"),
+    Fault("evaluation: router biases moved", UNCHANGED, "layers.1.feed_forward.router.bias, before the steps", BIAS),
 ]
 
 
@@ -134,7 +171,8 @@ def plant(title: str) -> None:
             from modeling.loss import ChunkedCrossEntropy, Head
 
             def forward(self: Any, hidden_BSD: Any, targets_BS: Any = None) -> Any:
-                return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), self.weight.detach(), targets_BS.flatten())
+                rows = (hidden_BSD.flatten(0, 1), self.weight.detach(), targets_BS.flatten())
+                return ChunkedCrossEntropy.apply(*rows, self.chunk_logits)
 
             Head.forward = forward
         case "norm counts the embedding twice":
@@ -291,6 +329,54 @@ def plant(title: str) -> None:
             change_engines(gradients.leave_gradients_unset)
         case "a rank whose experts get no tokens leaves the graph":
             gradients.leave_the_graph()
+        case "gradients scaled up to the clipping norm":
+            updates.scale_to_clip_norm()
+        case "a group of weights keeps the first learning rate":
+            updates.keep_first_lr()
+        case "masters rounded to bf16 (ZeRO 2)":
+            updates.round_masters()
+        case "ring: tiles beyond the 16th left out":
+            sizes.drop_tiles(16)
+        case "loss: gradient of the second chunk lost":
+            sizes.lose_second_chunk_of_one_device()
+        case "loss: gradient of the second chunk lost under tp":
+            sizes.lose_second_chunk_under_tp()
+        case "experts: last unit of rows left out":
+            sizes.pad_rows_short()
+        case "second bucket of gradients not reduced (ZeRO 1)" | "second bucket of gradients not reduced (ZeRO 2)":
+            sizes.skip_second_zero_bucket()
+        case "second bucket of gradients not reduced (ZeRO 1, bf16)":
+            sizes.skip_second_bf16_bucket()
+        case "a gathered weight is shifted (ZeRO 3)":
+            change_engines(sizes.shift_gathered)
+        case "the first group of weights alone is updated (ZeRO 3)":
+            change_engines(sizes.forget_update_group)
+        case "accumulation in bf16 (ZeRO 1)":
+            accumulation.let_autograd_accumulate()
+        case "accumulation in bf16 (ZeRO 2)" | "accumulation in bf16 (ZeRO 3)":
+            accumulation.let_deepspeed_accumulate("bf16")
+        case "accumulation in fp16 (ZeRO 2)":
+            accumulation.let_deepspeed_accumulate("fp16")
+        case "accumulation in bf16 under pp (ZeRO 2)":
+            accumulation.keep_sums_in_bf16()
+        case "evaluation: filler samples counted" | "evaluation: filler samples counted under pp":
+            evaluation.count_fillers()
+        case "evaluation: a rank's share dropped":
+            evaluation.drop_share()
+        case "evaluation: a sequence read twice, another not":
+            evaluation.read_others()
+        case "evaluation: a stage takes micro-batches in another order":
+            evaluation.reverse_stages()
+        case "evaluation: attention across documents":
+            evaluation.see_all_documents()
+        case "evaluation: weights as at the first one (ZeRO 3)":
+            evaluation.see_first_weights()
+        case "evaluation: a gradient left behind":
+            evaluation.leave_gradients()
+        case "evaluation: router counts left behind":
+            evaluation.leave_counts()
+        case "evaluation: router biases moved":
+            evaluation.move_biases()
         case "the next expert at gaps below a tie's":
             near_ties.choose_otherwise(0.0, 5e-6)
         case "the next expert at gaps above a tie's":

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from launcher.prove.command import load_small, prove_in, stay_on_cpu
 from launcher.prove.report import Outcome
-from prove_faults import DIES, Fault, plant
+from prove_faults import DIES, STEPS, Fault, plant
 from starved import starved
 
-STEPS = 2
 BothSides = Callable[[], AbstractContextManager[None]]  # has to be one that pickle can send
 FOR_GOOD = ExitStack()  # what a rank's process never leaves
 CONFIG = """

@@ -22,8 +22,8 @@ from parallel.checkpoint import saver as saver_module
 from parallel.checkpoint import write
 from parallel.checkpoint.errors import BrokenSave
 from parallel.checkpoint.folder import LocalStore, open_store
-from parallel.checkpoint.manifest import Piece
 from parallel.checkpoint.saver import Hooks, Saved, Saver
+from parallel.checkpoint.schema import Piece
 from parallel.engine import Engine
 from parallel.mesh import close_mesh, open_mesh
 

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import time
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +47,21 @@ def test_planted_gap_or_overlap_is_found(shape, data):
 def test_planted_shift_is_found_although_the_elements_add_up():
     assert "overlap" in (coverage_error((4, 4), [Box((0, 0), (2, 4)), Box((1, 0), (2, 4))]) or "")
     assert "outside" in (coverage_error((4, 4), [Box((0, 0), (2, 4)), Box((3, 0), (2, 4))]) or "")
+
+
+def test_what_is_missing_is_told_although_the_elements_add_up():
+    """One element twice, another not at all: the first one in order is named."""
+    boxes = [Box((1,), (1,)), Box((1,), (1,))]
+    assert coverage_error((2,), boxes) == "element [0] is missing"
+    assert coverage_error((), [Box((), ())]) is None and coverage_error((0, 3), []) is None
+
+
+@pytest.mark.parametrize("strips", ["rows", "columns"])
+def test_many_boxes_take_time_in_proportion_to_their_number(strips):
+    """Strips along the first dim all meet every plane of it: comparing each pair would take hours."""
+    n = 8_000
+    boxes = [Box((i, 0), (1, n)) if strips == "rows" else Box((0, i), (n, 1)) for i in range(n)]
+    started = time.process_time()
+    assert coverage_error((n, n), boxes) is None
+    assert "overlap" in (coverage_error((n, n), [*boxes, boxes[n // 2]]) or "")
+    assert time.process_time() - started < 3

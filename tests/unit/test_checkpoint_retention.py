@@ -50,7 +50,8 @@ def make(checkpoints, step, loss=None):
     directory.mkdir(parents=True)
     file = directory / "shard-00000.safetensors"
     file.write_bytes(bytes(100 + step))
-    scalars = {"heldout": [step, loss] if loss is not None else [step - 1, 0.0]}
+    scalars = {"consumed": 0, "skipped": [], "tokens": 0, "updates": 0, "loss_scaler": {}}
+    scalars |= {"heldout": [step, loss] if loss is not None else [step - 1, 0.0]}
     files = {file.name: {"bytes": 100 + step, "xxh3_128": hash_file(file)}}
     write_manifest(Manifest(step=step, scalars=scalars, tensors={}, kinds={}, files=files), directory)
     return directory

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from parallel.checkpoint import scatter
 from parallel.checkpoint.boxes import Box, boxes_of_range, whole
 from parallel.checkpoint.folder import LocalFolder
-from parallel.checkpoint.manifest import Piece, hash_file
+from parallel.checkpoint.manifest import hash_file
 from parallel.checkpoint.safetensors_stream import NotSafetensors, read_header, staged, write_tensors
 from parallel.checkpoint.scatter import ShardReader, Target, span_of
+from parallel.checkpoint.schema import Piece
 
 FILE = "shard.safetensors"
 
@@ -87,7 +88,7 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_planted_wrong_headers_are_refused(tmp_path, content):
     (tmp_path / FILE).write_bytes(content)
     with LocalFolder(tmp_path).open(FILE) as file, pytest.raises(NotSafetensors):
-        read_header(file)
+        read_header(file, len(content))
 
 
 def test_a_file_that_ends_early_is_refused_however_it_is_read(tmp_path):

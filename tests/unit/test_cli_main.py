@@ -1,5 +1,6 @@
 """The command line: exit codes, and what goes to stderr."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -83,6 +84,21 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, config, argume
         ),
         (DataError("x.idx: torn; run prepare"), 2, ["x.idx: torn; run prepare"]),
         (KeyboardInterrupt(), 130, []),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a/x"),
+            1,
+            ["runs/a/x: No space left on device; free some space, or choose another disk"],
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "out"),
+            1,
+            ["out: Read-only file system; give this user the right to it, or choose another place"],
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            1,
+            ["a file or stream: Too many open files; raise the limit (ulimit -n), or close other programs"],
+        ),
     ],
 )
 def test_errors_of_a_command_become_exit_codes(capsys, monkeypatch, error, code, lines):
@@ -115,6 +131,18 @@ def test_quick_commands_import_no_heavy_library(config, arguments, code):
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert len(done.stderr.splitlines()) == (1 if code else 0)
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 0), ("<&- >&- 2>&-", 0), ("2>&-", 2)])
+def test_closed_standard_streams_take_no_file_s_place(config, closed, code):
+    """What is opened later must not get their numbers, into which libraries print."""
+    script = (
+        "import os, sys; from launcher.cli import main; code = main(sys.argv[1:]); "
+        "assert os.open(os.devnull, os.O_RDONLY) > 2; print('x'); print('y', file=sys.stderr); sys.exit(code)"
+    )
+    name = "none.yaml" if code else config.name
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", script, "config", name]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == code
 
 
 def test_every_command_says_what_it_does(capsys):

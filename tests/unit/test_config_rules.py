@@ -2,8 +2,11 @@
 
 import ast
 import dataclasses
+import json
+import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,14 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config_strategies import configs
-from launcher.config import families, layout_rules, rules
+from launcher.config import families, layout_rules, ranges, rules
 from launcher.config.checked import load_checked
+from launcher.config.dump import config_to_json, describe_config
 from launcher.config.load import load_config
+from launcher.config.ranges import RANGES
 from launcher.config.rules import check
-from launcher.config.schema import hint_at, members
+from launcher.config.schema import hint_at, item_hint, leaf_keys, members
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.slurm import rules as slurm_rules
+from launcher.slurm.profile import job_script
+from launcher.slurm.script import render
+from launcher.start import checkpoint_gib, room_needed
+from modeling.counts import flops_per_token
 from modeling.schedules import lr_factor
 
 BASES = {
@@ -42,12 +51,12 @@ CASES = [
     ("llama", "data.seq_len=0", 1, "data.seq_len=0 must be at least 1; try 1024", "data.seq_len=1024"),
     ("llama", "checkpoint.every_steps=0", 1, "checkpoint.every_steps=0 must be at least 1; try 100 or null", "checkpoint.every_steps=null"),
     ("llama", "optimizer.lr=-0.1", 1, "optimizer.lr=-0.1 must be at least 0; try 0.0003", "optimizer.lr=0.0003"),
-    ("llama", "optimizer.eps=0", 1, "optimizer.eps=0.0 must be above 0; try 1e-08", "optimizer.eps=1e-08"),
-    ("llama", "optimizer.clip_norm=0", 1, "optimizer.clip_norm=0.0 must be above 0; try 1.0 or null", "optimizer.clip_norm=null"),
-    ("llama", "optimizer.beta2=1", 1, "optimizer.beta2=1.0 must be at least 0 and below 1; try 0.95", "optimizer.beta2=0.95"),
-    ("llama", "optimizer={name: sgd, momentum: -1}", 1, "optimizer.momentum=-1.0 must be at least 0 and below 1; try 0.9", "optimizer.momentum=0.9"),
-    ("llama", "schedule.min_ratio=2", 1, "schedule.min_ratio=2.0 must be between 0 and 1; try 0.1", "schedule.min_ratio=0.1"),
-    ("llama", "parallel.zero=4", 1, "parallel.zero=4 must be 0, 1, 2 or 3; try 1", "parallel.zero=1"),
+    ("llama", "optimizer.eps=0", 1, "optimizer.eps=0.0 must be at least 1e-30; try 1e-08", "optimizer.eps=1e-08"),
+    ("llama", "optimizer.clip_norm=0", 1, "optimizer.clip_norm=0.0 must be at least 1e-12; try 1.0 or null", "optimizer.clip_norm=null"),
+    ("llama", "optimizer.beta2=1", 1, "optimizer.beta2=1.0 must be at most 0.999999; try 0.95", "optimizer.beta2=0.95"),
+    ("llama", "optimizer={name: sgd, momentum: -1}", 1, "optimizer.momentum=-1.0 must be at least 0; try 0.9", "optimizer.momentum=0.9"),
+    ("llama", "schedule.min_ratio=2", 1, "schedule.min_ratio=2.0 must be at most 1; try 0.1", "schedule.min_ratio=0.1"),
+    ("llama", "parallel.zero=4", 1, "parallel.zero=4 must be at most 3; try 1", "parallel.zero=1"),
     ("llama", "parallel.tp=0", 1, "parallel.tp=0 must be at least 1; try 1", "parallel.tp=1"),
     ("llama", "parallel.tp=2 train.global_batch_size=9", 3, "parallel.tp=2 must divide the number of processes=3; try parallel.tp=1", "parallel.tp=1"),
     ("llama", "parallel.tp=4 model.n_kv_heads=2", 4, "parallel.tp=4 must divide model.n_kv_heads=2; try 1 or 2", "parallel.tp=2"),
@@ -61,6 +70,8 @@ CASES = [
     ("llama", "parallel.cp=3 model.n_heads=4 model.n_kv_heads=4 data.seq_len=12 train.global_batch_size=9", 9, "parallel.cp=3 with parallel.cp_attention=ulysses must divide model.n_heads=4 / parallel.tp=1 = 4, and divide or be a multiple of model.n_kv_heads=4 / parallel.tp=1 = 4; try parallel.cp_attention=ring", "parallel.cp_attention=ring"),
     ("llama", "parallel.pp=2 parallel.tp=2 train.global_batch_size=12", 6, "parallel.pp=2 x parallel.tp=2 must divide the number of processes=6; try parallel.pp=1", "parallel.pp=1"),
     ("llama", "parallel.pp=2 model.n_layers=1", 2, "parallel.pp=2 with parallel.pipeline.name=1f1b makes 2 stages, which model.n_layers=1 must cover with at least one layer each; try parallel.pp=1", "parallel.pp=1"),
+    ("llama", "model.d_model=1048576 model.n_layers=10000", 1, "model.d_model=1048576 with model.n_layers=10000 and the other widths makes 4.4e+16 parameters, and must make at most 1e+14; try 2368", "model.d_model=2368"),
+    ("llama", "train.steps=10000000000 train.global_batch_size=16777216 data.seq_len=16777216", 1, "train.steps=10000000000 x train.global_batch_size=16777216 x data.seq_len=16777216 = 2.81e+24 tokens must be at most 9.22e+18; try train.steps=32767", "train.steps=32767"),
     ("llama", "name=a/b", 1, "name='a/b' must be one folder's name, without path separators; try 'a-b'", "name=a-b"),
     ("llama", "name=..", 1, "name='..' must be one folder's name, without path separators; try 'run'", "name=run"),
     ("llama", "run_dir=''", 1, "run_dir='' must be a path; try null (runs/NAME)", "run_dir=null"),
@@ -70,7 +81,7 @@ CASES = [
     ("llama", 'checkpoint.dir="a\\0b"', 1, "checkpoint.dir='a\\x00b' must be a path; try null (RUN_DIR/checkpoints)", "checkpoint.dir=null"),
     ("llama", "train={global_batch_size: 10, micro_batch_size: 2}", 4, "train.global_batch_size=10 must be a multiple of dp=4 x train.micro_batch_size=2 = 8; try 8 or 16", "train.global_batch_size=16"),
     ("llama", "train.global_batch_size=3", 4, "train.global_batch_size=3 must be a multiple of dp=4 x train.micro_batch_size=1 = 4; try 4", "train.global_batch_size=4"),
-    ("llama", "train.global_batch_size=0", 2, "train.global_batch_size=0 must be a multiple of dp=2 x train.micro_batch_size=1 = 2; try 2", "train.global_batch_size=2"),
+    ("llama", "train.global_batch_size=0", 2, "train.global_batch_size=0 must be at least 1; try 8", "train.global_batch_size=8"),
     ("llama", "train.micro_batch_size=0", 2, "train.micro_batch_size=0 must be at least 1; try 1", "train.micro_batch_size=1"),
     ("llama", "model.n_kv_heads=3", 1, "model.n_kv_heads=3 must divide model.n_heads=8; try 2 or 4", "model.n_kv_heads=2"),
     ("llama", "model.n_kv_heads=16", 1, "model.n_kv_heads=16 must divide model.n_heads=8; try 8", "model.n_kv_heads=8"),
@@ -83,7 +94,8 @@ CASES = [
     ("llama", "slurm.partition=a%b", 1, "slurm.partition='a%b' must be one word, as Slurm knows it; try null, or look it up with sinfo", "slurm.partition=null"),
     ("llama", "slurm.scratch=''", 1, "slurm.scratch='' must be a path or a name; try null", "slurm.scratch=null"),
     ("llama", "slurm.modules=[a;b]", 1, "slurm.modules[0]='a;b' must be a module's name; try one that `module avail` lists", "slurm.modules=[a]"),
-    ("llama", "slurm.environment=[NCCL_DEBUG]", 1, "slurm.environment[0]='NCCL_DEBUG' must be NAME=value; try NCCL_DEBUG=INFO", "slurm.environment=[NCCL_DEBUG=INFO]"),
+    ("llama", "slurm.environment=[NCCL-DEBUG]", 1, "slurm.environment[0]='NCCL-DEBUG' must be NAME=value, or NAME; try NCCL_DEBUG=INFO", "slurm.environment=[NCCL_DEBUG=INFO]"),
+    ("llama", "slurm.environment=[RANK=3]", 1, "slurm.environment[0]='RANK=3' must not set RANK, which Slurm, bash or the job script sets; choose another name, or leave it out", "slurm.environment=[]"),
     ("llama", "slurm.spare_nodes=1 slurm.preflight=false", 1, "slurm.spare_nodes=1 needs slurm.preflight=true, which says whose place they take; try slurm.spare_nodes=0", "slurm.spare_nodes=0"),
     ("llama", "slurm.spare_nodes=-1", 1, "slurm.spare_nodes=-1 must be at least 0; try 1", "slurm.spare_nodes=1"),
     ("llama", "slurm.time_minutes=5", 1, "slurm.time_minutes=5 must be longer than slurm.notice_seconds=300, the time to save at its end; try 65", "slurm.time_minutes=65"),
@@ -106,6 +118,7 @@ CASES = [
     ("mixtral", "model.moe.d_ff=2 train.precision=fp32", 1, "model.moe.d_ff=2 must be a multiple of 4 where model.moe.n_experts=4 and train.precision=fp32 (grouped matrix products need rows of 16 bytes); try 4", "model.moe.d_ff=4"),
     ("mixtral", "model.moe.n_dense_layers=1", 1, "model.moe.n_dense_layers=1 is not possible with model.family=mixtral, whose `transformers` class cannot express it; try 0", "model.moe.n_dense_layers=0"),
     ("mixtral", "model.moe.normalize_top_k=false", 1, "model.moe.normalize_top_k=false is not possible with model.family=mixtral, whose `transformers` class cannot express it; try true", "model.moe.normalize_top_k=true"),
+    ("mixtral", "model.sliding_window=1", 1, "model.sliding_window=1 is not possible with model.family=mixtral, whose `transformers` class needs at least 2; try 2", "model.sliding_window=2"),
     ("qwen3_moe", "model.qk_norm=false", 1, "model.qk_norm=false is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try true", "model.qk_norm=true"),
     ("qwen3_moe", "model.moe.n_dense_layers=9", 1, "model.moe.n_dense_layers=9 must be at most model.n_layers=8; try 8", "model.moe.n_dense_layers=8"),
     ("qwen3_moe", "model.moe.score=sigmoid", 1, "model.moe.score=sigmoid is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try softmax", "model.moe.score=softmax"),
@@ -147,15 +160,14 @@ def test_each_rule_has_its_line_and_a_remedy_that_works(load, base, change, worl
     assert check(load(*overrides, remedy), world_size) == []
 
 
-SINGLE_VALUES = [
-    *((key, minimum - 1, usual) for key, (minimum, usual) in rules._AT_LEAST.items()),
-    *((key, 0, usual) for key, usual in rules._ABOVE_ZERO.items()),
-    *((key, 1, usual) for key, usual in rules._BELOW_ONE.items()),
-]
+def is_integer(key: str) -> bool:
+    """Whether a key, or each item of its list, takes integers alone."""
+    hint = hint_at(RunConfig, key.split("."))
+    return float not in members(item_hint(hint) or hint)
 
 
-@pytest.mark.parametrize(("key", "illegal", "usual"), SINGLE_VALUES, ids=[key for key, _, _ in SINGLE_VALUES])
-def test_each_range_refuses_and_its_remedy_works(load, key, illegal, usual):
+def base_of(key: str) -> list[str]:
+    """The overrides under which a config has the key and breaks no rule."""
     family = (
         "qwen3_moe"
         if "n_shared" in key
@@ -167,14 +179,96 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, usual):
     )
     base = list(BASES[family])
     base += ["optimizer={name: sgd}"] if "momentum" in key else ["schedule={name: wsd}"] if "decay_steps" in key else []
-    if "keep_every" in key:
-        base.append("checkpoint.every_steps=100")
-    if "coefficient" in key:
-        base.append("model.moe.balance={name: sequence_aux}")
-    lines = check(load(*base, f"{key}={illegal}"), 1)
-    assert [line.partition("=")[0] for line in lines] == [key]
-    assert f"; try {usual}" in lines[0]
-    assert [line for line in check(load(*base, f"{key}={usual}"), 1) if line.startswith(f"{key}=")] == []
+    base += ["checkpoint.every_steps=100"] if "keep_every" in key else []
+    base += ["model.moe.balance={name: sequence_aux}"] if "coefficient" in key else []
+    base += ["parallel.pipeline.name=interleaved"] if "n_chunks" in key else []
+    return base + (["data.sources=[{path: a}]"] if "data.sources" in key else [])
+
+
+def place_of(key: str) -> str:
+    """Where an override sets one number of the key."""
+    return {
+        "data.sources.weight": "data.sources[0].weight",
+        "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
+    }.get(key, key)
+
+
+SINGLE_VALUES = [
+    (key, illegal, words)
+    for key, limits in RANGES.items()
+    for illegal, words in (
+        (limits.minimum - 1 if is_integer(key) else limits.minimum - 1e-9, f"must be at least {limits.minimum}"),
+        (limits.maximum + max(1, limits.maximum // 1000), f"must be at most {limits.maximum}"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "illegal", "words"), SINGLE_VALUES, ids=[f"{key} {words}" for key, _, words in SINGLE_VALUES]
+)
+def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
+    base, usual = base_of(key), RANGES[key].usual
+    lines = check(load(*base, f"{place_of(key)}={illegal}"), 1)
+    assert [line.partition("=")[0] for line in lines] == [place_of(key)]
+    assert f" {words}; try {usual}" in lines[0]
+    assert [line for line in check(load(*base, f"{place_of(key)}={usual}"), 1) if line.startswith(f"{key}=")] == []
+
+
+def test_every_number_of_the_tree_has_both_bounds():
+    hints = {key: hint_at(RunConfig, key.split(".")) for key in leaf_keys(RunConfig)}
+    assert {key for key, hint in hints.items() if {int, float} & set(members(item_hint(hint) or hint))} == set(RANGES)
+    assert all(limits.minimum <= limits.usual <= limits.maximum < math.inf for limits in RANGES.values())
+
+
+EXTREMES = [
+    "0",
+    "-1",
+    "1",
+    str(2**31),
+    str(2**63),
+    str(10**18),
+    str(10**30),
+    "1e308",
+    ".inf",
+    "-.inf",
+    ".nan",
+    "1e-320",
+]
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """What takes seconds to import is there, so that no case's time counts it."""
+    checkpoint_gib(RunConfig())
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_any_number_ends_in_a_line_or_a_config_within_two_seconds(load, imported, key):
+    """Each extreme for each key: refused in plain lines, or a config that is shown, counted and planned for."""
+    for value in (*EXTREMES, str(RANGES[key].minimum), str(RANGES[key].maximum), "1" + "0" * 400):
+        begun = time.process_time()
+        try:
+            config = load(*base_of(key), f"{place_of(key)}={value}")
+        except UserError as error:
+            lines = error.problems
+        else:
+            lines = check(config, 1)
+            if not lines:
+                assert describe_config(config)
+                assert json.loads(config_to_json(config))
+                assert checkpoint_gib(config) > 0
+                assert flops_per_token(config.model, config.data.seq_len) > 0
+                assert room_needed(config)[0] > 0
+                assert render(job_script("train"), config, "python")
+        assert all(line.isprintable() and "; " in line and len(line) < 500 for line in lines)
+        assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize("ranks", [2**31, 2**63, 10**30])
+def test_any_number_of_processes_gets_an_answer(load, ranks):
+    begun = time.process_time()
+    assert check(load("parallel.tp=3", "parallel.pp=2"), ranks)
+    assert time.process_time() - begun < 2
 
 
 def test_token_files_have_no_held_out_split(load, tmp_path):
@@ -191,7 +285,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, families, layout_rules, slurm_rules)
+        for module in (rules, ranges, families, layout_rules, slurm_rules)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }
@@ -237,7 +331,7 @@ def test_problems_of_every_section_are_told_at_once(load):
     ]  # fmt: skip
 
 
-@given(configs(), st.integers(1, 16))
+@given(configs() | configs(st.integers(-2, 12)), st.integers(1, 16))
 def test_any_config_gets_an_answer_of_plain_lines(config, world_size):
     lines = check(config, world_size)
     assert all(isinstance(line, str) and line.isprintable() and "; " in line for line in lines)
@@ -245,9 +339,14 @@ def test_any_config_gets_an_answer_of_plain_lines(config, world_size):
         assert_sound(config, world_size)
 
 
-INTEGER_KEYS = [
-    key for key in rules._AT_LEAST if int in members(hint_at(RunConfig, key.split("."))) and "decay" not in key
-]
+NOT_ALONE = (
+    "decay",
+    "parallel.pipeline",
+    "data.",
+    "train.global_batch_size",
+    "train.eval_every",
+)  # need others with them
+INTEGER_KEYS = [key for key in RANGES if is_integer(key) and not any(part in key for part in NOT_ALONE)]
 
 SMALL_VALUES = {
     "train.steps": [1, 2, 7],

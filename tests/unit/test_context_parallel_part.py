@@ -86,9 +86,7 @@ def test_plan_covers_the_mask(cp: int, chunk: int, tile: int, window: int | None
     documents_BS[documents_BS == 3] = PADDING
     whole = Context(torch.arange(seq_len) - starts, documents_BS)
     rank = data.draw(st.integers(0, cp - 1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "TILE", tile)
-        blocks = plan.plan_ring(whole, window, axis_of(rank, cp))
+    blocks = plan.plan_ring(whole, window, axis_of(rank, cp), tile)
     mine = held_positions(seq_len, rank, cp)
     for key_rank, tiles in enumerate(blocks):
         covered = torch.zeros(len(mine), len(mine), dtype=torch.bool)

@@ -1,6 +1,7 @@
 """Batches against the same rules written in plain Python, and faults planted to see that the comparison notices."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, Source, open_dataset
 from data.errors import DataError
 from data.order import permutation_key
+from data.prepared import source_names
 from data.tokenfile import TokenFile
 from data_reference import assert_same, slow_batch, slow_samples, write_foreign_file, write_token_file
 
@@ -280,3 +282,38 @@ def test_planted_wrong_block_is_noticed(three: list[Path], monkeypatch: pytest.M
     monkeypatch.setattr(Dataset, "_locate", lambda self, indices: np.roll(locate(self, indices), len(indices) // 2, 1))
     with pytest.raises(AssertionError):
         test_a_sample_depends_on_its_number_and_seed_only(three)
+
+
+@given(
+    consumed=st.integers(0, 400),
+    skipped=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 60)).map(lambda r: (r[0], sum(r))), max_size=3),
+)
+def test_shares_and_epochs_are_those_of_the_samples(
+    two_sources: Dataset, consumed: int, skipped: list[tuple[int, int]]
+) -> None:
+    """Counted sample by sample."""
+    source_N, nth_N = two_sources._mixture.deal(np.arange(consumed))
+    taken = [n for n in range(consumed) if not any(first <= n < last for first, last in skipped)]
+    row = two_sources.progress(consumed, skipped)
+    for number, name in enumerate(("large", "small")):
+        n_samples = np.diff(two_sources._source_bounds)[number]
+        assert row[f"data/{name}/share"] == (source_N[taken] == number).sum() / max(1, len(taken))
+        places = nth_N[source_N == number]
+        assert row[f"data/{name}/epoch"] == (places.max() + 1 if len(places) else 0) / n_samples
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("t")
+    sources = []
+    for name, n_tokens, weight in (("large", 900, 3.0), ("small", 100, 0.7)):
+        write_token_file(folder / name, [[1] * 10] * (n_tokens // 10))
+        sources.append(SourceConfig(path=str(folder / name), weight=weight))
+    return open_dataset(DataConfig(seq_len=8, sources=tuple(sources)), seed=0, vocab_size=300, split="train")
+
+
+def test_sources_of_one_name_are_told_apart() -> None:
+    paths = ("hf://a/web", "b/web", "${python_stdlib}/**/*.py")
+    config = DataConfig(sources=tuple(SourceConfig(path=path) for path in paths))
+    assert source_names(config) == ["0-web", "1-web", "2-python-stdlib"]
+    assert source_names(replace(config, sources=config.sources[1:])) == ["web", "python-stdlib"]

@@ -148,3 +148,15 @@ def test_take_in_any_batch_sizes_gives_the_same_samples(sizes: list[int], skippe
         taken += part.tolist()
         consumed = taken[-1] + 1
     assert taken == take(0, sum(sizes), skipped).tolist()
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    st.integers(0, 300),
+)
+def test_what_each_source_has_given_is_a_closed_form(weights: list[int], n: int) -> None:
+    mixture = Mixture([Fraction(weight) for weight in weights])
+    source_N, _ = mixture.deal(np.arange(n))
+    given = mixture.given(n)
+    assert given[: len(weights)] == np.bincount(source_N, minlength=len(weights)).tolist()
+    assert sum(given) == n

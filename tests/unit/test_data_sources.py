@@ -1,7 +1,11 @@
 """Sources: which files a path means, how they are cut into slices, and the cheap rules."""
 
 import json
+import os
+import socket
+import subprocess
 import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +62,87 @@ def test_nothing_there_is_said(tree: Path) -> None:
     for pattern, expected in cases.items():
         with pytest.raises(DataError, match=rf"data\.sources\[0\]\.path=.*{expected}.*; check the path"):
             names(tree, pattern)
+
+
+def test_a_loop_of_links_adds_nothing(tree: Path) -> None:
+    """Two loops in one folder give a file more names than any search could list."""
+    (tree / "sub/loop").symlink_to(tree)
+    (tree / "sub/other").symlink_to("..")
+    (tree / "itself").symlink_to("itself")
+    for pattern in ("", "**/*.txt", "**/*.*", "**"):
+        with_loops = names(tree, pattern, "**/itself")
+        assert with_loops == sorted(set(with_loops))
+        assert [name for name in with_loops if "loop" in name or "other" in name] == []
+    assert names(tree, "**/*.txt", "**/itself") == ["a.txt", "b.txt", "sub/c.txt"]
+    with pytest.raises(DataError, match=r"itself cannot be read \(Too many levels of symbolic links\); remove it"):
+        names(tree, "")
+
+
+def test_a_file_with_several_names_counts_once(tree: Path) -> None:
+    (tree / "A.txt").symlink_to("b.txt")
+    (tree / "z.txt").hardlink_to(tree / "a.txt")
+    (tree / "elsewhere").symlink_to("sub")
+    assert names(tree, "**/*.txt") == ["a.txt", "b.txt", "sub/c.txt"]
+    (tree / "outside").mkdir()
+    (tree / "outside/far").symlink_to(tree / ".hidden")
+    assert names(tree, "outside") == ["outside/far/f.py"]  # a link to what has no other name there is followed
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda path: os.mkfifo(path), "is a pipe, not a file"),
+        (make_socket, "is a socket, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+        (lambda path: path.symlink_to("nowhere"), r"cannot be read \(No such file or directory\)"),
+        (lambda path: path.mkdir(), "is a folder, not a file; end the glob with"),
+        (lambda path: path.symlink_to("/"), "is a folder, not a file"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], expected: str
+) -> None:
+    monkeypatch.chdir(tree)  # a socket's path must be short
+    make(Path("x.txt"))
+    with pytest.raises(DataError, match=rf"data\.sources\[0\]: .*x\.txt {expected}"):
+        names(tree, "*.txt")
+    assert names(tree, "*.txt", "**/x.txt") == ["a.txt", "b.txt"]
+    if not (tree / "x.txt").is_dir():
+        with pytest.raises(DataError, match=rf"x\.txt {expected}"):
+            names(tree, "x.txt")
+
+
+def test_what_may_not_be_read_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("b.txt"))
+    with pytest.raises(
+        DataError, match=r"b\.txt may not be read by this user; remove it, or leave it out with exclude"
+    ):
+        names(tree, "")
+    real = os.scandir
+
+    def scandir(path: str):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"sub/deep cannot be looked into \(Permission denied\)"):
+        names(tree, "**/*.py")
+
+
+def test_folders_deeper_than_python_recurses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    deep = "/".join("d" * 1500)
+    subprocess.run(["mkdir", "-p", deep], check=True)  # Python's own makedirs and rmtree recurse
+    Path(deep, "a.txt").write_text("text")
+    found = names(Path("."), "**/*.txt")
+    subprocess.run(["rm", "-r", "d"], check=True)
+    assert found == [f"{deep}/a.txt"]
 
 
 def test_the_standard_library_is_there() -> None:

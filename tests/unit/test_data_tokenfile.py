@@ -2,6 +2,7 @@
 
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -119,17 +120,37 @@ def test_missing_half_is_refused(tmp_path: Path) -> None:
         TokenFile(tmp_path / "x")
 
 
-@pytest.mark.parametrize("value", [0, 8, 12, 1 << 40, -2])
-def test_pointer_in_the_middle_that_contradicts_the_others(tmp_path: Path, value: int) -> None:
-    """Opening looks at the ends only; the middle is checked when it is read."""
+MIDDLE = HEADER.size + 16
+IN_THE_MIDDLE = {
+    **{f"offset {value}": (MIDDLE + 16, struct.pack("<q", value)) for value in (0, 6, 12, 1 << 40, -2, -(1 << 63))},
+    **{f"length {value}": (HEADER.size + 8, struct.pack("<i", value)) for value in (0, 1, 3, -2, 2**31 - 1, -(2**31))},
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_MIDDLE)
+def test_what_contradicts_itself_in_the_middle_is_refused_as_it_is_read(tmp_path: Path, name: str) -> None:
+    """Opening looks at the ends only. No window that touches the damage is read."""
     write_token_file(tmp_path / "x", [[1, 2], [3, 4], [5, 6], [7]])
     path = tmp_path / "x.idx"
-    at = HEADER.size + 16 + 16
-    path.write_bytes(_patched(at, struct.pack("<q", value))(path.read_bytes()))
+    good = TokenFile(tmp_path / "x")
+    path.write_bytes(_patched(*IN_THE_MIDDLE[name])(path.read_bytes()))
     file = TokenFile(tmp_path / "x")
-    if value not in (8, 12):  # as if documents were shorter or empty: nothing contradicts
-        with pytest.raises(DataError, match="must ascend"):
-            file.all_starts()
+    with pytest.raises(DataError, match="must say that each begins where the one before it ends"):
+        file.all_starts()
+    for start, stop in ((0, 7), (4, 6), (5, 6), (3, 5)):
+        with pytest.raises(DataError, match=r"x\.idx: the lengths and offsets near sequence [0-3] must say"):
+            file.document_starts(start, stop)
+    with suppress(DataError):  # the search may have met the damage
+        assert file.document_starts(0, 2) == good.document_starts(0, 2)
+
+
+def test_document_indices_that_go_back_are_refused(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "x", [[1, 2], [3, 4], [5, 6], [7]])
+    path = tmp_path / "x.idx"
+    for value in (3, -1, 1 << 40):
+        path.write_bytes(_patched(MIDDLE + 32 + 8, struct.pack("<q", value))(path.read_bytes()))
+        with pytest.raises(DataError, match=r"x\.idx must number its documents' sequences within the file, ascending"):
+            TokenFile(tmp_path / "x").all_starts()
 
 
 def test_unfinished_writer_leaves_nothing(tmp_path: Path) -> None:

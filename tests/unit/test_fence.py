@@ -7,8 +7,9 @@ import pytest
 
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.errors import UserError
-from launcher.fence import StaleRun, raise_fence
-from launcher.run_dir import LOCK, check_free, claim, is_successor
+from launcher.fence import FENCE, StaleRun, raise_fence
+from launcher.run_dir import check_run_dir, claim, is_successor
+from launcher.run_parts import LOCK
 from launcher.start import check_checkpoint_dir
 from launcher.watch.metrics import MetricsFile
 
@@ -39,6 +40,33 @@ def test_planted_stale_writer_leaves_the_metrics_as_they_are(tmp_path):
         rightful.write({"step": 2, "loss": 1.0})
 
 
+@pytest.mark.parametrize("content", [b"", b"many", b"%020d\n" % 0, None])
+def test_planted_fence_that_was_changed_or_taken_away_ends_the_run(tmp_path, content):
+    fence = raise_fence(tmp_path)
+    (tmp_path / FENCE).unlink()
+    if content is not None:
+        (tmp_path / FENCE).write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StaleRun, match="taken away" if content is None else "was changed"), fence.held():
+        raise AssertionError("never here")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_planted_rows_into_a_file_that_was_taken_away_end_the_run(tmp_path, request, replaced):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    request.addfinalizer(file._file.close)
+    file.write({"step": 1, "loss": 1.0})
+    path.unlink()
+    if replaced:
+        path.write_text("")
+    for _ in range(2):
+        with pytest.raises(StaleRun, match=r"metrics\.jsonl was taken away or replaced"):
+            file.write({"step": 2, "loss": 1.0})
+    assert not path.exists() or path.read_text() == ""
+
+
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
     return dataclasses.replace(RunConfig(), run_dir=str(tmp_path / "run"))
@@ -51,12 +79,27 @@ def test_a_requeued_job_takes_over_and_nobody_else_does(config, tmp_path, monkey
         with pytest.raises(UserError, match="must not be in use"):
             claim(config)
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        check_free(config)
+        check_run_dir(config)
         with claim(config) as second:
             assert second.fence.token == first.fence.token + 1
         monkeypatch.setenv("SLURM_JOB_ID", "72")
         with pytest.raises(UserError, match="must not be in use"):
             claim(config)
+
+
+def test_planted_lock_of_another_that_holds_nonsense_is_one_in_use(config, tmp_path):
+    with claim(config):
+        (tmp_path / "run" / LOCK).write_text("nonsense")
+        with pytest.raises(UserError, match="must not be in use"):
+            claim(config)
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_line(config, tmp_path):
+    (tmp_path / "run" / ".fence").mkdir(parents=True)
+    with pytest.raises(UserError) as refused:
+        claim(config)
+    (line,) = refused.value.problems
+    assert f"run_dir={tmp_path}/run must be writable, and is not ({tmp_path}/run/.fence: " in line
 
 
 def test_successors():

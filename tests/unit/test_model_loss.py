@@ -49,14 +49,15 @@ def compare(head: Head, hidden_BSD: Tensor, targets_BS: Tensor, scale: float) ->
 )
 def test_equals_cross_entropy(n_tokens: int, vocab_size: int, chunk: int, ignored: float, seed: int) -> None:
     """Whatever the chunks, and wherever their boundaries lie."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling.loss, "CHUNK_LOGITS", chunk * vocab_size)
-        compare(*problem(n_tokens, vocab_size, ignored, seed), scale=1 / 7)
+    head, *batch = problem(n_tokens, vocab_size, ignored, seed)
+    head.chunk_logits = chunk * vocab_size
+    compare(head, *batch, scale=1 / 7)
 
 
-def test_chunk_smaller_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling.loss, "CHUNK_LOGITS", 3)
-    compare(*problem(5, 50, 0.2, 0), scale=1.0)
+def test_chunk_smaller_than_the_vocabulary() -> None:
+    head, *batch = problem(5, 50, 0.2, 0)
+    head.chunk_logits = 3
+    compare(head, *batch, scale=1.0)
 
 
 def test_frozen_head_and_frozen_hidden() -> None:
@@ -70,12 +71,12 @@ def test_frozen_head_and_frozen_hidden() -> None:
     assert head.weight.grad is not None
 
 
-def test_bf16_weights_get_bf16_gradients_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_weights_get_bf16_gradients_summed_in_fp32() -> None:
     """Many chunks lose no more than one: 1e-2 of the norm is bf16's rounding of the logits' gradients."""
     head, hidden_BSD, targets_BS = problem(400, 20, 0.1, 0)
     reference = torch.autograd.grad(plain_loss(head, hidden_BSD, targets_BS), head.weight)[0]
-    monkeypatch.setattr(modeling.loss, "CHUNK_LOGITS", 20)
     half = Head(20, 12)
+    half.chunk_logits = 20
     half.weight.data = head.weight.detach().bfloat16()
     half(hidden_BSD.detach().bfloat16(), targets_BS).backward()
     assert half.weight.grad is not None
@@ -107,7 +108,7 @@ def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 lambda logits, targets, counts: logits_gradient(logits, targets, torch.ones_like(counts)),
             )
         case "boundary skipped":
-            monkeypatch.setattr(modeling.loss, "CHUNK_LOGITS", 20 * 7)
+            head.chunk_logits = 20 * 7
             monkeypatch.setattr(modeling.loss, "slice", lambda start, stop: slice(start, stop - 1), raising=False)
     with pytest.raises((AssertionError, RuntimeError)):
         compare(head, hidden_BSD, targets_BS, scale=1.0)

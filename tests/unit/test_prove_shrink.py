@@ -59,7 +59,8 @@ def run_configs(draw):
         micro_batch_size=micro_batch_size, global_batch_size=512 * micro_batch_size, precision=precision
     )
     optimizer = draw(st.sampled_from([AdamWConfig(), AdamWConfig(clip_norm=None), SGDConfig(weight_decay=1e-3)]))
-    return RunConfig(model=model, train=train, parallel=parallel, optimizer=optimizer)
+    settings = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
+    return RunConfig(init_from="runs/other", **settings)
 
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
@@ -71,6 +72,7 @@ def test_a_legal_config_shrinks_to_a_legal_one_of_the_same_kind(config):
     n_ranks = default_ranks(config)
     small = shrink(config, n_ranks)
     assert check(small, n_ranks) == []
+    assert small.init_from is None  # another size
     assert n_ranks <= 16 and small.model.d_model <= 512 and small.data.seq_len <= 128
     degrees = Degrees.of(small.parallel, n_ranks)
     assert degrees.dp >= 2

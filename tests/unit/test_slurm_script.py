@@ -1,6 +1,7 @@
 """The job script: its text for three clusters, and that each key of `slurm:` changes it."""
 
 import dataclasses
+import re
 import subprocess
 from pathlib import Path
 
@@ -234,6 +235,31 @@ def test_the_scripts_are_bash(array, log):
     text = render(job_script("train"), dataclasses.replace(odd, run_dir="a dir/run"), "python", array)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert f'#SBATCH --output="a dir/run/logs/job-{log}.log"' in text
+
+
+@pytest.mark.parametrize(
+    ("edit", "n_found"),
+    [
+        (lambda text: text.replace("# --- settings\n", "# settings\n"), 0),
+        (lambda text: text.replace("# --- end of settings\n", ""), 0),
+        (lambda text: text + f"{MARKS[0]}\n{MARKS[1]}\n", 2),
+        (lambda text: "", 0),
+    ],
+)
+def test_an_edited_template_without_its_marks_is_refused(folder, capsys, monkeypatch, edit, n_found):
+    text = edit(job_script("train"))
+    monkeypatch.setattr("launcher.slurm.submit.job_script", lambda name: text)
+    assert main(["submit", "config.yaml", BATCH, "--dry-run"]) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith("slurm/train.sbatch must have its settings once") and f"has them {n_found} times" in line
+    assert told.out == "" and [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_a_template_without_its_notes_is_taken(folder):
+    text = re.sub(r"#\n# By hand.*?(?=# --- settings)", "", job_script("train"), flags=re.DOTALL)
+    config = RunConfig()
+    assert render(text, config, "python") == render(job_script("train"), config, "python")
 
 
 def test_what_slurm_prints_is_read():

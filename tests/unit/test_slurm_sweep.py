@@ -107,7 +107,15 @@ WRONG = {
     "empty list": ("grid: {seed: []}", "sweep.yaml: grid.seed=[] must be a list of values; try "),
     "no limit": (
         "grid: {seed: [1]}\nat_once: 0",
-        "sweep.yaml: at_once=0 must be a number of runs, at least 1; try null",
+        "sweep.yaml: at_once=0 must be a number of runs, at least 1 and at most 1000; try ",
+    ),
+    "an absurd limit": (
+        "grid: {seed: [1]}\nat_once: 1000000000000",
+        "sweep.yaml: at_once=1000000000000 must be a number of ",
+    ),
+    "a run for every grain of sand": (
+        "grid: {" + ", ".join(f"a.b{n}: [1, 2, 3, 4, 5, 6, 7, 8, 9]" for n in range(20)) + "}",
+        "sweep.yaml: grid, runs make 12157665459056928801 runs, and must make at most 1000; leave out keys or values",
     ),
     "a run that is none": ("runs: [1]", "sweep.yaml: runs=[1] must be a list of runs, each with its keys; try "),
     "Slurm's": ("grid: {slurm.nodes: [1, 2]}", "sweep.yaml: grid.slurm.nodes must be the same for all runs, which "),

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import UserError
+from launcher.watch import metrics
 from launcher.watch.metrics import MetricsFile, encode_row, read_metrics
 
 
@@ -115,6 +116,26 @@ def test_planted_damage_in_the_middle_is_named_and_nothing_changes(tmp_path: Pat
             read(path)
     assert path.read_text() == text
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("second", [1, 0])
+def test_planted_steps_out_of_order_are_named_and_nothing_changes(tmp_path: Path, second: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = f'{{"step": 1}}\n{{"step": 1, "event": "a"}}\n{{"step": 0, "event": "b"}}\n{{"step": {second}}}\n'
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"line 4 has step {second} after step 1"):
+        MetricsFile.resume(path, 3)
+    assert path.read_text() == text
+
+
+def test_a_line_of_any_length_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LONGEST_LINE", 20)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "a": "' + 90 * "x" + '"}')
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    path.write_text(path.read_text() + '\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2 is not a row"):
+        read_metrics(path)
 
 
 def test_a_killed_process_loses_no_written_row(tmp_path: Path) -> None:

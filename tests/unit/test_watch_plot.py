@@ -28,7 +28,7 @@ def test_a_picture_is_written(tmp_path: Path, n_steps: int, n_layers: int) -> No
         for row in rows(n_steps, n_layers):
             file.write(row)
         file.write({"step": n_steps, "eval_loss": 8.0})
-    plot_run(tmp_path, tmp_path / "run.png")
+    plot_run(str(tmp_path), str(tmp_path / "run.png"))
     pixels = imread(tmp_path / "run.png")
     assert pixels.shape[1] == 1500
     assert pixels[..., :3].std() > 0.05
@@ -56,6 +56,10 @@ def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
     updates[50]["loss"] = math.nan
     draw("run", updates, []).canvas.draw()
     assert np.isfinite(smooth(np.array([1.0, math.nan, 3.0, 4.0, 5.0]), 3)[2:]).all()
+
+
+def test_updates_that_lack_numbers_are_drawn_without_them() -> None:
+    draw("run", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], []).canvas.draw()
 
 
 def test_averaging_and_smoothing() -> None:

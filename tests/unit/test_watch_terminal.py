@@ -72,6 +72,36 @@ def test_a_slow_run_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPa
     assert "left 4d 15:" in stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("every_steps", "shown"), [(1, list(range(3, 31))), (10, [3, 10, 20, 30]), (7, [3, 7, 14, 21, 28, 30])]
+)
+def test_plain_lines_come_as_often_as_asked(
+    monkeypatch: pytest.MonkeyPatch, every_steps: int, shown: list[int]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    view = PlainView(Progress(30, 3, "run", Path("runs/run"), every_steps), stream)
+    for step in range(3, 31):
+        now[0] = 60.0 * step
+        view.update(update(step))
+    view.update({"step": 30, "eval_loss": 5.25})
+    lines = stream.getvalue().splitlines()[1:]
+    assert [int(line.split()[1].split("/")[0]) for line in lines[:-1]] == shown
+    assert all(f"loss {9 / step:.4f}" in line for step, line in zip(shown, lines, strict=False))
+    assert lines[-1] == "step 30: eval_loss 5.2500"
+
+
+def test_the_live_view_shows_the_numbers_as_often_as_asked() -> None:
+    progress = Progress(100, 1, "run", Path("runs/run"), 20)
+    for step in range(1, 56):
+        progress.observe(update(step))
+    text = "\n".join(frame(progress, 80))
+    assert "step 55/100" in text
+    assert f"step 40  loss {9 / 40:.4f}" in text
+    assert len(progress.losses.means) == 55
+
+
 def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:

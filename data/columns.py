@@ -1,0 +1,104 @@
+"""Documents from a column of text: parquet files by row group, Arrow files whole. ``pyarrow`` does the reading."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from data.config import SourceConfig
+from data.errors import DataError, reason_of, refuse
+from data.lines import MEND, Expansion
+from data.shards import Slice
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ROWS_AT_ONCE = 64  # so that a page of equal values, stored once, is not made into many copies of it at a time
+FILE_MAGIC = b"ARROW1"  # begins Arrow's file format; its stream format, which `datasets` writes, has no name
+
+
+def read_parquet(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
+    """Each document of a row group, "" where it is null, and the part of the rows that have been read after it."""
+    import pyarrow.parquet
+
+    with refusing(piece.path, "parquet"), pyarrow.parquet.ParquetFile(piece.path) as file:
+        check_column(file.schema_arrow, source, piece.path, key)
+        groups = [file.metadata.row_group(number).num_rows for number in range(piece.start + 1)]
+        batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[piece.start], columns=[source.text_key])
+        row, before = 0, sum(groups[:-1])
+        limit, n_characters = Expansion(piece.path, piece.file_bytes), 0
+        for batch in batches:
+            for text in texts_of(batch.column(0), piece.path, before + row):
+                row, n_characters = row + 1, n_characters + len(text)
+                yield text, row / max(row, groups[-1])
+            limit.check(n_characters)
+
+
+def read_arrow(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
+    """Each document of an Arrow file, stream or file format, "" where it is null, and the part read after it: 0."""
+    import pyarrow.ipc
+
+    with refusing(piece.path, "Arrow"), pyarrow.memory_map(piece.path) as file:
+        is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+        file.seek(0)
+        reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+        check_column(reader.schema, source, piece.path, key)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+        row, n_characters, limit = 0, 0, Expansion(piece.path, piece.file_bytes)
+        for batch in batches:
+            column = batch.column(source.text_key)
+            column.validate(full=True)  # offsets that lead outside the file would be read all the same
+            for start in range(0, len(column), ROWS_AT_ONCE):
+                for text in texts_of(column[start : start + ROWS_AT_ONCE], piece.path, row):
+                    row, n_characters = row + 1, n_characters + len(text)
+                    yield text, 0.0
+                limit.check(n_characters)
+
+
+def check_column(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> None:
+    """Raises DataError where the schema has no column ``text_key``, or one that holds no text."""
+    from pyarrow import types
+
+    if schema.names.count(source.text_key) != 1:
+        raise no_text_key(schema.names, source, path, key)
+    kind = schema.field(source.text_key).type
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+    if not (is_text or types.is_null(value)):
+        found = f"{key}.text_key={source.text_key!r}"
+        raise refuse(found, f"must hold text but holds {str(kind)[:80]} in {path}", "name another column")
+
+
+def no_text_key(names: list[str], source: SourceConfig, path: str, key: str) -> DataError:
+    """The refusal of records or columns, which have these ``names``, among which text_key is not."""
+    there = ", ".join(map(str, names[:20])) or "no named fields"
+    found = f"{key}.text_key={source.text_key!r}"
+    return refuse(
+        found, f"is not in a record of {path}, which holds {there}", "set text_key to the field with the text"
+    )
+
+
+def texts_of(column: Any, path: str, first_row: int) -> Iterator[str]:
+    """The column's texts, "" for nulls. Raises DataError, naming the row (from 0), where one is not UTF-8."""
+    try:
+        texts = column.to_pylist()
+    except UnicodeDecodeError:
+        texts = [_text_at(column, number, path, first_row + number) for number in range(len(column))]
+    return (text or "" for text in texts)
+
+
+def _text_at(column: Any, number: int, path: str, row: int) -> str | None:
+    try:
+        return column[number].as_py()
+    except UnicodeDecodeError as error:
+        raise refuse(f"{path}: row {row}", f"is not UTF-8 ({reason_of(error)})", MEND) from error
+
+
+@contextmanager
+def refusing(path: str, form: str) -> Iterator[None]:
+    """Makes what pyarrow raises for a broken file a DataError with the file's name."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, ValueError, MemoryError, OverflowError) as error:
+        raise refuse(path, f"cannot be read as {form} ({reason_of(error)})", MEND) from error

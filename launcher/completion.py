@@ -1,0 +1,111 @@
+"""What a shell offers after <TAB>: config keys and their values, runs and checkpoints. No torch is imported for it.
+
+Only names of plain letters are offered, for shells take what they are given apart once more.
+"""
+
+import os
+import re
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+RUNS_DIR = "runs"
+PLAIN = re.compile(r"[\w.,+@%/-]+")
+MOST = 500  # offers; nobody reads more
+
+
+def offer_files(incomplete: str) -> list[str]:
+    """Nothing: the shell then offers files."""
+    return []
+
+
+def offer_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Keys that begin so, each with ``=``; after it the values of what has a fixed set of them.
+
+    A key that stands alone comes with its default as well, so that a shell puts no space behind the ``=``.
+    """
+    before = list(ctx.params.get("overrides") or ())
+    if before[-1:] == ["="]:  # bash takes key=value for three words
+        return [value for value in values_of(before[-2]) if value.startswith(incomplete)] if len(before) > 1 else []
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{key}={offered}" for offered in values_of(key) if offered.startswith(value)]
+    keys = [known for known in all_keys() if known.startswith(incomplete)]
+    if len(keys) == 1:
+        (key,) = keys
+        return [f"{key}=", f"{key}={(values_of(key) or [''])[0]}"]
+    if not incomplete:  # the sections, and what lies in none
+        return list(dict.fromkeys("".join(known.partition(".")[:2]) if "." in known else f"{known}=" for known in keys))
+    return [f"{known}=" for known in keys]
+
+
+def all_keys() -> list[str]:
+    """Every key that an override can set: of plain values, and of sections that can be null."""
+    from launcher.config.schema import leaf_keys
+    from launcher.config.tree import RunConfig
+
+    return list(dict.fromkeys(key for key in leaf_keys(RunConfig) if not key.startswith("data.sources.")))
+
+
+def values_of(key: str) -> list[str]:
+    """The values that the key can take, its default first; only the default where there is no fixed set of them."""
+    from launcher.config.schema import alternatives, field_default, field_hints, is_nullable, literal_values, members
+    from launcher.config.tree import RunConfig
+
+    sections, values = [RunConfig], list[Any]()
+    for name in key.split("."):
+        holders = [section for section in sections if name in field_hints(section)]
+        hints = [field_hints(section)[name] for section in holders]
+        values = [field_default(section, name) for section in holders]
+        for hint in hints:
+            values += literal_values(hint) + ((True, False) if bool in members(hint) else ())
+            values += (None,) if is_nullable(hint) else ()
+        sections = [section for hint in hints for section in alternatives(hint)]
+    words = {_written(value) for value in values if value is None or isinstance(value, bool | int | float | str)}
+    ordered = [_written(value) for value in values if _written(value) in words]
+    return [word for word in dict.fromkeys(ordered) if PLAIN.fullmatch(word)]
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def offer_runs(incomplete: str) -> list[str]:
+    """Runs below runs, by name, or by path where one is begun."""
+    return [path for path in _plain_paths(_runs(incomplete)) if path.startswith(incomplete)][:MOST]
+
+
+def offer_checkpoints(incomplete: str) -> list[str]:
+    """Run directories; once one is named, its checkpoints."""
+    run, found, _ = incomplete.rpartition("/checkpoints/")
+    if not found and (Path(incomplete) / "checkpoints").is_dir():
+        run, found = incomplete.rstrip("/"), "/"
+    folder = Path(run) / "checkpoints"
+    if found and folder.is_dir():
+        names = sorted((path for path in folder.glob("step-*[0-9]")), reverse=True)
+        paths = [f"{run}/checkpoints/{path.name}" for path in names]
+        return [path for path in _plain_paths([run, *paths]) if path.startswith(incomplete)][:MOST]
+    return [f"{RUNS_DIR}/{name}" for name in _names() if f"{RUNS_DIR}/{name}".startswith(incomplete)][:MOST]
+
+
+def _runs(incomplete: str) -> list[str]:
+    return [f"{RUNS_DIR}/{name}" for name in _names()] if "/" in incomplete else _names()
+
+
+def _names() -> list[str]:
+    return list(_plain_paths(sorted(path.parent.name for path in Path(RUNS_DIR).glob("*/config.yaml"))))
+
+
+def _plain_paths(paths: list[str]) -> Iterator[str]:
+    return (path for path in paths if PLAIN.fullmatch(path))
+
+
+def mend_bash_words(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has bash's word ``=``, with the cursor behind it, followed by an empty one: the value that is to be completed."""
+    if environment.get("_ROUNDTABLE_COMPLETE") != "complete_bash":
+        return
+    words, at = environment.get("COMP_WORDS", "").split("\n"), environment.get("COMP_CWORD", "")
+    if at.isdigit() and int(at) < len(words) and words[int(at)] == "=":
+        environment["COMP_CWORD"] = str(int(at) + 1)

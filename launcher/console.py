@@ -1,0 +1,149 @@
+"""The one way out to the terminal: whatever was read from somewhere is shown, and nothing in it is obeyed.
+
+Names, texts and errors come from files that somebody else has written. Control characters in them would move the
+cursor, set titles or paint over lines, and rich would take brackets for markup; here they come out escaped. Rich's own
+codes pass.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import TextColumn
+
+# Control characters but for newline and tab; what reverses the direction of writing; line ends that only some see; and
+# halves of characters, which stand for the bytes of a file's name that are no text.
+_UNSAFE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]"
+)
+
+LONGEST_REFUSAL = 3000  # characters
+
+
+class Unheard(Exception):
+    """Nobody takes what is written: the reader has gone (then ``is_closed``), or the disk is full."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.is_closed = isinstance(error, BrokenPipeError)
+
+
+@contextlib.contextmanager
+def _hearing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unheard(error) from None
+
+
+def escaped(text: str) -> str:
+    r"""The text with each character that a terminal would obey as ``\x1b`` or ``\u202e``; JSON stays the same JSON."""
+    return _UNSAFE.sub(lambda found: _code(ord(found[0])), text)
+
+
+def in_a_line(text: str) -> str:
+    """The same, newlines and tabs escaped as well."""
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def refusal(text: str) -> str:
+    """The same as ``in_a_line``, the middle left out where it is long: a value may be as long as a user makes it."""
+    line = in_a_line(text)
+    half = LONGEST_REFUSAL // 2
+    return line if len(line) <= LONGEST_REFUSAL else f"{line[:half]} ... {line[-half:]}"
+
+
+def _code(number: int) -> str:
+    return f"\\x{number:02x}" if number < 0x7F else f"\\u{number:04x}"
+
+
+def say(text: str, *, file: TextIO | None = None, end: str = "\n", raw: bool = False) -> None:
+    """Writes a line to standard output, or to ``file``, and flushes it. Raises Unheard where nobody takes it.
+
+    ``raw`` leaves the text as it is: for output that a program is to read. What the stream's encoding lacks is escaped.
+    """
+    stream = sys.stdout if file is None else file
+    if stream is None:  # closed before the start
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    line = (text if raw else escaped(text)) + end
+    with _hearing():
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+
+def tell(text: object) -> None:
+    """Writes a line, or an error's, to standard error; where nobody takes it, nobody is to be told."""
+    if sys.stderr is not None:
+        with contextlib.suppress(Unheard):
+            say(str(text), file=sys.stderr)
+
+
+def open_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A rich console for tables, bars and live views; strings given to it are no markup."""
+    return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+def text_column(form: str) -> "TextColumn":
+    """A column of a progress bar; what is filled in is no markup."""
+    from rich.progress import TextColumn
+
+    return TextColumn(form, markup=False)
+
+
+class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escaped before it is measured."""
+        return super().render_str(escaped(text), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does it. Raises Unheard where nobody takes it."""
+        with _hearing():
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """What rich calls where the reader has gone. Raises Unheard."""
+        raise Unheard(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Escapes what is left, in texts with styles."""
+        return _safe(super().render(renderable, options))
+
+
+def _safe(segments: Iterable[Segment]) -> Iterator[Segment]:
+    for segment in segments:
+        if segment.control or not _UNSAFE.search(segment.text):
+            yield segment
+        else:
+            yield Segment(escaped(segment.text), segment.style)
+
+
+def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's ``sys.excepthook``, escaped: an exception's message may hold what was read."""
+    tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+
+
+def end_output() -> None:
+    """Makes sure that all of standard output has been taken. Raises Unheard."""
+    if sys.stdout is not None:
+        with _hearing():
+            sys.stdout.flush()
+
+
+def drop_output() -> None:
+    """Sends what standard output still holds, and all that comes, to nowhere; so that its end raises nothing."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test's has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,55 @@
+"""What the shell lets a process have, against what training takes: too little is told before anything is created."""
+
+import os
+import resource
+
+from launcher.errors import UserError
+
+OPEN_FILES = 128  # of a process, beside those for each rank
+OPEN_FILES_OF_A_RANK = 4  # of the process that hosts the others' connections
+MOST_LOCAL_RANKS = 1024  # processes that one machine is asked for; each is a whole Python with torch
+ADDRESS_SPACE_GIB = 4  # torch and its threads reserve far more than they use
+
+
+def check_limits(n_ranks: int = 1) -> None:
+    """Raises this process's limits to what it may have, and refuses what is too small even so (``ulimit -n``, ``-v``).
+
+    Processes that are started from here inherit them.
+    """
+    needed = OPEN_FILES + OPEN_FILES_OF_A_RANK * n_ranks
+    problems = []
+    files = _raised(resource.RLIMIT_NOFILE)
+    if files is not None and files < needed:
+        remedy = f"run `ulimit -n {needed}` before, or raise the hard limit (limits.conf, or the service's LimitNOFILE)"
+        problems.append(f"ulimit -n={files} (open files of a process) must be at least {needed}; {remedy}")
+    space = _raised(resource.RLIMIT_AS)
+    if space is not None and space < ADDRESS_SPACE_GIB << 30:
+        remedy = "run `ulimit -v unlimited` before, and limit memory by Slurm's --mem or systemd's MemoryMax"
+        rule = f"must be at least {ADDRESS_SPACE_GIB << 20}, since torch reserves far more than it uses"
+        problems.append(f"ulimit -v={space >> 10} (KiB of a process's address space) {rule}; {remedy}")
+    if problems:
+        raise UserError(problems)
+
+
+def check_local_ranks(ranks: int | None) -> None:
+    """Refuses more processes to be started here than a machine holds: all would be started before one fails."""
+    if ranks is not None and ranks > MOST_LOCAL_RANKS:
+        rule = f"must be at most {MOST_LOCAL_RANKS}, since all are processes of this machine"
+        raise UserError([f"--ranks={ranks} {rule}; lower it, or use several machines (`submit`, srun or torchrun)"])
+
+
+def keep_others_from_writing() -> None:
+    """Whatever the umask lets through, nothing that is made from here on is writable for everybody."""
+    os.umask(os.umask(0o077) | 0o002)
+
+
+def _raised(limit: int) -> int | None:
+    """The soft limit, after raising it to the hard one; None where there is none."""
+    soft, hard = resource.getrlimit(limit)
+    if soft != hard and soft != resource.RLIM_INFINITY:
+        try:
+            resource.setrlimit(limit, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):  # macOS has a lower one of its own
+            pass
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,192 @@
+"""What a manifest and a shard's header may say: fields, types, bounds; and their reading from bytes nobody vouches for.
+
+Types and bounds are pydantic's to judge. Whether the parts of a manifest fit one another is the certificate's question
+(manifest.py). Reading takes memory in proportion to the bytes, at most about 4 GiB, and refuses with one line.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
+
+from parallel.checkpoint.boxes import Box
+
+FORMAT = 2
+LARGEST_MANIFEST_BYTES = 256 << 20  # about 1,200,000 pieces: 600 tensors and two moments under ZeRO 3 on 512 replicas
+LARGEST_HEADER_BYTES = 16 << 20  # about 100,000 pieces in one shard
+LARGEST_VALUES = 24_000_000  # in one JSON text: what memory it takes depends on them, not on its bytes
+LARGEST_OBJECT = 200_000  # entries of one JSON object
+LARGEST_NUMBER = 2**63 - 1
+MOST_DIMS = 4
+LONGEST_NAME = 500  # characters
+LONGEST_PART = 255  # bytes of a file's or folder's own name, on every usual file system
+SHOWN = 60  # characters of a wrong value
+
+
+class Malformed(ValueError):
+    """The bytes do not say what they should; the message names the place, in one line."""
+
+
+def _printable(text: str) -> str:
+    """The text, where no character of it is invisible, a control character or half of a pair."""
+    if not text.isprintable():
+        raise ValueError("must hold printable characters only")
+    return text
+
+
+def _inside(file: str) -> str:
+    """The path, where it leads from a checkpoint's folder to a file below it and not to the manifest."""
+    parts = file.split("/")
+    if "\\" in file or any(part in ("", ".", "..") or part != part.strip() for part in parts):
+        raise ValueError("must be a path below the checkpoint's folder")
+    if any(len(part.encode()) > LONGEST_PART for part in parts):
+        raise ValueError(f"must have names of at most {LONGEST_PART} bytes")
+    if parts[-1].startswith("manifest."):
+        raise ValueError("must not be a manifest")
+    return file
+
+
+Count = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
+Starts = Annotated[tuple[Count, ...], Field(max_length=MOST_DIMS), FailFast()]
+Shape = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS), FailFast()]
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)]
+File = Annotated[Name, AfterValidator(_inside)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of one logical tensor: where its elements lie on disk."""
+
+    kind: Name  # weight, exp_avg, exp_avg_sq, momentum_buffer, buffer
+    name: Name  # of the logical tensor
+    start: Starts
+    shape: Shape
+    file: File
+    key: Name  # in the safetensors file
+
+    @property
+    def box(self) -> Box:
+        """The elements held."""
+        return Box(self.start, self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who wrote a checkpoint, for whoever looks at it."""
+
+    ranks: Size
+    pp: Size
+    dp: Size
+    cp: Size
+    tp: Size
+    ep: Size
+    zero: Annotated[int, Field(ge=0, le=3)]
+    precision: Name
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The state besides tensors. A loss may be NaN: that of a run that has diverged."""
+
+    consumed: Count
+    skipped: Annotated[list[tuple[Count, Count]], FailFast()]
+    tokens: Count
+    updates: Count
+    loss_scaler: dict[Name, Annotated[float, Field(allow_inf_nan=False)]]
+    heldout: tuple[Count, float] | None = None
+    losses: Annotated[list[float], FailFast()] = field(default_factory=list)  # which older checkpoints lack
+    written_by: Layout | None = None  # who does not train (a proof's plain side) does not say
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known of a file."""
+
+    bytes: Count
+    xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}\z")]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A manifest's JSON."""
+
+    format: Literal[2]
+    step: Count
+    scalars: Scalars
+    tensors: dict[Name, Shape]
+    kinds: dict[Name, Annotated[list[Name], FailFast()]]
+    pieces: Annotated[list[Piece], FailFast()]
+    files: dict[File, FileRecord]
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """One tensor of a safetensors file; offsets count from the end of the header."""
+
+    dtype: Name
+    shape: Shape
+    data_offsets: tuple[Count, Count]
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
+
+
+def parse_body(content: bytes) -> Body:
+    """What a manifest's JSON says. Raises Malformed."""
+    return _parse(Body, content)
+
+
+def parse_header(content: bytes) -> dict[str, HeaderEntry]:
+    """What a safetensors header's JSON says, by key. Raises Malformed."""
+    return _parse(dict[Name, HeaderEntry], content)
+
+
+def _parse(hint: Any, content: bytes) -> Any:
+    if content.count(b",") + content.count(b"[") + content.count(b"{") > LARGEST_VALUES:
+        raise Malformed(f"holds more than {LARGEST_VALUES:,} values")
+    try:
+        json.loads(content, object_pairs_hook=_check_keys)
+        return _adapter(hint).validate_json(content, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise Malformed(_first_line(error)) from None
+    except RecursionError:
+        raise Malformed("is nested too deeply") from None
+    except Malformed:
+        raise
+    except ValueError as error:  # of json: no JSON, or no UTF-8
+        raise Malformed(f"is no JSON ({error})") from None
+
+
+def _check_keys(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Refuses what readers disagree about: a key that comes twice. Nothing is kept of the object."""
+    if len(pairs) > LARGEST_OBJECT:
+        raise Malformed(f"holds an object of {len(pairs):,} entries; {LARGEST_OBJECT:,} are the most")
+    if len({key for key, _ in pairs}) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise Malformed(f"holds {shorten(twice)} twice in one object")
+
+
+def _first_line(error: ValidationError) -> str:
+    fault = error.errors(include_url=False, include_context=False)[0] if error.error_count() < 1000 else None
+    if fault is None:
+        return f"breaks the schema in {error.error_count():,} places"
+    place = ".".join(str(part) for part in fault["loc"])
+    found = "" if isinstance(fault["input"], dict | list) else f"={shorten(fault['input'])}"
+    rule = fault["msg"].removeprefix("Value error, ")
+    return f"{shorten(place, 3 * SHOWN)}{found}: {rule[:1].lower()}{rule[1:]}" if place else rule
+
+
+def shorten(value: Any, most: int = SHOWN) -> str:
+    """A value from outside as it may stand in a line: on one line, escaped, and not long."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return "a huge number"
+    text = value if isinstance(value, str) else str(value)
+    text = text if len(text) <= most else text[: most - 3] + "..."
+    return text if text.isprintable() else ascii(text)[1:-1]

@@ -1,0 +1,29 @@
+"""Sizes from which on the same numbers are computed piece by piece, or moved in several parts."""
+
+from dataclasses import dataclass
+
+from modeling.loss import CHUNK_LOGITS
+from parallel.context_parallel.plan import TILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Made for memory and speed: no result depends on them beyond rounding, so they are no part of a run's config.
+
+    A proof's little model lies below all of them; so the proof passes small ones, and every way of computing is taken.
+    """
+
+    chunk_logits: int = CHUNK_LOGITS  # logits that exist at once; the loss goes through the tokens in such chunks
+    ring_tile: int = TILE  # queries, and keys, of one kernel call of ring attention
+    row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
+    staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
+    # DeepSpeed's, and its own defaults, in elements.
+    bucket: int = 500_000_000  # gradients reduced by one collective, and updated weights gathered by one (ZeRO 0 to 2)
+    persistent: int = 100_000  # ZeRO 3 keeps weights of at most so many whole, between steps too
+    prefetched: int = 50_000_000  # ZeRO 3 gathers so many ahead of their use
+    live: int = 1_000_000_000  # ZeRO 3 holds at most so many whole at once
+    reused: int = 1_000_000_000  # and keeps gathered weights whose next use is no more than so many away
+    updated: int = 1_000_000_000  # ZeRO 3's optimizer groups are cut into groups of so many
+
+
+DEFAULT_SIZES = Sizes()

@@ -1,0 +1,250 @@
+"""Exported folders as transformers 4 and the installed version load them, each with nothing but the folder.
+
+Version 4 lies in .transformers4, which `make test-transformers4` fills, and runs in a process of its own. Tolerances as
+in test_model_hf.py. No router of these models is near a tie (the tokens are drawn so), since version 4 does not say
+what it chose.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from data.tokenizer import load_origin, save_tokenizer
+from launcher.config.families import check_family
+from launcher.config.rules import Precision
+from launcher.export import DTYPES, write_export
+from modeling.config import ModelConfig
+from modeling.decoder import Decoder
+from modeling.generate import generate
+from modeling.router import Router, Routing
+from small_models import FAMILIES, LENGTHS, Family, Rows, build, configs, example_config, packed_rows, tensors_of
+from tokenizers_of_kinds import KINDS, TEXTS, save_tokenizer_of
+from transformers_judge import NEW_TOKENS, judge
+
+pytestmark = pytest.mark.slow  # `make test-transformers4` runs it
+ROOT = Path(__file__).parents[2]
+TRANSFORMERS_4 = ROOT / ".transformers4"
+LOGITS_TOLERANCE = 2e-5
+TIE_GAP = 1e-4  # far above what rounding moves
+RANDOM_MODELS = 6  # of each family
+VERSIONS = ["4", "installed"]
+
+
+@dataclass
+class Case:
+    """One exported model and what was asked about it."""
+
+    name: str
+    config: ModelConfig
+    model: Decoder
+    rows: Rows
+    folder: Path
+    dtype: Precision
+    tokenizer: Path | None
+
+    def seen(self, version: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The judge's answers."""
+        folder = self.folder / version
+        return load_file(folder / "seen.safetensors"), json.loads((folder / "seen.json").read_text())
+
+
+def least_gap(model: Decoder, rows: Rows) -> float:
+    """By how little the last expert chosen leads the first that was not, over all tokens and layers."""
+    gaps = [float("inf")]
+
+    def hook(router: Router, _: object, routing: Routing) -> None:
+        scores_TE = routing.logits_TE.softmax(-1) if router.score == "softmax" else routing.logits_TE.sigmoid()
+        biased_TE = scores_TE if router.bias is None else scores_TE + router.bias
+        ranked_TE = biased_TE.sort(-1, descending=True).values
+        if router.top_k < ranked_TE.shape[1]:
+            gaps.append(float((ranked_TE[:, router.top_k - 1] - ranked_TE[:, router.top_k]).min()))
+
+    hooks = [module.register_forward_hook(hook) for module in model.modules() if isinstance(module, Router)]
+    with torch.no_grad():
+        for each in (rows, unpacked(rows)):
+            model(each.tokens_BS, each.context())
+    for each in hooks:
+        each.remove()
+    return min(gaps)
+
+
+def unpacked(rows: Rows) -> Rows:
+    """The same tokens, each row one document."""
+    tokens_BS = rows.tokens_BS
+    return Rows(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS), torch.zeros_like(tokens_BS))
+
+
+def rounded(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """The model with weights that ``dtype`` can hold; the selection biases stay."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.to(dtype))
+    return model
+
+
+def make_case(name: str, config: ModelConfig, folder: Path, dtype: Precision = "fp32", kind: str | None = None) -> Case:
+    """Exports a model of ``config``, with a tokenizer of ``kind`` as a run would keep it, and writes the questions."""
+    model = rounded(build(config, 5), DTYPES[dtype])
+    drawn = (packed_rows(config.vocab_size, seed, LENGTHS) for seed in count())
+    rows = next(rows for rows in drawn if least_gap(model, rows) > TIE_GAP)
+    tokenizer = None
+    if kind is not None:
+        tokenizer = folder / "tokenizer"
+        save_tokenizer_of(kind, folder / "origin")
+        save_tokenizer(load_origin(str(folder / "origin")), tokenizer)
+    for version in VERSIONS:
+        here = folder / version
+        here.mkdir(parents=True)
+        write_export(tensors_of(model).items(), config, 64, tokenizer, here / "export", dtype)
+        prompts_BS = rows.tokens_BS[:, :7].contiguous()
+        asked = {"tokens_BS": rows.tokens_BS, "positions_BS": rows.positions_BS, "prompts_BS": prompts_BS}
+        save_file(asked, here / "asked.safetensors")
+        (here / "asked.json").write_text(json.dumps({"texts": TEXTS if tokenizer is not None else []}))
+    return Case(name, config, model, rows, folder, dtype, tokenizer)
+
+
+def is_allowed(config: ModelConfig) -> bool:
+    """Whether a run could have such a model."""
+    return not any(check_family(config))
+
+
+def random_configs(family: Family) -> list[ModelConfig]:
+    """Random small models, the same ones every time."""
+    found: list[ModelConfig] = []
+    once = settings(
+        max_examples=RANDOM_MODELS,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    once(given(config=configs(family).filter(is_allowed), _=st.integers())(lambda config, _: found.append(config)))()
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    root, made = tmp_path_factory.mktemp("exports"), []
+    for family in FAMILIES:
+        window = 5 if family in ("mixtral", "qwen3_moe") else None
+        plain = {"vocab_size": 310, "rope_theta": 123.0, "norm_eps": 1e-3, "sliding_window": window}
+        fixed = [
+            ("no-d_head", example_config(family, d_head=None, tie_embeddings=True, **plain), "fp32"),
+            ("bf16", example_config(family, **plain), "bf16"),
+            ("fp16", example_config(family, **plain), "fp16"),
+        ]
+        for (name, config, dtype), kind in zip(fixed, KINDS, strict=True):
+            made.append(make_case(f"{family}-{name}", config, root / f"{family}-{name}", dtype, kind))
+        for number, config in enumerate(random_configs(family)):
+            made.append(make_case(f"{family}-{number}", config, root / f"{family}-{number}"))
+    return made
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request: pytest.FixtureRequest, cases: list[Case]) -> str:
+    """The version's name, once it has judged all cases."""
+    judge_with(request.param, [case.folder / request.param for case in cases])
+    return request.param
+
+
+def judge_with(version: str, folders: list[Path]) -> None:
+    """Has this version judge the folders; skips the test where version 4 is not installed."""
+    if version == "installed":
+        for folder in folders:
+            judge(folder)
+        return
+    if not (TRANSFORMERS_4 / "transformers").is_dir():
+        pytest.skip("transformers 4 is not here; `make test-transformers4` installs it into .transformers4")
+    support = ROOT / "tests/support"
+    judged = subprocess.run(
+        [sys.executable, "-P", support / "transformers_judge.py", *folders],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TRANSFORMERS_4), str(support)]), "HF_HUB_OFFLINE": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=280,
+    )
+    assert judged.returncode == 0, judged.stderr
+
+
+def close(seen: Tensor, ours: Tensor) -> float:
+    assert seen.shape == ours.shape
+    return float((seen - ours).abs().max())
+
+
+@torch.no_grad()
+def test_logits_and_generation(cases: list[Case], version: str) -> None:
+    """Rows of one document, packed rows, and greedy continuations."""
+    problems = []
+    for case in cases:
+        seen, found = case.seen(version)
+        assert found["version"].startswith("4.") == (version == "4")
+        alone, packed = unpacked(case.rows), case.rows
+        for name, rows in (("logits_BSV", alone), ("packed_BSV", packed)):
+            error = close(seen[name], case.model(rows.tokens_BS, rows.context()).logits_BSV)
+            problems += [f"{case.name}: {name} differ by {error:.1e}"] if error > LOGITS_TOLERANCE else []
+        greedy_BS = generate(case.model, packed.tokens_BS[:, :7], NEW_TOKENS, temperature=0.0)
+        problems += [] if torch.equal(seen["greedy_BS"], greedy_BS) else [f"{case.name}: other tokens generated"]
+    assert problems == []
+
+
+def test_loading_is_silent_and_complete(cases: list[Case], version: str) -> None:
+    """No weight missing or unexpected, no warning from any part, the dtype understood."""
+    for case in cases:
+        _, found = case.seen(version)
+        assert found["loading"] == {}, case.name
+        assert found["warnings"] == [], case.name
+        assert found["config_dtype"] == str(DTYPES[case.dtype]), case.name
+
+
+def test_tokenizers(cases: list[Case], version: str) -> None:
+    """Each text's ids, with special tokens and without, and the text from them, are the run's own tokenizer's."""
+    for case in cases:
+        if case.tokenizer is None:
+            continue
+        _, found = case.seen(version)
+        ours = Tokenizer.from_file(str(case.tokenizer / "tokenizer.json"))
+        loaded = load_origin(str(case.tokenizer))
+        assert found["ids"] == [ours.encode(text).ids for text in TEXTS], case.name
+        assert found["plain_ids"] == [ours.encode(text, add_special_tokens=False).ids for text in TEXTS], case.name
+        assert found["decoded"] == [loaded.decode(ids) for ids in found["ids"]], case.name
+        assert found["special_ids"] == [loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id], case.name
+        assert found["all_special_ids"] == sorted(loaded.all_special_ids), case.name
+        assert found["backend"] == json.loads(ours.to_str()), case.name
+
+
+def test_sampling_is_from_the_whole_distribution(cases: list[Case], version: str) -> None:
+    """Neither version falls back on its default of the 50 likeliest tokens."""
+    for case in cases:
+        if case.tokenizer is not None:
+            assert case.seen(version)[1]["different_draws"] > 60, case.name
+
+
+def test_planted_keys_of_version_5_alone(tmp_path: Path) -> None:
+    """A config.json without what version 4 reads loads without a word, and its other logits are seen."""
+    planted = [make_case(family, example_config(family, rope_theta=123.0), tmp_path / family) for family in FAMILIES]
+    for case in planted:
+        path = case.folder / "4/export/config.json"
+        config = json.loads(path.read_text())
+        config = {key: config[key] for key in config.keys() - {"rope_theta", "partial_rotary_factor"}}
+        path.write_text(json.dumps(config))
+    judge_with("4", [case.folder / "4" for case in planted])
+    for case in planted:
+        seen, found = case.seen("4")
+        assert found["warnings"] == []
+        with torch.no_grad():
+            ours_BSV = case.model(case.rows.tokens_BS, unpacked(case.rows).context()).logits_BSV
+        assert close(seen["logits_BSV"], ours_BSV) > 100 * LOGITS_TOLERANCE

@@ -1,0 +1,78 @@
+"""Fuzz target: a manifest's JSON, sealed with the right hash so that what is tried reaches the parser."""
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from parallel.checkpoint.folder import MANIFEST
+from parallel.checkpoint.manifest import DamagedCheckpoint, check_sizes, encode_manifest, read_manifest
+from parallel.checkpoint.verify import bytes_of, tensor_bytes
+
+MOST_SECONDS = 5.0
+
+SMALL: dict[str, Any] = {
+    "format": 2,
+    "step": 3,
+    "scalars": {
+        "consumed": 8,
+        "skipped": [[2, 4]],
+        "tokens": 100,
+        "heldout": [3, 2.5],
+        "losses": [3.0, float("nan")],
+        "updates": 3,
+        "loss_scaler": {"cur_scale": 65536.0, "cur_iter": 2},
+        "written_by": {"ranks": 2, "pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1, "zero": 1, "precision": "fp16"},
+    },
+    "tensors": {"a": [4, 2], "b": [3]},
+    "kinds": {"weight": ["a"], "exp_avg": ["a"], "buffer": ["b"]},
+    "pieces": [
+        {"kind": "weight", "name": "a", "start": [0, 0], "shape": [2, 2], "file": "s0", "key": "w0"},
+        {"kind": "weight", "name": "a", "start": [2, 0], "shape": [2, 2], "file": "s1", "key": "w1"},
+        {"kind": "exp_avg", "name": "a", "start": [0, 0], "shape": [4, 2], "file": "s0", "key": "m"},
+        {"kind": "buffer", "name": "b", "start": [0], "shape": [3], "file": "s1", "key": "b"},
+    ],
+    "files": {
+        "s0": {"bytes": 4144, "xxh3_128": "0" * 32},
+        "s1": {"bytes": 4124, "xxh3_128": "1" * 32},
+        "tokenizer/tokenizer.json": {"bytes": 10, "xxh3_128": "f" * 32},
+    },
+}
+
+
+def seeds() -> list[bytes]:
+    """Small manifests without their seals: one of everything, one of a scalar tensor, an empty one."""
+    scalar, empty = copy.deepcopy(SMALL), copy.deepcopy(SMALL)
+    scalar |= {"tensors": {"a": []}, "kinds": {"weight": ["a"]}}
+    scalar["pieces"] = [{"kind": "weight", "name": "a", "start": [], "shape": [], "file": "s0", "key": "w"}]
+    empty |= {"tensors": {}, "kinds": {}, "pieces": [], "files": {}}
+    return [json.dumps(body, separators=(",", ":")).encode() for body in (SMALL, scalar, empty)]
+
+
+def check(data: bytes, folder: Path) -> bool:
+    """Reads ``data`` as a checkpoint's manifest; whether it was accepted. Raises whatever is no DamagedCheckpoint.
+
+    What is accepted must come back the same from what is written of it, and be fit for what commands ask of it.
+    """
+    content = data[:-1] + b',"xxh3_128":"' + xxhash.xxh3_128_hexdigest(data).encode() + b'"}'
+    (folder / MANIFEST).write_bytes(content)
+    started = time.process_time()
+    refusal = None
+    try:
+        manifest = read_manifest(folder)
+    except DamagedCheckpoint as error:
+        refusal = str(error)
+    assert time.process_time() - started < MOST_SECONDS
+    if refusal is not None:
+        assert MANIFEST in refusal and "\n" not in refusal, f"not one line that names the file: {refusal}"
+        return False
+    assert bytes_of(manifest) >= sum(tensor_bytes(manifest, kind) for kind in manifest.kinds)
+    assert all((folder / file).is_relative_to(folder) and ".." not in file.split("/") for file in manifest.files)
+    assert all(piece.file in manifest.files for piece in manifest.pieces)
+    check_sizes(manifest, folder, manifest.files)
+    (folder / MANIFEST).write_bytes(encode_manifest(manifest))
+    assert repr(read_manifest(folder)) == repr(manifest)  # a NaN is no NaN's equal
+    return True

@@ -1,0 +1,115 @@
+"""Faults that only show above a size: beyond a tile, a chunk, a bucket. For prove_faults.plant."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def drop_tiles(first: int) -> None:
+    """Of each block of keys, the ring computes only the first tiles."""
+    import parallel.context_parallel.ring as ring
+
+    plan = ring.plan_ring
+    ring.plan_ring = lambda *arguments: [tiles[:first] for tiles in plan(*arguments)]
+
+
+def lose_second_chunk(module: Any, function: Any, gradient: str) -> None:
+    """The gradient of the loss's second chunk of tokens is lost; ``gradient`` names the function that makes it."""
+    seen = [0]
+    forward, make = function.forward, getattr(module, gradient)
+
+    def counting(*arguments: Any) -> Any:
+        seen[0] = 0
+        return forward(*arguments)
+
+    def losing(*arguments: Any) -> Any:
+        seen[0] += 1
+        made = make(*arguments)
+        if seen[0] == 2:
+            (made[-1] if isinstance(made, tuple) else made).zero_()
+        return made
+
+    function.forward = staticmethod(counting)
+    setattr(module, gradient, losing)
+
+
+def lose_second_chunk_of_one_device() -> None:
+    import modeling.loss as loss
+
+    lose_second_chunk(loss, loss.ChunkedCrossEntropy, "logits_gradient")
+
+
+def lose_second_chunk_under_tp() -> None:
+    import parallel.tensor as tensor
+
+    lose_second_chunk(tensor, tensor.VocabParallelCrossEntropy, "losses_and_gradient")
+
+
+def pad_rows_short() -> None:
+    """The last expert's last unit of rows is left out, where it has more than one."""
+    import modeling.kernels.experts as experts
+
+    place = experts.place_rows
+
+    def misplaced(indices_TK: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> Any:
+        rows_TK, ends_E, n_rows = place(indices_TK, counts_E, row_multiple)
+        if row_multiple > 1 and int(counts_E.max()) > row_multiple:
+            ends_E = ends_E - (ends_E == n_rows).to(torch.int32) * row_multiple
+        return rows_TK, ends_E, n_rows
+
+    experts.place_rows = misplaced
+
+
+def skip_second_bucket(optimizer: Any, method: str, as_it_is: Callable[[Any, Any], Any]) -> None:
+    """Of a step's buckets of gradients, all but the first stay as this rank has them."""
+    from parallel.engine import Engine
+
+    seen = [0]
+    reduce, step = getattr(optimizer, method), Engine.step
+
+    def skipping(self: Any, tensor: Any, *rest: Any, **options: Any) -> Any:
+        seen[0] += 1
+        return reduce(self, tensor, *rest, **options) if seen[0] == 1 else as_it_is(self, tensor)
+
+    def starting_again(self: Any, lr: float) -> Any:
+        seen[0] = 0
+        return step(self, lr)
+
+    setattr(optimizer, method, skipping)
+    Engine.step = starting_again
+
+
+def skip_second_zero_bucket() -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    skip_second_bucket(DeepSpeedZeroOptimizer, "average_tensor", lambda _, tensor: tensor)
+
+
+def skip_second_bf16_bucket() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    skip_second_bucket(DeepSpeedEngine, "allreduce_bucket", lambda engine, bucket: engine.flatten(bucket))
+
+
+def shift_gathered(engine: Any) -> None:
+    """Under ZeRO 3 a weight that does not stay whole is put together one element off."""
+
+    def shift(module: Any, _: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if not weight.ds_persist:
+                weight.data.copy_(weight.data.flatten().roll(1).view_as(weight.data))
+
+    for module in engine.model.modules():
+        module.register_forward_pre_hook(shift)
+
+
+def forget_update_group(engine: Any) -> None:
+    """ZeRO 3 updates the first group of weights alone."""
+    update = engine.optimizer._optimizer_step
+
+    def first_only(group: int) -> None:
+        if group == 0:
+            update(group)
+
+    engine.optimizer._optimizer_step = first_only

@@ -1,0 +1,56 @@
+"""Faults in what the optimizer makes of right gradients. For prove_faults.plant."""
+
+from typing import Any
+
+
+def scale_to_clip_norm() -> None:
+    """ZeRO 0: gradients below the clipping norm are scaled up to it."""
+    from parallel.engine import Engine
+
+    def apply(self: Any, norm: float) -> None:
+        for _, gradient, _ in self.gradients():
+            gradient.mul_(self.clip_norm / (norm + 1e-6))
+        self.deepspeed.step()
+
+    Engine.apply_replicated = apply
+
+
+def keep_first_lr() -> None:
+    """The last group of weights never learns of another learning rate than the first step's."""
+    from parallel.engine import Engine
+
+    step = Engine.step
+
+    def late(self: Any, lr: float) -> Any:
+        first = self.__dict__.setdefault("first_lr", lr)
+        groups = self.base.param_groups
+        self.base.param_groups = groups[:-1]
+        groups[-1]["lr"] = first
+        run = self.deepspeed.step
+
+        def with_all_groups(*arguments: Any) -> Any:
+            self.base.param_groups = groups
+            return run(*arguments)
+
+        self.deepspeed.step = with_all_groups
+        try:
+            return step(self, lr)
+        finally:
+            self.deepspeed.step = run
+
+    Engine.step = late
+
+
+def round_masters() -> None:
+    """Each update leaves the masters in bf16's precision."""
+    from parallel.engine import Engine
+
+    step = Engine.step
+
+    def rounding(self: Any, lr: float) -> Any:
+        result = step(self, lr)
+        for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
+            flat.data.copy_(flat.data.bfloat16())
+        return result
+
+    Engine.step = rounding

@@ -1,0 +1,142 @@
+"""Which sides of its sizes a proof computes on: recorded in the ranks, one line for each count that is new."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prove_faults import change_engines
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """Lets every rank write "size count" lines into ``path``, from now on."""
+    if "RANK" in os.environ:
+        record(Recorder(path))
+    yield
+
+
+def read_record(path: Path) -> dict[str, set[int]]:
+    """The counts seen of each size, on all ranks."""
+    seen: dict[str, set[int]] = {}
+    for line in path.read_text().splitlines():
+        size, count = line.split()
+        seen.setdefault(size, set()).add(int(count))
+    return seen
+
+
+class Recorder:
+    """Writes each count once; counts calls between two readings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written: set[tuple[str, int]] = set()
+        self.calls: dict[str, int] = {}
+
+    def __call__(self, size: str, count: int) -> None:
+        if (size, count) not in self.written:
+            self.written.add((size, count))
+            with open(self.path, "a") as file:
+                file.write(f"{size} {count}\n")
+
+    def count_calls(self, owner: Any, name: str, size: str) -> None:
+        """Counts the calls of ``owner.name``."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.calls[size] = self.calls.get(size, 0) + 1
+            return function(*arguments, **options)
+
+        setattr(owner, name, counted)
+
+    def around(self, function: Callable[..., Any], *sizes: str) -> Callable[..., Any]:
+        """``function``, writing how many calls of each size it makes."""
+
+        def measured(*arguments: Any, **options: Any) -> Any:
+            self.calls |= dict.fromkeys(sizes, 0)
+            result = function(*arguments, **options)
+            for size in sizes:
+                self(size, self.calls[size])
+            return result
+
+        return measured
+
+
+def record(seen: Recorder) -> None:
+    """Patches this process: chunks of a loss, tiles of a block, units of rows, parts of a copy, and DeepSpeed's."""
+    import launcher.train as loop
+    import modeling.kernels.experts as experts
+    import modeling.loss as loss
+    import parallel.checkpoint.saver as saver
+    import parallel.context_parallel.ring as ring
+    import parallel.tensor as tensor
+
+    seen.count_calls(loss, "token_losses", "chunk_logits")
+    loss.ChunkedCrossEntropy.forward = staticmethod(seen.around(loss.ChunkedCrossEntropy.forward, "chunk_logits"))
+    seen.count_calls(tensor, "losses_and_gradient", "chunk_logits_under_tp")
+    twin = tensor.VocabParallelCrossEntropy
+    twin.forward = staticmethod(seen.around(twin.forward, "chunk_logits_under_tp"))
+
+    plan = ring.plan_ring
+
+    def planned(*arguments: Any) -> Any:
+        blocks = plan(*arguments)
+        seen("ring_tile", max(map(len, blocks)))
+        return blocks
+
+    ring.plan_ring = planned
+    place = experts.place_rows
+
+    def placed(indices_TK: Any, counts_E: Any, row_multiple: int) -> Any:
+        seen("row_multiple", -(-int(counts_E.max()) // row_multiple))
+        return place(indices_TK, counts_E, row_multiple)
+
+    experts.place_rows = placed
+    stage = saver.staged
+
+    def staged(*arguments: Any) -> Any:
+        parts = 0
+        for chunk in stage(*arguments):
+            parts += 1
+            yield chunk
+        seen("staging_bytes", parts)
+
+    saver.staged = staged
+    record_deepspeed(seen)
+    loop.accumulate_gradients = seen.around(loop.accumulate_gradients, "bucket", "prefetched", "reused", "live")
+
+
+def record_deepspeed(seen: Recorder) -> None:
+    """Buckets and gathers of a step; and of each engine, the weights that do not stay whole and the groups cut in two.
+
+    ``reused`` decides how often one weight is gathered in a step; ``prefetched`` and ``live``, in how many calls.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    seen.count_calls(DeepSpeedZeroOptimizer, "average_tensor", "bucket")
+    seen.count_calls(DeepSpeedEngine, "allreduce_bucket", "bucket")
+    gather = PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params
+    gathered: dict[int, int] = {}
+
+    def gathering(self: Any, weights: Any, *rest: Any, **options: Any) -> Any:
+        if not seen.calls.get("reused"):
+            gathered.clear()
+        for weight in weights:
+            gathered[weight.ds_id] = gathered.get(weight.ds_id, 0) + 1
+        seen.calls["prefetched"] = seen.calls["live"] = seen.calls.get("live", 0) + 1
+        seen.calls["reused"] = max(gathered.values(), default=0)
+        return gather(self, weights, *rest, **options)
+
+    PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params = gathering
+
+    def look(engine: Any) -> None:
+        if engine.zero == 3:
+            seen("persistent", sum(not weight.ds_persist for weight in engine.model.parameters()))
+            seen("updated", len(engine.optimizer.fp16_groups) - len(engine.base.param_groups))
+
+    change_engines(look)

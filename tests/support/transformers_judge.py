@@ -1,0 +1,97 @@
+"""What the installed transformers makes of exported folders: run as a program, so that it can be another version's.
+
+It imports nothing of Roundtable's. `python transformers_judge.py FOLDER...` answers each FOLDER/asked.safetensors and
+FOLDER/asked.json about FOLDER/export, in FOLDER/seen.safetensors and FOLDER/seen.json.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from warnings_seen import Messages
+
+NEW_TOKENS = 6
+DRAWS = 4000
+
+
+def judge(folder: Path) -> None:
+    """Loads FOLDER/export as a user would, and writes down everything that can be compared."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    asked = load_file(folder / "asked.safetensors")
+    texts = json.loads((folder / "asked.json").read_text())["texts"]
+    messages = Messages()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(messages)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"dtype": torch.float32, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(folder / "export", trust_remote_code=False, **options)
+        seen = tensors_seen(model.eval(), **asked)
+        found = {
+            "version": version(),
+            "config_dtype": str(AutoConfig.from_pretrained(folder / "export", trust_remote_code=False).dtype),
+        }
+        found |= {"loading": {key: sorted(map(str, value)) for key, value in info.items() if value}}
+        if texts:
+            found |= tokenizer_seen(folder / "export", model, texts)
+    logger.removeHandler(messages)
+    found["warnings"] = messages.messages + [str(each.message) for each in caught]
+    save_file(seen, folder / "seen.safetensors")
+    (folder / "seen.json").write_text(json.dumps(found))
+
+
+def version() -> str:
+    """Of transformers."""
+    import transformers
+
+    return transformers.__version__
+
+
+@torch.no_grad()
+def tensors_seen(model: Any, tokens_BS: Tensor, positions_BS: Tensor, prompts_BS: Tensor) -> dict[str, Tensor]:
+    """Logits of the rows, each one document; of the rows packed as the positions say; and greedy continuations."""
+    return {
+        "logits_BSV": model(tokens_BS, use_cache=False).logits,
+        "packed_BSV": model(tokens_BS, position_ids=positions_BS, use_cache=False).logits,
+        "greedy_BS": model.generate(
+            prompts_BS,
+            attention_mask=torch.ones_like(prompts_BS),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            top_k=50,  # the value at which no version says that greedy search ignores it
+        ),
+    }
+
+
+def tokenizer_seen(export: Path, model: Any, texts: list[str]) -> dict[str, Any]:
+    """What the tokenizer and a sampling `generate` of the folder as it is come to."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    inputs = tokenizer(texts[0], return_tensors="pt")
+    many = {name: value.expand(DRAWS, -1) for name, value in inputs.items()}
+    torch.manual_seed(0)
+    drawn_BS = model.generate(**many, max_new_tokens=1)
+    return {
+        "ids": [tokenizer(text)["input_ids"] for text in texts],
+        "plain_ids": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
+        "decoded": [tokenizer.decode(tokenizer(text)["input_ids"]) for text in texts],
+        "special_ids": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
+        "all_special_ids": sorted(tokenizer.all_special_ids),
+        "backend": json.loads(tokenizer.backend_tokenizer.to_str()),
+        "different_draws": len(drawn_BS[:, -1].unique()),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for argument in sys.argv[1:]:
+        judge(Path(argument))

@@ -1,0 +1,126 @@
+"""Odd paths on the command line, and damaged runs in the queue: told in a line, and the rest goes on."""
+
+import errno
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hostile_sweep import sweep
+from launcher.cli import main
+from launcher.slurm.queue import LiveJob, live_jobs
+from sealed import write_run
+
+COMMANDS = {
+    "eval": ("CHECKPOINT", []),
+    "export": ("CHECKPOINT", ["out"]),
+    "generate": ("CHECKPOINT", ["--prompt", "x"]),
+    "checkpoint show": ("DIR", []),
+    "checkpoint verify": ("DIR", []),
+}
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "x/" * 3000, "a\0b", "loop", "loop/x"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_cannot_be_is_no_folder(command, path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    key, options = COMMANDS[command]
+    assert main([*command.split(), path, *options]) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith(f"{key}={path[0]}") and "is not a folder; give a run directory" in line
+    assert len(line) < 3100 and told.out == "" and [each.name for each in tmp_path.iterdir()] == ["loop"]
+
+
+def test_some_of_the_sweep_of_paths():
+    result = sweep(slice(None, None, 31), kind="paths and arguments")
+    assert result.tried.total() > 35 and result.violations == []
+
+
+@pytest.fixture
+def three_runs(tmp_path, monkeypatch) -> list[Path]:
+    """Runs with a live job each, of which the second is damaged; Slurm is here."""
+    runs = [tmp_path / name for name in ("a", "b", "c")]
+    for run in runs:
+        (run / "slurm").mkdir(parents=True)
+    (runs[1] / "metrics.jsonl").mkdir()
+    jobs = [LiveJob(str(n), "RUNNING", "None", "n1", "1:00", "2:00", run.absolute(), run) for n, run in enumerate(runs)]
+    monkeypatch.setattr("launcher.slurm.follow.require", lambda *_: None)
+    monkeypatch.setattr("launcher.slurm.follow.live_jobs", lambda *_: jobs)
+    return runs
+
+
+def test_status_names_a_damaged_run_and_lists_the_others(three_runs, capsys):
+    first, damaged, last = three_runs
+    assert main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        f"{first}: no step yet",
+        f"{damaged}: damaged",
+        f"{last}: no step yet",
+    ]
+    at = lines.index(f"{damaged}: damaged")
+    assert lines[at + 1].startswith(f"  {damaged}/metrics.jsonl must be a file, and is a folder; move it away")
+    assert lines[at + 2] == "  job 1: RUNNING on n1, 1:00 of 2:00"
+    assert main(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(len(run.get("problems", [])), run["jobs"][0]["job_id"]) for run in shown] == [(0, "0"), (1, "1"), (0, "2")]
+    assert main(["status", str(damaged)]) == 2, "the one that was asked for"
+
+
+def test_a_sweep_whose_list_is_damaged_is_one_run_in_the_queue(tmp_path, monkeypatch):
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/runs.txt").write_bytes(b"\xff\x00")
+    monkeypatch.setattr("launcher.slurm.queue.ask", lambda *_: f"7_0|RUNNING||n1|0:01|1:00|roundtable:{tmp_path}\n")
+    (job,) = live_jobs()
+    assert (job.job_id, job.run_path) == ("7_0", tmp_path)
+
+
+@pytest.fixture
+def open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_nothing_is_writable_for_everybody_whatever_the_umask(open_umask, tmp_path):
+    write_run(tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    made = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert len(made) > 5
+    assert [path.name for path in made if path.stat().st_mode & stat.S_IWOTH] == []
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["export", "out"]])
+def test_a_machine_without_a_temporary_folder_says_so(command, tmp_path, monkeypatch, capsys):
+    directory = write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert main([command[0], str(directory), *command[1:]]) == 1
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith("TMPDIR=/nowhere: No usable temporary directory found in ['/nowhere']; set TMPDIR to a")
+    assert told.out == "" and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_picture_on_a_full_disk_leaves_the_one_before_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / "run/plot.png").write_bytes(b"the one before")
+
+    def savefig(self, path, **options):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    assert main(["plot", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written ([Errno 28] No space left on device); choose another place")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plot.png"]
+    assert (tmp_path / "run/plot.png").read_bytes() == b"the one before"

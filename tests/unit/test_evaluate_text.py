@@ -1,0 +1,149 @@
+"""`eval --text`: what a model makes of text that is given, against its own probabilities; and what is refused."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from byte_tokenizer import save_byte_tokenizer
+from data.config import DataConfig
+from data.tokenizer import load_fast, load_origin, save_tokenizer
+from launcher.cli import main
+from launcher.config.tree import RunConfig, TrainConfig
+from launcher.trained import open_trained
+from modeling.context import Context
+from modeling.decoder import Decoder
+from saved_runs import save_run
+from sealed import record_of
+from small_models import build, example_config
+
+DOCUMENTS = ["def f(x):\n    return x\n", "für Käthe", "a" * 70, ""]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoder]:
+    """A run directory with a checkpoint, and its model."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    config = RunConfig(
+        model=example_config("qwen3_moe", vocab_size=257),
+        data=DataConfig(seq_len=1000),
+        train=TrainConfig(precision="fp32", micro_batch_size=2),
+    )
+    model = build(config.model, 1)
+    (folder / "origin").mkdir()
+    save_byte_tokenizer(folder / "origin")
+    origin = load_origin(str(folder / "origin"))
+
+    def save_in(tokenizer: Path) -> None:
+        tokenizer.rmdir()  # what is there already stays as it is
+        save_tokenizer(origin, tokenizer)
+
+    save_run(folder, config, model, 5, save_in)
+    return folder, model
+
+
+def list_tokenizer(directory: Path) -> Callable[[dict[str, Any]], None]:
+    """A change of the manifest's JSON by which it lists what is in the tokenizer's folder now."""
+
+    def change(body: dict[str, Any]) -> None:
+        files = {name: record for name, record in body["files"].items() if not name.startswith("tokenizer/")}
+        here = directory.glob("tokenizer/*")
+        body["files"] = files | {path.relative_to(directory).as_posix(): record_of(path) for path in here}
+
+    return change
+
+
+@torch.no_grad()
+def nats(model: Decoder, folder: Path, document: str) -> tuple[float, int]:
+    """What predicting the document and its end costs, each token but the first from those before it; and the tokens."""
+    tokenizer = load_fast(folder / "checkpoints/step-00000005/tokenizer")
+    ids_BS = torch.tensor([[*tokenizer.encode(document).ids, 0]])
+    positions_BS = torch.arange(ids_BS.shape[1])[None]
+    logits_BSV = model(ids_BS, Context(positions_BS, torch.zeros_like(ids_BS))).logits_BSV
+    return float(F.cross_entropy(logits_BSV[0, :-1], ids_BS[0, 1:], reduction="sum")), ids_BS.shape[1] - 1
+
+
+def test_the_loss_is_the_models_own(
+    run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each document by itself: to 1e-6, since sums are in another order."""
+    folder, model = run
+    lines = [json.dumps({"body": document}) for document in DOCUMENTS]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["eval", str(folder), "--text", str(tmp_path / "text.jsonl"), "--text-key", "body", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    costs = [nats(model, folder, document) for document in DOCUMENTS if document]
+    total, n_tokens = (sum(column) for column in zip(*costs, strict=True))
+    n_bytes = sum(len(document.encode()) for document in DOCUMENTS)
+    assert (found["step"], found["tokens"], found["documents"], found["bytes"]) == (5, n_tokens, 3, n_bytes)
+    assert found["loss"] == pytest.approx(total / n_tokens, rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(total / n_tokens), rel=1e-5)
+
+
+def test_a_text_file_is_one_document(
+    run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(DOCUMENTS[0])
+    assert main(["eval", str(run[0]), "--text", str(tmp_path / "a.txt")]) == 0
+    told = capsys.readouterr()
+    assert "bits a byte" in told.out and "of 1 documents, 23 bytes" in told.out
+    assert told.err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "told"),
+    [
+        ("empty.txt", b"", [], "holds no token to predict"),
+        ("null.jsonl", b'{"text": ""}\n\n', [], "holds no token to predict"),
+        ("picture.png", b"\x89PNG\0\0", [], "is not text"),
+        ("absent.txt", None, [], "does not exist"),
+        ("bad.jsonl", b"{", [], "is not JSON"),
+        ("other.jsonl", b'{"body": "a"}\n', [], "--text-key='text' is not in a record"),
+        ("bad.parquet", b"PAR1", [], "parquet"),
+        ("some.txt", b"text", ["--sequences", "4"], "--sequences does not go with --text"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    name: str,
+    content: bytes | None,
+    options: list[str],
+    told: str,
+    run: tuple[Path, Decoder],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["eval", str(run[0]), "--text", str(path), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line and (str(path) in line or options)
+
+
+def test_a_checkpoint_without_a_tokenizer(
+    run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    bare = tmp_path / "bare"
+    save_run(bare, open_trained(run[0]).config, run[1], 5, lambda tokenizer: None)
+    assert main(["eval", str(bare), "--text", str(tmp_path / "a.txt")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"CHECKPOINT={bare} holds no tokenizer")
+
+
+def test_planted_documents_run_together_are_seen(
+    run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text in which one document follows another without a boundary costs something else."""
+    folder, model = run
+    (tmp_path / "a.txt").write_text("".join(DOCUMENTS))
+    assert main(["eval", str(folder), "--text", str(tmp_path / "a.txt"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    total = sum(nats(model, folder, document)[0] for document in DOCUMENTS if document)
+    assert abs(found["loss"] * found["tokens"] / total - 1) > 1e-3

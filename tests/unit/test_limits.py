@@ -1,0 +1,65 @@
+"""Limits of the shell that are too small are told in a line; soft ones are raised."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from launcher.cli import main
+from launcher.errors import UserError
+from launcher.limits import check_limits
+
+
+@pytest.fixture
+def limits(monkeypatch) -> dict[int, tuple[int, int]]:
+    """The limits of a made-up shell, which setrlimit changes."""
+    free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    found = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_AS: free}
+    monkeypatch.setattr(resource, "getrlimit", found.get)
+    monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
+    return found
+
+
+def test_soft_limits_are_raised(limits):
+    check_limits(8)
+    assert limits[resource.RLIMIT_NOFILE] == (4096, 4096)
+    assert limits[resource.RLIMIT_AS] == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
+def test_small_limits_are_refused_together(limits):
+    limits[resource.RLIMIT_NOFILE] = (24, 24)
+    limits[resource.RLIMIT_AS] = (1 << 30, 1 << 30)
+    with pytest.raises(UserError) as error:
+        check_limits(2)
+    files, space = error.value.problems
+    assert files.startswith("ulimit -n=24 (open files of a process) must be at least 136; run `ulimit -n 136` before")
+    assert space.startswith(
+        "ulimit -v=1048576 (KiB of a process's address space) must be at least 4194304, since torch"
+    )
+
+
+def test_large_jobs_need_more(limits):
+    with pytest.raises(UserError, match=r"ulimit -n=4096 .* must be at least 8128"):
+        check_limits(2000)
+
+
+@pytest.mark.parametrize("command", ["train", "prove", "preflight"])
+def test_more_ranks_than_a_machine_holds_are_refused(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("name: small\n")
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "config.yaml", "--ranks", "100000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--ranks=100000 must be at most 1024, since all are processes of this machine; lower it")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("n", "24"), ("v", "900000")])
+def test_command_refuses_in_one_line(tmp_path, option, value):
+    train = f"{sys.executable} -m launcher train none.yaml"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -{option} {value}; {train}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ulimit -{option}={value} ")

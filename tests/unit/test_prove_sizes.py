@@ -1,0 +1,115 @@
+"""Every number written into modeling/ and parallel/ is one that a proof crosses, or stands here with its reason."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from launcher.prove.shrink import SMALL_SIZES
+from numeric_constants import numbers_in
+from parallel.sizes import DEFAULT_SIZES, Sizes
+
+ROOT = Path(__file__).parents[2]
+# The names begin so. Work is cut into pieces, or takes another way, by none of these; or a proof cannot reach it.
+CHECKPOINT = "how bytes that are hashed travel; tests/unit/test_checkpoint_*.py cross it with small ones"
+BEFORE_TRAINING = "runs before training, on numbers of its own"
+WAITING = "seconds, ports, signals and exit codes"
+REFUSAL = "a bound beyond which input is refused, or the length of a message; within it nothing changes"
+REASONS = {
+    "modeling.config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
+    "modeling.context.PADDING": "a mark, not a size",
+    "modeling.init.draw_normal": "bits of a seed",
+    "modeling.kernels.experts.CPU_ROW_MULTIPLE": "the default of Sizes.row_multiple on CPUs",
+    "modeling.loss.CHUNK_LOGITS": "the default of Sizes.chunk_logits",
+    "modeling.loss.IGNORE": "a mark, not a size",
+    "parallel.checkpoint.folder.BLOCK_BYTES": CHECKPOINT,
+    "parallel.checkpoint.folder.SMALLEST_DIRECT": CHECKPOINT,
+    "parallel.checkpoint.folder.AHEAD_BYTES": "a hint to the disk",
+    "parallel.checkpoint.folder.LocalOutput.__init__: 438": "permissions",
+    "parallel.checkpoint.folder.MOST_DIGITS": REFUSAL,
+    "parallel.checkpoint.manifest.ELEMENT_BYTES": "bytes of an element",
+    "parallel.checkpoint.manifest.MOST_PROBLEMS": REFUSAL,
+    "parallel.checkpoint.manifest.HASH_CHUNK": CHECKPOINT,
+    "parallel.checkpoint.objects.PART_BYTES": "the object store's library cuts and joins parts; every file is hashed",
+    "parallel.checkpoint.safetensors_stream.LENGTH_BYTES": "the file format",
+    "parallel.checkpoint.safetensors_stream.ELEMENT_BYTES": "the file format",
+    "parallel.checkpoint.read.LARGEST_SMALL_BYTES": REFUSAL,
+    "parallel.checkpoint.schema.": REFUSAL,
+    "parallel.checkpoint.safetensors_stream.CHUNK_BYTES": CHECKPOINT,
+    "parallel.checkpoint.safetensors_stream.WRITE_BYTES": CHECKPOINT,
+    "parallel.checkpoint.saver.SECONDS_AFTER_FAILURE": WAITING,
+    "parallel.checkpoint.saver.DEFAULT_TIMEOUT_SECONDS": WAITING,
+    "parallel.checkpoint.scatter.SMALLEST_RUN": CHECKPOINT,
+    "parallel.checkpoint.scatter.LARGEST_GAP": CHECKPOINT,
+    "parallel.compare.": "the judge's own bounds",
+    "parallel.context_parallel.plan.TILE": "the default of Sizes.ring_tile",
+    "parallel.engine.INITIAL_LOSS_SCALE_POWER": "the loss scale that fp16 begins at; a proof overflows at it",
+    "parallel.engine.LOSS_SCALE_WINDOW": "steps until the loss scale doubles: more than a proof has; not covered yet",
+    "parallel.engine.deepspeed_config: 1e+09": "steps between DeepSpeed's prints",
+    "parallel.environment.": REFUSAL,
+    "parallel.heartbeat.": WAITING,
+    "parallel.lifeline.": WAITING,
+    "parallel.pipeline.config.Interleaved.n_chunks": "stages a rank, which the user sets and a proof keeps",
+    "parallel.pipeline.draw": "a drawing",
+    "parallel.pipeline.rules.micro_batch_problems": "how far a remedy is looked for",
+    "parallel.pipeline.stages.EMBEDDING_SHARE": "where stages begin: any cut is proven alike",
+    "parallel.pipeline.volume.FP32_BYTES": "bytes of an element",
+    "parallel.preflight.": BEFORE_TRAINING,
+    "parallel.process.": WAITING,
+    "parallel.rendezvous.BACKLOG": "connections that may wait",
+    "parallel.roll_call.": WAITING,
+    "parallel.stop.": WAITING,
+    "parallel.traffic.": "predictions of bytes, compared with what is counted by tests/multiprocess/test_traffic.py",
+    "parallel.waits.REMEMBERED": "how many waits are timed",
+    "parallel.world.": WAITING,
+}
+
+
+def problems(numbers: dict[str, float], reasons: dict[str, str]) -> list[str]:
+    """What is neither a size that proofs cross nor on the list, and reasons for nothing."""
+    crossed = {f"parallel.sizes.Sizes.{field.name}" for field in fields(Sizes)}
+    found = [
+        f"{name} = {number:g}: a proof does not cross it. Make it a field of parallel.sizes.Sizes and lower it in "
+        "launcher.prove.shrink.SMALL_SIZES, or write here why it needs none"
+        for name, number in numbers.items()
+        if name not in crossed and not any(name.startswith(begin) for begin in reasons)
+    ]
+    idle = [begin for begin in reasons if not any(name.startswith(begin) for name in numbers)]
+    return found + [f"{begin}: no such number any more" for begin in idle]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> dict[str, float]:
+    return numbers_in(ROOT / "modeling") | numbers_in(ROOT / "parallel")
+
+
+def test_every_number_is_crossed_by_a_proof_or_has_its_reason(numbers):
+    assert not problems(numbers, REASONS)
+
+
+def test_a_proof_lowers_every_size():
+    for field in fields(Sizes):
+        small, usual = getattr(SMALL_SIZES, field.name), getattr(DEFAULT_SIZES, field.name)
+        assert small is not None and (usual is None or small < usual), field.name
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("BLOCK = 1 << 20", "BLOCK"),
+        ("BLOCK: int = 4_096", "BLOCK"),
+        ("def cut(rows, most=512):\n    return rows[:most]", "cut(most)"),
+        ("def cut(rows, *, most=512):\n    return rows[:most]", "cut(most)"),
+        ("def cut(rows):\n    return [rows[i : i + 256] for i in range(0, len(rows), 256)]", "cut: 256"),
+        ("def cut(rows):\n    return slow(rows) if len(rows) > 64 else fast(rows)", "cut: 64"),
+        ("class Cut:\n    most: int = 100\n    def cut(self, rows):\n        return rows", "Cut.most"),
+        ("class Cut:\n    def cut(self, rows):\n        return rows.split(2**10)", "Cut.cut: 1024"),
+        ("cut = lambda rows: rows[:99]", "cut: 99"),
+    ],
+)
+def test_planted_number_is_found(tmp_path, line, name):
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel" / "cut.py").write_text(line + "\n")
+    assert any(f"parallel.cut.{name} " in problem for problem in problems(numbers_in(tmp_path / "parallel"), {})), (
+        problems(numbers_in(tmp_path / "parallel"), {})
+    )
