@@ -271,11 +271,12 @@ def test_a_moved_run_whose_data_is_gone_says_where_it_was_looked_for(run, capsys
     assert f"(relative paths are read from {tmp_path}/project, where the run was started)" in errors[0]
 
 
-def test_training_a_finished_run_says_so(run, capfd, monkeypatch, tmp_path):
+def test_training_a_finished_run_says_so(run, tmp_path):
     """From anywhere, by its saved config; nothing but the start's number changes in it."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "project/runs/small/config.yaml", "--ranks", "1"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == (
+    command = [sys.executable, "-m", "launcher", "train", "project/runs/small/config.yaml", "--ranks", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == (
         "runs/small is complete: step 2 of train.steps=2, in runs/small/checkpoints; to train on, raise train.steps"
     )
 
