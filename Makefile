@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python -m launcher.demo
+	$(BIN)/python -m launcher.commands.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m 'not slow and not slurm'

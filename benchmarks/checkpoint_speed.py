@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.state import TrainState
+from launcher.training.state import TrainState
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.folder import BLOCK_BYTES, LocalStore
@@ -45,9 +45,9 @@ from parallel.checkpoint.read import load_state, open_together
 from parallel.checkpoint.saver import Saver, host_buffer
 from parallel.checkpoint.write import collect_pieces
 from parallel.config import ParallelConfig
-from parallel.engine import Engine
 from parallel.mesh import close_mesh, open_mesh
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
+from parallel.zero.engine import Engine
 
 RANKS = 2
 CHUNK = 4 << 20

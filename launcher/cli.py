@@ -19,7 +19,7 @@ from launcher.console import Unheard, drop_output, end_output, refusal, say, sho
 from launcher.errors import WRONG_PATH, UserError, why_refused
 from launcher.limits import check_limits, keep_others_from_writing
 from launcher.streams import open_closed_streams
-from parallel.environment import WrongEnvironment
+from parallel.processes.environment import WrongEnvironment
 
 app = typer.Typer(
     name="roundtable",
@@ -109,7 +109,7 @@ def print_config(
 @app.command()
 def doctor(as_json: JsonOption = False) -> int:
     """Say what this machine has and what will not work."""
-    from launcher.doctor import print_report
+    from launcher.commands.doctor import print_report
 
     return print_report(as_json=as_json)
 
@@ -117,10 +117,10 @@ def doctor(as_json: JsonOption = False) -> int:
 @app.command()
 def prepare(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
+    from launcher.commands.prepare import prepare_shown
     from launcher.config.checked import load_checked
-    from launcher.prepare import prepare_shown
-    from launcher.run_dir import enter_start_folder
-    from parallel.world import array_task
+    from launcher.training.run_dir import enter_start_folder
+    from parallel.processes.world import array_task
 
     config = enter_start_folder(config, overrides or ())
     prepare_shown(load_checked(config, overrides or ()), array_task())
@@ -145,12 +145,12 @@ def train(
 ) -> int:
     """Train; goes on from the run directory's checkpoint if it holds one. Under srun or torchrun, joins that job."""
     if dry_run:
-        from launcher.dry_run import dry_run as try_start
+        from launcher.plan.dry_run import dry_run as try_start
 
         return try_start(config, overrides or (), ranks, as_json=as_json)
     if as_json:
         raise UserError(["--json works with --dry-run only; a run's numbers are in its metrics.jsonl"])
-    from launcher.start import start_training
+    from launcher.training.start import start_training
 
     return start_training(config, overrides or (), ranks, max_restarts)
 
@@ -170,7 +170,7 @@ def preflight(
     as_json: JsonOption = False,
 ) -> int:
     """Measure GPUs, links and the run directory's disk, and name slow and broken nodes; under srun, of all nodes."""
-    from launcher.preflight.command import preflight_config
+    from launcher.commands.preflight import preflight_config
 
     return preflight_config(config, overrides or (), ranks, bad_nodes, json_wanted=as_json)
 
@@ -237,14 +237,14 @@ def runs(
 ) -> int:
     """List the runs: state, step, losses, checkpoints, size on disk; the last changed first."""
     if clean:
-        from launcher.clean import clean as remove_unneeded
+        from launcher.commands.clean import clean as remove_unneeded
 
         if as_json:
             raise UserError(["--json does not work with --clean; leave one of them out"])
         return remove_unneeded(directories or [], yes=yes)
     if yes:
         raise UserError(["--yes works with --clean only; leave it out"])
-    from launcher.runs import print_runs
+    from launcher.commands.runs import print_runs
 
     return print_runs(directories or [], as_json=as_json)
 
@@ -264,7 +264,7 @@ def plot(
     x: Annotated[str, typer.Option("--x", help="steps or tokens.")] = "steps",
 ) -> int:
     """Draw one picture that compares runs: losses, gradient norm, learning rate, speed, load of the experts."""
-    from launcher.plot_command import plot_runs
+    from launcher.commands.plot import plot_runs
 
     return plot_runs(names, out, x)
 
@@ -316,7 +316,7 @@ def prove(
         if ranks is not None or keep:
             raise UserError(["--matrix sets the processes itself and keeps nothing; leave out --ranks and --keep"])
         return prove_matrix(config, overrides or (), steps, as_json)
-    from launcher.prove.command import prove_config
+    from launcher.commands.prove import prove_config
 
     return prove_config(config, overrides or (), ranks, steps, keep, as_json)
 
@@ -335,7 +335,7 @@ DirArgument = Annotated[
 @checkpoint_app.command("verify")
 def verify_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
     """Re-check certificate and hashes, of one checkpoint or of all of a run; exit code 1 where a file is damaged."""
-    from launcher.checkpoint_command import verify
+    from launcher.commands.checkpoint import verify
 
     return verify(directory, as_json=as_json)
 
@@ -343,7 +343,7 @@ def verify_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> in
 @checkpoint_app.command("show")
 def show_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
     """List what a checkpoint holds, or a run's checkpoints."""
-    from launcher.checkpoint_command import show
+    from launcher.commands.checkpoint import show
 
     return show(directory, as_json=as_json)
 
@@ -363,12 +363,12 @@ def evaluate(
 ) -> int:
     """Print a checkpoint's loss on held-out data, or on a file of text."""
     if text is not None:
-        from launcher.evaluate_text import evaluate_text
+        from launcher.commands.evaluate_text import evaluate_text
 
         if sequences is not None:
             raise UserError(["--sequences does not go with --text, which is read to its end; leave out one of the two"])
         return evaluate_text(checkpoint, text, text_key, as_json=as_json)
-    from launcher.evaluation import evaluate_checkpoint
+    from launcher.training.evaluation import evaluate_checkpoint
 
     return evaluate_checkpoint(checkpoint, sequences, as_json=as_json)
 
@@ -384,7 +384,7 @@ def export(
     """Write a checkpoint as a folder that Hugging Face transformers loads."""
     if dtype not in ("fp32", "bf16", "fp16"):
         raise UserError([f"--dtype={dtype} must be fp32, bf16 or fp16; fp32 keeps every bit of the trained weights"])
-    from launcher.export import export as write_export
+    from launcher.commands.export import export as write_export
 
     write_export(checkpoint, out, dtype)
     say(f"{checkpoint} -> {out}")
@@ -403,7 +403,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
     """Continue a prompt with a trained model."""
-    from launcher.generate import generate_from_checkpoint
+    from launcher.commands.generate import generate_from_checkpoint
 
     generate_from_checkpoint(
         checkpoint,

@@ -17,13 +17,13 @@ from modeling.moe import MoE
 from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
 from parallel.context_parallel.core import make_core
-from parallel.deepspeed_groups import experts_are_separate, mark_parameter, pose_as_deepspeed_moe
 from parallel.expert import make_dispatch
 from parallel.layout import held_box
 from parallel.mesh import Mesh
 from parallel.pipeline.stages import keep_parts, rank_parts
 from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
+from parallel.zero.groups import experts_are_separate, mark_parameter, pose_as_deepspeed_moe
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.config import ParallelConfig
-from parallel.environment import number
-from parallel.rendezvous import store_of_next_group
+from parallel.processes.environment import number
+from parallel.processes.rendezvous import store_of_next_group
 
 
 @dataclass(frozen=True)

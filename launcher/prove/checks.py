@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from launcher.prove.compare.errors import execution_order, norm, tensor_errors, total_norm
+from launcher.prove.compare.pieces import Piece, Uncovered, assemble
+from launcher.prove.compare.routing import Replayed
 from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
 from modeling.reference import ReferenceStep
-from parallel.compare.errors import execution_order, norm, tensor_errors, total_norm
-from parallel.compare.pieces import Piece, Uncovered, assemble
-from parallel.compare.routing import Replayed
 
 LOSS_BOUND = 1e-6  # relative
 GRADIENT_BOUND = 1e-5  # of each tensor's own norm

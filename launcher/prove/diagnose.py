@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, check_heldout, copy_errors, relative, step_pieces
+from launcher.prove.compare.errors import (
+    Factor,
+    execution_order,
+    explain_norm,
+    factor,
+    name_ratio,
+    near,
+    norm,
+    tensor_errors,
+)
+from launcher.prove.compare.pieces import Uncovered, assemble
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.judge import heldout_losses, heldout_truth, phase_of
 from launcher.prove.plain import PlainState, samples_of_step
 from launcher.prove.proof import SGD, Proof, plain_trainer
 from launcher.prove.shrink import sgd_for
 from modeling.config import ModelConfig, SequenceAuxBalance
-from parallel.compare.errors import Factor, execution_order, explain_norm, factor, name_ratio, near, norm, tensor_errors
-from parallel.compare.pieces import Uncovered, assemble
 from parallel.layout import place_of
 from parallel.mesh import Degrees
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from launcher.prove.checks import GRADIENT_BOUND, Check
+from launcher.prove.compare.errors import norm
 from launcher.prove.plain import PlainRun
 from launcher.prove.rank import OutputSeen, RankSeen
-from parallel.compare.errors import norm
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from launcher.prove import checks
 from launcher.prove.checkpoints import read_plain_checkpoint
 from launcher.prove.checks import Check
+from launcher.prove.compare.pieces import Piece
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.plain import PlainRun, PlainState, apply_gradients, samples_of_step
 from launcher.prove.proof import ADAMW, SGD, Proof, own_phase
@@ -27,7 +28,6 @@ from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.write import step_directory
-from parallel.compare.pieces import Piece
 
 SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue ADAMW's phase
 AGREED = ("loss", "grad_norm", "moe/balance_loss", "moe/z_loss")

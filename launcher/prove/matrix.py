@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.commands.prove import prove_in, scratch_folder, stay_on_cpu
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.console import open_console, say
 from launcher.errors import UserError
-from launcher.prove.command import prove_in, scratch_folder, stay_on_cpu
 from launcher.prove.report import Outcome, layout_words
 from launcher.prove.shrink import shrink
 from parallel.config import ParallelConfig

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from data.order import take
+from launcher.prove.compare.outputs import record_outputs
+from launcher.prove.compare.routing import StepChoices, record_choices
 from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.loss import IGNORE
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import MicroBatch, ReferenceStep, ReferenceTrainer
 from modeling.schedules import ConstantSchedule, ScheduleConfig, lr_factor
-from parallel.compare.outputs import record_outputs
-from parallel.compare.routing import StepChoices, record_choices
 
 Precision = Literal["fp32", "bf16", "fp16"]
 CONSTANT = ConstantSchedule()

@@ -10,6 +10,7 @@ import torch
 from data.dataset import Dataset, open_dataset
 from launcher.config.tree import RunConfig
 from launcher.prove.checkpoints import write_plain_checkpoint
+from launcher.prove.compare.routing import TIE_GAP
 from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, Precision, run_plain, samples_of_step
 from launcher.prove.rank import (
     AFTER_LOAD,
@@ -23,12 +24,11 @@ from launcher.prove.rank import (
 )
 from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, adamw_for, sgd_for
 from modeling.optimizers.config import OptimizerConfig
-from parallel.compare.routing import TIE_GAP
 from parallel.mesh import Degrees
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 
 SGD, ADAMW = "fp32 sgd", "fp32 adamw"  # phases; the third is named by own_phase
-PRELOAD = ("launcher.train", "launcher.prove.rank")
+PRELOAD = ("launcher.training.loop", "launcher.prove.rank")
 
 
 @dataclass
@@ -188,7 +188,8 @@ def run_proof(
 ) -> Proof:
     """Both sides of the proof of a shrunk config whose token files are in ``folder``.
 
-    Raises parallel.process.RankError where a rank fails or is late. ``before`` runs first in every rank (tests).
+    Raises parallel.processes.start.RankError where a rank fails or is late. ``before`` runs first in every rank, for
+    tests.
     """
     torch.set_num_threads(1)  # sums in the same order on both sides where they can be
     opened = {"seed": config.seed, "vocab_size": config.model.vocab_size}

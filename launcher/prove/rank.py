@@ -13,16 +13,10 @@ from torch import Tensor
 from data.batch import Batch
 from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
-from launcher.prove.tokens import WatchedDataset
-from launcher.state import TrainState, save
-from launcher.step import accumulate_gradients
-from launcher.train import build_engine, heldout_loss, run_step
-from parallel.checkpoint.read import load_state, open_checkpoint
-from parallel.checkpoint.retention import Retention
-from parallel.compare.gradients import gradient_pieces
-from parallel.compare.outputs import record_outputs
-from parallel.compare.pieces import Piece, weight_pieces
-from parallel.compare.routing import (
+from launcher.prove.compare.gradients import gradient_pieces
+from launcher.prove.compare.outputs import record_outputs
+from launcher.prove.compare.pieces import Piece, weight_pieces
+from launcher.prove.compare.routing import (
     TIE_GAP,
     ChoiceReplay,
     HeldTokens,
@@ -30,10 +24,16 @@ from parallel.compare.routing import (
     StepChoices,
     positions_between_layers,
 )
-from parallel.engine import StepResult
+from launcher.prove.tokens import WatchedDataset
+from launcher.training.loop import build_engine, heldout_loss, run_step
+from launcher.training.state import TrainState, save
+from launcher.training.step import accumulate_gradients
+from parallel.checkpoint.read import load_state, open_checkpoint
+from parallel.checkpoint.retention import Retention
 from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.processes.stop import StopRequest
 from parallel.sizes import DEFAULT_SIZES, Sizes
-from parallel.stop import StopRequest
+from parallel.zero.engine import StepResult
 
 PROGRESS = "progress.txt"  # in the proof's folder: one line for each thing that rank 0 begins
 LAYOUT_CHECKPOINTS = "layout"  # where the layout saves, and

@@ -10,13 +10,13 @@ from data.places import nearest_existing
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.errors import UserError
-from launcher.init_from import with_source
-from launcher.run_dir import check_newest_checkpoint, check_resume, check_writable
-from launcher.run_parts import check_parts
 from launcher.slurm.queue import SlurmError, live_jobs, partitions, require, would_take
 from launcher.slurm.resumption import look_for_checkpoint
 from launcher.slurm.script import RUNS
-from launcher.start import check_checkpoint_dir, check_room, check_tokens, checkpoint_gib
+from launcher.training.init_from import with_source
+from launcher.training.run_dir import check_newest_checkpoint, check_resume, check_writable
+from launcher.training.run_parts import check_parts
+from launcher.training.start import check_checkpoint_dir, check_room, check_tokens, checkpoint_gib
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
 SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save's time only

@@ -10,9 +10,9 @@ from typing import Any
 
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
-from launcher.run_dir import checkpoints_of, refusing_unreachable, saved_config
-from launcher.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, SLURM, check_parts
 from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require, runs_of
+from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, SLURM, check_parts
 from launcher.watch.metrics import read_metrics
 from parallel.checkpoint.folder import open_store
 

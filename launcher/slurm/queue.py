@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UserError
-from launcher.run_parts import SLURM, check_parts
 from launcher.slurm.script import COMMENT, RUNS
+from launcher.training.run_parts import SLURM, check_parts
 
 SECONDS = 60  # a busy slurmctld may take long to answer; one that is away never does
 

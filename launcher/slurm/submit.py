@@ -10,11 +10,11 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.console import say, tell
 from launcher.errors import UserError
-from launcher.run_dir import enter_start_folder
 from launcher.slurm.checks import check_hashes, check_job, check_names, notes
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.queue import SlurmError, ask
 from launcher.slurm.script import FOLDER, render
+from launcher.training.run_dir import enter_start_folder
 
 
 def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from launcher.config.words import show
 from launcher.console import say, tell
 from launcher.errors import UserError
-from launcher.run_parts import CONFIG, LOGS, SLURM, check_parts
 from launcher.slurm.checks import (
     check_cluster,
     check_hashes,
@@ -22,7 +21,8 @@ from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.script import FOLDER, RUNS, Array, render
 from launcher.slurm.submit import hand_over, write_config
 from launcher.slurm.sweep import Sweep, in_runs, load_sweep
-from launcher.start import room_free_gib, room_needed
+from launcher.training.run_parts import CONFIG, LOGS, SLURM, check_parts
+from launcher.training.start import room_free_gib, room_needed
 from parallel.checkpoint.folder import is_remote
 
 

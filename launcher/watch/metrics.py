@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from launcher.errors import UserError
-from launcher.fence import ENDS, StaleRun
+from launcher.guard.fence import ENDS, StaleRun
 
 Guard = Callable[[], AbstractContextManager[Any]]
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from launcher.errors import UserError
-from launcher.run_parts import METRICS, check_parts
+from launcher.training.run_parts import METRICS, check_parts
 from launcher.watch.metrics import read_metrics
 from launcher.watch.moe import layer_of, load_keys
 

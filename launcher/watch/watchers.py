@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from launcher.config.tree import RunConfig
-from launcher.fence import Fence
-from launcher.run_parts import LEDGER, METRICS
+from launcher.guard.fence import Fence
+from launcher.training.run_parts import LEDGER, METRICS
 from launcher.watch.metrics import MetricsFile, plain_row
 from launcher.watch.terminal import View, open_view
 from launcher.watch.wandb_run import NullRun, WandbRun, open_wandb

@@ -31,8 +31,8 @@ from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.safetensors_stream import NotSafetensors
 from parallel.checkpoint.scatter import ShardReader, Target, span_of
 from parallel.checkpoint.schema import Piece
-from parallel.engine import Engine
 from parallel.mesh import Mesh
+from parallel.zero.engine import Engine
 
 LARGEST_SMALL_BYTES = 256 << 20  # of a file of the tokenizer, or the run's config
 

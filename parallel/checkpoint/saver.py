@@ -32,7 +32,7 @@ from parallel.checkpoint.folder import Store, step_name
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES, chunks_of, copy_all, staged
 from parallel.checkpoint.schema import Piece
 from parallel.checkpoint.write import build_manifest, certified, write_attachments, write_shard
-from parallel.engine import Engine
+from parallel.zero.engine import Engine
 
 SECONDS_AFTER_FAILURE = 30  # a process that fails gives its writer this long to end
 DEFAULT_TIMEOUT_SECONDS = 1800  # a rank whose shard is this much later than another's is given up

@@ -18,7 +18,7 @@ from parallel.preflight.device import check_memory, host_free_gib, multiply, ope
 from parallel.preflight.disk import file_bytes, missing_files, read_file, remove_file, write_file
 from parallel.preflight.findings import Device, Disk, Findings, Link
 from parallel.preflight.network import meet, schedule
-from parallel.roll_call import RollCall, RollCallError
+from parallel.processes.roll_call import RollCall, RollCallError
 
 STAGE_SECONDS = 120.0  # of a stage; a collective has a third of it. Where all is well the longest takes a few seconds
 LATE_SECONDS = 10.0  # that a rank may begin a stage after rank 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.environment import number
+from parallel.processes.environment import number
 
 MIB, GIB = 2**20, 2**30
 

@@ -13,7 +13,7 @@ import pytest
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
-from launcher.start import start_training
+from launcher.training.start import start_training
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.config import BiasBalance
 from modeling.counts import count_parameters

@@ -14,7 +14,7 @@ from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.verify import problems_of
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 
 RANKS = 2
 

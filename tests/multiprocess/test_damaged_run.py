@@ -20,7 +20,7 @@ from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import MetricsConfig, WandbConfig
-from launcher.run_parts import MOVE_AWAY, PARTS, Part
+from launcher.training.run_parts import MOVE_AWAY, PARTS, Part
 from layout_runs import run_config, write_tokens
 
 CONTENTS = {
@@ -234,7 +234,7 @@ def test_a_part_without_rights_is_named(run, mode):
         pytest.skip("only root can become another user")
     script = (
         "import os, sys; from pathlib import Path; from launcher.errors import UserError\n"
-        "from launcher.run_parts import check_parts; os.setgid(65534); os.setuid(65534)\n"
+        "from launcher.training.run_parts import check_parts; os.setgid(65534); os.setuid(65534)\n"
         "try: check_parts(Path(sys.argv[1]), 'metrics.jsonl', 'logs', writing=sys.argv[2] == 'write')\n"
         "except UserError as error: print(error)"
     )

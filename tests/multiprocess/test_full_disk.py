@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import launcher.train
+import launcher.training.loop
 from kill_drill import STEPS, judge_end, start, updates, write_config
 from launcher.config.load import load_config
-from launcher.state import TrainState
+from launcher.training.state import TrainState
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 from parallel.checkpoint.verify import problems_of
@@ -44,7 +44,7 @@ def fill_for_a_while(disk: Path, told: Path) -> None:
     """Rank 0 fills the disk to its last byte before one step, and frees it before a later one."""
     if os.environ["RANK"] != "0":
         return
-    real, filler = launcher.train.run_step, disk / "filler"
+    real, filler = launcher.training.loop.run_step, disk / "filler"
 
     def run_step(config: Any, engine: Any, dataset: Any, state: TrainState, *others: Any, **named: Any) -> Any:
         if state.step + 1 == FULL_AT:
@@ -56,7 +56,7 @@ def fill_for_a_while(disk: Path, told: Path) -> None:
             filler.unlink()
         return real(config, engine, dataset, state, *others, **named)
 
-    launcher.train.run_step = run_step
+    launcher.training.loop.run_step = run_step
 
 
 def fill(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hang_job
-import launcher.start as start
+import launcher.training.start as start
 from hang_runs import Ended, living_ranks, run_alone, run_with_launcher, small_run
 from launcher.cli import main
 from launcher.watch.metrics import read_metrics

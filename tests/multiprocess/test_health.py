@@ -14,7 +14,7 @@ from command_runs import BIAS_MODEL, ENVIRONMENT, command, same_events_in_wandb,
 from health_runs import Plan, run_planned
 from launcher.config.load import load_config
 from launcher.config.tree import HealthConfig
-from launcher.start import start_training
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, write_tokens
 from modeling.optimizers.config import SGDConfig

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import launcher.train
-import launcher.watchdog
+import launcher.guard.watchdog
+import launcher.training.loop
 from kill_drill import LAUNCHER, MOMENTS, PIDS, SERVER, Drill, judge_left, plan, start, summary, write_config
+from launcher.guard.watchdog import Watchdog
 from launcher.watch.metrics import MetricsFile
-from launcher.watchdog import Watchdog
 from layout_runs import write_tokens
 from parallel.mesh import Mesh
 
@@ -49,14 +49,14 @@ def keep_later_rows() -> None:
 
 def forget_position() -> None:
     """The next sample after a load is the first one."""
-    real = launcher.train.restore
+    real = launcher.training.loop.restore
 
     def restore(*arguments):
         state, warnings = real(*arguments)
         state.consumed = 0
         return state, warnings
 
-    launcher.train.restore = restore
+    launcher.training.loop.restore = restore
 
 
 def test_planted_process_that_is_left_fails_the_drill(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_planted_fault_in_resuming_fails_the_drill(tmp_path, plant, told):
 
 def end_between_word_and_look() -> None:
     """Rank 0's main thread ends just after its watchdog's thread has sent what it knew; the other ranks end later."""
-    real, meet = Watchdog.send_own, launcher.watchdog.wait_for_all
+    real, meet = Watchdog.send_own, launcher.guard.watchdog.wait_for_all
 
     def send_own(self: Watchdog, *arguments) -> None:
         real(self, *arguments)
@@ -103,7 +103,7 @@ def end_between_word_and_look() -> None:
         time.sleep(8 if mesh.rank else 4)  # the thread sends every two seconds
 
     Watchdog.send_own = send_own
-    launcher.watchdog.wait_for_all = wait_for_all
+    launcher.guard.watchdog.wait_for_all = wait_for_all
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from launcher.config.tree import RunConfig
-from launcher.dry_run import step_of_rank
+from launcher.plan.dry_run import step_of_rank
+from launcher.plan.memory import Memory, rank_memory
 from layout_runs import MOE_MODEL, VOCAB_SIZE, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from parallel.config import ParallelConfig
-from parallel.memory import Memory, rank_memory
 from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV
 
@@ -35,8 +35,8 @@ def measure_rank(config: RunConfig) -> Memory:
     import numpy as np
 
     from data.dataset import open_dataset
-    from launcher.step import read_micro_batch
-    from launcher.train import build_engine
+    from launcher.training.loop import build_engine
+    from launcher.training.step import read_micro_batch
     from parallel.mesh import close_mesh, open_mesh
 
     mesh = open_mesh(config.parallel, 120)
@@ -90,7 +90,7 @@ def case_of(layout: str, optimizer: OptimizerConfig) -> Any:
 
 @pytest.mark.parametrize(("layout", "optimizer"), [case_of(*case) for case in CASES])
 def test_memory_is_what_the_engines_hold(tmp_path, layout, optimizer):
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     n_ranks, precision, parallel = LAYOUTS[layout]
     config = run_config(

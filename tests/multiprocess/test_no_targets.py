@@ -20,7 +20,7 @@ from no_target_runs import (
 )
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 from prove_runs import failures, prove
 
 MODEL = dataclasses.replace(
@@ -65,7 +65,7 @@ def test_a_step_without_targets_changes_nothing_but_its_number(tokens, reference
     first = run_config(tokens, model=MODEL, parallel=ParallelConfig(**axes), steps=4, micro_batch_size=1)
     configs = [as_first_of(first, zero, precision) for zero, precision in stages]
     ranks: list[list[NoTargetResult]] = run_ranks(
-        no_target_rank, n_ranks, configs, timeout_seconds=280, threads=1, preload=["launcher.train"]
+        no_target_rank, n_ranks, configs, timeout_seconds=280, threads=1, preload=["launcher.training.loop"]
     )
     for (zero, precision), seen in zip(stages, zip(*ranks, strict=True), strict=True):
         where = f"{name}, ZeRO {zero}, {precision}"

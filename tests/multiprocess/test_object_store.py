@@ -11,10 +11,10 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from launcher.cli import main
+from launcher.commands.trained import open_trained
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
-from launcher.start import start_training
-from launcher.trained import open_trained
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from command_runs import ENVIRONMENT, command, ledger, numbers, updates, wait_for_step, write_config
-from launcher.start import start_training
+from launcher.training.start import start_training
 from layout_runs import write_tokens
 from orphans import kill_and_see_all_end, tree_of
 from parallel.config import ParallelConfig

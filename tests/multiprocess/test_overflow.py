@@ -12,7 +12,7 @@ from layout_runs import MOE_MODEL, largest_error, merge, run_config, run_referen
 from overflow_runs import FIRST_OVERFLOW, OverflowResult, overflow_rank
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, Interleaved
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 
 FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
 FLOOR = 2.0**-12  # half a unit in the last place of fp16 numbers near one
@@ -29,7 +29,7 @@ def run(tokens: str, n_ranks: int, layout: dict, zero: int, fault: str | None = 
         tokens, model=FOUR_LAYERS, parallel=parallel, precision="fp16", micro_batch_size=1, steps=n_ranks + 3
     )
     results: list[OverflowResult] = run_ranks(
-        overflow_rank, n_ranks, config, fault, timeout_seconds=280, threads=1, preload=["launcher.train"]
+        overflow_rank, n_ranks, config, fault, timeout_seconds=280, threads=1, preload=["launcher.training.loop"]
     )
     return config, results
 

@@ -29,7 +29,7 @@ def name_of(value):
 
 
 def clip_of(zero: int) -> float | None:
-    """DeepSpeed's own clipping is right on several stages under ZeRO 1 and 2 only; parallel.norm replaces it."""
+    """DeepSpeed's own clipping is right on several stages under ZeRO 1 and 2 only; parallel.zero.norm replaces it."""
     return 0.5 if zero in (1, 2) else None
 
 

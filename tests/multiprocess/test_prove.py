@@ -183,7 +183,7 @@ def test_command_prints_a_table_or_json_and_leaves_nothing(tmp_path, capsys, mon
 
 
 def test_planted_fault_gives_exit_code_one(tmp_path, capsys, monkeypatch):
-    import launcher.prove.command as command
+    import launcher.commands.prove as command
 
     outcome = prove(tmp_path, fault="loss not scaled by dp")
     monkeypatch.setattr(command, "prove_in", lambda *_, **__: outcome)

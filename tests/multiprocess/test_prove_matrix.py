@@ -7,9 +7,9 @@ import functools
 
 import pytest
 
+from launcher.commands.prove import prove_in, stay_on_cpu
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
-from launcher.prove.command import prove_in, stay_on_cpu
 from launcher.prove.matrix import Layout, fit, layouts
 from launcher.prove.report import layout_words
 from parallel.config import ParallelConfig

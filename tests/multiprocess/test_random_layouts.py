@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.prove.command import prove_in, stay_on_cpu
+from launcher.commands.prove import prove_in, stay_on_cpu
 from launcher.prove.report import layout_words
 from prove_runs import failures
 from random_layouts import random_run
@@ -32,7 +32,7 @@ def test_random_layout_is_proven(tmp_path, seed):
 
 def depend_on_own_padding() -> None:
     """A rank takes the way around padding only where it has some."""
-    import launcher.step as step
+    import launcher.training.step as step
 
     original = step.read_micro_batch
 

@@ -17,7 +17,7 @@ from data.config import DataConfig, SourceConfig
 from data_reference import write_token_file
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
-from launcher.run_dir import claim
+from launcher.training.run_dir import claim
 from layout_runs import MOE_MODEL, VOCAB_SIZE, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
 

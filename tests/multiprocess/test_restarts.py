@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import hang_job
-import launcher.start as start
+import launcher.training.start as start
 from hang_runs import living_ranks, small_run
 from launcher.cli import main
-from launcher.restarts import FRUITLESS_STARTS, Restart, Restarts, restart_by_torchrun
+from launcher.guard.restarts import FRUITLESS_STARTS, Restart, Restarts, restart_by_torchrun
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 from parallel.checkpoint.folder import step_name

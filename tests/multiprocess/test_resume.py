@@ -14,10 +14,10 @@ import pytest
 from command_runs import ENVIRONMENT, command, ledger, numbers, train, updates, wait_for_step, write_config
 from faults import train_with_fault
 from launcher.config.load import load_config
-from launcher.run_dir import check_resume, claim
+from launcher.training.run_dir import check_resume, claim
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from kill_drill import write_config
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import CheckpointConfig
-from launcher.start import start_training
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 from modeling.optimizers.config import AdamWConfig

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from launcher.agreement import check_shared, facts
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
+from launcher.guard.agreement import check_shared, facts
 from launcher.watch.metrics import read_metrics
 from layout_runs import run_config, write_tokens
-from parallel.environment import TOKEN
-from parallel.process import RankError, run_ranks
-from parallel.rendezvous import ForeignStore, listen_for_ranks, signed, verified
-from parallel.roll_call import RollCall, RollCallError
+from parallel.processes.environment import TOKEN
+from parallel.processes.rendezvous import ForeignStore, listen_for_ranks, signed, verified
+from parallel.processes.roll_call import RollCall, RollCallError
+from parallel.processes.start import RankError, run_ranks
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 
@@ -48,7 +48,9 @@ def answer(fault: str | None, folder: str) -> tuple[bool, list[str]]:
 
 
 def call(fault: str | None, folder: Path) -> list[Any]:
-    return run_ranks(answer, 4, fault, str(folder), timeout_seconds=240, threads=1, preload=["launcher.agreement"])
+    return run_ranks(
+        answer, 4, fault, str(folder), timeout_seconds=240, threads=1, preload=["launcher.guard.agreement"]
+    )
 
 
 def test_ranks_that_agree_go_on(tmp_path):

@@ -19,7 +19,7 @@ from parallel.checkpoint.boxes import Box
 from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.write import list_checkpoints
 from parallel.config import ParallelConfig
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 from save_runs import (
     FAULTS,
     Witness,

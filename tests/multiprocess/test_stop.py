@@ -23,11 +23,11 @@ from command_runs import (
     wait_for_step,
     write_config,
 )
-from launcher.start import start_training
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 from parallel.config import ParallelConfig
-from parallel.stop import KILLED, REPEAT_SECONDS, STOPPED
+from parallel.processes.stop import KILLED, REPEAT_SECONDS, STOPPED
 
 STEPS = 400  # far more than are reached before the signal
 LAST_STEP = 12  # of the runs that are compared

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
 from data.tokenizer import INFO
+from launcher.commands.export import DTYPES, export, write_export
+from launcher.commands.generate import generate_from_checkpoint
+from launcher.commands.trained import load_decoder, open_trained
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.export import DTYPES, export, write_export
-from launcher.generate import generate_from_checkpoint
-from launcher.trained import load_decoder, open_trained
 from modeling.config import ModelConfig, NoBalance
 from modeling.decoder import Decoder
 from modeling.hf.common import SpecialTokens

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
+from launcher.commands.export import write_export
+from launcher.commands.generate import argument_problems, generate_text, readable
 from launcher.config.tree import RunConfig
 from launcher.console import escaped
-from launcher.export import write_export
-from launcher.generate import argument_problems, generate_text, readable
 from modeling.context import Context
 from modeling.generate import choose, generate, new_tokens, nucleus
 from saved_runs import save_run

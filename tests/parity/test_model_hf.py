@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 import modeling.attention
-from launcher.export import write_export
+from launcher.commands.export import write_export
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer

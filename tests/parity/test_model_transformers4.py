@@ -23,9 +23,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from data.tokenizer import load_origin, save_tokenizer
+from launcher.commands.export import DTYPES, write_export
 from launcher.config.families import check_family
 from launcher.config.rules import Precision
-from launcher.export import DTYPES, write_export
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder
 from modeling.generate import generate

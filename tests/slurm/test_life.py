@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agreement import commit, hash_of_code, hash_of_config
 from launcher.config.load import load_config
 from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.guard.agreement import commit, hash_of_code, hash_of_config
 from launcher.slurm.config import SlurmConfig
 from launcher.watch.wandb_read import read_history, read_records, wandb_files
 from launcher.watch.wandb_run import saved_run_id

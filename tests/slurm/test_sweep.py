@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config.tree import CheckpointConfig
 from launcher.slurm.config import SlurmConfig
-from launcher.start import start_training
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
-from launcher.start import start_training
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from launcher.watch.wandb_read import read_history, wandb_files
 from layout_runs import MOE_MODEL, run_config

@@ -72,7 +72,7 @@ def reference(case: Case) -> Answer:
 def run_cases(kind: str, cases: Sequence[Case], cp: int, *, n_axes: int = 1, fault: str | None = None) -> list[Answer]:
     """The cases on ``n_axes`` cp axes at once, interleaved (rank = cp_rank * n_axes + axis), which must agree."""
     from parallel.context_parallel.part import natural_order
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     by_rank = run_ranks(attend_rank, cp * n_axes, kind, cases, cp, fault, timeout_seconds=200, threads=1)
     answers = []
@@ -219,7 +219,7 @@ def layer_results(attention: Any, hidden_BSD: Tensor, grad_BSD: Tensor, context:
 def run_layer(kind: str, case: Case, cp: int) -> dict[str, Tensor]:
     """The same on ``cp`` ranks, put together: positions in natural order, weights' gradients summed."""
     from parallel.context_parallel.part import natural_order
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     by_rank = run_ranks(layer_rank, cp, kind, case, timeout_seconds=100, threads=1)
     order = natural_order(sum(map(abs, case.rows[0])), cp)
@@ -247,7 +247,7 @@ def layer_rank(kind: Any, case: Case) -> dict[str, Tensor]:
 
 def largest_tensor(kind: str, case: Case, cp: int) -> int:
     """Elements of the largest tensor that any rank makes, forward and backward, besides views."""
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     return max(run_ranks(largest_of_rank, cp, kind, case, timeout_seconds=100, threads=1))
 

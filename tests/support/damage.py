@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
-from launcher.state import TrainState, restore, save
-from launcher.train import build_engine, run_step
+from launcher.training.loop import build_engine, run_step
+from launcher.training.state import TrainState, restore, save
 from parallel.checkpoint.retention import Retention
 from parallel.mesh import Mesh, close_mesh, open_mesh
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
 from sealed import reseal
 
 BEFORE, VICTIM = "step-00000001", "step-00000002"

@@ -18,7 +18,7 @@ def plant(fault: str | None) -> None:
 
             comm.all_reduce = skip_for_large(comm.all_reduce)
         case "loss divided by the local count":
-            import launcher.step as step
+            import launcher.training.step as step
 
             original = step.accumulate_gradients
 
@@ -33,7 +33,7 @@ def plant(fault: str | None) -> None:
 
             patch_loop("accumulate_gradients", local_mean)
         case "loss not scaled by dp":
-            from parallel.engine import Engine
+            from parallel.zero.engine import Engine
 
             original_backward = Engine.backward
             Engine.backward = lambda self, loss, *, last: original_backward(self, loss / self.mesh.dp.degree, last=last)
@@ -46,12 +46,12 @@ def plant(fault: str | None) -> None:
         case "positions doubled":  # (a position that merely fails to restart changes nothing: RoPE is relative)
             patch_batches(lambda batch: batch.context.positions_BS.mul_(2))
         case "last micro-batch dropped":
-            import launcher.step as step
+            import launcher.training.step as step
 
             deal = step.share_of_batch
             step.share_of_batch = lambda indices, size, mesh: deal(indices, size, mesh)[:-1]
         case "balance loss times dp":
-            import launcher.step as step
+            import launcher.training.step as step
             from modeling.context import Context
 
             def scaled(positions: Any, documents: Any, balance_scale: float, *rest: Any) -> Context:
@@ -61,14 +61,14 @@ def plant(fault: str | None) -> None:
         case "weights drawn by rank":
             import os
 
-            import parallel.engine as engine
+            import parallel.zero.engine as engine
 
             draw = engine.initial_tensor
             engine.initial_tensor = lambda config, seed, name, shape: draw(
                 config, seed + int(os.environ["RANK"]), name, shape
             )
         case "router bias from local counts":
-            import launcher.train as loop
+            import launcher.training.loop as loop
 
             original_move = loop.move_router_biases
 
@@ -79,16 +79,16 @@ def plant(fault: str | None) -> None:
         case "second moment forgotten at load":
             after_load(lambda engine: [engine.pieces(part)["exp_avg_sq"].zero_() for part in engine.fragments])
         case "optimizer step count not restored":
-            from parallel.engine import Engine
+            from parallel.zero.engine import Engine
 
             original_reset = Engine.reset_states
             Engine.reset_states = lambda self, step, kept=(): original_reset(self, 0, kept)
         case "stale low-precision weights after load":
-            from parallel.engine import Engine
+            from parallel.zero.engine import Engine
 
             Engine.publish_weights = lambda self: None
         case "data position not restored":
-            import launcher.train as loop
+            import launcher.training.loop as loop
 
             original_restore = loop.restore
 
@@ -104,7 +104,7 @@ def plant(fault: str | None) -> None:
 
 def train_with_fault(fault: str | None, config: Any, changed: list[Any]) -> None:
     """One rank of the real training loop, broken in the named way."""
-    from launcher.train import train
+    from launcher.training.loop import train
 
     plant(fault)
     train(config, changed)
@@ -112,7 +112,7 @@ def train_with_fault(fault: str | None, config: Any, changed: list[Any]) -> None
 
 def after_load(change: Any) -> None:
     """Applies ``change`` to the engine once a checkpoint is loaded into it."""
-    import launcher.state as state
+    import launcher.training.state as state
 
     original = state.load_state
 
@@ -124,9 +124,9 @@ def after_load(change: Any) -> None:
 
 
 def patch_loop(name: str, function: Any) -> None:
-    """Replaces a function of launcher.step where the loop calls it."""
-    import launcher.step as step
-    import launcher.train as loop
+    """Replaces a function of launcher.training.step where the loop calls it."""
+    import launcher.training.loop as loop
+    import launcher.training.step as step
 
     setattr(step, name, function)
     setattr(loop, name, function)
@@ -134,7 +134,7 @@ def patch_loop(name: str, function: Any) -> None:
 
 def patch_batches(change: Any) -> None:
     """Applies ``change`` to every micro-batch that is read."""
-    import launcher.step as step
+    import launcher.training.step as step
 
     original = step.read_micro_batch
 

@@ -18,7 +18,7 @@ STOPPED_FOR_SECONDS = 3600
 
 def plant(fault: str, rank: int, step: int) -> None:
     """Breaks this process's training loop, if it is the rank."""
-    import launcher.train as loop
+    import launcher.training.loop as loop
 
     original = loop.run_step
     fault, _, marker = fault.partition(" once ")
@@ -105,7 +105,7 @@ def hold_the_lock() -> None:
 
 def train_rank(fault: str, rank: int, step: int, *arguments: Any) -> Any:
     """What `train --ranks N` runs in each process."""
-    from launcher.start import train_rank as original
+    from launcher.training.start import train_rank as original
 
     plant(fault, rank, step)
     return original(*arguments)
@@ -113,7 +113,7 @@ def train_rank(fault: str, rank: int, step: int, *arguments: Any) -> Any:
 
 def main() -> int:
     fault, rank, step, *arguments = sys.argv[1:]
-    import launcher.start as start
+    import launcher.training.start as start
     from launcher.cli import main as roundtable
 
     if "RANK" in os.environ:

@@ -14,10 +14,10 @@ import psutil
 import hang_job
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
-from launcher.run_dir import claim
+from launcher.training.run_dir import claim
 from layout_runs import run_config
 from parallel.mesh import Degrees
-from parallel.process import RankError, fork_server, rank_environments, run_ranks
+from parallel.processes.start import RankError, fork_server, rank_environments, run_ranks
 
 FAULT_STEP = 3
 
@@ -42,7 +42,7 @@ def run_with_launcher(config: RunConfig, n_ranks: int, fault: str, rank: int, st
     with claim(config) as held:
         try:
             arguments = (hang_job.train_rank, n_ranks, fault, rank, step, config, [], None, held.fence)
-            run_ranks(*arguments, timeout_seconds=280, threads=1, places=places, preload=["launcher.train"])
+            run_ranks(*arguments, timeout_seconds=280, threads=1, places=places, preload=["launcher.training.loop"])
         except RankError as error:
             return error
     raise AssertionError("nothing failed")
@@ -58,7 +58,7 @@ class Ended:
 
 def run_alone(config: RunConfig, n_ranks: int, fault: str, rank: int, seconds: float = 200) -> list[Ended]:
     """Ranks that nobody watches over, each `train CONFIG` in a job's environment. A stopped one goes on at the end."""
-    context = fork_server(["launcher.train"])
+    context = fork_server(["launcher.training.loop"])
     folder = config.run_path.parent
     processes = []
     for number, environment in enumerate(rank_environments(n_ranks)):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from launcher.run_dir import claim
-from parallel.process import run_ranks
+from launcher.training.run_dir import claim
+from parallel.processes.start import run_ranks
 
 Change = Callable[[Any, int], None]  # given the engine and the number of the step
 
@@ -31,14 +31,14 @@ def run_planned(plan: Plan, config: Any, n_ranks: int = 2) -> list[Any]:
     """The exit codes of the ranks."""
     with claim(config):
         return run_ranks(
-            train_planned, n_ranks, plan, config, timeout_seconds=240, threads=1, preload=["launcher.train"]
+            train_planned, n_ranks, plan, config, timeout_seconds=240, threads=1, preload=["launcher.training.loop"]
         )
 
 
 def train_planned(plan: Plan, config: Any) -> Any:
     """One rank."""
-    import launcher.train as loop
-    from parallel.stop import StopRequest
+    import launcher.training.loop as loop
+    from parallel.processes.stop import StopRequest
 
     stop = StopRequest()
     poison_samples(plan)
@@ -55,7 +55,7 @@ def train_planned(plan: Plan, config: Any) -> Any:
 
 
 def poison_samples(plan: Plan) -> None:
-    import launcher.step as step
+    import launcher.training.step as step
 
     read, over_ranks = step.read_micro_batch, step.Sums.over_ranks
     seen: list[int] = []
@@ -80,8 +80,8 @@ def poison_samples(plan: Plan) -> None:
 
 def change_gradients(plan: Plan) -> None:
     """Plants the NaN, and holds every step that trains nothing to leaving everything as it was."""
-    import launcher.train as loop
-    from parallel.engine import Engine
+    import launcher.training.loop as loop
+    from parallel.zero.engine import Engine
 
     accumulate, discard = loop.accumulate_gradients, Engine.discard
     steps = iter(range(1, 1000))
@@ -128,7 +128,7 @@ def equal(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def leave_out(skipped: tuple[int, int]) -> None:
-    import launcher.train as loop
+    import launcher.training.loop as loop
 
     restore = loop.restore
 
@@ -141,7 +141,7 @@ def leave_out(skipped: tuple[int, int]) -> None:
 
 
 def fix_loss_scale(scale: float) -> None:
-    import launcher.train as loop
+    import launcher.training.loop as loop
 
     build = loop.build_engine
 
@@ -154,7 +154,7 @@ def fix_loss_scale(scale: float) -> None:
 
 
 def make_blind() -> None:
-    import parallel.engine as module
+    import parallel.zero.engine as module
 
     norm = module.global_norm
     module.global_norm = lambda parts, device: norm([part for part in parts if part[1]], device)
@@ -165,7 +165,7 @@ def ask_during(plan: Plan, stop: Any) -> None:
     import os
     import signal
 
-    import launcher.train as loop
+    import launcher.training.loop as loop
 
     def asking(work: Any) -> Any:
         def asked(*arguments: Any) -> Any:

@@ -35,8 +35,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does; the ranks get the same path
 
-import launcher.start
-from launcher.checkpoint_command import find
+import launcher.training.start
+from launcher.commands.checkpoint import find
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
 from launcher.errors import UserError
@@ -47,8 +47,8 @@ from modeling.optimizers.config import AdamWConfig
 from orphans import lives, wait_for
 from parallel.checkpoint.verify import problems_of
 from parallel.config import ParallelConfig
-from parallel.lifeline import end_with_parent
-from parallel.process import SERVER_KILLED, fork_server
+from parallel.processes.lifeline import end_with_parent
+from parallel.processes.start import SERVER_KILLED, fork_server
 
 STEPS, EVERY = 8, 2
 BATCH = 8
@@ -63,17 +63,17 @@ LAYOUTS = {
 assert MOE_MODEL.moe is not None
 MODEL = replace(MOE_MODEL, moe=replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
 MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after that the kill comes, at most, in seconds
-    "step": ("launcher.train", "run_step", 0.3),
+    "step": ("launcher.training.loop", "run_step", 0.3),
     "save": ("parallel.checkpoint.saver", "write_shard", 0.03),
     "commit": ("parallel.checkpoint.folder", "LocalStore.commit", 0.02),
     "cleanup": ("parallel.checkpoint.retention", "Retention.apply", 0.01),
-    "load": ("launcher.train", "restore", 0.04),
+    "load": ("launcher.training.loop", "restore", 0.04),
 }
 PIDS = "pids"
 LAUNCHER, SERVER, ALL = "launcher", "fork server", "all ranks"  # victims, besides each rank
 PRELOAD = (
-    "launcher.start",
-    "launcher.train",
+    "launcher.training.start",
+    "launcher.training.loop",
     "data.rules",
     "data.prepared",
     "modeling.counts",
@@ -167,8 +167,8 @@ def launch(config: Path, folder: Path, n_ranks: int, kill: Kill | None, plant: C
     output_to(folder / "launcher.err", 2)
     sign(folder, LAUNCHER)
     fork_a_fork_server(folder)
-    launcher.start.train_rank = functools.partial(doomed_rank, folder, n_ranks, kill, plant)
-    sys.exit(launcher.start.start_training(config, [], n_ranks))
+    launcher.training.start.train_rank = functools.partial(doomed_rank, folder, n_ranks, kill, plant)
+    sys.exit(launcher.training.start.start_training(config, [], n_ranks))
 
 
 def fork_a_fork_server(folder: Path) -> None:
@@ -182,7 +182,7 @@ def fork_a_fork_server(folder: Path) -> None:
     if pid == 0:
         try:
             os.close(alive_write)
-            end_with_parent(launcher_pid)  # what parallel.tied does first of all
+            end_with_parent(launcher_pid)  # what parallel.processes.tied does first of all
             sign(folder, SERVER)
             forkserver.main(listener.detach(), alive_read, [])
         finally:
@@ -228,7 +228,7 @@ def doomed_rank(
     sign(folder, f"rank {rank}")
     if kill is not None and rank == 0:
         set_trap(folder, n_ranks, kill)
-    return launcher.start.train_rank(*arguments)
+    return launcher.training.start.train_rank(*arguments)
 
 
 def set_trap(folder: Path, n_ranks: int, kill: Kill) -> None:

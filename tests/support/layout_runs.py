@@ -111,8 +111,8 @@ def run_config(
 def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
     """One rank: train.steps updates from step 0 by the real loop's step. ``fault`` breaks something on purpose."""
     from faults import plant
-    from launcher.state import TrainState
-    from launcher.train import build_engine, run_step
+    from launcher.training.loop import build_engine, run_step
+    from launcher.training.state import TrainState
     from parallel.mesh import close_mesh, open_mesh
 
     plant(fault)
@@ -140,7 +140,7 @@ def rank_result(engine: Any, rows: list[dict[str, Any]]) -> RankResult:
 
 def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> LayoutResult:
     """Trains under the config's layout on ``n_ranks`` gloo processes."""
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     return merge(run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1))
 

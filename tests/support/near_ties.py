@@ -49,7 +49,7 @@ def choose_otherwise(least_gap: float, largest_gap: float) -> None:
 
 def leave_ties() -> None:
     """Makes this process replay nothing: what a layout's own rounding chose stays."""
-    from parallel.compare.routing import ChoiceReplay
+    from launcher.prove.compare.routing import ChoiceReplay
 
     compare = ChoiceReplay.compare
 

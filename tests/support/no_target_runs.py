@@ -66,9 +66,9 @@ def no_target_rank(configs: Sequence[RunConfig]) -> list[NoTargetResult]:
 def run_one(config: RunConfig, mesh: Any) -> NoTargetResult:
     """One config's steps, with all that the engine holds compared around the empty one."""
     from launcher.config.tree import HealthConfig
-    from launcher.health import Health
-    from launcher.state import TrainState
-    from launcher.train import build_engine, run_step
+    from launcher.training.health import Health
+    from launcher.training.loop import build_engine, run_step
+    from launcher.training.state import TrainState
 
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     engine = build_engine(config, mesh)

@@ -25,8 +25,8 @@ class OverflowResult:
 def overflow_rank(config: RunConfig, fault: str | None) -> OverflowResult:
     """One rank: as many steps as the config says, the rank's own gradient infinite in one of them."""
     from data.dataset import open_dataset
-    from launcher.state import TrainState
-    from launcher.train import build_engine, run_step
+    from launcher.training.loop import build_engine, run_step
+    from launcher.training.state import TrainState
     from parallel.mesh import close_mesh, open_mesh
 
     mesh = open_mesh(config.parallel, 120)
@@ -68,7 +68,7 @@ def break_gradients(engine: Any, state: Any) -> None:
 
 def plant(fault: str, engine: Any) -> None:
     """Breaks how ranks agree on an overflow."""
-    import parallel.norm as norm
+    import parallel.zero.norm as norm
 
     match fault:
         case "overflow seen by one rank only":

@@ -8,14 +8,14 @@ from typing import Any
 
 from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
-from launcher.state import TrainState, restore, save
-from launcher.train import build_engine, run_step
+from launcher.training.loop import build_engine, run_step
+from launcher.training.state import TrainState, restore, save
 from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.write import step_directory
-from parallel.engine import Engine
 from parallel.mesh import Mesh, close_mesh, open_mesh
-from parallel.process import run_ranks
+from parallel.processes.start import run_ranks
+from parallel.zero.engine import Engine
 
 STEPS = 3  # before the save, and after it
 ODD_SCALER = {"cur_scale": 512.0, "cur_iter": 41, "last_overflow_iter": 17, "cur_hysteresis": 1}  # unlike a new one

@@ -30,15 +30,15 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     from deepspeed.utils import safe_get_full_fp32_param
 
-    import parallel.preloaded  # noqa: F401
-    from parallel.deepspeed_groups import Mpu
-    from parallel.engine import deepspeed_config
+    import parallel.processes.preloaded  # noqa: F401
     from parallel.mesh import close_mesh, open_mesh
     from parallel.pipeline.config import splits_backward, stage_ranks
     from parallel.pipeline.gradients import GradientSums
     from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
     from parallel.pipeline.tied import add_other_copy
     from parallel.recompute import apply_recompute
+    from parallel.zero.engine import deepspeed_config
+    from parallel.zero.groups import Mpu
 
     coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None  # it broadcasts over the world and deadlocks
     mesh = open_mesh(SimpleNamespace(pp=case.pp), 60)
@@ -114,7 +114,7 @@ def build_model(case: Case, parts: list[Any], mesh: Any, dtype: torch.dtype, zer
 
 def engine_errors(case: Case, zero: int, precision: str = "fp32", clip_norm: float | None = None) -> dict[str, float]:
     """Runs the case on pp x 2 processes and on one plain process: largest relative errors (weights: absolute)."""
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     results: list[EngineSeen] = run_ranks(
         engine_rank, 2 * case.pp, case, zero, precision, clip_norm, timeout_seconds=200, threads=1
@@ -139,7 +139,7 @@ def engine_errors(case: Case, zero: int, precision: str = "fp32", clip_norm: flo
         found["weight"] = max(found["weight"], float((weight - trainer.masters[name].detach()).abs().max()))
     copies = [result.copies["embed.weight"] for result in results if result.copies]
     found["copies"] = max((float((copy - weights["embed.weight"]).abs().max()) for copy in copies), default=0.0)
-    if zero in (1, 2):  # ZeRO 3's own norm is that of one stage: parallel.norm replaces it
+    if zero in (1, 2):  # ZeRO 3's own norm is that of one stage: parallel.zero.norm replaces it
         norms = results[0].norms
         found["norm"] = max(abs(a - b.grad_norm) / b.grad_norm for a, b in zip(norms, steps, strict=True))
     return found

@@ -295,7 +295,7 @@ def plant(case: Case, pipeline: Any) -> None:
 @cache
 def run_case(case: Case) -> Seen:
     """The case on gloo processes, merged. Cached: several tests look at one run."""
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     results: list[Seen] = run_ranks(run_rank, case.pp, case, timeout_seconds=120, threads=1)
     return merge(results, case.steps)

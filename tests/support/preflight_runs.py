@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.lifeline import end_with_parent
 from parallel.preflight import course, device
-from parallel.process import fork_server, rank_environments
-from parallel.roll_call import RollCall, RollCallError
+from parallel.processes.lifeline import end_with_parent
+from parallel.processes.roll_call import RollCall, RollCallError
+from parallel.processes.start import fork_server, rank_environments
 
 STAGE_SECONDS = 20.0
 START_SECONDS = 100.0

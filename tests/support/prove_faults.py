@@ -180,7 +180,7 @@ def plant(title: str) -> None:
         case "norm omits the experts":
             patch_norm(lambda parts: [part for part in parts if part[0].ndim < 3])
         case "norm of the rank's own part":
-            import parallel.engine as engine_module
+            import parallel.zero.engine as engine_module
 
             def own_norm(parts: Any, device: Any) -> Any:
                 total = sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 * share for part, share in parts)
@@ -188,7 +188,7 @@ def plant(title: str) -> None:
 
             engine_module.global_norm = own_norm
         case "ranks initialized differently":
-            import parallel.engine as engine_module
+            import parallel.zero.engine as engine_module
 
             draw = engine_module.initial_tensor
             engine_module.initial_tensor = lambda config, seed, *rest: draw(config, seed + rank, *rest)
@@ -269,11 +269,11 @@ def plant(title: str) -> None:
 
             Checkpoint.fill = without_biases
         case "tied embedding not summed over the stages":
-            from parallel.engine import Engine
+            from parallel.zero.engine import Engine
 
             Engine.add_tied_gradient = lambda self: None
         case "a stage initialized like another":
-            import parallel.engine as engine_module
+            import parallel.zero.engine as engine_module
 
             draw_own = engine_module.initial_tensor
             engine_module.initial_tensor = lambda config, seed, name, shape: draw_own(
@@ -300,14 +300,14 @@ def plant(title: str) -> None:
             exchange = expert.exchange_counts
             expert.exchange_counts = lambda counts_E, axis: exchange(counts_E, axis).flip(1)
         case "attention across documents under cp (all-to-all)" | "attention across documents under cp (ring)":
-            import launcher.step as step
+            import launcher.training.step as step
 
             split = step.split_context
             step.split_context = lambda whole, axis: split(
                 replace(whole, documents_BS=whole.documents_BS.clamp(max=0)), axis
             )
         case "positions of the wrong chunk under cp":
-            import launcher.step as step
+            import launcher.training.step as step
 
             split_right = step.split_context
 
@@ -390,7 +390,7 @@ def plant(title: str) -> None:
 
 
 def divided_by_own_count(dp: int) -> Callable[..., Any]:
-    import launcher.step as step
+    import launcher.training.step as step
 
     original = step.accumulate_gradients
 
@@ -411,7 +411,7 @@ def patch_contexts(change: Callable[[Any], None]) -> None:
 
 
 def patch_backward(change: Callable[[Any, Any], Any]) -> None:
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     original = Engine.backward
     Engine.backward = lambda self, loss, **rest: original(self, change(self, loss), **rest)
@@ -473,22 +473,22 @@ def weigh_auxiliary(coefficient: str, factor: float) -> None:
 
 
 def patch_norm(change: Callable[[list[Any]], list[Any]]) -> None:
-    import parallel.engine as engine_module
+    import parallel.zero.engine as engine_module
 
     original = engine_module.global_norm
     engine_module.global_norm = lambda parts, *rest: original(change(list(parts)), *rest)
 
 
 def patch_deal(change: Callable[..., Any]) -> None:
-    import launcher.step as step
+    import launcher.training.step as step
 
     deal = step.share_of_batch
     step.share_of_batch = lambda indices, size, mesh: change(deal, indices, size, mesh)
 
 
 def plant_local_counts() -> None:
-    import launcher.step as step
-    import launcher.train as loop
+    import launcher.training.loop as loop
+    import launcher.training.step as step
 
     local: dict[int, torch.Tensor] = {}
     over_ranks, move = step.Sums.over_ranks, loop.move_router_biases
@@ -502,7 +502,7 @@ def plant_local_counts() -> None:
 
 
 def overlook_overflows() -> None:
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     original = Engine.step
 

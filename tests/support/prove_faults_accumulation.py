@@ -7,7 +7,7 @@ import torch
 
 def let_deepspeed_accumulate(dtype: str) -> None:
     """DeepSpeed's accumulators have 16 bits."""
-    import parallel.engine as engine_module
+    import parallel.zero.engine as engine_module
 
     settings = engine_module.deepspeed_config
 
@@ -19,7 +19,7 @@ def let_deepspeed_accumulate(dtype: str) -> None:
 
 def let_autograd_accumulate() -> None:
     """ZeRO 1 in bf16: gradients are summed in the weights' ``.grad``, and DeepSpeed's fp32 accumulators get the sum."""
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     keeps = Engine.keeps_bf16_accumulators
     backward = Engine.backward

@@ -10,14 +10,14 @@ import torch
 
 def count_fillers() -> None:
     """Targets of the samples that fill up a micro-batch count as token 0."""
-    import launcher.step as step
+    import launcher.training.step as step
 
     step.IGNORED = 0
 
 
 def drop_share() -> None:
     """Rank 1's part of the loss is lost."""
-    import launcher.step as step
+    import launcher.training.step as step
 
     over_ranks = step.Sums.over_ranks
 
@@ -61,7 +61,7 @@ def leave_gradients() -> None:
 
 def leave_counts() -> None:
     """The next step's router counts begin where the last evaluation's ended."""
-    import launcher.step as step
+    import launcher.training.step as step
 
     left: dict[int, torch.Tensor] = {}
     begin, over_ranks = step.Sums.__init__, step.Sums.over_ranks
@@ -94,7 +94,7 @@ def move_biases() -> None:
 
 def see_all_documents() -> None:
     """Held-out documents see each other."""
-    import launcher.step as step
+    import launcher.training.step as step
 
     read = step.read_micro_batch
 
@@ -109,7 +109,7 @@ def see_all_documents() -> None:
 
 def see_first_weights() -> None:
     """Under ZeRO 3 every evaluation computes with this rank's parts of the weights as the first one saw them."""
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     evaluate = Engine.evaluate
 
@@ -129,7 +129,7 @@ def see_first_weights() -> None:
 
 
 def change_samples(change: Callable[[Any], Any]) -> None:
-    import launcher.step as step
+    import launcher.training.step as step
 
     read = step.read_micro_batch
 

@@ -63,7 +63,7 @@ def pad_rows_short() -> None:
 
 def skip_second_bucket(optimizer: Any, method: str, as_it_is: Callable[[Any, Any], Any]) -> None:
     """Of a step's buckets of gradients, all but the first stay as this rank has them."""
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     seen = [0]
     reduce, step = getattr(optimizer, method), Engine.step

@@ -5,7 +5,7 @@ from typing import Any
 
 def scale_to_clip_norm() -> None:
     """ZeRO 0: gradients below the clipping norm are scaled up to it."""
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     def apply(self: Any, norm: float) -> None:
         for _, gradient, _ in self.gradients():
@@ -17,7 +17,7 @@ def scale_to_clip_norm() -> None:
 
 def keep_first_lr() -> None:
     """The last group of weights never learns of another learning rate than the first step's."""
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     step = Engine.step
 
@@ -43,7 +43,7 @@ def keep_first_lr() -> None:
 
 def round_masters() -> None:
     """Each update leaves the masters in bf16's precision."""
-    from parallel.engine import Engine
+    from parallel.zero.engine import Engine
 
     step = Engine.step
 

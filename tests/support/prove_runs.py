@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from launcher.prove.command import load_small, prove_in, stay_on_cpu
+from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from launcher.prove.report import Outcome
 from prove_faults import DIES, STEPS, Fault, plant
 from starved import starved

@@ -67,7 +67,7 @@ class Recorder:
 
 def record(seen: Recorder) -> None:
     """Patches this process: chunks of a loss, tiles of a block, units of rows, parts of a copy, and DeepSpeed's."""
-    import launcher.train as loop
+    import launcher.training.loop as loop
     import modeling.kernels.experts as experts
     import modeling.loss as loss
     import parallel.checkpoint.saver as saver

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
-from launcher.fence import StaleRun, raise_fence
-from launcher.run_dir import claim
-from launcher.state import TrainState
-from launcher.train import build_engine, run_step
+from launcher.guard.fence import StaleRun, raise_fence
+from launcher.training.loop import build_engine, run_step
+from launcher.training.run_dir import claim
+from launcher.training.state import TrainState
 from launcher.watch.metrics import MetricsFile
 from parallel.checkpoint import saver as saver_module
 from parallel.checkpoint import write
@@ -24,8 +24,8 @@ from parallel.checkpoint.errors import BrokenSave
 from parallel.checkpoint.folder import LocalStore, open_store
 from parallel.checkpoint.saver import Hooks, Saved, Saver
 from parallel.checkpoint.schema import Piece
-from parallel.engine import Engine
 from parallel.mesh import close_mesh, open_mesh
+from parallel.zero.engine import Engine
 
 FAULTS = ("one rank's experts written for all", "a moment forgotten", "an overlap", "a gap")
 TIMEOUT_SECONDS = 240

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from launcher.prove.traffic.step import Collective, around_ring
 from parallel.mesh import Mesh
-from parallel.traffic.step import Collective, around_ring
 
 Key = tuple[str, str, Collective]  # axis, what, collective
 
@@ -53,7 +53,7 @@ ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model",),
     ),
     "parallel/mesh.py:sum_over_ranks": ("metrics", ("world",)),
-    "parallel/norm.py:global_norm": ("gradient norm", ("world",)),
+    "parallel/zero/norm.py:global_norm": ("gradient norm", ("world",)),
 }
 ROOT = str(Path(__file__).parents[2]) + "/"
 SPEAKERS = ("parallel/", "launcher/", "modeling/", "tests/", "deepspeed/runtime/", "torch/distributed/pipelining/")
@@ -167,7 +167,7 @@ def explained(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def sent_bytes(method: str, group: Any, arguments: tuple[Any, ...]) -> Fraction:
-    """What the collective sends to others, by parallel.traffic's convention; 0 for what is no collective of ours."""
+    """What the collective sends to others, as launcher.prove.traffic counts; 0 for what is no collective of ours."""
     match KINDS.get(method):
         case "all-reduce":
             return around_ring("all-reduce", sum(tensor.nbytes for tensor in arguments[0]), group.size())

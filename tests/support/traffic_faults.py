@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import parallel.collectives as collectives
 from modeling.norm import as_it_is
-from parallel.engine import Engine
+from parallel.zero.engine import Engine
 
 FAULTS = {  # and what the comparison has to say
     "a barrier in every step": "barrier by tests/support/traffic_faults.py",

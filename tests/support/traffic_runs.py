@@ -1,4 +1,4 @@
-"""What every rank sends in one real training step, and what parallel.traffic says that it sends."""
+"""What every rank sends in one real training step, and what launcher.prove.traffic says that it sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from launcher.config.tree import RunConfig
+from launcher.prove.traffic.axes import step_traffic
+from launcher.prove.traffic.step import Step
 from parallel.mesh import Degrees
-from parallel.traffic.axes import step_traffic
-from parallel.traffic.step import Step
 from traffic_counter import Counted, Key, TrafficCounter
 
-PRELOAD = ("launcher.train",)
+PRELOAD = ("launcher.training.loop",)
 WARM_UP = 2  # steps; after two forward passes ZeRO 3 knows the order of the modules
 
 
@@ -41,8 +41,8 @@ def count_rank(configs: Sequence[RunConfig], faults: Sequence[str | None]) -> li
 def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str | None) -> RankSent:
     """The step after two others, in which the fault is planted."""
     from data.dataset import open_dataset
-    from launcher.state import TrainState
-    from launcher.train import build_engine, run_step
+    from launcher.training.loop import build_engine, run_step
+    from launcher.training.state import TrainState
     from traffic_faults import planted
 
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
@@ -61,7 +61,7 @@ def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str
 
 def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
     """Sums of each router's choices from now on, filled as it chooses."""
-    from parallel.compare.routing import routers_of
+    from launcher.prove.compare.routing import routers_of
 
     routed: dict[int, torch.Tensor] = {}
 
@@ -84,7 +84,7 @@ def run_counts(
     configs: Sequence[RunConfig], n_ranks: int, faults: Sequence[str | None] | None = None
 ) -> list[list[RankSent]]:
     """For each config, every rank's counts. All configs have the same degrees; ``faults`` names one for each."""
-    from parallel.process import run_ranks
+    from parallel.processes.start import run_ranks
 
     faults = faults or [None] * len(configs)
     by_rank = run_ranks(count_rank, n_ranks, configs, faults, timeout_seconds=400, threads=1, preload=PRELOAD)

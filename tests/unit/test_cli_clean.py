@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import launcher.clean
+import launcher.commands.clean
 from data.config import DataConfig, SourceConfig
 from data.prepare import prepare
-from launcher.clean import find_leftovers
 from launcher.cli import main
+from launcher.commands.clean import find_leftovers
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
@@ -204,7 +204,9 @@ def test_what_an_interrupted_save_left_goes_only_from_a_run_that_is_not_live(pla
 
 
 def test_a_run_started_while_the_question_is_open_keeps_its_tokens(place, monkeypatch):
-    monkeypatch.setattr(launcher.clean, "_ask", lambda question: bool(save_run(place / "runs" / "new", data("unused"))))
+    monkeypatch.setattr(
+        launcher.commands.clean, "_ask", lambda question: bool(save_run(place / "runs" / "new", data("unused")))
+    )
     assert main(["runs", "--clean"]) == 0
     assert "unused" in folders(place)
 

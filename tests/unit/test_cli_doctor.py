@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import launcher.doctor as doctor
-from launcher.doctor import Finding
+import launcher.commands.doctor as doctor
+from launcher.commands.doctor import Finding
 
 
 def finished(code: str):

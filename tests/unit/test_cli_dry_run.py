@@ -11,7 +11,7 @@ from data.tokenwriter import TokenFileWriter
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
-from launcher.start import checkpoint_gib, start_checks
+from launcher.training.start import checkpoint_gib, start_checks
 from modeling.counts import count_parameters, flops_per_token
 from parallel.checkpoint import retention
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import launcher.doctor
+import launcher.commands.doctor
 from data.errors import DataError
 from launcher.cli import main
 from launcher.config.load import load_config
@@ -105,7 +105,7 @@ def test_errors_of_a_command_become_exit_codes(capsys, monkeypatch, error, code,
     def fail(*, as_json):
         raise error
 
-    monkeypatch.setattr(launcher.doctor, "print_report", fail)
+    monkeypatch.setattr(launcher.commands.doctor, "print_report", fail)
     assert run(capsys, "doctor") == (code, "", lines)
 
 
@@ -113,7 +113,7 @@ def test_an_internal_error_keeps_its_traceback(monkeypatch):
     def fail(*, as_json):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(launcher.doctor, "print_report", fail)
+    monkeypatch.setattr(launcher.commands.doctor, "print_report", fail)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from launcher.cli import main
-from launcher.plot_command import MOST_POINTS, draw_runs, labels_of, read_curves, short, short_names
+from launcher.commands.plot import MOST_POINTS, draw_runs, labels_of, read_curves, short, short_names
 from launcher.watch.plot import smooth
 
 

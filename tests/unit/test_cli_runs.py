@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.commands.runs import holds_lock, last_lines, list_runs, summarize
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, RunConfig, TrainConfig
-from launcher.runs import holds_lock, last_lines, list_runs, summarize
 from parallel.config import ParallelConfig
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from data.rules import check_data
+from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from launcher.config.checked import load_checked
 from launcher.config.load import load_config
 from launcher.config.rules import check
-from launcher.prove.command import load_small, prove_in, stay_on_cpu
 from launcher.prove.shrink import FEW_RANKS
 from launcher.slurm.profile import read_profile
 from launcher.slurm.sweep import load_sweep

@@ -14,7 +14,7 @@ from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.yaml_text import MAX_BYTES, MAX_PROBLEMS, parse_yaml, read_yaml_file
 from launcher.errors import UserError
-from launcher.run_dir import saved_config
+from launcher.training.run_dir import saved_config
 
 SECONDS = 4.0  # of processor time, for what takes one on an idle machine: a neighbor on the same core slows it
 

@@ -27,7 +27,7 @@ from launcher.errors import UserError
 from launcher.slurm import rules as slurm_rules
 from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
-from launcher.start import checkpoint_gib, room_needed
+from launcher.training.start import checkpoint_gib, room_needed
 from modeling.counts import flops_per_token
 from modeling.schedules import lr_factor
 

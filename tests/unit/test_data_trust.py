@@ -14,7 +14,7 @@ ASKS_TO_TRUST = ("from_pretrained", "from_config")
 # Each place where something of the kind is called, and why it runs nothing of a stranger's.
 ALLOWED = {
     ("data/hub.py", "load_dataset_builder"): "datasets runs no scripts since version 4, which pyproject.toml asks for",
-    ("parallel/process.py", "pickle.loads"): "a pipe between our own processes",
+    ("parallel/processes/start.py", "pickle.loads"): "a pipe between our own processes",
 }
 LOADERS = ("load_dataset", "load_from_disk", "load_dataset_builder", "get_class_from_dynamic_module")
 UNPICKLERS = ("pickle.load", "pickle.loads", "torch.load", "joblib.load", "dill.load", "dill.loads", "yaml.load")

@@ -8,8 +8,8 @@ import pytest
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from layout_runs import run_config, write_tokens
-from parallel.environment import WrongEnvironment, number
-from parallel.world import array_task, expand_hosts, rank_hosts, world_size_from_environment
+from parallel.processes.environment import WrongEnvironment, number
+from parallel.processes.world import array_task, expand_hosts, rank_hosts, world_size_from_environment
 
 TORCHRUN = {
     "RANK": "1",

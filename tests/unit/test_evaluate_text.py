@@ -14,8 +14,8 @@ from byte_tokenizer import save_byte_tokenizer
 from data.config import DataConfig
 from data.tokenizer import load_fast, load_origin, save_tokenizer
 from launcher.cli import main
+from launcher.commands.trained import open_trained
 from launcher.config.tree import RunConfig, TrainConfig
-from launcher.trained import open_trained
 from modeling.context import Context
 from modeling.decoder import Decoder
 from saved_runs import save_run

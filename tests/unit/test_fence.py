@@ -7,10 +7,10 @@ import pytest
 
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.errors import UserError
-from launcher.fence import FENCE, StaleRun, raise_fence
-from launcher.run_dir import check_run_dir, claim, is_successor
-from launcher.run_parts import LOCK
-from launcher.start import check_checkpoint_dir
+from launcher.guard.fence import FENCE, StaleRun, raise_fence
+from launcher.training.run_dir import check_run_dir, claim, is_successor
+from launcher.training.run_parts import LOCK
+from launcher.training.start import check_checkpoint_dir
 from launcher.watch.metrics import MetricsFile
 
 

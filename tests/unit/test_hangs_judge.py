@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.hangs import CUT_SECONDS, Report, Seen, explain, judge
-from launcher.stragglers import AGAIN_STEPS, WINDOW_STEPS, OwnTimes, Stragglers
+from launcher.guard.hangs import CUT_SECONDS, Report, Seen, explain, judge
+from launcher.guard.stragglers import AGAIN_STEPS, WINDOW_STEPS, OwnTimes, Stragglers
 from parallel.mesh import Degrees
 
 PLACES = Degrees(4, tp=2, pp=2).places()

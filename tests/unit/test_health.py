@@ -9,7 +9,7 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import HealthConfig
-from launcher.health import Health, robust_z
+from launcher.training.health import Health, robust_z
 from launcher.watch.metrics import MetricsFile, read_metrics
 from launcher.watch.progress import TRACE_POINTS, Progress, event_text
 

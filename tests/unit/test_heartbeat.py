@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from parallel.heartbeat import Heart, _accept_all
+from parallel.processes.heartbeat import Heart, _accept_all
 
 
 def test_a_waking_call_ends_the_poll():

@@ -12,7 +12,7 @@ from byte_tokenizer import save_byte_tokenizer
 from data.config import DataConfig, SourceConfig
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.init_from import with_source
+from launcher.training.init_from import with_source
 from modeling.config import NoBalance
 from saved_runs import save_run
 from small_models import build, example_config

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.order import take
-from launcher.ledger import hopped_ranges, ledger_row
-from launcher.state import TrainState
+from launcher.training.ledger import hopped_ranges, ledger_row
+from launcher.training.state import TrainState
 
 
 def test_a_row_says_what_a_step_took():

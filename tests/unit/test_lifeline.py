@@ -14,7 +14,7 @@ from orphans import kill_and_see_all_end, lives, tree_of
 CHILD = """\
 import ctypes, os, signal, sys, time
 sys.path[:0] = {path!r}
-from parallel.lifeline import end_with_job, end_with_parent
+from parallel.processes.lifeline import end_with_job, end_with_parent
 {tie}
 print("tied", flush=True)
 {work}

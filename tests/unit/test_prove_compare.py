@@ -17,14 +17,7 @@ from launcher.prove.checks import (
     check_updates,
     without_gradient,
 )
-from launcher.prove.plain import PlainTrainer
-from launcher.prove.report import number
-from launcher.prove.tokens import write_documents
-from modeling.init import materialize
-from modeling.optimizers.config import SGDConfig
-from modeling.reference import ReferenceStep
-from parallel.checkpoint.boxes import Box
-from parallel.compare.errors import (
+from launcher.prove.compare.errors import (
     execution_order,
     explain_norm,
     factor,
@@ -32,8 +25,8 @@ from parallel.compare.errors import (
     tensor_errors,
     total_norm,
 )
-from parallel.compare.pieces import Piece, Uncovered, assemble
-from parallel.compare.routing import (
+from launcher.prove.compare.pieces import Piece, Uncovered, assemble
+from launcher.prove.compare.routing import (
     NO_CHOICE,
     ChoiceReplay,
     HeldTokens,
@@ -42,6 +35,13 @@ from parallel.compare.routing import (
     gap_after_choice,
     routers_of,
 )
+from launcher.prove.plain import PlainTrainer
+from launcher.prove.report import number
+from launcher.prove.tokens import write_documents
+from modeling.init import materialize
+from modeling.optimizers.config import SGDConfig
+from modeling.reference import ReferenceStep
+from parallel.checkpoint.boxes import Box
 from small_models import build_decoder, example_config
 
 

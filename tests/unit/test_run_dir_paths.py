@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.errors import UserError
-from launcher.run_dir import checkpoints_of, claim, enter_start_folder, start_folder
+from launcher.training.run_dir import checkpoints_of, claim, enter_start_folder, start_folder
 
 
 @pytest.fixture

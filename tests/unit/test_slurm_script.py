@@ -14,7 +14,7 @@ from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import gpus_of, minutes_of
 from launcher.slurm.script import Array, exports, render
-from parallel.world import expand_counts, rank_hosts
+from parallel.processes.world import expand_counts, rank_hosts
 
 BATCH = "train.global_batch_size=96"
 CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\n"

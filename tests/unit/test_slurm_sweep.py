@@ -11,7 +11,7 @@ from launcher.slurm.queue import runs_of
 from launcher.slurm.script import RUNS
 from launcher.slurm.submit_sweep import check_room_of_all
 from launcher.slurm.sweep import Sweep, load_sweep
-from launcher.start import check_room, checkpoint_gib, room_free_gib
+from launcher.training.start import check_room, checkpoint_gib, room_free_gib
 
 CONFIG = """\
 name: small

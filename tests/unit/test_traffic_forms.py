@@ -1,4 +1,4 @@
-"""parallel.traffic's forms where numbers can be worked out by hand, and where there is none."""
+"""launcher.prove.traffic's forms where numbers can be worked out by hand, and where there is none."""
 
 import dataclasses
 from fractions import Fraction
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from launcher.prove.traffic.axes import step_traffic, tp_traffic
+from launcher.prove.traffic.step import Step, around_ring
 from modeling.config import ModelConfig, MoEConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
-from parallel.traffic.axes import step_traffic, tp_traffic
-from parallel.traffic.step import Step, around_ring
 
 DENSE = Step(
     model=ModelConfig(vocab_size=10, d_model=6, n_layers=1, n_heads=2, n_kv_heads=2, d_head=2, d_ff=4),

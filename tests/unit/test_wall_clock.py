@@ -7,8 +7,8 @@ ROOT = Path(__file__).parents[2]
 WALL_CLOCK = re.compile(r"\btime\.time\(|\bdatetime\.(now|utcnow)\(|\bst_[mc]time\b")
 SHOWN_ONLY = {
     "launcher/slurm/follow.py",  # how long ago a step was, and which log is the newest
-    "launcher/runs.py",  # when runs were changed last
-    "launcher/clean.py",  # what was not changed for a day, and is asked about
+    "launcher/commands/runs.py",  # when runs were changed last
+    "launcher/commands/clean.py",  # what was not changed for a day, and is asked about
 }
 
 

@@ -1,0 +1,110 @@
+"""`roundtable eval --text`: a checkpoint's loss on text that is given, whatever the run was trained on."""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.config import SourceConfig
+from data.dataset import Dataset, Source
+from data.documents import check_text, read_documents
+from data.errors import DataError
+from data.shards import Shard, plan_shards
+from data.shardwriter import ShardTask, write_shard
+from data.sources import input_files, is_hugging_face
+from data.tokenfile import TokenFile
+from data.tokenizer import check_kept
+from launcher.commands.trained import OTHER_CHECKPOINT, Trained, naming_tokenizer, open_trained
+from launcher.console import say
+from launcher.errors import UserError
+from launcher.training.evaluation import loss_of, perplexity
+
+KEYS = {"--text.path=": "--text=", "--text.text_key=": "--text-key="}  # a source's key: the option it came from
+
+
+@dataclass
+class Corpus:
+    """The text as the model reads it: packed as held-out text is, attention within documents, each ending in EOS."""
+
+    dataset: Dataset
+    n_documents: int
+    n_bytes: int  # of UTF-8
+    n_targets: int  # tokens that are predicted: all but each document's first
+
+
+def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_json: bool) -> int:
+    """Prints the checkpoint's loss per token, bits per byte and perplexity on the file ``text``; returns 0.
+
+    ``text`` is what a source's path may be: a text file (one document), jsonl, parquet, a folder, a glob. Raises
+    UserError where it cannot be read or holds nothing to predict, or where the checkpoint has no tokenizer.
+    """
+    source = SourceConfig(path=text, text_key=text_key)
+    with as_options():
+        files = [] if is_hugging_face(source) else input_files(source, "--text")
+        check_text(files, "--text")
+        trained = open_trained(path)
+        shards = plan_shards(source, files, trained.config.data.shard_bytes, "--text")
+        if trained.tokenizer is None:
+            problem = f"CHECKPOINT={path} holds no tokenizer, so no text can be read"
+            raise UserError([f"{problem}; leave out --text, or set data.tokenizer and train on"])
+        with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:
+            check_kept(trained.tokenizer, found, trained.config.model.vocab_size, OTHER_CHECKPOINT)
+        with tempfile.TemporaryDirectory() as folder:
+            corpus = read_corpus(source, shards, trained, trained.tokenizer, Path(folder))
+            report(trained, corpus, loss_of(trained, corpus.dataset, corpus.dataset.n_samples), as_json=as_json)
+    return 0
+
+
+@contextmanager
+def as_options() -> Iterator[None]:
+    """Turns errors about a source's keys into errors about the options that they came from."""
+    try:
+        yield
+    except DataError as error:
+        problems = error.problems
+        for key, option in KEYS.items():
+            problems = [option + line.removeprefix(key) if line.startswith(key) else line for line in problems]
+        raise UserError(problems) from error
+
+
+def read_corpus(source: SourceConfig, shards: list[Shard], trained: Trained, tokenizer: Path, folder: Path) -> Corpus:
+    """The text's documents as token files in ``folder``, made as preparation makes them."""
+    n_bytes, n_documents, prefixes = 0, 0, []
+    for number, shard in enumerate(shards):
+        n_bytes += sum(len(text.encode(errors="replace")) for text, _ in read_documents(source, shard, "--text"))
+        task = ShardTask(folder, number, shard, source, "--text", tokenizer, heldout_fraction=0.0)
+        record = write_shard(task, lambda *_: None, lambda: False)
+        n_documents += record.n_documents
+        prefixes += [folder / file.name for file in record.files]
+    files = tuple(TokenFile(prefix) for prefix in prefixes)
+    config = trained.config
+    dataset = Dataset(
+        [Source(1.0, files, trusted=True)],
+        seq_len=config.data.seq_len,
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+        shuffled=False,
+    )
+    n_targets = dataset.count(np.arange(dataset.n_samples))[0] if dataset.n_samples else 0
+    if n_targets == 0:
+        raise UserError([f"--text={source.path} holds no token to predict; give a file with some text"])
+    return Corpus(dataset, n_documents, n_bytes, n_targets)
+
+
+def report(trained: Trained, corpus: Corpus, loss: float, *, as_json: bool) -> None:
+    """Prints what was found, in a line or as JSON."""
+    bits_per_byte = loss * corpus.n_targets / math.log(2) / corpus.n_bytes
+    step, n_targets, n_bytes = trained.checkpoint.step, corpus.n_targets, corpus.n_bytes
+    if as_json:
+        numbers = {"step": step, "loss": loss, "bits_per_byte": bits_per_byte, "perplexity": perplexity(loss)}
+        say(json.dumps({**numbers, "tokens": n_targets, "documents": corpus.n_documents, "bytes": n_bytes}))
+        return
+    say(
+        f"step {step}: loss {loss:.4f} a token, {bits_per_byte:.4f} bits a byte (perplexity {perplexity(loss):.2f}) "
+        f"over {n_targets} predicted tokens of {corpus.n_documents} documents, {n_bytes} bytes"
+    )

@@ -1,0 +1,196 @@
+"""From a checkpoint to a folder that Hugging Face transformers loads with no custom code."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.places import nearest_existing
+from data.tokenizer import INFO
+from data.tokenizer_files import load_folder
+from launcher.commands.trained import load_tokenizer, open_trained
+from launcher.config.rules import Precision, check_export_widths
+from launcher.errors import UserError
+from modeling.config import ModelConfig
+from modeling.hf.common import SpecialTokens
+from modeling.hf.convert import generation_config, hf_config, tensor_shapes, to_hf
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
+
+
+def export(checkpoint: Path | str, out: Path, dtype: Precision | None = None) -> None:
+    """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format.
+
+    ``dtype`` None keeps the fp32 masters as they are. Raises UserError, nothing created, where the checkpoint or
+    ``out`` is unusable.
+    """
+    problems = out_problems(out)
+    if problems:
+        raise UserError(problems)
+    trained = open_trained(checkpoint)
+    config = trained.config
+    if trained.tokenizer is not None:
+        load_tokenizer(trained)
+    tensors = ((name, trained.read(name)) for name in tensor_shapes(config.model))
+    write_export(tensors, config.model, config.data.seq_len, trained.tokenizer, out, dtype)
+
+
+def write_export(
+    tensors: Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    seq_len: int,
+    tokenizer: Path | None,
+    out: Path,
+    dtype: Precision | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
+
+    Everything goes to a hidden folder beside ``out`` which is renamed at the end, so ``out`` is whole or absent.
+    """
+    problems = [*out_problems(out), *check_export_widths(config, dtype or "fp32")]
+    problems = problems or room_problems(out, config, DTYPES[dtype or "fp32"])
+    if problems:
+        raise UserError(problems)
+    special = special_tokens(tokenizer)
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        if tokenizer is not None:
+            shutil.copytree(tokenizer, partial, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
+            rewrite_tokenizer_config(partial)
+        torch_dtype = DTYPES[dtype or "fp32"]
+        write_configs(partial, config, seq_len, special, torch_dtype)
+        write_weights(partial, tensors, config, torch_dtype, shard_bytes)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
+
+
+def out_problems(out: Path) -> list[str]:
+    """Why nothing can be exported to ``out``, one line each."""
+    if out.is_dir() and not any(out.iterdir()):
+        return []
+    if out.exists() or out.is_symlink():
+        return [
+            f"OUT={out} exists and is not an empty folder, and nothing is overwritten; give another path or remove it"
+        ]
+    return []
+
+
+def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """Why the disk cannot take the export, one line."""
+    need = sum(shape.numel() for shape in tensor_shapes(config).values()) * dtype.itemsize
+    free = shutil.disk_usage(nearest_existing(out.parent)).free
+    if need <= free:
+        return []
+    return [
+        f"OUT={out} needs {need / 2**30:.1f} GiB, but the disk has {free / 2**30:.1f} GiB free; "
+        "give a path on another disk, or a smaller --dtype"
+    ]
+
+
+def special_tokens(tokenizer: Path | None) -> SpecialTokens:
+    """The ids of the special tokens of the tokenizer in this folder."""
+    if tokenizer is None:
+        return SpecialTokens()
+    loaded: Any = load_folder(tokenizer, "CHECKPOINT: its tokenizer")
+    return SpecialTokens(bos=loaded.bos_token_id, eos=loaded.eos_token_id, pad=loaded.pad_token_id)
+
+
+def rewrite_tokenizer_config(folder: Path) -> None:
+    """Rewrites the folder's tokenizer_config.json in words that transformers 4 and 5 both understand.
+
+    What 5 calls a class, and the special tokens without a name, are unknown to 4. Both take tokenizer.json as it is
+    where the class is the general one; 4 then sets its add_prefix_space by tokenizer_config.json, and adds token types
+    that no decoder takes.
+    """
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config.pop("backend", None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if "model_specific_special_tokens" in config:
+        config["extra_special_tokens"] = config.pop("model_specific_special_tokens")
+    backend = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    if "add_prefix_space" in (backend.get("pre_tokenizer") or {}):
+        config["add_prefix_space"] = backend["pre_tokenizer"]["add_prefix_space"]
+    config = {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]} | config
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_configs(folder: Path, config: ModelConfig, seq_len: int, special: SpecialTokens, dtype: torch.dtype) -> None:
+    """Writes config.json and generation_config.json."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    for name, content in (
+        ("config.json", hf_config(config, seq_len, special, dtype_name)),
+        ("generation_config.json", generation_config(special)),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def write_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """Writes safetensors files of at most ``shard_bytes``, and their index where there are several.
+
+    Called after ``write_configs``. One shard is in memory at a time. Raises RuntimeError where a tensor is missing.
+    """
+    missing = set(tensor_shapes(config))
+    shards: list[list[str]] = []
+    total_bytes = 0
+    for shard in in_shards(hf_tensors(tensors, config, dtype, missing), shard_bytes):
+        path = folder / f"shard-{len(shards)}"
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors makes files that only their owner reads
+        shards.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    if missing:
+        raise RuntimeError(f"tensors missing from the checkpoint: {', '.join(sorted(missing))}")
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return
+    files = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    for number, file in enumerate(files):
+        (folder / f"shard-{number}").rename(folder / file)
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def hf_tensors(
+    tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, dtype: torch.dtype, missing: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor under its transformers name, in ``dtype``; strikes our name off ``missing``.
+
+    A router's selection bias stays fp32, as transformers keeps it.
+    """
+    for name, tensor in tensors:
+        missing.remove(name)
+        for hf_name, part in to_hf(config, name, tensor):
+            keeps_fp32 = hf_name.endswith("e_score_correction_bias")
+            yield hf_name, part.detach().to(torch.float32 if keeps_fp32 else dtype, copy=True)
+
+
+def in_shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in groups of at most ``shard_bytes``; a larger tensor is a group of its own."""
+    shard: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in tensors:
+        if shard and held + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = tensor
+        held += tensor.nbytes
+    if shard:
+        yield shard

@@ -1,0 +1,143 @@
+"""Text from a trained model."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from launcher.commands.trained import load_decoder, load_tokenizer, open_trained
+from launcher.console import say
+from launcher.errors import UserError
+from modeling.decoder import Decoder
+from modeling.generate import new_tokens
+
+LEAST_TEMPERATURE = 1e-6  # logits divided by less leave the range of fp32
+MOST_NEW_TOKENS = 1_000_000  # each token looks at all before it: more would never come to an end
+
+
+def generate_from_checkpoint(
+    checkpoint: Path | str,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    out: TextIO | None = None,
+) -> str:
+    """Loads ``checkpoint`` (a run directory or one checkpoint's) and writes ``prompt`` and what follows to ``out``.
+
+    ``out`` None is the standard output. In bf16 on a GPU where there is one, else in fp32. Raises UserError where an
+    argument is wrong.
+    """
+    prompt, problems = readable(prompt)
+    problems += argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
+    if problems:
+        raise UserError(problems)
+    trained = open_trained(checkpoint)
+    if trained.tokenizer is None:
+        raise UserError(
+            [f"CHECKPOINT={checkpoint} holds no tokenizer, so text cannot be made; set data.tokenizer and train on"]
+        )
+    tokenizer = load_tokenizer(trained)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    return generate_text(
+        load_decoder(trained, device, dtype),
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        out=sys.stdout if out is None else out,
+    )
+
+
+def readable(prompt: str) -> tuple[str, list[str]]:
+    """The prompt as text, and what is wrong with its bytes.
+
+    Python hands over an argument's bytes that the locale cannot read (LC_ALL=C, or no UTF-8) as lone surrogates.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raw = os.fsencode(prompt)
+        try:
+            return raw.decode(), []
+        except UnicodeDecodeError as error:
+            found = f"its byte {error.start} is 0x{raw[error.start]:02x}"
+            return "\ufffd", [f"--prompt must be UTF-8, and {found}; convert it to UTF-8"]
+    return prompt, []
+
+
+def argument_problems(
+    prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
+) -> list[str]:
+    """What is wrong with the options, one line each."""
+    problems = []
+    if not prompt:
+        problems.append('--prompt="" must not be empty: the model has only seen how texts go on; try --prompt "def "')
+    if max_new_tokens < 1:
+        problems.append(f"--max-new-tokens={max_new_tokens} must be at least 1; try 200")
+    if max_new_tokens > MOST_NEW_TOKENS:
+        problems.append(f"--max-new-tokens={max_new_tokens} must be at most {MOST_NEW_TOKENS}; try 200")
+    if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
+        rule = f"must be 0 (the likeliest token), or at least {LEAST_TEMPERATURE} and finite"
+        problems.append(f"--temperature={temperature} {rule}; try 0.8")
+    if top_k is not None and top_k < 1:
+        problems.append(f"--top-k={top_k} must be at least 1; try 50")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        problems.append(f"--top-p={top_p} must lie above 0 and at most at 1; try 0.95")
+    if not 0 <= seed < 2**63:
+        problems.append(f"--seed={seed} must lie between 0 and 2^63 - 1; try 0")
+    return problems
+
+
+def generate_text(
+    model: Decoder,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    out: TextIO,
+) -> str:
+    """``prompt`` and its continuation up to the tokenizer's EOS, also written to ``out``: on a terminal as it comes."""
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    tokens_BS = torch.tensor([prompt_ids], device=model.embed.weight.device)
+    shown = ""
+    new_ids: list[int] = []
+    for token_B in new_tokens(
+        model,
+        tokens_BS,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_id=tokenizer.eos_token_id,
+        seed=seed,
+    ):
+        new_ids.append(int(token_B))
+        if out.isatty():
+            shown = write_rest(out, shown, settled(tokenizer.decode(prompt_ids + new_ids, skip_special_tokens=True)))
+    text = tokenizer.decode(prompt_ids + new_ids, skip_special_tokens=True)
+    write_rest(out, shown, text + "\n")
+    return text
+
+
+def settled(text: str) -> str:
+    """``text`` without a character at its end whose bytes are not all there yet."""
+    return text.rstrip("\ufffd")
+
+
+def write_rest(out: TextIO, shown: str, text: str) -> str:
+    """Writes what ``text`` adds to ``shown``; returns what is shown now."""
+    say(text[len(shown) :], file=out, end="", raw=not out.isatty())
+    return max(shown, text, key=len)

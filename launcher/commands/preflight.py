@@ -1,0 +1,140 @@
+"""`roundtable preflight CONFIG`: measures the nodes that it runs on, and says which a run should do without."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig
+from launcher.console import say, tell
+from launcher.errors import UserError
+from launcher.limits import check_local_ranks
+from launcher.preflight.judge import Judgement, judge
+from launcher.preflight.report import as_json, lines
+from launcher.training.run_dir import check_writable
+from launcher.training.start import default_ranks
+from parallel.preflight.findings import Findings
+from parallel.processes.environment import number
+from parallel.processes.lifeline import end_with_job
+from parallel.processes.world import rank_hosts, set_rank_environment, world_size_from_environment
+
+READ = ("name", "run_dir", "train.start_seconds")
+FOLDER = "preflight"  # in the run directory: what was measured
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured, what it means, and how long it took."""
+
+    found: Findings
+    judgement: Judgement
+    seconds: float
+
+
+def preflight_config(
+    path: Path, overrides: Sequence[str], ranks: int | None, bad_nodes: Path | None, *, json_wanted: bool
+) -> int:
+    """Measures on ``ranks`` local processes, or as one rank of a torchrun or srun job; returns the exit code.
+
+    0: nothing against any node; 1: rank 0 found bad nodes, or there is no verdict. Rank 0 prints the table, keeps
+    everything in RUN_DIR/preflight/, and writes the names of the bad nodes into ``bad_nodes``, one a line; that file is
+    there exactly when there is a verdict.
+    """
+    job_size = world_size_from_environment()
+    if job_size is None:
+        check_local_ranks(ranks)
+        config = read_config(path, overrides)
+        outcome = measure_here(config, ranks or default_ranks())
+    elif ranks is None or ranks == job_size:
+        config, outcome = measure_job(path, overrides)
+    else:
+        raise UserError(
+            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
+        )
+    return outcome if isinstance(outcome, int) else conclude(config, outcome, bad_nodes, json_wanted=json_wanted)
+
+
+def measure_here(config: RunConfig, n_ranks: int) -> Outcome | int:
+    """The outcome of local processes, or an exit code."""
+    from parallel.processes.start import RankError, run_ranks
+
+    try:
+        return run_ranks(measure, n_ranks, config)[0]
+    except RankError as error:
+        tell(error)
+        return 1
+
+
+def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcome | int]:
+    """This rank's part in the job's: the outcome on rank 0, else an exit code.
+
+    A rank that cannot read the config where others can is not a user's mistake, but a broken node.
+    """
+    from parallel.processes.roll_call import RollCallError
+
+    end_with_job()
+    config, problems = RunConfig(), []
+    try:
+        config = read_config(path, overrides)
+    except UserError as error:
+        problems = error.problems
+    set_rank_environment()
+    try:
+        return config, measure(config, rank_hosts(), problems) or 0
+    except RollCallError as error:
+        if error.is_disagreement:
+            raise UserError(error.lines) from None
+        tell(error)
+        return config, 1
+
+
+def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config, of which only what a preflight reads is checked: it runs on any number of processes."""
+    config = load_config(path, overrides)
+    problems = [line for line in check(config, config.slurm.world_size) if line.partition("=")[0] in READ]
+    if problems:
+        raise UserError(problems)
+    check_writable(config)
+    return config
+
+
+def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Sequence[str] = ()) -> Outcome | None:
+    """One rank's part; the outcome on rank 0. ``hosts`` names each rank's node, where that is known before.
+
+    ``problems`` are why this rank cannot take part, which it must tell the others.
+    """
+    from parallel.preflight.course import run_course
+    from parallel.processes.roll_call import RollCall
+
+    started = time.monotonic()
+    roll = RollCall(config.train.start_seconds, hosts)
+    found = run_course(roll, config.run_path / FOLDER, problems, tell=tell)
+    return None if found is None else Outcome(found, judge(found), time.monotonic() - started)
+
+
+def conclude(config: RunConfig, outcome: Outcome, bad_nodes: Path | None, *, json_wanted: bool) -> int:
+    """Rank 0: prints and keeps the outcome."""
+    said = as_json(outcome.found, outcome.judgement, outcome.seconds)
+    if json_wanted:
+        say(json.dumps(said, indent=2))
+    else:
+        say("\n".join(lines(outcome.found, outcome.judgement, outcome.seconds)))
+    folder = config.run_path / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name_of_this_one()}.json").write_text(json.dumps(said, indent=2) + "\n")
+    bad = outcome.judgement.bad_nodes
+    if bad_nodes is not None:
+        bad_nodes.write_text("".join(f"{node}\n" for node in bad))
+    return 1 if bad else 0
+
+
+def name_of_this_one() -> str:
+    """By which the outcome is kept: the job and its step, or the time."""
+    if "SLURM_JOB_ID" in os.environ:
+        restart, step = number("SLURM_RESTART_COUNT", default=0), number("SLURM_STEP_ID", default=0)
+        return f"job-{number('SLURM_JOB_ID')}-start-{restart}-step-{step}"
+    return time.strftime("%Y%m%d-%H%M%S")

@@ -1,0 +1,98 @@
+"""`roundtable prove`: the user's layout, shrunk, on local processes, against one plain process."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig
+from launcher.console import open_console, say
+from launcher.errors import UserError
+from launcher.limits import check_local_ranks
+from launcher.prove.diagnose import diagnose
+from launcher.prove.judge import judge
+from launcher.prove.progress import Progress
+from launcher.prove.proof import SGD, run_proof
+from launcher.prove.report import TABLE_WIDTH, Outcome, print_outcome, to_json
+from launcher.prove.shrink import default_ranks, least_ranks, shrink
+from launcher.prove.tokens import write_documents
+from parallel.processes.start import RankError
+
+TIMEOUT_SECONDS = 600  # for all ranks together; a collective that waits as long ends its rank
+
+
+def prove_config(path: Path, overrides: Sequence[str], ranks: int | None, steps: int, keep: bool, as_json: bool) -> int:
+    """Proves the config's layout on ``ranks`` local CPU processes (None: the fewest that hold its axes).
+
+    Returns 0 where everything is equal, else 1; raises UserError where the config or ``ranks`` are wrong.
+    """
+    config, n_ranks = load_small(path, overrides, ranks)
+    stay_on_cpu()
+    console = open_console(width=None if open_console().is_terminal else TABLE_WIDTH)
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="roundtable-prove-") if keep else stack.enter_context(scratch_folder()))
+        progress = stack.enter_context(Progress(folder))
+        outcome = prove_in(folder, config, n_ranks, steps, keep=keep, tell=progress.tell)
+    if as_json:
+        say(to_json(outcome))
+    else:
+        print_outcome(outcome, console)
+    return 0 if outcome.proven else 1
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when the proof is over."""
+    return tempfile.TemporaryDirectory(prefix="roundtable-prove-")
+
+
+def load_small(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[RunConfig, int]:
+    """The config, shrunk, and the number of processes. Raises UserError with every problem."""
+    check_local_ranks(ranks)
+    config = load_config(path, overrides)
+    problems = check(config, least_ranks(config.parallel))
+    if problems:
+        raise UserError(problems)
+    n_ranks = default_ranks(config) if ranks is None else ranks
+    small = shrink(config, n_ranks)
+    problems = check(small, n_ranks)
+    if problems:
+        raise UserError(problems)
+    return small, n_ranks
+
+
+def stay_on_cpu() -> None:
+    """Keeps GPUs out of this process and of those it starts, before any of them looks for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def prove_in(
+    folder: Path,
+    config: RunConfig,
+    n_ranks: int,
+    steps: int,
+    *,
+    keep: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    before: Callable[[], None] | None = None,
+    timeout_seconds: int = TIMEOUT_SECONDS,
+) -> Outcome:
+    """The proof of a shrunk config; what it writes is in ``folder``. ``before`` runs first in every rank (tests)."""
+    started = time.monotonic()
+    n_samples = (steps + 3) * config.train.global_batch_size
+    config = replace(config, data=write_documents(folder, config, n_samples))
+    kept = folder if keep else None
+    try:
+        proof = run_proof(config, n_ranks, steps, folder, tell, timeout_seconds=timeout_seconds, before=before)
+    except RankError as error:
+        return Outcome(config, n_ranks, steps, [], 0, [], time.monotonic() - started, kept, died=str(error))
+    tell("compare")
+    checks = judge(proof)
+    diagnosis = [] if all(check.passed for check in checks) else diagnose(proof)
+    ties = sum(rank.phases[SGD].replayed.ties for rank in proof.ranks)
+    return Outcome(config, n_ranks, steps, checks, ties, diagnosis, time.monotonic() - started, kept)

@@ -1,0 +1,163 @@
+"""A trained model from what the user names: a run directory, or one checkpoint's directory."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.errors import DataError, refuse
+from data.tokenizer import count_ids
+from data.tokenizer_files import load_folder
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.console import tell
+from launcher.errors import UserError
+from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config, start_folder
+from launcher.training.run_parts import CONFIG
+from modeling.decoder import Decoder, build_decoder
+from modeling.hf.convert import tensor_shapes
+from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder
+from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
+from parallel.checkpoint.read import Checkpoint, open_checkpoint
+from parallel.checkpoint.write import list_checkpoints
+
+OTHER_CHECKPOINT = "give another checkpoint"
+
+
+@dataclass
+class Trained:
+    """An opened checkpoint and the config of the run that wrote it."""
+
+    checkpoint: Checkpoint
+    config: RunConfig
+    start_folder: Path  # that the config's relative paths are read from
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer's folder; None for a run on token files that named none."""
+        return self.checkpoint.tokenizer
+
+    def read(self, name: str) -> Tensor:
+        """One logical tensor, weight or buffer, whole: fp32 on the CPU. Raises UserError where it has changed since."""
+        kind = BUFFER if name in self.checkpoint.names(BUFFER) else WEIGHT
+        try:
+            return self.checkpoint.read(name, kind)
+        except DamagedCheckpoint as error:
+            where = self.checkpoint.folder.location
+            raise UserError([f"CHECKPOINT={where} must not change while it is read, and {error}; try again"]) from None
+
+
+def load_tokenizer(trained: Trained) -> Any:
+    """The checkpoint's tokenizer as ``transformers`` loads it. Raises UserError where it cannot serve its model.
+
+    Whoever wrote the checkpoint may have put anything there.
+    """
+    folder, vocab_size = trained.tokenizer, trained.config.model.vocab_size
+    assert folder is not None
+    with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:
+        tokenizer = load_folder(folder, found, OTHER_CHECKPOINT)
+        if not (folder / "tokenizer.json").is_file():
+            raise refuse(found, "must have a tokenizer.json", OTHER_CHECKPOINT)
+        n_ids = count_ids(tokenizer)
+        if n_ids > vocab_size:
+            raise refuse(found, f"has {n_ids} ids, but model.vocab_size={vocab_size} is smaller", OTHER_CHECKPOINT)
+        return tokenizer
+
+
+@contextmanager
+def naming_tokenizer(checkpoint: Checkpoint, key: str) -> Iterator[str]:
+    """Turns errors about the copy of a checkpoint's tokenizer into errors about the checkpoint; yields its name.
+
+    ``key`` is what the user gave the checkpoint as.
+    """
+    try:
+        yield f"{key}={checkpoint.folder.location}: its tokenizer"
+    except DataError as error:
+        raise UserError([line.replace(f"{checkpoint.tokenizer}/", "") for line in error.problems]) from None
+
+
+def open_trained(path: Path | str) -> Trained:
+    """Opens ``path``: a checkpoint's directory, or a run directory, of which the latest good checkpoint is taken.
+
+    On an object store ``path`` is a URL: a checkpoint's, or that of the folder which checkpoint.dir named. Nothing is
+    changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its place. Raises
+    UserError where there is no good one. Nothing is allocated for tensors that are not the config's.
+    """
+    run, candidates = find_candidates(path)
+    damaged = []
+    for folder in reversed(candidates):
+        try:
+            checkpoint = open_checkpoint(folder, verify=False)
+            config = config_of(checkpoint, run, path)
+            check_model(checkpoint, config, run)
+            checkpoint.verify()
+        except DamagedCheckpoint as error:
+            where = folder.location
+            damaged.append(f"CHECKPOINT={where} is damaged ({error}); give another one, or train on to write one")
+            continue
+        for line in damaged:
+            tell(f"{line}; taking {folder.name}")
+        return Trained(checkpoint, config, Path.cwd() if run is None else start_folder(run, config))
+    raise UserError(damaged or [f"CHECKPOINT={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
+
+
+def find_candidates(path: Path | str, key: str = "CHECKPOINT") -> tuple[Path | None, list[Folder]]:
+    """The run directory, if there is one, and the checkpoints that ``path`` may mean, oldest first.
+
+    ``key`` is what the user gave it as.
+    """
+    if is_remote(path):
+        with refusing_unreachable(key, path):
+            folder = open_folder(path)
+            return None, [folder] if is_there(folder) else list_checkpoints(path)
+    path = Path(path)
+    if not os.path.isdir(path):  # False also where the name is too long, or holds a NUL byte
+        raise UserError([f"{key}={path} is not a folder; give a run directory, or one of its checkpoints/step-N"])
+    if is_there(folder := open_folder(path)):
+        return path.absolute().parent.parent, [folder]
+    return path, list_checkpoints(checkpoints_of(path))
+
+
+def check_model(checkpoint: Checkpoint, config: RunConfig, run: Path | None) -> None:
+    """Raises DamagedCheckpoint where the checkpoint's tensors are not those of the config's model.
+
+    Raises UserError where it is the run directory's config that is another model's: the checkpoint's own copy says so.
+    """
+    found = differences(checkpoint.manifest, tensor_shapes(config.model))
+    if not found:
+        return
+    more = f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""
+    copy = checkpoint.attached(CONFIG)
+    if run is not None and copy is not None and load_config(copy).model != config.model:
+        has = f"{checkpoint.folder.location} has {found[0]}{more}"
+        remedy = "put the run's own back; a copy is in each of its checkpoints"
+        raise UserError(
+            [f"{run / CONFIG} must be the config that the checkpoint was trained with, and {has}; {remedy}"]
+        )
+    raise DamagedCheckpoint(f"{checkpoint.folder.path(MANIFEST)} is not of its config's model: {found[0]}{more}")
+
+
+def config_of(checkpoint: Checkpoint, run: Path | None, path: Path | str, key: str = "CHECKPOINT") -> RunConfig:
+    """The run directory's config, or else the copy in the checkpoint, which is as old as that."""
+    saved = run / CONFIG if run is not None and saved_config(run) is not None else checkpoint.attached(CONFIG)
+    if saved is None:
+        missing = "config.yaml" if run is None else run / CONFIG
+        raise UserError([f"{key}={path} must lie in a run directory, and {missing} is missing; put it back"])
+    return load_config(saved)
+
+
+def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+    """The whole model in evaluation mode on one device; router biases stay fp32."""
+    with torch.device("meta"):
+        model = build_decoder(trained.config.model)
+    state = {name: trained.read(name).to(device, dtype) for name, _ in model.named_parameters()}
+    state |= {name: trained.read(name).to(device) for name, _ in model.named_buffers()}
+    if trained.config.model.tie_embeddings:
+        state["head.weight"] = state["embed.weight"]
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()

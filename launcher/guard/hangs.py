@@ -1,0 +1,239 @@
+"""From heartbeats to a verdict: which rank is dead, silent, late or failed, and what every rank was doing.
+
+Nothing here communicates; ``launcher.guard.watchdog`` does.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from parallel.mesh import AXES, Mesh
+from parallel.processes.waits import Call, Waits
+
+CUT_SECONDS = 10.0  # how long a lost connection may wait for the news of whose end it was
+SHOWN_RANKS = 8  # whose doings a message tells; all of them are in the log files
+WRAPPER = str(Path(__file__).parents[2] / "parallel" / "processes" / "waits.py")  # is in every wait and says nothing
+OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("launcher", "parallel", "modeling", "data"))
+
+
+@dataclass
+class Seen:
+    """What rank 0 knows of a rank."""
+
+    heard: float  # when it was last heard of (monotonic seconds of rank 0)
+    beat: dict[str, Any] = field(default_factory=dict)  # its last: step, phase, age, limit, its key, own
+    failed: tuple[str, int] | None = None  # an exception of its own, in a line, and the exit code
+    cut: tuple[float, str] | None = None  # when and how it lost a connection
+    gone: bool = False  # its process ended without a word
+    left: bool = False  # it ended as it should
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why all ranks end."""
+
+    kind: Literal["failed", "gone", "hang", "cut"]
+    text: str  # the reason, in a line
+    rank: int | None = None  # the culprit, where it is known before the ranks have reported
+    exit_code: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is sent to the ranks."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank was doing when the verdict came."""
+
+    rank: int
+    step: int
+    phase: str
+    age: float  # seconds in it
+    where: str  # the innermost line of ours that its main thread is in
+    waits: dict[str, Any] | None  # operation, axis, ranks, group, number, peer, seconds
+    counts: dict[str, int]  # group's name -> collectives begun there
+    by_axis: dict[str, int] = field(default_factory=dict)  # the same by the axes' names, which all ranks share
+    stage: int = 0  # place on pp: ranks of one stage run one program
+
+
+def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdict | None:
+    """The reason to end all ranks, if there is one; the surest first."""
+    for rank, state in seen.items():
+        if state.failed is not None:
+            return Verdict("failed", f"{places[rank]} failed: {state.failed[0]}", rank, state.failed[1])
+    for rank, state in seen.items():
+        if state.gone:
+            return Verdict("gone", f"{places[rank]} ended without a word (killed, or its node is down)", rank)
+    for rank, state in seen.items():
+        silent = now - state.heard
+        if state.beat and not state.left and silent > state.beat["limit"]:
+            silence = f"has not been heard of for {silent:.0f} s (stopped, or cut off)"
+            return Verdict("hang", f"{places[rank]} {silence}; {limit_in_words(state.beat)}", rank)
+    for state in seen.values():
+        beat = state.beat
+        if beat and not state.left and beat["age"] > beat["limit"]:
+            what = f"step {beat['step']}" if beat["phase"] == "step" else f"{beat['phase']} after step {beat['step']}"
+            return Verdict("hang", f"{what} has taken {beat['age']:.0f} s; {limit_in_words(beat)}")
+    for rank, state in seen.items():
+        if state.cut is not None and now - state.cut[0] > CUT_SECONDS:
+            return Verdict("cut", f"{places[rank]} lost a connection to another rank: {state.cut[1]}")
+    return None
+
+
+def limit_in_words(beat: Mapping[str, Any]) -> str:
+    """The limit that was passed, and the key to raise it by."""
+    return f"the limit is {beat['limit']:.0f} s ({beat['key']})"
+
+
+def explain(
+    verdict: Verdict, reports: Mapping[int, Report], seen: Mapping[int, Seen], places: Sequence[str], now: float
+) -> tuple[int | None, str]:
+    """The rank that holds up the others, and the message: the verdict, that rank, and what others wait for."""
+    lines = [verdict.text]
+    culprit = verdict.rank
+    if verdict.kind in ("hang", "cut"):
+        culprit, why = _find_culprit(verdict, reports, seen, places, now)
+        if why:
+            lines.append(why)
+        others = [reports[rank] for rank in sorted(reports) if rank != culprit]
+        lines += [f"  {places[report.rank]} {describe_report(report)}" for report in others[:SHOWN_RANKS]]
+    return culprit, "\n".join(lines)
+
+
+def _find_culprit(
+    verdict: Verdict, reports: Mapping[int, Report], seen: Mapping[int, Seen], places: Sequence[str], now: float
+) -> tuple[int | None, str]:
+    silent = [rank for rank, state in seen.items() if rank not in reports and not state.left]
+    if silent:
+        named = ", ".join(places[rank] for rank in silent)
+        last = max(now - seen[rank].heard for rank in silent)
+        return silent[0], f"missing: {named}, last heard of {last:.0f} s ago"
+    at_work = [report for report in reports.values() if report.waits is None and not seen[report.rank].left]
+    late = at_work or [report for report in reports.values() if not _waits_for(report, reports)]
+    if not late:  # all wait for each other
+        strayed = _out_of_step(list(reports.values()))
+        if strayed is None:
+            return None, "every rank waits for another"
+        return strayed.rank, f"out of step with the others: {places[strayed.rank]} {describe_report(strayed)}"
+    slowest = min(late, key=lambda report: (report.step, report.rank))
+    return slowest.rank, f"slowest: {places[slowest.rank]} {describe_report(slowest)}"
+
+
+def _out_of_step(reports: Sequence[Report]) -> Report | None:
+    """The rank whose collectives came in another order than most others' of its stage; None where no one stands out.
+
+    Of two ranks that run one program, one has come as far as the other or farther, on every axis.
+    """
+    strange = {
+        report.rank: sum(
+            _is_another_order(report.by_axis, other.by_axis) for other in reports if other.stage == report.stage
+        )
+        for report in reports
+    }
+    ranked = sorted(reports, key=lambda report: -strange[report.rank])
+    if len(ranked) < 2 or strange[ranked[0].rank] == strange[ranked[1].rank]:
+        return None
+    return ranked[0]
+
+
+def _is_another_order(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    differences = [ours.get(axis, 0) - theirs.get(axis, 0) for axis in ours.keys() | theirs.keys()]
+    return min(differences, default=0) < 0 < max(differences, default=0)
+
+
+def counts_by_axis(counts: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    """Collectives begun on each axis, over all groups that it has on this rank."""
+    found: dict[str, int] = {}
+    for group, count in counts.items():
+        axis, _ = find_axis(Call("", group, 0), mesh)
+        found[axis] = found.get(axis, 0) + count
+    return found
+
+
+def _waits_for(report: Report, reports: Mapping[int, Report]) -> list[int]:
+    """The ranks that have not yet come to the communication that this one is in."""
+    waits = report.waits
+    if waits is None:
+        return []
+    if waits["peer"] is not None:
+        return [waits["peer"]]
+    others = [reports[rank] for rank in waits["ranks"] if rank != report.rank and rank in reports]
+    return [other.rank for other in others if other.counts.get(waits["group"], 0) < waits["number"]]
+
+
+def describe_report(report: Report) -> str:
+    """What a rank is doing, in words."""
+    where = f"in step {report.step}" if report.phase == "step" else f"in {report.phase} after step {report.step}"
+    if report.waits is None:
+        return f"is at work {where}, at {report.where}"
+    return f"waits {where} {describe_wait(report.waits)}, at {report.where}"
+
+
+def describe_wait(waits: Mapping[str, Any]) -> str:
+    """A communication in words: "in all_reduce over dp (ranks 0, 2), number 31 there, for 9.1 s"."""
+    who = f" with rank {waits['peer']}" if waits["peer"] is not None else ""
+    ranks = ", ".join(str(rank) for rank in waits["ranks"])
+    numbered = "" if waits["peer"] is not None else f", number {waits['number']} there"
+    return f"in {waits['operation']}{who} over {waits['axis']} (ranks {ranks}){numbered}, for {waits['seconds']:.1f} s"
+
+
+def report_waits(waits: Waits, mesh: Mesh) -> dict[str, Any] | None:
+    """What holds this process: on gloo what its main thread waits in, on CUDA the last communication begun."""
+    main = threading.main_thread().ident
+    held = [waits.current[thread] for thread in sorted(waits.current, key=lambda thread: thread != main)]
+    now = time.monotonic()
+    call, since = held[0] if held else (waits.last if mesh.device.type == "cuda" else None, now)
+    if call is None:
+        return None
+    axis, ranks = find_axis(call, mesh)
+    peer = None if call.peer is None else ranks[call.peer]
+    return {**asdict(call), "peer": peer, "axis": axis, "ranks": ranks, "seconds": now - since}
+
+
+def find_axis(call: Call, mesh: Mesh) -> tuple[str, list[int]]:
+    """The axes whose group the call is in ("dp", "dp = edp"), and the group's ranks."""
+    names = []
+    for name in AXES:
+        axis = getattr(mesh, name)
+        if axis.degree > 1 and axis.group is not None and axis.group.group_name == call.group:
+            names.append(name)
+    for group in dist.distributed_c10d._world.pg_names:
+        if group.group_name == call.group:
+            return " = ".join(names) or "all ranks", dist.get_process_group_ranks(group)
+    return " = ".join(names) or call.group, []
+
+
+def main_line() -> str:
+    """The innermost line of our code that the main thread is in: file, line and function."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None and not _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "no Python code"
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(OURS) and file != WRAPPER
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(frame))}" for thread, frame in frames
+    )

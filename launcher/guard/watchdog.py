@@ -1,0 +1,406 @@
+"""The watchdog: a thread beside each rank's loop that notices ranks which die, hang or fall silent, and ends the job.
+
+Each rank tells rank 0 its step, phase and how long it has been there, over a connection of the thread's own
+(``parallel.processes.heartbeat``). When a rank is gone, silent or beyond its limit, every rank writes the Python
+stacks of its threads and the communication it waits in to RUN_DIR/logs/rank-N.txt, rank 0 names the rank at fault,
+and all end. The threads work while the main threads sit in a collective; where even they cannot run (a native call
+that keeps Python's lock), faulthandler's own thread writes the stacks and ends the process.
+"""
+
+import contextlib
+import faulthandler
+import os
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import IO, Any, Self
+
+from launcher.config.tree import RunConfig
+from launcher.console import tell
+from launcher.guard.hangs import (
+    Report,
+    Seen,
+    Verdict,
+    counts_by_axis,
+    describe_wait,
+    explain,
+    judge,
+    main_line,
+    report_waits,
+    stacks,
+)
+from launcher.guard.stragglers import OwnTimes, Stragglers
+from launcher.watch.watchers import NullWatchers, Watchers
+from parallel.mesh import Degrees, Mesh, wait_for_all
+from parallel.processes.heartbeat import Heart, Message, open_heart
+from parallel.processes.start import has_launcher, is_lost_connection, tell_launcher
+from parallel.processes.waits import Waits
+
+LOGS = "logs"
+STEP = "step"  # the phase whose limit is train.step_timeout_seconds; all others are slow
+SLOW_FACTOR = 3  # a slow phase (start, first step, evaluation, checkpoint) without a sign may take so many timeouts
+LONGEST_FACTOR = 3  # with train.step_timeout_seconds=null, a step may take so many times the longest one before
+REPORT_SECONDS = 10.0  # a rank that has said nothing for so long, when all are to say what they do, is missing
+TELL_SECONDS = 45.0  # for metrics.jsonl and W&B to take the last event; W&B gives up after 30
+LAUNCHER_SECONDS = 10.0  # a launcher that sees a rank end kills the others long before
+
+
+class Watchdog:
+    """One rank's watchdog, entered after the mesh is open; leaving it is collective where nothing went wrong.
+
+    The loop calls ``beat`` when it comes to a step or another phase, and runs within ``recording``.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.places = Degrees.of(config.parallel, mesh.world_size).places()
+        self.timeout = float(config.train.timeout_seconds)
+        self.step_timeout = config.train.step_timeout_seconds
+        shortest = min(self.timeout, self.step_timeout or self.timeout)
+        self.interval = min(2.0, max(0.1, shortest / 20))
+        self.log_path = config.run_path / LOGS / f"rank-{mesh.rank}.txt"
+        self.watchers: Watchers | NullWatchers = NullWatchers()
+        self.waits = Waits()
+        self.step, self.phase, self.since = 0, "start", time.monotonic()
+        self.steps_done, self.longest, self.begun = 0, 0.0, 0
+        self.own_times, self.held_before = OwnTimes(), 0.0
+        self.news: deque[dict[str, Any]] = deque()  # events for the main thread to pass on
+        now = time.monotonic()
+        self.seen = {rank: Seen(now) for rank in (range(mesh.world_size) if mesh.rank == 0 else (0,))}
+        self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages())
+        self.reports: dict[int, Report] = {}
+        self.own_end: Message | None = None  # "failed", "cut" or "bye", to be sent by the thread
+        self.is_raising = False  # the main thread is on its way to the launcher with an exception
+        self.over = threading.Event()  # nothing more is to be expected of the thread
+        self.heart: Heart | None = None
+        self.log: IO[str] | None = None
+        self.thread = threading.Thread(target=self.run, name="watchdog", daemon=True)
+
+    # The main thread's calls.
+
+    def beat(self, step: int, phase: str) -> None:
+        """The main thread comes to ``phase`` of ``step``, or is still in it; costs nothing that matters."""
+        now = time.monotonic()
+        if self.phase == STEP and (step, phase) != (self.step, STEP):
+            self.steps_done += 1
+            if self.steps_done > 1:
+                self.longest = max(self.longest, now - self.since)
+                self.own_times.add(now - self.since, self.waits.seconds - self.held_before)
+        self.step, self.phase, self.since, self.held_before = step, phase, now, self.waits.seconds
+        while self.news:
+            self.watchers.event({"step": step - 1 if phase == STEP else step, **self.news.popleft()})
+
+    def __enter__(self) -> Self:
+        """Connects and starts the thread. All ranks call it."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log = self.log_path.open("a")
+        self.heart = open_heart(self.mesh, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        self.waits.install()
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback_: TracebackType | None
+    ) -> None:
+        """Leaves with all ranks, or after what went wrong."""
+        if error is None:
+            self.beat(self.step, "end")
+            wait_for_all(self.mesh)
+            self.own_end = {"bye": True}
+            self.settle()
+        else:
+            self.fail(error)
+        if not self.is_raising:
+            faulthandler.cancel_dump_traceback_later()
+            self.waits.remove()
+            self.close_log()
+
+    @contextlib.contextmanager
+    def recording(self, watchers: Watchers | NullWatchers, together: type[Exception]) -> Iterator[None]:
+        """The last event goes to ``watchers``, which stay open, where the work within fails, until it is written.
+
+        ``together``: an exception that all ranks raise at once, and that is no failure.
+        """
+        self.watchers = watchers
+        try:
+            yield
+        except together:
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Says what went wrong here, and waits until it is known whose fault it was. Once; later calls do nothing."""
+        if self.own_end is not None or self.is_raising:
+            return
+        if not isinstance(error, Exception):  # an exit or an interrupt, on purpose
+            self.own_end = {"bye": True}
+        elif is_lost_connection(error):
+            self.write(traceback.format_exc())
+            self.own_end = {"cut": _in_a_line(error)}
+        else:
+            self.write(traceback.format_exc())
+            if has_launcher():
+                self.is_raising = True
+                return  # it prints the traceback and ends all
+            self.own_end = {"failed": _in_a_line(error), "code": exit_code_of(error)}
+        self.settle()
+
+    def settle(self) -> None:
+        """Has the thread send this rank's last word, and waits for what comes of it."""
+        assert self.heart is not None
+        self.heart.wake()
+        self.over.wait(2 * self.interval + REPORT_SECONDS + TELL_SECONDS)
+
+    # The thread.
+
+    def run(self) -> None:
+        """Beats, listens and judges until this rank leaves or all are to end."""
+        try:
+            self.keep_watch()
+        except BaseException:  # a watchdog that has failed must not let a job go on unwatched
+            self.tell(f"{self.places[self.mesh.rank]}: its watchdog failed:\n{traceback.format_exc()}", 1)
+            os._exit(1)
+
+    def keep_watch(self) -> None:
+        """The thread's loop."""
+        heart = self.heart
+        assert heart is not None and self.log is not None
+        turned = time.monotonic()
+        while True:
+            faulthandler.dump_traceback_later(self.limit() + 30, exit=True, file=self.log)
+            arrived = heart.poll(self.interval)
+            now = time.monotonic()
+            if now - turned > max(5.0, 5 * self.interval):  # we were stopped ourselves: nobody else was late
+                self.forgive(now)
+            turned = now
+            for rank, message in arrived:
+                self.take(rank, message, now)
+            own_end = self.own_end  # read once: "bye" must have been sent before we go, and the main thread sets it
+            self.send_own(heart, now, own_end)
+            if own_end is not None and "bye" in own_end:
+                heart.close()
+                self.over.set()
+                return
+            self.name_stragglers()
+            self.apply_own_limit(now)
+            verdict = judge(self.seen, self.places, now)
+            if verdict is not None:
+                self.end(verdict, heart)
+                return
+
+    def send_own(self, heart: Heart, now: float, own_end: Message | None) -> None:
+        """This rank's beat, or its last word."""
+        beat = {
+            "step": self.step,
+            "phase": self.phase,
+            "age": self.age(now),
+            "limit": self.limit(),
+            "key": self.limit_key(),
+            "own": self.own_times.figure(),
+        }
+        message: Message = {"beat": beat, **(own_end or {})}
+        if self.mesh.rank == 0:
+            self.take(0, message, now)
+            message = {"pulse": beat} if "bye" not in message else {"bye": True}
+        heart.send(message)
+
+    def name_stragglers(self) -> None:
+        """Rank 0: leaves the event of each slow rank for the main thread."""
+        figures = {rank: state.beat["own"] for rank, state in self.seen.items() if state.beat.get("own") is not None}
+        for slow in self.stragglers.find(figures, self.step) if self.mesh.rank == 0 else []:
+            row = {"event": "straggler", "rank": slow.rank, "place": self.places[slow.rank]}
+            self.news.append({**row, "ratio": slow.ratio, "own_seconds": slow.seconds})
+
+    def take(self, rank: int, message: Message | None, now: float) -> None:
+        """Notes what a rank said."""
+        state = self.seen[rank]
+        state.heard = now
+        if message is None:
+            state.gone = not state.left and state.failed is None
+            return
+        if "beat" in message:
+            state.beat = message["beat"]
+        if "pulse" in message:  # rank 0 judges its own age
+            state.beat = {**message["pulse"], "age": 0.0}
+        if "report" in message:
+            self.reports[rank] = Report(**message["report"])
+        if "bye" in message:
+            state.left = True
+        if "failed" in message:
+            state.failed = (message["failed"], message["code"])
+        if "cut" in message and state.cut is None:
+            state.cut = (now, message["cut"])
+        if "verdict" in message:
+            self.obey(Verdict(**message["verdict"]))
+
+    def apply_own_limit(self, now: float) -> None:
+        """Another rank than 0, itself beyond its limit: measures rank 0's silence by that.
+
+        Rank 0's last word may be from a slow phase, whose limit is many times a step's.
+        """
+        first, limit = self.seen[0], self.limit()
+        if self.mesh.rank != 0 and self.age(now) > limit and now - first.heard > limit:
+            first.beat = {"age": 0.0, **first.beat, "limit": limit, "key": self.limit_key()}
+
+    def forgive(self, now: float) -> None:
+        """After a pause of this process: everybody's time begins again."""
+        self.since = now
+        for state in self.seen.values():
+            state.heard = now
+            if state.beat:
+                state.beat["age"] = 0.0
+
+    def is_slow(self) -> bool:
+        """Whether the phase is one that may take long: any but a step, and the first step."""
+        return self.phase != STEP or self.steps_done == 0
+
+    def age(self, now: float) -> float:
+        """Seconds since the main thread came here; in slow phases, since it last began to communicate."""
+        if self.is_slow() and self.waits.begun != self.begun:
+            self.since = now
+        self.begun = self.waits.begun
+        return now - self.since
+
+    def limit(self) -> float:
+        """Seconds that the phase may take."""
+        if self.is_slow():
+            return SLOW_FACTOR * max(self.timeout, self.step_timeout or 0.0)
+        if self.step_timeout is not None:
+            return float(self.step_timeout)
+        return max(0.9 * self.timeout, LONGEST_FACTOR * self.longest)
+
+    def limit_key(self) -> str:
+        """The config's key that sets the limit."""
+        is_own = self.step_timeout is not None and not self.is_slow()
+        return "train.step_timeout_seconds" if is_own else "train.timeout_seconds"
+
+    # The end.
+
+    def own_report(self) -> Report:
+        """What this rank does."""
+        return Report(
+            rank=self.mesh.rank,
+            step=self.step,
+            phase=self.phase,
+            age=time.monotonic() - self.since,
+            where=main_line(),
+            waits=report_waits(self.waits, self.mesh),
+            counts=dict(self.waits.counts),
+            by_axis=counts_by_axis(dict(self.waits.counts), self.mesh),
+            stage=self.mesh.pp.rank,
+        )
+
+    def write_report(self, verdict: Verdict) -> Report:
+        """Writes this rank's stacks to its log."""
+        report = self.own_report()
+        waiting = describe_wait(report.waits) if report.waits is not None else "in no communication"
+        place = f"{self.places[self.mesh.rank]}, process {os.getpid()} on {socket.gethostname()}"
+        self.write(
+            f"{verdict.text}\n{place}: {report.phase} {report.step} for {report.age:.1f} s, {waiting}\n{stacks()}"
+        )
+        return report
+
+    def end(self, verdict: Verdict, heart: Heart) -> None:
+        """Rank 0: tells all, collects what they did, names the culprit and ends. Others: rank 0 itself is at fault."""
+        if verdict.kind == "gone" and has_launcher():
+            time.sleep(LAUNCHER_SECONDS)
+        if self.mesh.rank == 0:
+            heart.send({"verdict": verdict.to_json()})
+            self.reports[0] = self.write_report(verdict)
+            self.collect_reports(heart)
+            culprit, message = explain(verdict, self.reports, self.seen, self.places, time.monotonic())
+            self.record(verdict, culprit, message)
+        else:
+            self.write_report(verdict)
+            message = verdict.text
+        if self.mesh.rank <= 1:
+            self.tell(f"{message}\nall ranks end; what each was doing is in {self.log_path.parent}", verdict.exit_code)
+        heart.send({"done": True})
+        self.leave(verdict.exit_code)
+
+    def obey(self, verdict: Verdict) -> None:
+        """Another rank: writes its stacks, reports them, and ends when rank 0 has spoken."""
+        heart = self.heart
+        assert heart is not None
+        report = self.write_report(verdict)
+        heart.send({"report": vars(report)})
+        deadline = time.monotonic() + REPORT_SECONDS + TELL_SECONDS
+        while time.monotonic() < deadline:
+            if any(message is None or "done" in message for _, message in heart.poll(self.interval)):
+                break
+        self.leave(verdict.exit_code)
+
+    def collect_reports(self, heart: Heart) -> None:
+        """Waits until every rank that can has said what it does."""
+        while True:
+            now = time.monotonic()
+            heard = [rank for rank, state in self.seen.items() if now - state.heard < REPORT_SECONDS]
+            if all(rank in self.reports or self.seen[rank].left or self.seen[rank].gone for rank in heard):
+                return
+            for rank, message in heart.poll(self.interval):
+                if message is None or "report" in message:  # a beat from before the verdict is no sign of life
+                    self.take(rank, message, now)
+
+    def record(self, verdict: Verdict, culprit: int | None, message: str) -> None:
+        """The event in metrics.jsonl and W&B, given a bounded time."""
+        row: dict[str, Any] = {"step": self.step, "event": "ranks_ended", "kind": verdict.kind, "message": message}
+        if culprit is not None:
+            row |= {"rank": culprit, "place": self.places[culprit]}
+
+        def write() -> None:
+            with contextlib.suppress(Exception):  # whatever a reader of rows says, the ranks must end
+                self.watchers.event(row)
+            with contextlib.suppress(Exception):
+                self.watchers.close(exit_code=1)
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(TELL_SECONDS)
+
+    def tell(self, message: str, exit_code: int) -> None:
+        """To the user: by the launcher where there is one."""
+        if has_launcher():
+            tell_launcher(message, exit_code)
+        else:
+            tell(message)
+
+    def leave(self, exit_code: int) -> None:
+        """Ends this process; the one whose exception it was is left to raise it."""
+        self.close_log()
+        if self.is_raising or (self.own_end is not None and "failed" in self.own_end):
+            self.over.set()
+            time.sleep(LAUNCHER_SECONDS)
+        os._exit(exit_code)
+
+    def write(self, text: str) -> None:
+        """Adds to this rank's log."""
+        if self.log is not None and not self.log.closed:
+            self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self.log.flush()
+
+    def close_log(self) -> None:
+        """Closes the log; one in which nothing stands is removed."""
+        if self.log is not None:
+            self.log.close()
+            with contextlib.suppress(OSError):
+                if self.log_path.stat().st_size == 0:
+                    self.log_path.unlink()
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an exception leads to: 2 for the user's mistake, 1 for anything else."""
+    from data.errors import DataError
+    from launcher.errors import UserError
+
+    return 2 if isinstance(error, (DataError, UserError)) else 1
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = str(error).splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")

@@ -1,0 +1,261 @@
+"""`roundtable train --dry-run`: every check of a start, and what the run would take. Nothing is created or changed."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from launcher.config.checked import load_checked
+from launcher.config.tree import RunConfig
+from launcher.console import say
+from launcher.errors import UserError
+from launcher.prove.traffic.step import Step
+from launcher.training.start import (
+    check_prepared,
+    check_ranks,
+    check_run_dir,
+    check_tokens,
+    checkpoint_gib,
+    default_ranks,
+    room_free_gib,
+    room_needed,
+    start_checks,
+)
+from parallel.checkpoint.folder import is_remote, local_path
+from parallel.mesh import Degrees
+from parallel.processes.world import world_size_from_environment
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a start looks at: all is well, or its lines."""
+
+    name: str
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, check: Callable[[], object]) -> "Check":
+        """What came of calling ``check``, which raises where something is wrong."""
+        try:
+            check()
+        except (UserError, DataError) as error:
+            return cls(name, tuple(error.problems))
+        return cls(name)
+
+
+def dry_run(path: Path, overrides: Sequence[str], ranks: int | None, *, as_json: bool) -> int:
+    """Prints the checks and the sizes of the run that `train` would start; under srun or torchrun, on rank 0.
+
+    Raises UserError with every problem, after printing what could be said nevertheless.
+    """
+    job_size = world_size_from_environment()
+    if job_size is not None:
+        check_ranks(ranks, job_size)
+    n_ranks = job_size or ranks or default_ranks()
+    speaks = job_size is None or first_rank()
+    config, about = None, {}
+    checks = [Check.of("config and sources", lambda: load_checked(path, overrides, world_size=n_ranks))]
+    if not checks[0].problems:
+        config = load_checked(path, overrides, world_size=n_ranks)
+        checks += check_all(config, path, in_job=job_size is not None)
+        about = describe(config, n_ranks, {check.name for check in checks if check.problems})
+    problems = [line for check in checks for line in check.problems]
+    if speaks:
+        print_dry_run({"can_start": not problems, "checks": [asdict(check) for check in checks], **about}, as_json)
+    if problems:
+        raise UserError(problems)
+    return 0
+
+
+def first_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process of a job is the one that speaks."""
+    return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
+
+
+def check_all(config: RunConfig, path: Path, *, in_job: bool) -> list[Check]:
+    """What `train` looks at once the config is in order, in its order."""
+    checks = [Check.of(name, lambda check=check: check(config)) for name, check in start_checks().items()]
+    if not in_job:
+        checks.append(Check.of("the run directory's parts, and no other start", lambda: check_run_dir(config)))
+    return [*checks, Check.of("token files", lambda: check_data(config, path, in_job=in_job))]
+
+
+def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:
+    """Token files can be opened; on one machine, those that are not there can be prepared."""
+    from data.prepared import find_prepared
+
+    if in_job:
+        check_prepared(config, path)
+    if find_prepared(config.data, config.model.vocab_size) is not None:
+        check_tokens(config)
+    else:
+        to_prepare(config)
+
+
+def describe(config: RunConfig, n_ranks: int, failed: set[str]) -> dict[str, Any]:
+    """All sizes, as JSON would have them."""
+    return {
+        "run_dir": str(config.run_path),
+        "model": describe_model(config),
+        "layout": describe_layout(config, n_ranks),
+        "memory": describe_memory(config, n_ranks),
+        "disk": describe_disk(config),
+        "data": None if "token files" in failed else describe_data(config),
+        "resume": None if "checkpoint.dir" in failed else describe_resume(config),
+    }
+
+
+def describe_model(config: RunConfig) -> dict[str, Any]:
+    """Parameters, and the FLOPs of training on a token (closed form, as mfu counts them)."""
+    from modeling.counts import count_parameters, flops_per_token
+
+    counts = count_parameters(config.model)
+    flops = flops_per_token(config.model, config.data.seq_len)
+    return {"parameters": counts.total, "active_parameters": counts.active, "flops_per_token": flops}
+
+
+def describe_layout(config: RunConfig, n_ranks: int) -> dict[str, Any]:
+    """The axes' degrees, and how a step's batch is spread."""
+    degrees, train = Degrees.of(config.parallel, n_ranks), config.train
+    axes = {axis: getattr(degrees, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "edp")}
+    micro_batches = train.global_batch_size // (degrees.dp * train.micro_batch_size)
+    return {"ranks": n_ranks, **axes, "zero": config.parallel.zero, "micro_batches_per_rank": micro_batches}
+
+
+def describe_memory(config: RunConfig, n_ranks: int) -> list[dict[str, Any]]:
+    """One row for each pipeline position: its ranks, what each of them computes with, and its bytes by part."""
+    from launcher.plan.memory import rank_memory
+
+    rows = []
+    for pp_rank, ranks in enumerate(Degrees.of(config.parallel, n_ranks).stages()):
+        step = step_of_rank(config, n_ranks, pp_rank)
+        memory = rank_memory(step)
+        rows.append(
+            {"pp_rank": pp_rank, "ranks": [ranks[0], ranks[-1]], "holds": holdings(step)}
+            | {f"{part}_bytes": count for part, count in asdict(memory).items()}
+            | {"total_bytes": memory.total}
+        )
+    return rows
+
+
+def step_of_rank(config: RunConfig, n_ranks: int, pp_rank: int) -> Step:
+    """One training step as the ranks at a pipeline position see it."""
+    return Step(
+        model=config.model,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        world_size=n_ranks,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        precision=config.train.precision,
+        recompute=config.train.recompute,
+        pp_rank=pp_rank,
+    )
+
+
+def holdings(step: Step) -> str:
+    """Which layers and which part of them, in words."""
+    model, parallel = step.model, step.parallel
+    spans = [f"{part.layers[0]}-{part.layers[-1]}" for part in step.parts]
+    words = ["embedding"] if step.has_embedding else []
+    words.append(f"layers {' and '.join(spans)} of {model.n_layers}")
+    words += ["head"] if step.has_head else []
+    if model.moe is not None and step.moe_layers:
+        words.append(f"{model.moe.n_experts // parallel.ep} of {model.moe.n_experts} experts")
+    if parallel.tp > 1:
+        words.append(f"1/{parallel.tp} of heads, d_ff and vocabulary")
+    return ", ".join(words)
+
+
+def describe_disk(config: RunConfig) -> dict[str, Any]:
+    """A checkpoint's size, the most of them at once, and the room that they need and have (null at a URL)."""
+    location = config.checkpoint_location
+    found = {"checkpoints": location, "checkpoint_bytes": round(checkpoint_gib(config) * 2**30)}
+    if is_remote(location):
+        return {**found, "most_at_once": None, "needed_bytes": None, "free_bytes": None}
+    most, needed_gib = room_needed(config)
+    free_bytes = round(room_free_gib(local_path(location)) * 2**30)
+    return {**found, "most_at_once": most, "needed_bytes": round(needed_gib * 2**30), "free_bytes": free_bytes}
+
+
+def describe_data(config: RunConfig) -> dict[str, Any]:
+    """Tokens of the run, and of each source its epochs; where token files are missing, what would be prepared."""
+    from data.prepared import find_prepared
+
+    batch = config.train.global_batch_size
+    samples = config.train.steps * batch
+    found: dict[str, Any] = {
+        "steps": config.train.steps,
+        "tokens_per_step": batch * config.data.seq_len,
+        "tokens": samples * config.data.seq_len,
+    }
+    prepared = find_prepared(config.data, config.model.vocab_size)
+    if prepared is None:
+        return {**found, "prepared": False, "to_prepare": to_prepare(config), "sources": None}
+    return {**found, "prepared": True, "to_prepare": None, "sources": epochs_of_sources(config)}
+
+
+def epochs_of_sources(config: RunConfig) -> list[dict[str, Any]]:
+    """Each source's share of the samples, its samples, steps to an epoch of it, and epochs in the whole run."""
+    from data.dataset import open_dataset
+    from data.order import weight_fraction
+
+    data, train = config.data, config.train
+    dataset = open_dataset(data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    weights = [weight_fraction(source.weight) for source in data.sources]
+    rows = []
+    for source, weight, samples in zip(data.sources, weights, dataset.source_samples, strict=True):
+        a_step = weight / sum(weights) * train.global_batch_size  # samples of the source, in the mean
+        epochs = {"steps_to_an_epoch": float(samples / a_step), "epochs": float(train.steps * a_step / samples)}
+        rows.append({"path": source.path, "share": float(weight / sum(weights)), "samples": samples, **epochs})
+    return rows
+
+
+def to_prepare(config: RunConfig) -> list[dict[str, Any]]:
+    """What `prepare` would read for each source that is not finished; amounts are null for a Hugging Face dataset.
+
+    Raises DataError as `prepare` would, before it creates anything.
+    """
+    from data.prepare import check_room, plan_sources
+    from data.sources import is_hugging_face, is_raw
+
+    vocab_size = config.model.vocab_size
+    hub = [source for source in config.data.sources if is_raw(source) and is_hugging_face(source)]
+    rows = [{"path": source.path, "files": None, "text_bytes": None, "shards": None} for source in hub]
+    if hub:  # to plan these would download their file lists
+        return rows
+    plans = plan_sources(config.data, vocab_size)
+    check_room(config.data, plans, vocab_size)
+    for plan in plans:
+        text_bytes = sum(piece.n_bytes for shard in plan.shards for piece in shard)
+        amounts = {"files": len(plan.files), "text_bytes": text_bytes, "shards": len(plan.shards)}
+        rows.append({"path": plan.source.path, **amounts})
+    return rows
+
+
+def describe_resume(config: RunConfig) -> dict[str, Any]:
+    """The step that the run would go on from (0: the start), and checkpoints that look damaged."""
+    from parallel.checkpoint.folder import step_of
+    from parallel.checkpoint.retention import looks_whole
+    from parallel.checkpoint.write import list_checkpoints
+
+    damaged = []
+    for folder in reversed(list_checkpoints(config.checkpoint_location)):
+        if looks_whole(folder):
+            return {"step": step_of(folder.name), "steps": config.train.steps, "damaged": damaged}
+        damaged.append(folder.name)
+    return {"step": 0, "steps": config.train.steps, "damaged": damaged}
+
+
+def print_dry_run(found: dict[str, Any], as_json: bool) -> None:
+    """The report: JSON, or as people read it."""
+    if as_json:
+        say(json.dumps(found, indent=2))
+        return
+    from launcher.plan.text import print_report
+
+    print_report(found)

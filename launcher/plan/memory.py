@@ -1,0 +1,75 @@
+"""What a rank holds of the training state, in bytes, from the config and the layout alone.
+
+Counted is what stays from micro-batch to micro-batch: tests compare it with the tensors of running engines. Not counted
+are activations, one micro-batch's gradients in 16 bits, weights gathered for a while (ZeRO 3) and buffers of
+communication, of which DeepSpeed's largest, for reducing gradients, takes up to REDUCTION_BYTES.
+"""
+
+from dataclasses import dataclass
+
+from launcher.prove.traffic.step import FP32_BYTES, Step
+from launcher.prove.traffic.zero import flat_elements, padded, replicated
+from modeling.optimizers.build import state_names
+from parallel.sizes import DEFAULT_SIZES
+
+REDUCTION_BYTES = DEFAULT_SIZES.bucket * FP32_BYTES
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank's training state by part. Masters are 0 where the optimizer updates the weights themselves."""
+
+    weights: int  # in the dtype of the forward pass
+    masters: int  # the fp32 weights that the optimizer updates
+    optimizer: int  # its states, fp32
+    gradients: int  # fp32 sums over the micro-batches
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.weights + self.masters + self.optimizer + self.gradients
+
+
+def rank_memory(step: Step) -> Memory:
+    """What each dp, cp, tp and ep rank of the step's pipeline position holds."""
+    whole = sum(step.weights.values())
+    share = sum(_share(step, n, names) for _, n, names in replicated(step))
+    weights = step.element_bytes * _weight_elements(step)
+    states = FP32_BYTES * len(state_names(step.optimizer))
+    if step.parallel.zero == 0:
+        return Memory(weights, 0, states * whole, FP32_BYTES * whole)
+    return Memory(weights, FP32_BYTES * share, states * share, FP32_BYTES * _gradient_elements(step, share))
+
+
+def _share(step: Step, n: int, names: list[str]) -> int:
+    """Elements of the part that one of ``n`` ranks updates, padding included."""
+    if step.parallel.zero == 3:
+        return sum(padded(step.weights[name], n) // n for name in names)
+    return flat_elements(step, n, names) // n
+
+
+def _weight_elements(step: Step) -> int:
+    """Elements that the forward pass keeps: all, padded as ZeRO 1 and 2 do, or ZeRO 3's part and its small weights."""
+    match step.parallel.zero:
+        case 0:
+            return sum(step.weights.values())
+        case 1 | 2:
+            return sum(flat_elements(step, n, names) for _, n, names in replicated(step))
+        case _:
+            return sum(_share(step, n, names) + _kept_whole(step, n, names) for _, n, names in replicated(step))
+
+
+def _kept_whole(step: Step, n: int, names: list[str]) -> int:
+    """Elements of the small weights that ZeRO 3 keeps gathered beside its part of them; on one rank they are one."""
+    small = (step.weights[name] for name in names if step.weights[name] <= DEFAULT_SIZES.persistent)
+    return sum(padded(count, n) for count in small) if n > 1 else 0
+
+
+def _gradient_elements(step: Step, share: int) -> int:
+    """Elements summed over the micro-batches: under ZeRO 2 and 3 this rank's part, under a pipeline always all."""
+    zero, whole = step.parallel.zero, sum(step.weights.values())
+    if zero >= 2 and step.parallel.pp == 1:
+        return share
+    if zero == 1 and step.precision == "bf16":  # DeepSpeed's BF16_Optimizer sums in one flat tensor a group
+        return sum(flat_elements(step, n, names) for _, n, names in replicated(step))
+    return whole

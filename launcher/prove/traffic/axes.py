@@ -1,0 +1,138 @@
+"""What one training step sends over tp, cp, ep and pp, and for its own bookkeeping. docs/traffic.md has the table."""
+
+from fractions import Fraction
+
+from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
+from launcher.prove.traffic.zero import zero_traffic
+from parallel.layout import place_of
+from parallel.pipeline.volume import sent_bytes
+from parallel.processes.stop import STOP_SIGNALS
+
+FP64_BYTES, INT64_BYTES = 8, 8
+FLAGGED = {("fp16", 1), ("fp16", 2), ("fp16", 3), ("bf16", 2)}  # where DeepSpeed asks whether a gradient overflowed
+
+
+def step_traffic(step: Step) -> list[Traffic]:
+    """Everything that the rank sends in one training step; terms that send nothing are left out."""
+    terms = [
+        *tp_traffic(step),
+        *cp_traffic(step),
+        *ep_traffic(step),
+        *pp_traffic(step),
+        *zero_traffic(step),
+        *bookkeeping_traffic(step),
+    ]
+    return [term for term in terms if term.sent_bytes]
+
+
+def tp_traffic(step: Step) -> list[Traffic]:
+    """Sequence parallelism, the cut vocabulary, and sums over tp of what its ranks hold whole."""
+    n, micro = step.parallel.tp, step.n_micro_batches
+    blocks = repeated = 0  # a block gathers positions, computes with cut weights, sums and cuts; some gathers repeat
+    last_sums = 0  # recomputation stops before a layer's last sum, of which the backward pass needs nothing
+    for layer in step.layers:
+        has_cut_half = layer not in step.moe_layers or bool(step.model.moe and step.model.moe.n_shared_experts)
+        blocks += 1 + has_cut_half
+        repeated += step.forwards("attention") - 1 + has_cut_half * (step.forwards("feed_forward") - 1)
+        last_sums += has_cut_half and step.forwards("feed_forward") > 1
+    embedding, head = int(step.has_embedding), int(step.has_head)
+    # Backward, a gather is a reduce-scatter and the other way round.
+    gathers = blocks + repeated + head + blocks + embedding
+    scatters = blocks + repeated - last_sums + embedding + blocks + head
+    tokens = step.micro_batch_size * step.positions
+    replicated = sum(n_elements for name, n_elements in step.weights.items() if place_of(name).axis is None)
+
+    def term(what: str, collective: Collective, n_bytes: int) -> Traffic:
+        return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))
+
+    return [
+        term("positions", "all-gather", gathers * step.hidden_bytes),
+        term("positions", "reduce-scatter", scatters * step.hidden_bytes),
+        term("gradients of norms and routers", "all-reduce", FP32_BYTES * replicated),
+        term("loss over the vocabulary", "all-reduce", 3 * FP32_BYTES * tokens * head),
+        term("balance sums", "all-reduce", balance_bytes(step)),
+    ]
+
+
+def balance_bytes(step: Step) -> int:
+    """The sums of one micro-batch's sequences that the balance losses need: two for each expert and a count, fp32."""
+    if step.model.moe is None:
+        return 0
+    sums = FP32_BYTES * step.micro_batch_size * (2 * step.model.moe.n_experts + 1)
+    return len(step.moe_layers) * step.forwards("feed_forward") * sums
+
+
+def cp_traffic(step: Step) -> list[Traffic]:
+    """Attention by all-to-all over heads or around the ring, and the balance losses' sums."""
+    cp, tp, model = step.parallel.cp, step.parallel.tp, step.model
+    heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
+    forwards, size = step.forwards("attention"), step.element_bytes
+    numbers = len(step.layers) * step.n_micro_batches * step.micro_batch_size * step.positions * model.head_dim
+    balance = step.n_micro_batches * around_ring("all-reduce", balance_bytes(step), cp)
+    terms = [Traffic("cp", "balance sums", "all-reduce", balance)]
+    if step.parallel.cp_attention == "ulysses":
+        moved = numbers * (2 * heads + 2 * max(kv_heads, cp)) * size * (forwards + 1)
+        return [*terms, Traffic("cp", "heads", "all-to-all", around_ring("all-to-all", moved, cp))]
+    moved = (cp - 1) * 2 * numbers * kv_heads
+    return [*terms, Traffic("cp", "keys and values", "send", Fraction(moved * (forwards * size + size + FP32_BYTES)))]
+
+
+def ep_traffic(step: Step) -> list[Traffic]:
+    """Dispatch and combine: the pairs that leave the rank go out and come back, those that arrive too; and the counts.
+
+    Raises ValueError where ``step.routed`` is needed and missing.
+    """
+    ep, moe = step.parallel.ep, step.model.moe
+    if ep == 1 or moe is None or not step.moe_layers:
+        return []
+    if step.routed is None:
+        raise ValueError("bytes over ep depend on the routing: give Step.routed")
+    n_local = moe.n_experts // ep
+    own = range(step.ep_rank * n_local, (step.ep_rank + 1) * n_local)
+    travelling = 0
+    for layer in step.moe_layers:
+        counts = step.routed[layer]
+        travelling += sum(counts[step.ep_rank]) - sum(counts[step.ep_rank][expert] for expert in own)
+        travelling += sum(row[expert] for rank, row in enumerate(counts) if rank != step.ep_rank for expert in own)
+    forwards = step.forwards("feed_forward")
+    rows = (forwards + 1) * travelling * step.model.d_model * step.element_bytes
+    counted = len(step.moe_layers) * step.n_micro_batches * forwards * INT64_BYTES * moe.n_experts
+    return [
+        Traffic("ep", "tokens", "all-to-all", Fraction(rows)),
+        Traffic("ep", "counts", "all-to-all", around_ring("all-to-all", counted, ep)),
+    ]
+
+
+def pp_traffic(step: Step) -> list[Traffic]:
+    """Hidden states and their gradients between stages, and a tied embedding's gradients between the ends."""
+    parallel = step.parallel
+    if parallel.pp == 1:
+        return []
+    tied = step.model.vocab_size * step.model.d_model // parallel.tp if step.model.tie_embeddings else 0
+    arguments = (parallel.pipeline, parallel.pp, step.pp_rank, step.n_micro_batches, step.hidden_bytes // parallel.tp)
+    hidden = sent_bytes(*arguments)
+    return [
+        Traffic("pp", "hidden states", "send", Fraction(hidden)),
+        Traffic("pp", "tied embedding", "send", Fraction(sent_bytes(*arguments, tied) - hidden)),
+    ]
+
+
+def bookkeeping_traffic(step: Step) -> list[Traffic]:
+    """The sums that metrics need, the gradient norm, and in 16 bits whether a gradient overflowed."""
+    moe, degrees = step.model.moe, step.degrees
+    n_layers = sum(step.model.is_moe_layer(layer) for layer in range(step.model.n_layers))
+    sums = 1 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (3 + moe.n_experts))
+
+    def term(axis: str, what: str, n_bytes: int, degree: int) -> Traffic:
+        return Traffic(axis, what, "all-reduce", around_ring("all-reduce", n_bytes, degree))
+
+    terms = [
+        term("world", "metrics", FP64_BYTES * sums, step.world_size),
+        term("world", "gradient norm", FP64_BYTES, step.world_size),
+    ]
+    if (step.precision, step.parallel.zero) in FLAGGED:
+        terms += [
+            term("replicas", "overflow", 1, degrees.dp * degrees.cp),
+            term("model", "overflow", 1, degrees.pp * degrees.tp),
+        ]
+    return terms

@@ -1,0 +1,128 @@
+"""What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
+from parallel.layout import place_of
+from parallel.pipeline.schedule import action_orders
+from parallel.pipeline.stages import Part
+from parallel.sizes import DEFAULT_SIZES
+
+EMBEDDING = "embed.weight"
+PARTITION_UNIT = (
+    2  # DeepSpeed's own number: ZeRO 1 and 2 pad each optimizer group to a multiple of so many elements a rank
+)
+
+
+def zero_traffic(step: Step) -> list[Traffic]:
+    """Gradients and weights over the ranks that replicate them: dp x cp for dense weights, edp for experts."""
+    terms = []
+    for axis, n, names in replicated(step):
+        terms += [*_gradient_traffic(step, axis, n, names), *_weight_traffic(step, axis, n, names)]
+    return terms
+
+
+def replicated(step: Step) -> list[tuple[str, int, list[str]]]:
+    """Over which axis of which degree ZeRO shards which of the rank's weights.
+
+    Where dense weights and experts are replicated over the same ranks (ep = tp), experts count as dense.
+    """
+    degrees = step.degrees
+    is_separate = degrees.ep != degrees.tp
+    experts = [name for name in step.weights if place_of(name).is_expert and is_separate]
+    dense = [name for name in step.weights if name not in experts]
+    return [("replicas", degrees.dp * degrees.cp, dense), ("edp", degrees.edp, experts)]
+
+
+def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
+    """Gradients in fp32, once a step, or under ZeRO 2 and 3 without a pipeline after each micro-batch."""
+    zero = step.parallel.zero
+    times = step.n_micro_batches if zero >= 2 and step.parallel.pp == 1 else 1
+    collective: Collective = "reduce-scatter" if zero == 3 else "all-reduce"
+    if zero == 1 and step.precision == "bf16":  # DeepSpeed's BF16_Optimizer reduces its flat accumulators as they are
+        n_elements = flat_elements(step, n, names)
+    else:
+        n_elements = sum(padded(step.weights[name], n if zero == 3 else 1) for name in names)
+    return [Traffic(axis, "gradients", collective, around_ring(collective, times * FP32_BYTES * n_elements, n))]
+
+
+def flat_elements(step: Step, n: int, names: Sequence[str]) -> int:
+    """Elements of ZeRO 1's and 2's flat tensors, one for each optimizer group, padded to equal parts."""
+    groups = ([name for name in names if step.decays(name) == key] for key in (True, False))
+    return sum(padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) for group in groups)
+
+
+def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
+    """The updated weights, whole again: after the step under ZeRO 1 and 2, for each use under 3."""
+    match step.parallel.zero:
+        case 0:
+            return []
+        case 1 | 2:
+            n_elements = flat_elements(step, n, names)
+        case _:
+            n_elements = sum(padded(step.weights[name], n) * gathers_of(step, name) for name in names)
+    sent = around_ring("all-gather", step.element_bytes * n_elements, n)
+    return [Traffic(axis, "weights", "all-gather", sent)]
+
+
+def padded(n_elements: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-n_elements // unit) * unit
+
+
+def gathers_of(step: Step, name: str) -> int:
+    """How often a step gathers a weight under ZeRO 3. Raises ValueError where DeepSpeed would drop weights earlier.
+
+    Without a pipeline a small weight stays whole and is gathered after the update; another one is gathered once for
+    each micro-batch and kept from its forward to its backward pass. Under a pipeline DeepSpeed knows no order of the
+    layers: it drops every weight after each use, small ones too.
+    """
+    is_small = step.weights[name] <= DEFAULT_SIZES.persistent
+    if step.parallel.pp > 1:
+        return _gathers_under_pipeline(step, name, is_small)
+    if sum(step.weights.values()) > DEFAULT_SIZES.reused:
+        raise ValueError(f"ZeRO 3 with more than {DEFAULT_SIZES.reused} elements of weights a rank has no closed form")
+    # The embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it.
+    return 1 if is_small or name == EMBEDDING else step.n_micro_batches
+
+
+def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
+    """Walks through what the schedule does with the weight's stage, as DeepSpeed's hooks see it.
+
+    A forward pass gathers the weight and drops it. So does a backward pass, but of two in a row the second drops
+    nothing: the hook counts forward passes. Recomputation is a forward pass within a backward one.
+    """
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    stage = next(part.stage for part in step.parts if layer in part.layers or (layer is None and is_end(part, name)))
+    is_embedding = name == EMBEDDING and step.has_embedding
+    is_recomputed = layer is not None and step.forwards(half_of(name)) > 1
+    repeats = int(is_recomputed and not is_last_of_layer(step, layer, name))
+    is_whole, follows_backward = is_small, False
+    count = int(is_small)  # after the update
+    for action in action_orders(step.parallel.pipeline, step.parallel.pp, step.n_micro_batches)[step.pp_rank]:
+        if action.stage != stage:
+            continue
+        count += 1 - is_whole + (repeats if action.kind == "B" else 0)
+        is_whole = action.kind == "B" and (is_embedding or (follows_backward and not is_recomputed))
+        follows_backward = action.kind == "B"
+    return count
+
+
+def half_of(name: str) -> Literal["attention", "feed_forward"]:
+    """The half of its layer that a weight is in."""
+    return "feed_forward" if ".feed_forward" in name else "attention"
+
+
+def is_end(part: Part, name: str) -> bool:
+    """Whether a weight outside the layers belongs to this stage (a tied weight: to the first of the rank's two)."""
+    return part.has_embedding if name == EMBEDDING and part.has_embedding else part.has_head
+
+
+def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
+    """Whether the weight is the last that its layer uses: the backward pass begins with it, so it is there already.
+
+    Experts never are: their output is put back among the padding, under ZeRO 3 where there is none, too, and that
+    saves a tensor, at which recomputation begins before their backward pass.
+    """
+    return (".shared.down." if layer in step.moe_layers else ".down.") in name

@@ -1,0 +1,146 @@
+"""Steps that went wrong: a loss or a gradient that is not finite, a loss far above the last ones; and what is done.
+
+All ranks judge by the same numbers, the all-reduced loss and gradient norm, and so come to the same decision.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+
+from data.dataset import Dataset
+from launcher.config.tree import HealthConfig
+from launcher.training.state import TrainState
+from launcher.training.worst import worst_gradient
+from parallel.zero.engine import Engine
+
+Kind = Literal["nonfinite", "spike"]
+Action = Literal["report", "skip", "rollback", "stop"]
+
+MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+LEAST_DEVIATION = 1e-3  # of the median: among losses that hardly differ, a small rise is no spike
+
+
+class Unhealthy(Exception):
+    """The run is to stop; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a step, and what is to be done; the same on all ranks."""
+
+    kind: Kind
+    action: Action
+    z: float | None  # of a spike
+    limit: str | None = None  # the key whose limit turned the action into a stop
+
+
+class Health:
+    """Judges each step before its update. Counts skips in a row, and rollbacks since the run's start."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self.config = config
+        self.skips = 0
+        self.rollbacks = 0
+        self.told_of_no_targets = False
+
+    def judge(self, loss: float, grad_norm: float, losses: Sequence[float]) -> Problem | None:
+        """What is wrong with a step of this loss and norm, after updates with these ``losses``; None: nothing."""
+        z = robust_z(loss, losses) if len(losses) >= self.config.spike_window else 0.0
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return self.limited(Problem("nonfinite", self.config.on_nonfinite, None))
+        if z > self.config.spike_z:
+            return self.limited(Problem("spike", self.config.on_spike, z))
+        self.skips = 0
+        return None
+
+    def limited(self, problem: Problem) -> Problem:
+        """The problem, turned into a stop where its remedy has been tried too often."""
+        match problem.action:
+            case "skip":
+                self.skips += 1
+                if self.skips > self.config.max_skips:
+                    return Problem(problem.kind, "stop", problem.z, "max_skips")
+            case "rollback":
+                self.rollbacks += 1
+                if self.rollbacks > self.config.max_rollbacks:
+                    return Problem(problem.kind, "stop", problem.z, "max_rollbacks")
+        return problem
+
+
+def robust_z(loss: float, losses: Sequence[float]) -> float:
+    """How many deviations ``loss`` lies above the median of ``losses``, the deviation taken from their MAD.
+
+    Neither a few spikes among them nor a slow fall widens it much.
+    """
+    middle = median(losses)
+    deviation = MAD_TO_DEVIATION * median(abs(each - middle) for each in losses)
+    return (loss - middle) / max(deviation, LEAST_DEVIATION * abs(middle), 1e-12)
+
+
+def examine(
+    health: Health | None,
+    engine: Engine,
+    dataset: Dataset,
+    indices: np.ndarray,
+    state: TrainState,
+    loss: float,
+) -> dict[str, Any] | None:
+    """The event of a step that is not healthy, with its ``action``; else None. All ranks call it.
+
+    It comes between the last backward pass and the step, whose batch is ``indices`` and whose mean loss ``loss``. An
+    fp16 overflow is the loss scaler's business for as long as the scale can fall.
+    """
+    if health is None:
+        return None
+    grad_norm = engine.measure()
+    if engine.can_lower_loss_scale and not math.isfinite(grad_norm):
+        return None
+    problem = health.judge(loss, grad_norm, state.losses)
+    return describe(problem, state.step + 1, loss, grad_norm, engine, dataset, indices) if problem else None
+
+
+def tell_of_no_targets(
+    health: Health | None, dataset: Dataset, indices: np.ndarray, step: int
+) -> dict[str, Any] | None:
+    """The event of a step whose batch ``indices`` holds no target that counts; None from the second one on.
+
+    Such a step is no sign of ill health: it is neither judged nor counted by health.max_skips.
+    """
+    if health is None or health.told_of_no_targets:
+        return None
+    health.told_of_no_targets = True
+    row: dict[str, Any] = {"step": step, "event": "no_targets", "split": "train", "action": "skip"}
+    row |= {"first_sample": int(indices[0]), "last_sample": int(indices[-1])}
+    return row | {"documents": dataset.documents(indices)}
+
+
+def describe(
+    problem: Problem, step: int, loss: float, grad_norm: float, engine: Engine, dataset: Dataset, indices: np.ndarray
+) -> dict[str, Any]:
+    """The event's row. All ranks call it, before the step's gradients are applied or dropped."""
+    worst = worst_gradient(engine)
+    row: dict[str, Any] = {"step": step, "event": problem.kind, "action": problem.action}
+    if problem.limit is not None:
+        row["limit"] = f"health.{problem.limit}"
+    row |= {"batch_loss": loss, "grad_norm": grad_norm}
+    if problem.z is not None:
+        row["z"] = problem.z
+    row |= {"tensor": worst.tensor, "place": worst.place, "tensor_grad_norm": worst.grad_norm}
+    row |= {"tensor_weight_norm": worst.weight_norm, "n_nonfinite": worst.n_nonfinite}
+    row |= {"n_nonfinite_tensors": worst.n_nonfinite_tensors}
+    row |= {"first_sample": int(indices[0]), "last_sample": int(indices[-1])}
+    return row | {"documents": dataset.documents(indices)}
+
+
+def stop_line(event: dict[str, Any]) -> str:
+    """Why the run stops, for the user, in one line."""
+    what = f"a loss of {event['batch_loss']:g} and a gradient norm of {event['grad_norm']:g}"
+    limit = f", after as many remedies as {event['limit']} allows" if "limit" in event else ""
+    return (
+        f"stopped at step {event['step']} by health.on_{event['event']}{limit}: {what}, worst in {event['tensor']} on "
+        f"{event['place']}; the last checkpoint is kept, metrics.jsonl names the documents"
+    )

@@ -1,0 +1,118 @@
+"""``init_from``: a run's first weights from another run's checkpoint, whatever layout wrote it.
+
+The source is looked at by the process that starts the run, before anything is created, and the config then names the
+one checkpoint that is taken: a restart, or a rollback to step 0, begins with the same weights.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from data.tokenizer import load_tokenizer, read_vocab, tokenizer_folder
+from launcher.commands.trained import config_of, find_candidates, naming_tokenizer
+from launcher.config.tree import RunConfig
+from launcher.config.words import show
+from launcher.console import tell
+from launcher.errors import UserError
+from launcher.slurm.resumption import whole_manifest
+from launcher.training.run_dir import changes, refusing_unreachable, saved_config
+from parallel.checkpoint.folder import is_remote, open_folder, open_store
+from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.read import Checkpoint, load_weights, open_together
+from parallel.zero.engine import Engine
+
+# What shapes training alone may be another's: the weights mean the same.
+FREE_MODEL_KEYS = ("model.init_std", "model.moe.z_loss", "model.moe.balance.coefficient", "model.moe.balance.rate")
+
+
+def with_source(config: RunConfig) -> RunConfig:
+    """The config whose init_from names the one checkpoint that the run begins with. Changes nothing.
+
+    A run that has a checkpoint goes on from it: its init_from stays what it began with, whatever the config says now.
+    Raises UserError where the source cannot be used: missing, damaged, of another model, or of another tokenizer.
+    """
+    saved = saved_config(config.run_path)
+    kept = saved.init_from if saved is not None else None
+    if config.init_from is None and kept is None:
+        return config
+    if has_begun(config):
+        return dataclasses.replace(config, init_from=kept)
+    if config.init_from is None:
+        return config
+    source, found = open_source(config.init_from)
+    problems = [*model_problems(config, found), *tokenizer_problems(config, source)]
+    if problems:
+        raise UserError(problems)
+    return dataclasses.replace(config, init_from=source.folder.location)
+
+
+def has_begun(config: RunConfig) -> bool:
+    """Whether the run has a checkpoint."""
+    with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+        return bool(open_store(config.checkpoint_location).names())
+
+
+def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
+    """The newest whole checkpoint that ``path`` means, and its run's config; the hashes are for loading to check."""
+    run, candidates = find_candidates(path, "init_from")
+    damaged = []
+    for folder in reversed(candidates):
+        try:
+            checkpoint = Checkpoint(folder, whole_manifest(folder))
+        except DamagedCheckpoint as error:
+            damaged.append(f"init_from={folder.location} is damaged ({error}); name another checkpoint")
+            continue
+        for line in damaged:
+            tell(f"{line}; taking {folder.name}")
+        return checkpoint, config_of(checkpoint, run, path, "init_from")
+    raise UserError(damaged or [f"init_from={path} holds no checkpoint; name a run directory with checkpoints/step-N"])
+
+
+def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:
+    """A line for each key of the model that is not the source's."""
+    for key, theirs, ours in changes(found.model, config.model, "model"):
+        if key not in FREE_MODEL_KEYS:
+            yield (
+                f"{key}={_show(ours)} must be {_show(theirs)}, as in init_from={config.init_from}; set it so, "
+                "or leave init_from=null to begin with new weights"
+            )
+
+
+def _show(value: Any) -> str:
+    return show(dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value)
+
+
+def tokenizer_problems(config: RunConfig, source: Checkpoint) -> Iterator[str]:
+    """The line of a tokenizer whose ids are not those that the source's weights know."""
+    theirs, where = source.tokenizer, source.folder.location
+    folder = tokenizer_folder(config.data, config.model.vocab_size)
+    if theirs is None or folder is None:
+        return
+    told = f"data.tokenizer={config.data.tokenizer or 'null'}"
+    take = "a copy of its folder tokenizer" if is_remote(where) else source.folder.path("tokenizer")
+    remedy = f"set data.tokenizer to {take}"
+    if config.data.tokenizer is None and not folder.is_dir():
+        yield f"{told} would train a tokenizer, and the weights of init_from={config.init_from} know another; {remedy}"
+        return
+    with naming_tokenizer(source, "init_from") as found:
+        vocab = read_vocab(theirs, found, "name another checkpoint")
+    ours = load_tokenizer(config.data, config.model.vocab_size)
+    if ours is not None and ours.get_vocab() != vocab:
+        yield f"{told} must have the ids that init_from={config.init_from} was trained with; {remedy}"
+
+
+def set_first_weights(engine: Engine, seed: int, init_from: str | None) -> None:
+    """The weights before step 1: drawn from ``seed``, or those of the checkpoint ``init_from``. All ranks call it.
+
+    Where that is damaged, all ranks end with exit code 2, of which rank 0 says why.
+    """
+    if init_from is None:
+        engine.initialize_weights(seed)
+        return
+    try:
+        load_weights(engine, open_together(open_folder(init_from), engine.mesh))
+    except DamagedCheckpoint as error:
+        if engine.mesh.rank != 0:
+            raise SystemExit(2) from None
+        line = f"init_from={init_from} is damaged ({error}); name another checkpoint"
+        raise UserError([line]) from None

@@ -1,0 +1,402 @@
+"""The training loop, read from top to bottom. Every rank runs it."""
+
+import ctypes
+import dataclasses
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from signal import Signals
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.dataset import Dataset, open_dataset
+from data.order import take
+from data.prepared import locate
+from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.console import say, tell
+from launcher.guard.fence import Fence
+from launcher.guard.restarts import Restart
+from launcher.guard.watchdog import STEP, Watchdog
+from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
+from launcher.training.ledger import ledger_row
+from launcher.training.start_record import start_record
+from launcher.training.state import TrainState, open_saver, restore, tidy
+from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate
+from launcher.watch.moe import moe_metrics
+from launcher.watch.speed import peak_flops_per_second, speed_metrics
+from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
+from modeling.counts import flops_per_token
+from modeling.decoder import Output
+from modeling.reference import move_router_biases
+from modeling.schedules import lr_factor
+from parallel.checkpoint.retention import Retention
+from parallel.checkpoint.saver import Saved
+from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.pipeline.config import splits_backward
+from parallel.pipeline.stages import MicroBatch
+from parallel.processes.stop import STOPPED, StopRequest
+from parallel.recompute import apply_recompute
+from parallel.sizes import DEFAULT_SIZES, Sizes
+from parallel.zero.engine import Engine, StepResult
+
+M_MMAP_THRESHOLD = -3  # malloc.h
+MMAP_THRESHOLD_BYTES = 4 << 20
+
+
+def train(
+    config: RunConfig,
+    changed: list[tuple[str, Any, Any]],
+    stop: StopRequest | None = None,
+    restart: Restart | None = None,
+    fence: Fence | None = None,
+) -> int:
+    """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
+
+    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; 1 where
+    ``config.health`` has the run stop, after a line on stderr that says why.
+    ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
+    crash. The run directory exists; rank 0 writes into it under ``fence``.
+    """
+    prepare_process(config)
+    mesh = open_mesh(config.parallel, config.train.timeout_seconds)
+    with Watchdog(config, mesh) as watchdog:
+        try:
+            code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog, fence)
+        except Unhealthy as error:
+            if mesh.rank == 0:
+                tell(error)
+            code = 1
+    close_mesh()
+    return code
+
+
+def train_watched(
+    config: RunConfig,
+    changed: list[tuple[str, Any, Any]],
+    stop: StopRequest,
+    restart: Restart | None,
+    mesh: Mesh,
+    watchdog: Watchdog,
+    fence: Fence | None,
+) -> int:
+    """The run itself, from top to bottom; returns the exit code, or raises Unhealthy. All ranks call it."""
+    dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+    heldout = open_heldout(config)
+    engine = build_engine(config, mesh)
+    retention = open_retention(config.checkpoint)
+    state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
+    tidy(config, retention, fence, mesh.rank)
+    if state.step >= config.train.steps:
+        report_complete(config, state, mesh.rank)
+        return 0
+    prepared = locate(config.data, config.model.vocab_size)
+    tokenizer = prepared.tokenizer if prepared is not None else None
+    record = start_record(config, mesh)
+    wandb_config = {**dataclasses.asdict(config), "start": record}
+    with (
+        open_watchers(config, wandb_config, config.run_path, state.step, mesh.rank, fence) as watchers,
+        watchdog.recording(watchers, together=Unhealthy),
+        open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
+    ):
+        report_start(watchers, record, state, warnings, changed, restart)
+        report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
+        health, stopped = Health(config.health), agree_to_stop(stop, mesh)
+        while state.step < config.train.steps and stopped is None:
+            watchdog.beat(state.step + 1, STEP)
+            consumed = state.consumed
+            done = run_step(config, engine, dataset, state, stop, health)
+            stopped = done.stop_signal
+            if done.event is not None and done.event["action"] == "rollback":
+                watchdog.beat(state.step, "rollback")
+                report_saves(watchers, saver.wait())
+                state = roll_back(config, engine, state, done.event, watchers)
+                continue
+            watchers.consumed(ledger_row(state, consumed, trained=done.trained))
+            watchers.update(done.row)
+            report_problem(watchers, done.event)
+            in_haste = stopped is not None and state.step < config.train.steps
+            is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
+            if heldout is not None and is_eval_due and not in_haste:
+                watchdog.beat(state.step, "evaluation")
+                alive = partial(watchdog.beat, state.step, "evaluation")
+                state.heldout = (state.step, heldout_loss(config, engine, heldout, alive))
+                watchers.eval({"step": state.step, "eval_loss": state.heldout[1]})
+                stopped = stopped or agree_to_stop(stop, mesh)
+            if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
+                watchdog.beat(state.step, "checkpoint")
+                saver.save(state)
+                stopped = stopped or agree_to_stop(stop, mesh)
+            report_saves(watchers, saver.poll())
+            if state.step % config.train.gc_every_steps == 0:
+                gc.collect()
+        watchdog.beat(state.step, "checkpoint")
+        report_saves(watchers, saver.wait())
+        if stopped is not None and state.step < config.train.steps:
+            watchers.event({"step": state.step, "event": "stopped", "signal": Signals(stopped).name})
+    if saver.last is not None and saver.last.error is not None:
+        report_unsaved(saver.last, mesh.rank)
+        return 1
+    return 0 if state.step >= config.train.steps else STOPPED
+
+
+def is_due(step: int, every_steps: int | None, last_step: int) -> bool:
+    """Whether something done every n steps (None: never), and once at the end, is to be done after this step."""
+    return step == last_step or (every_steps is not None and step % every_steps == 0)
+
+
+def prepare_process(config: RunConfig) -> None:
+    """Settings of the process that must precede CUDA's start, and Python's garbage collector put in our hands.
+
+    Left alone, the collector stops each rank at another moment, and all wait for the one that was stopped.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    if not torch.cuda.is_available():
+        keep_heap_from_growing()
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+
+
+def keep_heap_from_growing() -> None:
+    """Large blocks get maps of their own, which are given back: glibc's heap otherwise fragments and grows without end.
+
+    Left alone, the quickstart's ranks grow by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21).
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+def open_heldout(config: RunConfig) -> Dataset | None:
+    """The held-out samples, or None where the config asks for no evaluation."""
+    if config.train.eval_every_steps is None:
+        return None
+    return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")
+
+
+def open_retention(checkpoint: CheckpointConfig) -> Retention:
+    """The rules by which old checkpoints are deleted."""
+    return Retention(checkpoint.keep_last, checkpoint.keep_every_steps, checkpoint.keep_best)
+
+
+def build_engine(config: RunConfig, mesh: Mesh, sizes: Sizes = DEFAULT_SIZES) -> Engine:
+    """The model under its layout and precision, weights not yet set. All ranks call it."""
+    engine = Engine(
+        mesh,
+        config.model,
+        config.optimizer,
+        parallel=config.parallel,
+        precision=config.train.precision,
+        micro_batch_size=config.train.micro_batch_size,
+        sizes=sizes,
+    )
+    parts = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
+    apply_recompute(engine.model, config.train.recompute, splits_backward=parts)
+    if mesh.pp.degree > 1:
+        engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)
+    return engine
+
+
+@dataclass
+class StepDone:
+    """What one step came to, the same on all ranks."""
+
+    row: dict[str, Any]  # of metrics.jsonl
+    trained: bool  # the optimizer advanced
+    event: dict[str, Any] | None  # what was wrong with it, and what is to be done
+    stop_signal: int | None  # that some rank was asked to stop by
+
+
+def run_step(
+    config: RunConfig,
+    engine: Engine,
+    dataset: Dataset,
+    state: TrainState,
+    stop: StopRequest | None = None,
+    health: Health | None = None,
+) -> StepDone:
+    """One update: draws the batch, accumulates gradients, judges, applies or drops them, advances ``state``.
+
+    All ranks call it. Without ``health`` nothing is judged. A batch in which no target counts (documents of one token
+    each) has a loss of 0 and updates nothing.
+    """
+    started = time.perf_counter()
+    step = state.step + 1
+    indices = take(state.consumed, config.train.global_batch_size, state.skipped)
+    n_targets, n_tokens = dataset.count(indices)
+    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop or StopRequest())
+    if n_targets:
+        event = examine(health, engine, dataset, indices, state, totals.loss / n_targets)
+    else:
+        event = tell_of_no_targets(health, dataset, indices, step)
+    lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
+    applies = n_targets > 0 and (event is None or event["action"] == "report")
+    update = engine.step(lr) if applies else engine.discard()
+    if not update.skipped:
+        move_router_biases(engine.model, config.model, move_to(totals, engine.mesh.device))
+        state.losses = [*state.losses, totals.loss / n_targets][-config.health.spike_window :]
+    state.step, state.consumed, state.tokens = step, int(indices[-1]) + 1, state.tokens + n_tokens
+    seconds = time.perf_counter() - started
+    row = metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
+    row |= dataset.progress(state.consumed, state.skipped)
+    return StepDone(row, not update.skipped, event, totals.stop_signal)
+
+
+def roll_back(
+    config: RunConfig, engine: Engine, state: TrainState, event: dict[str, Any], watchers: Watchers | NullWatchers
+) -> TrainState:
+    """Goes back to the last good checkpoint, or to step 0, and leaves out all samples consumed since.
+
+    All ranks call it. Weights that a batch has spoiled were often spoiled by those before it, so they go too.
+    """
+    restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
+    left_out = (restored.consumed, state.consumed)
+    restored.skipped = [*restored.skipped, left_out]
+    watchers.rewind(restored.step)
+    report_damage(watchers, restored.step, warnings)
+    watchers.event(
+        event
+        | {"step": restored.step, "event": "rollback", "cause": event["event"], "at_step": event["step"]}
+        | {"samples_left_out": list(left_out)}
+    )
+    return restored
+
+
+def move_to(totals: Totals, device: torch.device) -> dict[int, torch.Tensor]:
+    """The experts' counts by layer, as tensors on the device."""
+    return {layer: torch.from_numpy(counts).to(device) for layer, counts in totals.counts.items()}
+
+
+def metrics_row(
+    config: RunConfig,
+    engine: Engine,
+    state: TrainState,
+    totals: Totals,
+    update: StepResult,
+    n_targets: int,
+    n_tokens: int,
+    lr: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl. Auxiliary losses are means (over sequences, over tokens), summed over layers."""
+    device, precision = engine.mesh.device, config.train.precision
+    speed = speed_metrics(
+        tokens=n_tokens,
+        step_seconds=seconds,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        peak_flops=peak_flops_per_second(device, precision),
+        n_devices=engine.mesh.world_size,
+        device=device,
+    )
+    row = {"step": state.step, "tokens": state.tokens, "loss": totals.loss / max(1, n_targets), "lr": lr}
+    row |= {"grad_norm": update.grad_norm, **speed}
+    if precision == "fp16":
+        row |= {"loss_scale": update.loss_scale}
+    if precision == "fp16" or update.skipped:
+        row |= {"skipped": update.skipped}
+    if config.model.moe is not None:
+        row |= moe_metrics(
+            totals.counts,
+            {layer: entropy / n_tokens for layer, entropy in totals.entropy.items()},
+            n_tokens=n_tokens,
+            top_k=config.model.moe.top_k,
+            balance_loss=sum(totals.balance_loss.values()) / config.train.global_batch_size,
+            z_loss=sum(totals.z_loss.values()) / n_tokens,
+        )
+    return row
+
+
+def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, alive: Callable[[], None]) -> float:
+    """The held-out token cross-entropy. All ranks call it. ``alive`` is called after each micro-batch."""
+    train = config.train
+
+    def run(micro_batches: list[MicroBatch]) -> Iterator[Output]:
+        for output in engine.evaluate(micro_batches):
+            alive()
+            yield output
+
+    return evaluate(run, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
+
+
+def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
+    """Events of the checkpoints that were committed, or failed, since the last look. A row's step is the state's."""
+    for saved in saves:
+        if saved.error is not None:
+            watchers.event({"step": saved.step, "event": "checkpoint_failed", "message": saved.error})
+            continue
+        seconds = {"seconds": saved.seconds, "hold_seconds": saved.hold_seconds}
+        watchers.event({"step": saved.step, "event": "checkpoint", "path": saved.location, **seconds})
+        if saved.warning is not None:
+            watchers.event({"step": saved.step, "event": "checkpoint_warning", "message": saved.warning})
+
+
+def report_complete(config: RunConfig, state: TrainState, rank: int) -> None:
+    """Says that there is nothing to do, once."""
+    if rank == 0:
+        done = f"{config.run_path} is complete: step {state.step} of train.steps={config.train.steps}"
+        say(f"{done}, in {config.checkpoint_location}; to train on, raise train.steps")
+
+
+def report_unsaved(saved: Saved, rank: int) -> None:
+    """Says that the last checkpoint that was due could not be written, once."""
+    if rank == 0:
+        tell(f"the last checkpoint, step {saved.step}, was not written: {saved.error}")
+
+
+def report_start(
+    watchers: Watchers | NullWatchers,
+    record: dict[str, Any],
+    state: TrainState,
+    warnings: list[str],
+    changed: list[tuple[str, Any, Any]],
+    restart: Restart | None,
+) -> None:
+    """Events of a run's start: where and what it is, a crash before it, a checkpoint set aside, a resume, changes."""
+    watchers.event({"step": state.step, "event": "start", **record})
+    if restart is not None:
+        row = {"restart": restart.number, "max_restarts": restart.allowed, "reason": restart.reason}
+        watchers.event({"step": state.step, "event": "restart", **row})
+    report_damage(watchers, state.step, warnings)
+    if state.step:
+        watchers.event({"step": state.step, "event": "resume", "consumed": state.consumed})
+    for key, before, after in changed:
+        watchers.event(
+            {"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)}
+        )
+
+
+def report_no_heldout_targets(
+    watchers: Watchers | NullWatchers, heldout: Dataset | None, n_sequences: int, step: int
+) -> None:
+    """The event of held-out sequences in which no target counts, so that every evaluation comes to 0."""
+    if heldout is not None:
+        n_sequences = min(n_sequences, heldout.n_samples)
+        if heldout.count(np.arange(n_sequences))[0] == 0:
+            watchers.event({"step": step, "event": "no_targets", "split": "heldout", "sequences": n_sequences})
+
+
+def report_damage(watchers: Watchers | NullWatchers, step: int, warnings: list[str]) -> None:
+    """Events of checkpoints that could not be used."""
+    for warning in warnings:
+        watchers.event({"step": step, "event": "damaged_checkpoint", "message": warning})
+
+
+def report_problem(watchers: Watchers | NullWatchers, event: dict[str, Any] | None) -> None:
+    """The event of a step that was not healthy; raises Unhealthy on all ranks where the run is to stop."""
+    if event is not None:
+        watchers.event(event)
+        if event["action"] == "stop":
+            watchers.sync()
+            raise Unhealthy(stop_line(event))

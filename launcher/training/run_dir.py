@@ -1,0 +1,303 @@
+"""The run directory: what may and may not change between a run's starts."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from data.errors import reason_of
+from data.places import why_not_writable
+from launcher.config.dump import dump_config
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.guard.fence import Fence, raise_fence
+from launcher.slurm.queue import has_ended, slurm_job
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, STARTED_IN, check_parts
+from parallel.checkpoint.folder import is_remote, local_path, open_store
+from parallel.processes.environment import number
+
+# Where token files lie and how many processes make them does not change which tokens come next.
+FREE_DATA_KEYS = ("data.token_dir", "data.workers")
+
+
+def saved_config(run_path: Path) -> RunConfig | None:
+    """The config that the run was last started with, or None for a new run. Raises UserError where it is damaged."""
+    check_parts(run_path, CONFIG)
+    path = run_path / CONFIG
+    if not path.exists():
+        return None
+    try:
+        return load_config(path)
+    except UserError as error:
+        named = (line if line.startswith(f"{path}") else f"{path}: {line}" for line in error.problems)
+        raise UserError(list(named)) from None
+
+
+def start_folder(run_path: Path, config: RunConfig) -> Path:
+    """The folder that the relative paths in a run's saved ``config`` are read from: where it was last started.
+
+    That is recorded in the run directory, and holds as long as the run lies where it did, or was moved alone. Where it
+    was moved or copied together with that folder (its path still ends in the relative run_dir), it is the folder that
+    it lies in now. The current folder where that is not known, or gone.
+    """
+    check_parts(run_path, STARTED_IN)
+    recorded = run_path / STARTED_IN
+    started_in = Path(recorded.read_text().rstrip("\n")) if recorded.exists() else None
+    if started_in is not None and _is_same(started_in / config.run_path, run_path):
+        return started_in
+    parts, own = Path(os.path.abspath(run_path)).parts, config.run_path.parts
+    if not config.run_path.is_absolute() and parts[-len(own) :] == own:
+        return Path(*parts[: -len(own)])
+    return started_in if started_in is not None and started_in.is_dir() else Path.cwd()
+
+
+def enter_start_folder(path: Path, overrides: Sequence[str] = ()) -> Path:
+    """Goes to the folder that the relative paths of the config ``path`` are read from; returns the path from there.
+
+    That of a run's saved config is where the run was started; for any other config nothing is done. Raises UserError
+    where the run was moved alone, so that its config speaks of another place, and no override of run_dir or name says
+    which is meant.
+    """
+    run_path = path.parent
+    config = saved_config(run_path) if path.name == CONFIG and (run_path / STARTED_IN).exists() else None
+    if config is None:
+        return path
+    folder, path = start_folder(run_path, config), path.absolute()
+    renamed = any(override.startswith(("run_dir=", "name=")) for override in overrides)
+    if not renamed and not _is_same(folder / config.run_path, run_path):
+        rule = f"must be {run_path.absolute()}, since that run's config was given, and is in {folder}"
+        remedy = f"give run_dir={run_path.absolute()} to go on there"
+        raise UserError([f"run_dir={config.run_path} {rule}; {remedy}"])
+    os.chdir(folder)
+    return path
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:  # one of them is not there, or cannot be looked at
+        return False
+
+
+def checkpoints_of(path: Path | str) -> Path | str:
+    """Where the checkpoints lie that a user means by ``path``: a run directory, or their own folder or URL."""
+    if is_remote(path):
+        return path
+    run_path = Path(path)
+    check_parts(run_path, CHECKPOINTS)
+    config = saved_config(run_path)
+    if config is not None and config.checkpoint.dir is not None:
+        location = config.checkpoint.dir
+        return location if is_remote(location) else start_folder(run_path, config) / local_path(location)
+    return run_path / CHECKPOINTS if (run_path / CHECKPOINTS).is_dir() else run_path
+
+
+@contextlib.contextmanager
+def refusing_unreachable(key: str, location: str | Path) -> Iterator[None]:
+    """Turns what fsspec raises where the URL cannot be listed into a UserError; a path's errors pass."""
+    try:
+        yield
+    except (ValueError, ImportError, OSError) as error:
+        if not is_remote(location):
+            raise
+        rule = f"must be a place that fsspec can list, and it says: {reason_of(error)}"
+        remedy = "install the library that it names, or check address and keys"
+        raise UserError([f"{key}={location} {rule}; {remedy}"]) from None
+
+
+def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every leaf that differs between two config trees."""
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        for field in dataclasses.fields(old):
+            below = f"{key}.{field.name}" if key else field.name
+            yield from changes(getattr(old, field.name), getattr(new, field.name), below)
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from changes(before, after, f"{key}.{number}")
+    elif old != new:
+        yield key, old, new
+
+
+def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """What changed since the run's last start; raises UserError where that makes it another run. Reads only."""
+    old = saved_config(config.run_path)
+    if old is None:
+        return []
+    _check_same_run(old, config.run_path / CONFIG, config)
+    return list(changes(old, config))
+
+
+def check_newest_checkpoint(config: RunConfig) -> None:
+    """Raises UserError where the newest checkpoint on a file system was saved by another run, whatever lies beside it.
+
+    What it says of itself is a copy of the run's config. Reads only; damaged checkpoints are left to loading.
+    """
+    if is_remote(config.checkpoint_location):
+        return
+    folder = local_path(config.checkpoint_location)
+    copies = [path for name in open_store(folder).names() if (path := folder / name / CONFIG).is_file()]
+    for path in copies[-1:]:
+        try:
+            old = load_config(path)
+        except UserError:
+            continue
+        _check_same_run(old, path, config)
+
+
+def _check_same_run(old: RunConfig, path: Path, config: RunConfig) -> None:
+    """Raises UserError where ``config`` is another run's than ``old``, which was read from ``path``."""
+    remedy = "set it back, or start another run with another name or run_dir"
+    problems = [
+        f"{key}={_show(after)} must stay {_show(before)}, as {path} has it; {remedy}"
+        for key, before, after in changes(old, config)
+        if _is_fixed(key)
+    ]
+    if type(old.optimizer) is not type(config.optimizer):
+        problems.append(
+            f"optimizer.name={config.optimizer.name} must stay {old.optimizer.name}, as {path} has it; {remedy}"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def _is_fixed(key: str) -> bool:
+    return key == "seed" or (key.startswith(("model", "data")) and key not in FREE_DATA_KEYS)
+
+
+def _show(value: Any) -> str:
+    """The value as YAML would have it in one line."""
+    if dataclasses.is_dataclass(value):
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return "{" + ", ".join(f"{name}: {_show(below)}" for name, below in fields) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_show(part) for part in value) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_writable(config: RunConfig) -> None:
+    """Raises UserError where the run directory, or its folder of checkpoints, cannot be made or written to.
+
+    Changes nothing.
+    """
+    rule = why_not_writable(config.run_path)
+    if rule is not None:
+        raise UserError([f"run_dir={config.run_path} {rule}; choose another run_dir"])
+    check_parts(config.run_path, CHECKPOINTS, writing=True)
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Raises UserError where the run directory is damaged, another run's, or another process trains in it.
+
+    Changes nothing. One process calls it, before ``claim``: it reads the whole of metrics.jsonl.
+    """
+    check_parts(config.run_path, writing=True)
+    check_newest_checkpoint(config)
+    if (config.run_path / LOCK).exists():
+        _lock(config.run_path).close()
+
+
+class Claim:
+    """The run directory as this start holds it, until ``close``. A context manager."""
+
+    def __init__(self, lock: IO[str], fence: Fence) -> None:
+        self.lock = lock
+        self.fence = fence  # what the start's rank 0 writes under
+
+    def close(self) -> None:
+        """Lets the next start come."""
+        self.lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def claim(config: RunConfig) -> Claim:
+    """Creates the run directory with its config, and takes it for this start; keep what is returned.
+
+    Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it.
+    """
+    run_path = config.run_path
+    with contextlib.ExitStack() as opened:  # closes the lock again before a failure
+        try:
+            run_path.mkdir(parents=True, exist_ok=True)
+            lock = opened.enter_context(_lock(run_path))
+            fence = raise_fence(run_path)
+            with fence.held():
+                (run_path / CHECKPOINTS).mkdir(exist_ok=True)
+                _replace(run_path / STARTED_IN, f"{Path.cwd()}\n")
+                _replace(run_path / CONFIG, dump_config(config))
+            lock.truncate(0)
+            lock.write(json.dumps(holder_of_this_process()))
+            lock.flush()
+        except OSError as error:
+            rule = f"must be writable, and is not ({error.filename or run_path}: {error.strerror or error})"
+            raise UserError([f"run_dir={run_path} {rule}; mend that, or choose another"]) from None
+        opened.pop_all()
+    return Claim(lock, fence)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file in one act: a kill, or a full disk, leaves the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.partial")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What the lock file says of the process that holds it."""
+    restarts = number("SLURM_RESTART_COUNT", environment, default=0)
+    job = slurm_job(environment)
+    return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": restarts}
+
+
+def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
+    """Whether Slurm started this process in the place of the lock's holder: one job, requeued since, or the next one.
+
+    Slurm ends or requeues a job whose node it cannot reach, and whose processes may live on and keep their lock. The
+    fence keeps them from writing.
+    """
+    if mine["slurm_job"] is None or holder.get("slurm_job") is None:
+        return False
+    if mine["slurm_job"] == holder["slurm_job"]:
+        return mine["slurm_restarts"] > holder.get("slurm_restarts", 0)
+    return has_ended(holder["slurm_job"])
+
+
+def _lock(run_path: Path) -> IO[str]:
+    """The run directory's lock file, locked until it is closed; what is there already keeps its time of change."""
+    lock = (run_path / LOCK).open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        if is_successor(holder_of_this_process(), _holder(lock)):
+            return lock
+        lock.close()
+        raise UserError(
+            [
+                f"run_dir={run_path} must not be in use by another live run; wait for it, or choose another "
+                "name or run_dir"
+            ]
+        ) from None
+    return lock
+
+
+def _holder(lock: IO[str]) -> dict[str, Any]:
+    """What the lock file says of its holder; nothing where that is being written, or damaged."""
+    try:
+        holder = json.loads(lock.read())
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}

@@ -1,0 +1,166 @@
+"""What a run directory holds: each part's name, what kind of thing it is, and what may stand in it.
+
+Commands ask here before they read or write a part, so that one which was damaged, replaced or copied badly is named in
+a line, and nothing blocks on a pipe, grows without bounds or is half written before that is found.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launcher.errors import UserError
+from launcher.guard.fence import FENCE, why_no_token
+from launcher.watch.metrics import read_rows
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+LOCK = ".lock"
+STARTED_IN = ".started_in"
+LOGS = "logs"
+WANDB = "wandb"
+WANDB_ID = f"{WANDB}/run_id"
+SLURM = "slurm"
+
+Fault = Callable[[Path], str | None]  # the rule that a readable file's content breaks, or None
+
+MOVE_AWAY = "move it away, or choose another name or run_dir"
+NAMES = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def _no_fault(path: Path) -> str | None:
+    return None
+
+
+def _why_no_rows(path: Path) -> str | None:
+    try:
+        for _ in read_rows(path):
+            pass
+    except UserError as error:
+        return error.problems[0]
+    return None
+
+
+def _why_no_holder(path: Path) -> str | None:
+    """The lock file's content is a holder's; empty or NUL bytes is what a power cut leaves."""
+    text = path.read_bytes().strip(b"\0 \n")
+    try:
+        if not text or isinstance(json.loads(text), dict):
+            return None
+    except (ValueError, RecursionError):
+        pass
+    return f"{path} must hold what Roundtable writes of the process that trains there; remove it if none does"
+
+
+def _why_no_folder_name(path: Path) -> str | None:
+    if os.path.isabs(path.read_bytes().rstrip(b"\n")):
+        return None
+    return f"{path} must hold the folder that the run was started in; remove it"
+
+
+def _why_no_names(path: Path) -> str | None:
+    try:
+        if all(re.fullmatch(r"[\w.,+=@-]+", line) for line in path.read_text().splitlines()):
+            return None
+    except UnicodeDecodeError:
+        pass
+    return f"{path} must hold the names of a sweep's runs, one a line; remove it, or submit the sweep again"
+
+
+def _why_no_id(path: Path) -> str | None:
+    if re.fullmatch(rb"[\w-]*\n?", path.read_bytes()):
+        return None
+    return f"{path} must hold a W&B run's id; remove it, and the run goes on in a new W&B run"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a run directory, which need not be there."""
+
+    name: str  # below the run directory; may be a glob
+    kind: Literal["file", "folder"]
+    max_bytes: int | None = None  # of what is read whole
+    fault: Fault = _no_fault  # what is read piece by piece is checked before it is written; else its reader does it
+    may_dangle: bool = False  # a link to what does not exist yet is right
+
+
+PARTS = (
+    Part(CONFIG, "file", 4 << 20),
+    Part(f"{CONFIG}.partial", "file"),
+    Part(f"{STARTED_IN}.partial", "file"),
+    Part(METRICS, "file", fault=_why_no_rows),
+    Part(f"{METRICS}.tmp", "file"),
+    Part(LEDGER, "file", fault=_why_no_rows),
+    Part(f"{LEDGER}.tmp", "file"),
+    Part(LOCK, "file", 1 << 16, _why_no_holder),
+    Part(FENCE, "file", 1 << 16, why_no_token),
+    Part(STARTED_IN, "file", 1 << 16, _why_no_folder_name),
+    Part(".seen", "file", 1 << 16),
+    Part(CHECKPOINTS, "folder"),
+    Part(LOGS, "folder"),
+    Part(f"{LOGS}/rank-*", "file"),
+    Part(f"{LOGS}/job-*.log", "file", may_dangle=True),  # in a sweep, before its task has begun
+    Part(WANDB, "folder"),
+    Part(WANDB_ID, "file", 1 << 10, _why_no_id),
+    Part(SLURM, "folder"),
+    Part(f"{SLURM}/{CONFIG}", "file", 4 << 20),
+    Part(f"{SLURM}/runs.txt", "file", 4 << 20, _why_no_names),
+    Part(f"{SLURM}/train.sbatch", "file", 4 << 20),
+    Part("preflight", "folder"),
+)
+
+
+def check_parts(run_path: Path, *names: str, writing: bool = False) -> None:
+    """Raises UserError with a line for each part that is not what it must be; one that is missing is none.
+
+    ``names`` are the parts that the caller is about to read, each with what lies below it; none means all.
+    ``writing``: they must also be this user's to write. Changes nothing.
+    """
+    problems = [line for part in _chosen(names) for line in _problems(run_path, part, writing)]
+    if problems:
+        raise UserError(problems)
+
+
+def _chosen(names: tuple[str, ...]) -> Iterator[Part]:
+    for part in PARTS:
+        if not names or any(part.name == name or part.name.startswith(f"{name}/") for name in names):
+            yield part
+
+
+def _problems(run_path: Path, part: Part, writing: bool) -> Iterator[str]:
+    folder, name = (run_path / part.name).parent, Path(part.name).name
+    if folder != run_path and not os.path.isdir(folder):  # which has its own line
+        return
+    for path in sorted(folder.glob(name)) if "*" in name else [folder / name]:
+        problem = _why_wrong(path, part, writing)
+        if problem is not None:
+            yield problem
+
+
+def _why_wrong(path: Path, part: Part, writing: bool) -> str | None:
+    """The line about one path; None where it is right, or not there."""
+    rule = f"{path} must be a {part.kind}"
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        dangles = path.is_symlink() and not part.may_dangle
+        return f"{rule}, and is a link to what does not exist; {MOVE_AWAY}" if dangles else None
+    except OSError as error:
+        reason = "is a link that leads back to itself" if error.errno == errno.ELOOP else f"is not ({error.strerror})"
+        return f"{rule}, and {reason}; {MOVE_AWAY}"
+    if stat.S_IFMT(found.st_mode) != (stat.S_IFDIR if part.kind == "folder" else stat.S_IFREG):
+        return f"{rule}, and is {NAMES.get(stat.S_IFMT(found.st_mode), 'a device')}; {MOVE_AWAY}"
+    wanted = os.R_OK | (os.X_OK if part.kind == "folder" else 0) | (os.W_OK if writing else 0)
+    if not os.access(path, wanted):
+        rights = "read and written" if writing else "read"
+        return f"{rule} that can be {rights} by this user, and is not; change its owner or rights, or {MOVE_AWAY}"
+    if part.max_bytes is not None and found.st_size > part.max_bytes:
+        return f"{rule} of at most {part.max_bytes:,} bytes, and has {found.st_size:,}; {MOVE_AWAY}"
+    return part.fault(path) if writing or part.max_bytes is not None else None

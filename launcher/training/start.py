@@ -1,0 +1,297 @@
+"""What comes before the loop: checks, missing token files, the run directory, and the ranks."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.places import nearest_existing, why_not_writable
+from launcher.config.checked import load_checked
+from launcher.config.tree import RunConfig
+from launcher.console import tell
+from launcher.errors import UserError
+from launcher.guard.fence import Fence, StaleRun
+from launcher.guard.restarts import Restart, Restarts, newest_checkpoint, restart_by_torchrun
+from launcher.limits import check_limits, check_local_ranks
+from launcher.training.init_from import with_source
+from launcher.training.run_dir import (
+    check_resume,
+    check_run_dir,
+    check_writable,
+    claim,
+    enter_start_folder,
+    refusing_unreachable,
+)
+from parallel.checkpoint.folder import is_remote, local_path, open_store
+from parallel.processes.lifeline import end_with_job
+from parallel.processes.start import RankError, run_ranks, tell_launcher
+from parallel.processes.stop import hearing
+from parallel.processes.world import set_rank_environment, world_size_from_environment
+
+
+def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int = 0) -> int:
+    """Trains the config on ``ranks`` local processes, or as one rank of a torchrun or srun job. Returns the exit code.
+
+    On one machine, missing token files are prepared first; a job refuses instead and names the command. After a crash
+    of local processes, all are started again, ``max_restarts`` times at most.
+    """
+    path = enter_start_folder(path, overrides)
+    job_size = world_size_from_environment()
+    if job_size is not None:
+        if max_restarts:
+            remedy = "leave it out, and give torchrun --max-restarts or let the job be requeued"
+            raise UserError([f"--max-restarts={max_restarts} must be 0 under srun or torchrun; {remedy}"])
+        return join_job(path, overrides, ranks, job_size)
+    check_local_ranks(ranks)
+    n_ranks = ranks if ranks is not None else default_ranks()
+    check_limits(n_ranks)
+    config = with_source(load_checked(path, overrides, world_size=n_ranks))
+    changed = check_start(config)
+    check_run_dir(config)
+    prepare_missing(config)
+    check_tokens(config)
+    lock = claim(config)
+    try:
+        return run_locally(config, changed, n_ranks, lock.fence, max_restarts)
+    except KeyboardInterrupt:
+        options = ["--ranks", str(n_ranks), *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
+        tell(how_to_go_on(config, shlex.join(["roundtable", "train", str(path), *overrides, *options])))
+        raise
+    finally:
+        lock.close()
+
+
+def how_to_go_on(config: RunConfig, command: str) -> str:
+    """After an interrupt: what is saved, and what goes on from there, in a line."""
+    step = newest_checkpoint(config.checkpoint_location)
+    if step == 0:
+        return f"interrupted: {config.run_path} holds no checkpoint yet; `{command}` begins again"
+    saved = f"interrupted: the last checkpoint of {config.run_path} is step {step}, and later steps are not saved"
+    return f"{saved}; `{command}` goes on from it"
+
+
+def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: int) -> int:
+    """This process is a rank already: trains, or refuses as all other ranks do."""
+    end_with_job()
+    check_ranks(ranks, job_size)
+    check_limits(job_size)
+    config = with_source(load_checked(path, overrides, world_size=job_size))
+    changed = check_start(config)
+    check_prepared(config, path)
+    check_tokens(config)
+    set_rank_environment()
+    from launcher.guard.agreement import agree
+    from launcher.training.loop import train
+    from parallel.processes.roll_call import RollCallError
+
+    try:
+        agreed = agree(config)
+    except RollCallError as error:
+        if error.is_disagreement:
+            raise UserError(error.lines) from None
+        tell(error)
+        return 1
+    with hearing(ends_at_second=True) as stop:
+        fence = agreed.lock.fence if agreed.lock is not None else None
+        try:
+            code = train(config, changed, stop, restart_by_torchrun(), fence)
+        except StaleRun as error:
+            tell(error)
+            return 1
+    agreed.leave()
+    return code
+
+
+def check_ranks(ranks: int | None, job_size: int) -> None:
+    """Refuses a number of processes that is not the job's."""
+    if ranks is not None and ranks != job_size:
+        raise UserError(
+            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
+        )
+
+
+def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """What changed since the run's last start; refuses what can be refused before token files are prepared."""
+    for check in start_checks().values():
+        check(config)
+    return check_resume(config)
+
+
+def start_checks() -> dict[str, Callable[[RunConfig], object]]:
+    """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
+    from data.dataset import check_foreign_files
+
+    return {
+        "run directory": check_writable,
+        "config of the run's last start": check_resume,
+        "token files not prepared here": lambda config: check_foreign_files(config.data, config.model.vocab_size),
+        "checkpoint.dir": check_checkpoint_dir,
+        "room for checkpoints": check_room,
+    }
+
+
+def check_prepared(config: RunConfig, path: Path) -> None:
+    """Refuses token files that are not there: in a job, none are prepared."""
+    from data.prepared import find_prepared
+
+    if find_prepared(config.data, config.model.vocab_size) is None:
+        raise UserError(
+            [
+                f"data.token_dir={config.data.token_dir} lacks this config's token files; "
+                f"run `roundtable prepare {path}` first"
+            ]
+        )
+
+
+def check_tokens(config: RunConfig) -> None:
+    """Opens what the ranks will open, so that damaged or empty token files are refused before anything is created."""
+    from data.dataset import open_dataset
+
+    for split in ("train", "heldout") if config.train.eval_every_steps is not None else ("train",):
+        open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
+
+
+def default_ranks() -> int:
+    """One process for each GPU, or one where there is none."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def prepare_missing(config: RunConfig) -> None:
+    """Prepares token files that are not there, showing progress."""
+    from data.prepared import find_prepared
+
+    if find_prepared(config.data, config.model.vocab_size) is None:
+        from launcher.commands.prepare import prepare_shown
+
+        prepare_shown(config)
+
+
+def check_checkpoint_dir(config: RunConfig) -> None:
+    """Refuses a checkpoint.dir that cannot be opened, or that is gone when the process ends. Changes nothing."""
+    location = config.checkpoint.dir
+    if location is None:
+        return
+    if not is_remote(location):
+        rule = why_not_writable(local_path(location))
+        if rule is not None:
+            raise UserError([f"checkpoint.dir={location} {rule}; choose another, or null (RUN_DIR/checkpoints)"])
+        return
+    if location.startswith("memory://"):
+        raise UserError([f"checkpoint.dir={location} must outlive the process; try a path or s3://bucket/prefix"])
+    with refusing_unreachable("checkpoint.dir", location):
+        open_store(location).names()
+
+
+def check_room(config: RunConfig) -> None:
+    """Refuses a run whose checkpoints cannot fit on its disk, before anything is created.
+
+    One checkpoint more than those that stay exists while it is being written.
+    """
+    checkpoint = config.checkpoint
+    if is_remote(config.checkpoint_location):
+        return
+    n_wanted, needed_gib = room_needed(config)
+    one_gib = checkpoint_gib(config)
+    free_gib = room_free_gib(local_path(config.checkpoint_location))
+    if needed_gib > free_gib:
+        for_good = checkpoint.keep_every_steps and config.train.steps // checkpoint.keep_every_steps
+        kept = f"checkpoint.keep_last={checkpoint.keep_last}"
+        kept += f", checkpoint.keep_best={checkpoint.keep_best}" if checkpoint.keep_best else ""
+        kept += f", checkpoint.keep_every_steps={checkpoint.keep_every_steps}" if for_good else ""
+        remedy = "raise checkpoint.keep_every_steps" if for_good else "lower checkpoint.keep_last"
+        raise UserError(
+            [
+                f"run_dir={config.run_path} must have room for {n_wanted} checkpoints of {one_gib:.3g} GiB "
+                f"({kept}, and one being written), and has {free_gib:.3g} GiB free; "
+                f"{remedy}, or choose a run_dir on another disk"
+            ]
+        )
+
+
+def room_needed(config: RunConfig) -> tuple[int, float]:
+    """The most checkpoints that a run on a file system has at once, and the GiB of those that are not there yet."""
+    checkpoint = config.checkpoint
+    planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
+    for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
+    wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
+    here = len(list(local_path(config.checkpoint_location).glob("step-*")))
+    return wanted, checkpoint_gib(config) * max(1, wanted - here)
+
+
+def room_free_gib(path: Path) -> float:
+    """The free space where ``path`` is or would be."""
+    import shutil
+
+    return shutil.disk_usage(nearest_existing(path)).free / 2**30
+
+
+def checkpoint_gib(config: RunConfig) -> float:
+    """The size of one checkpoint: masters and the optimizer's states in fp32."""
+    from modeling.counts import count_parameters
+    from modeling.optimizers.build import state_names
+
+    copies = 1 + len(state_names(config.optimizer))
+    return 4 * copies * count_parameters(config.model).total / 2**30
+
+
+def run_locally(
+    config: RunConfig, changed: list[tuple[str, Any, Any]], n_ranks: int, fence: Fence, max_restarts: int = 0
+) -> int:
+    """Trains in ``n_ranks`` processes of this machine, starting them again after a crash; returns the exit code.
+
+    A failure is printed once. Each start has new processes, a port of its own, and the last good checkpoint.
+    """
+    from parallel.mesh import Degrees
+
+    places = Degrees.of(config.parallel, n_ranks).places()
+    restarts = Restarts(config.checkpoint_location, max_restarts)
+    restart: Restart | None = None
+    options: dict[str, Any] = {"preload": ["launcher.training.loop"], "passes_stop": True, "places": places}
+    while True:
+        try:
+            return max(run_ranks(train_rank, n_ranks, config, changed, restart, fence, **options))
+        except RankError as error:
+            failure = error
+        if failure.exit_code != 2:  # else the rank has printed its lines
+            tell(failure)
+        following = restarts.next(failure.exit_code, first_line(failure), stop_asked=failure.stop_asked)
+        if isinstance(following, str):
+            if following:
+                tell(following)
+            return failure.exit_code
+        restart, changed = following, []  # what changed since the last start is on record
+        what = f"step {restarts.newest}" if restarts.newest else "the start"
+        tell(f"restart {restart.number} of {restart.allowed}, from {what}")
+
+
+def first_line(failure: Exception) -> str:
+    """A failure in a line: of a traceback, the rank and the exception."""
+    lines = str(failure).splitlines()
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[1].startswith("Traceback") else lines[0]
+
+
+def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: Restart | None, fence: Fence) -> int:
+    """One rank's process; returns the exit code."""
+    with hearing(ends_at_second=False) as stop:  # the launching process ends its ranks
+        from launcher.training.loop import train
+
+        return exit_two_for(lambda: train(config, changed, stop, restart, fence))
+
+
+def exit_two_for(work: Callable[[], int]) -> int:
+    """What ``work`` returns, in a process that ``run_ranks`` started.
+
+    The user's mistakes found on the way (a foreign token id) are printed, with code 2. That the run directory was taken
+    away, or the run started again elsewhere, is the launcher's to say, with code 1.
+    """
+    try:
+        return work()
+    except (DataError, UserError) as error:
+        tell(error)
+        raise SystemExit(2) from None
+    except StaleRun as error:
+        tell_launcher(str(error), 1)
+        raise SystemExit(1) from None

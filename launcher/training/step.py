@@ -1,0 +1,195 @@
+"""One training step's passes over the model: which samples, which share of them, and the sums they leave.
+
+Shape letters: B micro-batch, S sequence, E experts.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batch import IGNORED, PADDING
+from data.dataset import Dataset
+from modeling.config import ModelConfig
+from modeling.context import Context
+from modeling.decoder import Output
+from modeling.moe import RoutingStats
+from parallel.context_parallel.context import split_context
+from parallel.context_parallel.part import take_share
+from parallel.mesh import Mesh, sum_over_ranks
+from parallel.pipeline.stages import MicroBatch
+from parallel.processes.stop import StopRequest, elected
+from parallel.zero.engine import Engine
+
+
+@dataclass
+class Totals:
+    """Sums over the whole global batch, the same on every rank."""
+
+    loss: float  # of the targets' cross-entropies
+    counts: dict[int, np.ndarray]  # layer -> token-expert pairs processed by each expert
+    entropy: dict[int, float]  # layer -> sum over tokens, nats
+    balance_loss: dict[int, float]  # layer -> sum over sequences
+    z_loss: dict[int, float]  # layer -> sum over tokens
+    stop_signal: int | None  # that some rank was asked to stop by
+
+
+def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
+    """This rank's samples, (n, micro_batch_size): a batch's micro-batches are dealt to the ranks of dp in turn."""
+    return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
+
+
+def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
+    """Of ``seq_len`` positions, those that this rank of tp holds between layers."""
+    part = seq_len // mesh.tp.degree
+    return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
+
+
+def read_micro_batch(
+    dataset: Dataset,
+    indices: np.ndarray,
+    mesh: Mesh,
+    balance_scale: float = 0.0,
+    z_scale: float = 0.0,
+    *,
+    expects_padding: bool = False,
+) -> MicroBatch:
+    """The samples on the device, cut to this rank's share of the positions: cp cuts them here, tp between layers.
+
+    Ranks of cp, tp and pp read the same samples. The scales are what the auxiliary losses weigh. ``expects_padding``:
+    the model takes the way around padding where there is none, too.
+    """
+    batch = dataset.read(indices)
+    arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
+    tensors = [torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays]
+    tokens_BS, targets_BS, positions_BS, documents_BS = tensors
+    has_padding = expects_padding or bool((batch.documents_BS == PADDING).any())
+    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+    if mesh.cp.degree > 1:
+        context = split_context(context, mesh.cp)
+        tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
+    if mesh.tp.degree > 1:
+        part = part_of_sequence(tokens_BS.shape[1], mesh)
+        positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
+        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+    return MicroBatch(tokens_BS, targets_BS, context)
+
+
+def accumulate_gradients(
+    engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int, stop: StopRequest
+) -> Totals:
+    """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
+
+    The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
+    counts before its first backward pass; so it depends neither on micro-batches nor on ranks. Where no target
+    counts it is 0, and so are its gradients; those of the auxiliary losses are for the caller to drop.
+    """
+    mesh = engine.mesh
+    n_targets, n_tokens = dataset.count(indices)
+    scale = engine.loss_scale * mesh.replicas.degree  # DeepSpeed averages gradients over dp x cp
+    mine = share_of_batch(indices, micro_batch_size, mesh)
+    # Under ZeRO 3 each module's backward pass communicates, in the order of the graph: it must be one on all ranks, and
+    # recomputation begins where something was saved first, which the way around padding does before the experts.
+    scales, same_graph = (scale / len(indices), scale / n_tokens), engine.zero == 3
+    loss_scale = scale / max(1, n_targets)
+    batches = (read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph) for part in mine)
+    sums = Sums(engine.model_config)
+    if engine.pipeline is not None:
+        for output in engine.run_pipeline(list(batches), loss_scale):
+            sums.add(output)
+        return sums.over_ranks(mesh, stop)
+    for number, batch in enumerate(batches):
+        output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
+        engine.backward(output.loss * loss_scale, last=number == len(mine) - 1)
+        sums.add(output)
+    return sums.over_ranks(mesh, stop)
+
+
+def agree_to_stop(stop: StopRequest, mesh: Mesh) -> int | None:
+    """A signal that some rank was asked to stop by, the same on all ranks, or None. All ranks call it; 16 bytes.
+
+    For after long work outside the steps, which tell each other along with their sums.
+    """
+    return elected(sum_over_ranks(torch.tensor(stop.votes(), dtype=torch.float64), mesh).tolist())
+
+
+@torch.no_grad()
+def evaluate(
+    run: Callable[[list[MicroBatch]], Iterable[Output]],
+    config: ModelConfig,
+    dataset: Dataset,
+    n_sequences: int,
+    micro_batch_size: int,
+    mesh: Mesh,
+) -> float:
+    """Token cross-entropy of the first held-out samples, normalized as the training loss. All ranks call it.
+
+    ``run`` makes the forward passes. Every rank makes as many, of one shape, since the others wait for its part: what a
+    rank lacks is filled with samples whose targets do not count.
+    """
+    indices = np.arange(min(n_sequences, dataset.n_samples))
+    n_targets, _ = dataset.count(indices)
+    batches = []
+    for start in range(0, len(indices), micro_batch_size * mesh.dp.degree):
+        first = start + mesh.dp.rank * micro_batch_size
+        part = indices[first : first + micro_batch_size]
+        filled = np.concatenate([part, np.zeros(micro_batch_size - len(part), dtype=part.dtype)])
+        batch = read_micro_batch(dataset, filled, mesh)
+        batch.targets_BS[len(part) :] = IGNORED
+        batches.append(batch)
+    sums = Sums(config)
+    for output in run(batches):
+        sums.add(output)
+    return sums.over_ranks(mesh, StopRequest()).loss / max(1, n_targets)
+
+
+ENTROPY, BALANCE, Z, COUNTS = range(4)  # the columns of a layer's row of sums; the counts take the rest
+
+
+class Sums:
+    """Running sums of this rank's passes, kept in fp64 on the device until the step's end."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.moe_layers = [layer for layer in range(config.n_layers) if config.is_moe_layer(layer)]
+        self.n_columns = COUNTS + (config.moe.n_experts if config.moe is not None else 0)
+        self.loss: Tensor | float = 0.0
+        self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold
+
+    def add(self, output: Output) -> None:
+        """Adds one forward pass."""
+        if output.loss is not None:
+            self.loss = self.loss + output.loss.detach()
+        for layer, stats in output.stats.items():
+            row = _layer_row(stats)
+            self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
+
+    def over_ranks(self, mesh: Mesh, stop: StopRequest) -> Totals:
+        """The sums over all ranks, by one all-reduce of a small fp64 vector. All ranks call it.
+
+        The ranks of tp all hold the same loss, and those of tp and cp the same sequences' balance losses; each counts
+        for its share. Whether a rank has been asked to stop goes along, so that all know of it after the same step.
+        """
+        loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
+        for row in self.layers.values():
+            row[BALANCE] /= mesh.tp.degree * mesh.cp.degree
+        nothing = torch.zeros(self.n_columns, dtype=torch.float64, device=mesh.device)
+        rows = [self.layers.get(layer, nothing) for layer in self.moe_layers]
+        votes = torch.tensor(stop.votes(), dtype=torch.float64)
+        total = sum_over_ranks(torch.cat([votes, torch.cat([loss, *rows]).cpu()]), mesh)
+        votes, total = total[: len(votes)], total[len(votes) :]
+        by_layer = dict(zip(self.moe_layers, total[1:].view(len(self.moe_layers), self.n_columns), strict=True))
+        return Totals(
+            loss=float(total[0]),
+            counts={layer: row[COUNTS:].to(torch.int64).numpy() for layer, row in by_layer.items()},
+            entropy={layer: float(row[ENTROPY]) for layer, row in by_layer.items()},
+            balance_loss={layer: float(row[BALANCE]) for layer, row in by_layer.items()},
+            z_loss={layer: float(row[Z]) for layer, row in by_layer.items()},
+            stop_signal=elected(votes.tolist()),
+        )
+
+
+def _layer_row(stats: RoutingStats) -> Tensor:
+    scalars = torch.stack([stats.entropy, stats.balance_loss, stats.z_loss]).double()
+    return torch.cat([scalars, stats.counts_E.double()])

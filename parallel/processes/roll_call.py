@@ -1,0 +1,231 @@
+"""Before the process group: do all ranks answer, and do they agree? Who does not is named on every rank.
+
+A process group that lacks a rank only says that it timed out, and one whose ranks run different code says nothing. The
+roll is called over the same store, at MASTER_ADDR:MASTER_PORT, that the process group then uses.
+"""
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from parallel.processes.environment import TOKEN, number
+from parallel.processes.rendezvous import ForeignStore, rendezvous_store, signed, verified
+
+LINGER_SECONDS = 10  # rank 0 hosts the store, and before it may end waits so long for the others to read the verdict
+
+
+class RollCallError(Exception):
+    """Ranks are missing, or disagree. The same ``lines`` on every rank that could be reached."""
+
+    def __init__(self, lines: Sequence[str], *, is_disagreement: bool) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+        self.is_disagreement = is_disagreement  # False: somebody did not answer
+
+
+class RollCall:
+    """The store that all ranks share; keep it until the process group is open. All ranks make it, at the same time.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. ``hosts`` names each rank's node where that is known. Raises
+    RollCallError where rank 0 cannot be reached within ``limit_seconds``.
+    """
+
+    def __init__(self, limit_seconds: float, hosts: Sequence[str] | None = None) -> None:
+        self.rank, self.world_size = number("RANK"), number("WORLD_SIZE")
+        self.limit_seconds = limit_seconds
+        self.hosts = hosts
+        try:
+            self.store = rendezvous_store(limit_seconds)
+        except OSError as error:
+            raise RollCallError([self._cannot_listen(error)], is_disagreement=False) from error
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise RollCallError([self._unreachable()], is_disagreement=False) from error
+        except ForeignStore as error:
+            raise RollCallError([self._foreign(error)], is_disagreement=False) from error
+
+    def _cannot_listen(self, error: OSError) -> str:
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} and MASTER_PORT={os.environ['MASTER_PORT']}"
+        remedy = "choose another MASTER_PORT" if error.errno == errno.EADDRINUSE else "set them to a place of its own"
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return f"{self._name(0)} must be able to listen at {place}, and cannot: {reason}; {remedy}"
+
+    def _unreachable(self) -> str:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        return (
+            f"{self._name(self.rank)} could not reach {self._name(0)} at {address}:{port} within "
+            f"{self.limit_seconds:g} s (train.start_seconds); "
+            f"is that node up, and is {address} its address on the network of the nodes?"
+        )
+
+    def _foreign(self, error: ForeignStore) -> str:
+        return (
+            f"{self._name(self.rank)}: {error}; choose another MASTER_PORT, and set {TOKEN} to one secret word on all "
+            "ranks of this job alone"
+        )
+
+    def agree(self, name: str, facts: Mapping[str, str]) -> None:
+        """Returns when all ranks have called it with equal facts. All ranks call it.
+
+        Raises RollCallError on all of them, with a line for each rank's absence or for each fact that differs.
+        """
+        self._round(name, dict(facts), lambda answers: self._differences(answers))
+
+    def fail_together(self, name: str, problems: Sequence[str]) -> None:
+        """Returns when all ranks have called it without problems; raises RollCallError with all of them elsewhere."""
+        self._round(
+            name, list(problems), lambda answers: list(dict.fromkeys(line for each in answers for line in each))
+        )
+
+    def share(self, name: str, text: str | None = None) -> str:
+        """Rank 0's text, on every rank. All ranks call it; only rank 0's ``text`` counts."""
+        if self.rank == 0:
+            self._set(f"{name}/text", text or "")
+        return self._get(f"{name}/text")
+
+    def consult(
+        self,
+        name: str,
+        answer: Any,
+        expected: Collection[int],
+        limit_seconds: float,
+        decide: Callable[[dict[int, Any]], Any],
+    ) -> Any:
+        """What rank 0's ``decide`` makes of the answers that came within the limit, on every rank that is still there.
+
+        The ranks of ``expected`` call it, rank 0 always among them. Answers and the decision are JSON. Who does not
+        answer is left out of what ``decide`` gets, and nothing is raised for it. Raises RollCallError where rank 0 does
+        not decide within twice the limit, counted from this rank's answer.
+        """
+        self._set(f"{name}/{self.rank}", json.dumps(answer))
+        if self.rank == 0:
+            missing = self._wait_for(name, expected, limit_seconds)
+            answers = {rank: self._answer(name, rank) for rank in sorted(expected) if rank not in missing}
+            decision = decide(answers)
+            self._set(name, json.dumps(decision))
+            self._linger([f"{name}/read/{rank}" for rank in answers if rank != 0])
+            return decision
+        try:
+            self.store.wait([name], datetime.timedelta(seconds=2 * limit_seconds))
+            decision = json.loads(self._get(name))
+            self.store.set(f"{name}/read/{self.rank}", "")
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            line = f"{self._name(0)} ended or was cut off in '{name}'"
+            raise RollCallError([line], is_disagreement=False) from error
+        return decision
+
+    def _round(self, name: str, answer: Any, judge: Callable[[list[Any]], list[str]]) -> None:
+        """Every rank hands in its answer, rank 0 judges, every rank reads the verdict."""
+        self._set(f"{name}/{self.rank}", json.dumps(answer))
+        if self.rank == 0:
+            missing = self._wait_for(name, range(self.world_size), self.limit_seconds)
+            present = [rank for rank in range(self.world_size) if rank not in missing]
+            verdict = self._verdict(name, missing, judge)
+            self._set(name, json.dumps(verdict))
+        else:
+            present = []
+            verdict = self._read_verdict(name)
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):  # rank 0 did not linger long enough
+            self.store.set(f"{name}/read/{self.rank}", "")
+        self._linger([f"{name}/read/{rank}" for rank in present])
+        lines = verdict.get("missing") or verdict["differ"]
+        if lines:
+            raise RollCallError(lines, is_disagreement="differ" in verdict)
+
+    def _verdict(
+        self, name: str, missing: Collection[int], judge: Callable[[list[Any]], list[str]]
+    ) -> dict[str, list[str]]:
+        """Rank 0: what is wrong."""
+        if missing:
+            return {"missing": [self._absence(missing)]}
+        try:
+            return {"differ": judge([self._answer(name, rank) for rank in range(self.world_size)])}
+        except RollCallError as error:
+            return {"missing": error.lines}
+
+    def _answer(self, name: str, rank: int) -> Any:
+        return json.loads(self._get(f"{name}/{rank}"))
+
+    def _set(self, key: str, text: str) -> None:
+        self.store.set(key, signed(key, text))
+
+    def _get(self, key: str) -> str:
+        """What a rank of this job has set. Raises RollCallError where it was somebody else."""
+        try:
+            return verified(key, self.store.get(key))
+        except ForeignStore as error:
+            raise RollCallError([self._foreign(error)], is_disagreement=False) from error
+
+    def _wait_for(self, name: str, expected: Collection[int], limit_seconds: float) -> set[int]:
+        """Rank 0: those of the expected ranks that have not answered within the limit."""
+        deadline, missing = time.monotonic() + limit_seconds, set(expected)
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in missing if not self.store.check([f"{name}/{rank}"])}
+            time.sleep(0.02 if missing else 0)
+        return missing
+
+    def _read_verdict(self, name: str) -> dict[str, list[str]]:
+        """Any other rank: what rank 0 found; rank 0 itself may have gone."""
+        try:
+            self.store.wait([name], datetime.timedelta(seconds=self.limit_seconds + LINGER_SECONDS))
+            return json.loads(self._get(name))
+        except (dist.DistNetworkError, dist.DistStoreError):
+            line = f"{self._name(0)} ended or was cut off before all ranks were there; its log says why"
+            return {"missing": [line]}
+
+    def _linger(self, keys: list[str]) -> None:
+        """Rank 0: waits until the keys are there. The others have none to wait for."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        while keys and not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _absence(self, missing: Collection[int]) -> str:
+        nodes = f" on {', '.join(sorted({self.hosts[rank] for rank in missing}))}" if self.hosts else ""
+        return (
+            f"no answer from {_ranks(sorted(missing))}{nodes} within {self.limit_seconds:g} s (train.start_seconds); "
+            f"the other {self.world_size - len(missing)} of {self.world_size} ranks are there"
+        )
+
+    def _differences(self, answers: list[dict[str, str]]) -> list[str]:
+        """A line for each fact that is not the same on all ranks."""
+        lines = []
+        for fact in dict.fromkeys(key for answer in answers for key in answer):
+            held: dict[str, list[int]] = {}
+            for rank, answer in enumerate(answers):
+                held.setdefault(answer.get(fact, "nothing"), []).append(rank)
+            if len(held) > 1:
+                each = "; ".join(f"{value} on {self._names(ranks)}" for value, ranks in held.items())
+                lines.append(
+                    f"{fact} must be the same on all ranks, and is {each}; make the nodes' installations equal"
+                )
+        return lines
+
+    def _name(self, rank: int) -> str:
+        host = self.hosts[rank] if self.hosts else socket.gethostname() if rank == self.rank else None
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+    def _names(self, ranks: list[int]) -> str:
+        return (
+            f"{_ranks(ranks)} ({', '.join(dict.fromkeys(self.hosts[r] for r in ranks))})"
+            if self.hosts
+            else _ranks(ranks)
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-3, 6``: neighbours joined."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
