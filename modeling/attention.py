@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.kernels.attention import attend
 from modeling.kv_cache import LayerCache
@@ -59,3 +60,16 @@ class Attention(nn.Module):
         else:
             out_BSHC = cache.attend(q_BSHC, k_BSGC, v_BSGC, context, self.sliding_window)
         return self.o(out_BSHC.flatten(-2))
+
+
+def build_attention(config: ModelConfig, layer: int) -> Attention:
+    """The attention of layer number ``layer`` (from 0); today that of every layer alike."""
+    return Attention(
+        d_model=config.d_model,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        d_head=config.head_dim,
+        qk_norm=config.qk_norm,
+        sliding_window=config.sliding_window,
+        norm_eps=config.norm_eps,
+    )

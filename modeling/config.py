@@ -77,6 +77,21 @@ class ModelConfig:
         return self.d_head if self.d_head is not None else self.d_model // self.n_heads
 
     @property
+    def qk_head_dim(self) -> int:
+        """Channels of one head's query, and of its key."""
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Channels of one head's value, and of what it puts out."""
+        return self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that the rotary embedding turns."""
+        return self.head_dim
+
+    @property
     def n_moe_layers(self) -> int:
         """Layers with experts."""
         return max(0, self.n_layers - self.moe.n_dense_layers) if self.moe is not None else 0

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modeling.attention import Attention
-from modeling.config import BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.attention import Attention, build_attention
+from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.feed_forward import SwiGLU
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
-from modeling.moe import Experts, MoE, RoutingStats
+from modeling.moe import MoE, RoutingStats, build_moe
 from modeling.norm import RMSNorm
 from modeling.rope import rope_tables
-from modeling.router import Router
 
 
 @dataclass
@@ -80,7 +79,7 @@ class Decoder(nn.Module):
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
         head: Head,
-        d_head: int,
+        rope_dim: int,
         rope_theta: float,
     ) -> None:
         super().__init__()
@@ -88,14 +87,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
         self.final_norm = final_norm
         self.head = head
-        self.d_head = d_head
+        self.rope_dim = rope_dim
         self.rope_theta = rope_theta
 
     def forward(
         self, tokens_BS: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
     ) -> Output:
         """The summed loss against ``targets_BS``, or the logits where there are none."""
-        rope = rope_tables(context.positions_BS, self.d_head, self.rope_theta)
+        rope = rope_tables(context.positions_BS, self.rope_dim, self.rope_theta)
         hidden_BSD = self.embed(tokens_BS)
         output = Output(None, None)
         for layer in self.layers.values():
@@ -120,42 +119,13 @@ def build_decoder(config: ModelConfig) -> Decoder:
     if config.tie_embeddings:
         head.weight = embed.weight
     final_norm = RMSNorm(config.d_model, config.norm_eps)
-    return Decoder(embed, layers, final_norm, head, config.head_dim, config.rope_theta)
+    return Decoder(embed, layers, final_norm, head, config.rope_dim, config.rope_theta)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     """Layer number ``layer``."""
-    attention = Attention(
-        d_model=config.d_model,
-        n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        d_head=config.head_dim,
-        qk_norm=config.qk_norm,
-        sliding_window=config.sliding_window,
-        norm_eps=config.norm_eps,
-    )
     if config.moe is not None and config.is_moe_layer(layer):
         feed_forward = build_moe(config.moe, config.d_model)
     else:
         feed_forward = SwiGLU(config.d_model, config.d_ff)
-    return DecoderLayer(layer, attention, feed_forward, config.d_model, config.norm_eps)
-
-
-def build_moe(config: MoEConfig, d_model: int) -> MoE:
-    """One MoE feed-forward layer."""
-    router = Router(
-        d_model=d_model,
-        n_experts=config.n_experts,
-        top_k=config.top_k,
-        score=config.score,
-        normalize_top_k=config.normalize_top_k,
-        routed_scale=config.routed_scale,
-        has_bias=isinstance(config.balance, BiasBalance),
-    )
-    return MoE(
-        router=router,
-        experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
-        shared=SwiGLU(d_model, config.n_shared_experts * config.d_ff) if config.n_shared_experts else None,
-        balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
-        z_loss=config.z_loss,
-    )
+    return DecoderLayer(layer, build_attention(config, layer), feed_forward, config.d_model, config.norm_eps)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses
+from modeling.config import MoEConfig, SequenceAuxBalance
 from modeling.context import Context
 from modeling.feed_forward import SwiGLU
 from modeling.kernels.experts import experts_grouped
-from modeling.router import Router, Routing
+from modeling.router import Router, Routing, build_router
 
 
 @dataclass
@@ -105,3 +106,14 @@ class MoE(nn.Module):
             indices_TK = indices_TK.new_zeros(n_tokens, top_k).index_copy(0, valid_T, indices_TK)
         sums_BX = sequence_balance_sums(affinity_TE, indices_TK, context.documents_BS)
         return sequence_balance_losses(self.add_sequence_sums(sums_BX), top_k)
+
+
+def build_moe(config: MoEConfig, d_model: int) -> MoE:
+    """One MoE feed-forward layer."""
+    return MoE(
+        router=build_router(config, d_model),
+        experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
+        shared=SwiGLU(d_model, config.n_shared_experts * config.d_ff) if config.n_shared_experts else None,
+        balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
+        z_loss=config.z_loss,
+    )

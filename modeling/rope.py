@@ -1,15 +1,15 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotating the two halves of a head as Llama does.
 
-Shape letters: B batch, S sequence, H heads, C d_head.
+Shape letters: B batch, S sequence, H heads, C rope_dim.
 """
 
 import torch
 from torch import Tensor
 
 
-def rope_tables(positions_BS: Tensor, d_head: int, rope_theta: float) -> tuple[Tensor, Tensor]:
+def rope_tables(positions_BS: Tensor, rope_dim: int, rope_theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each position's angles: two fp32 tensors (B, S, C/2)."""
-    exponents = torch.arange(0, d_head, 2, dtype=torch.float32, device=positions_BS.device) / d_head
+    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32, device=positions_BS.device) / rope_dim
     angles_BSC = positions_BS[..., None].float() * (1.0 / rope_theta**exponents)
     return angles_BSC.cos(), angles_BSC.sin()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modeling.config import BiasBalance, MoEConfig
 from modeling.norm import as_it_is
 
 
@@ -66,3 +67,16 @@ class Router(nn.Module):
         """indices_TK of the top_k scores, the bias added."""
         biased_TE = scores_TE if self.bias is None else scores_TE + self.bias
         return biased_TE.topk(self.top_k, dim=-1).indices
+
+
+def build_router(config: MoEConfig, d_model: int) -> Router:
+    """The router of one MoE layer."""
+    return Router(
+        d_model=d_model,
+        n_experts=config.n_experts,
+        top_k=config.top_k,
+        score=config.score,
+        normalize_top_k=config.normalize_top_k,
+        routed_scale=config.routed_scale,
+        has_bias=isinstance(config.balance, BiasBalance),
+    )

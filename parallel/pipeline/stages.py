@@ -175,7 +175,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList([model.layers[str(layer)] for layer in part.layers])
         self.final_norm = model.final_norm if part.has_head else None
         self.head = model.head if part.has_head else None
-        self.d_head = model.d_head
+        self.rope_dim = model.rope_dim
         self.rope_theta = model.rope_theta
         self.micro_batches: Sequence[MicroBatch] = ()
         self.outputs: dict[int, Output] = {}  # micro-batch -> what this stage saw
@@ -189,7 +189,7 @@ class Stage(nn.Module):
         micro_batch = self.micro_batches[index]
         context = micro_batch.context
         output = self.outputs[index] = Output(None, None)
-        rope = rope_tables(context.positions_BS, self.d_head, self.rope_theta)
+        rope = rope_tables(context.positions_BS, self.rope_dim, self.rope_theta)
         hidden_BSD = carried if self.embed is None else self.embed(micro_batch.tokens_BS)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)

@@ -11,8 +11,7 @@ from torch import Tensor
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, updated_bias, z_losses
 from modeling.config import BiasBalance, MoEConfig, SequenceAuxBalance
 from modeling.context import PADDING, Context
-from modeling.decoder import build_moe
-from modeling.moe import MoE
+from modeling.moe import MoE, build_moe
 from modeling.router import Router
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
