@@ -11,6 +11,7 @@ from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.kernels.attention import attend
 from modeling.kv_cache import LayerCache
+from modeling.linear import Linear
 from modeling.norm import RMSNorm
 from modeling.rope import rotate
 
@@ -37,12 +38,12 @@ class Attention(nn.Module):
         super().__init__()
         self.d_head = d_head
         self.sliding_window = sliding_window
-        self.q = nn.Linear(d_model, n_heads * d_head, bias=False)
-        self.k = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
-        self.v = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
-        self.o = nn.Linear(n_heads * d_head, d_model, bias=False)
-        self.q_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
+        self.q = Linear(n_heads * d_head, d_model, ("heads", "d_model"))
+        self.k = Linear(n_kv_heads * d_head, d_model, ("kv_heads", "d_model"))
+        self.v = Linear(n_kv_heads * d_head, d_model, ("kv_heads", "d_model"))
+        self.o = Linear(d_model, n_heads * d_head, ("d_model", "heads"), is_residual=True)
+        self.q_norm = RMSNorm(d_head, norm_eps, "d_head") if qk_norm else None
+        self.k_norm = RMSNorm(d_head, norm_eps, "d_head") if qk_norm else None
         self.core: AttentionCore = attend
 
     def forward(

@@ -96,6 +96,10 @@ class ModelConfig:
         """Layers with experts."""
         return max(0, self.n_layers - self.moe.n_dense_layers) if self.moe is not None else 0
 
+    def layer_kind(self, layer: int) -> bool:
+        """Equal for layers (from 0) that are built alike."""
+        return self.is_moe_layer(layer)
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""
         return self.moe is not None and layer >= self.moe.n_dense_layers

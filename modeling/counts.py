@@ -1,4 +1,4 @@
-"""Parameters and matrix-product FLOPs in closed form.
+"""Parameters and matrix-product FLOPs, from the logical tensors' shapes and dims.
 
 The conventions are those of PaLM (arXiv:2204.02311, appendix B): a multiply-add is two FLOPs, only matrix products
 count (no softmax, norm or embedding look-up), recomputation does not count, and attention counts every key of the
@@ -8,7 +8,8 @@ W keys.
 
 from dataclasses import dataclass
 
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
+from modeling.logical import LogicalTensor, logical_parameters
 
 
 @dataclass(frozen=True)
@@ -22,35 +23,36 @@ class Counts:
 
 def count_parameters(config: ModelConfig) -> Counts:
     """The numbers of the model's parameters."""
-    embedding = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
-    norms = 2 * config.d_model + (2 * config.head_dim if config.qk_norm else 0)  # of one layer
-    total = active = embedding + config.d_model + config.n_layers * (attention_matrices(config) + norms)
-    dense = (config.n_layers - config.n_moe_layers) * 3 * config.d_model * config.d_ff
-    total, active = total + dense, active + dense
-    if config.moe is not None:
-        total += config.n_moe_layers * moe_matrices(config, config.moe, config.moe.n_experts)
-        active += config.n_moe_layers * moe_matrices(config, config.moe, config.moe.top_k)
-    return Counts(total, active, embedding)
+    tensors = logical_parameters(config).values()
+    return Counts(
+        total=sum(tensor.numel for tensor in tensors),
+        active=sum(active_elements(config, tensor) for tensor in tensors),
+        embedding=sum(tensor.numel for tensor in tensors if "vocab" in tensor.weight.dims),
+    )
 
 
-def attention_matrices(config: ModelConfig) -> int:
-    """Parameters of one layer's four attention projections."""
-    return 2 * config.d_model * config.head_dim * (config.n_heads + config.n_kv_heads)
+def active_elements(config: ModelConfig, tensor: LogicalTensor) -> int:
+    """Elements of a tensor that one token passes through."""
+    if config.moe is None or not tensor.is_expert:
+        return tensor.numel
+    return tensor.numel // config.moe.n_experts * config.moe.top_k
 
 
-def moe_matrices(config: ModelConfig, moe: MoEConfig, n_experts: int) -> int:
-    """Parameters of one MoE layer's router, shared experts and ``n_experts`` of its experts."""
-    return config.d_model * (moe.n_experts + 3 * moe.d_ff * (n_experts + moe.n_shared_experts))
+def multiplied_by_layer(config: ModelConfig) -> list[int]:
+    """For each layer, the elements of matrices by which one token's hidden state is multiplied."""
+    sums = [0] * config.n_layers
+    for tensor in logical_parameters(config).values():
+        if tensor.layer is not None and len(tensor.shape) > 1:
+            sums[tensor.layer] += active_elements(config, tensor)
+    return sums
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of one token's forward pass in a sequence of ``seq_len`` tokens, head included."""
     keys = seq_len if config.sliding_window is None else min(seq_len, config.sliding_window)
-    scores_and_sums = 4 * keys * config.n_heads * config.head_dim  # q k^T and probabilities times v
-    multiplied = config.vocab_size * config.d_model + config.n_layers * attention_matrices(config)
-    multiplied += (config.n_layers - config.n_moe_layers) * 3 * config.d_model * config.d_ff
-    if config.moe is not None:
-        multiplied += config.n_moe_layers * moe_matrices(config, config.moe, config.moe.top_k)
+    # Queries times keys, and probabilities times values.
+    scores_and_sums = 2 * keys * config.n_heads * (config.qk_head_dim + config.v_head_dim)
+    multiplied = config.vocab_size * config.d_model + sum(multiplied_by_layer(config))
     return float(2 * multiplied + config.n_layers * scores_and_sums)
 
 

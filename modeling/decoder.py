@@ -3,6 +3,7 @@
 Shape letters: B batch, S sequence, D d_model, V vocab_size.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from modeling.attention import Attention, build_attention
 from modeling.config import ModelConfig
 from modeling.context import Context
+from modeling.dims import Weight
 from modeling.feed_forward import SwiGLU
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
@@ -35,6 +37,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.stated = {"weight": Weight(("vocab", "d_model"))}
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """hidden_BSD."""
@@ -111,15 +114,20 @@ class Decoder(nn.Module):
         return output
 
 
-def build_decoder(config: ModelConfig) -> Decoder:
-    """The decoder on the current default device, with weights uninitialized (build under torch.device('meta'))."""
-    layers = [build_layer(config, layer) for layer in range(config.n_layers)]
+def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> Decoder:
+    """The decoder on the current default device, with weights uninitialized (build under torch.device('meta')).
+
+    ``layers``: the numbers of those to build, in order; None: all.
+    """
+    numbers = range(config.n_layers) if layers is None else layers
     embed = Embedding(config.vocab_size, config.d_model)
     head = Head(config.vocab_size, config.d_model)
     if config.tie_embeddings:
         head.weight = embed.weight
     final_norm = RMSNorm(config.d_model, config.norm_eps)
-    return Decoder(embed, layers, final_norm, head, config.rope_dim, config.rope_theta)
+    return Decoder(
+        embed, [build_layer(config, layer) for layer in numbers], final_norm, head, config.rope_dim, config.rope_theta
+    )
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:

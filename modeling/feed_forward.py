@@ -3,15 +3,19 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modeling.dims import Dim
+from modeling.linear import Linear
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, inner: Dim = "d_ff") -> None:
+        """``inner`` is the name of the dim of size ``d_ff``."""
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias=False)
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.gate = Linear(d_ff, d_model, (inner, "d_model"))
+        self.up = Linear(d_ff, d_model, (inner, "d_model"))
+        self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""

@@ -2,30 +2,34 @@
 
 import hashlib
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 
 from modeling.config import ModelConfig
-
-RESIDUAL_OUTPUTS = (".o.weight", ".down.weight", ".experts.down")  # what is added to the residual stream
-EXPERT_STACKS = (".experts.gate", ".experts.up", ".experts.down")
+from modeling.logical import logical_tensors
 
 
 def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The logical tensor ``name`` at step 0: fp32, on the CPU, whole.
+    """The logical tensor ``name`` at step 0: fp32, on the CPU, whole, as its module states (modeling.dims.Weight).
 
-    Matrices are normal with deviation init_std, divided by sqrt(2 n_layers) where they write to the residual stream
-    (GPT-2, section 2.3); norms are one, router biases zero. In an expert stack each expert is drawn by itself.
+    In a stack of experts each expert is drawn by itself.
     """
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    if name.endswith("router.bias"):
-        return torch.zeros(shape)
+    tensor = logical_tensors(config)[name]
     std = config.init_std
-    if name.endswith(RESIDUAL_OUTPUTS):
-        std /= (2 * config.n_layers) ** 0.5
-    if name.endswith(EXPERT_STACKS):
+    match tensor.weight.init:
+        case "ones":
+            return torch.ones(shape)
+        case "zeros":
+            return torch.zeros(shape)
+        case "residual":
+            std /= (2 * config.n_layers) ** 0.5
+        case "normal":
+            pass
+        case _:
+            assert_never(tensor.weight.init)
+    if tensor.is_expert:
         stack, matrix = name.rsplit(".", 1)
         experts = [draw_normal(seed, f"{stack}.{expert}.{matrix}", shape[1:], std) for expert in range(shape[0])]
         return torch.stack(experts)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from modeling.dims import Weight
+
 IGNORE = -100  # a target that does not count
 CHUNK_LOGITS = 16_777_216  # logits that exist at once (64 MiB in fp32)
 
@@ -72,6 +74,7 @@ class Head(nn.Module):
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.stated = {"weight": Weight(("vocab", "d_model"))}
         self.chunk_logits = CHUNK_LOGITS
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:

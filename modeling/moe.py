@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses
 from modeling.config import MoEConfig, SequenceAuxBalance
 from modeling.context import Context
+from modeling.dims import Weight
 from modeling.feed_forward import SwiGLU
 from modeling.kernels.experts import experts_grouped
 from modeling.router import Router, Routing, build_router
@@ -42,6 +43,11 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
         self.up = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ff))
+        self.stated = {
+            "gate": Weight(("experts", "expert_d_ff", "d_model")),
+            "up": Weight(("experts", "expert_d_ff", "d_model")),
+            "down": Weight(("experts", "d_model", "expert_d_ff"), "residual"),
+        }
         self.dispatch: ExpertDispatch = experts_grouped
 
     def forward(self, hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -110,10 +116,11 @@ class MoE(nn.Module):
 
 def build_moe(config: MoEConfig, d_model: int) -> MoE:
     """One MoE feed-forward layer."""
+    width = config.n_shared_experts * config.d_ff
     return MoE(
         router=build_router(config, d_model),
         experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
-        shared=SwiGLU(d_model, config.n_shared_experts * config.d_ff) if config.n_shared_experts else None,
+        shared=SwiGLU(d_model, width, "shared_d_ff") if width else None,
         balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
         z_loss=config.z_loss,
     )

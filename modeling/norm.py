@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from modeling.dims import Dim, Weight
+
 
 def as_it_is(weight: Tensor) -> Tensor:
     """How a weight enters the computation on one device; where ranks share the tokens, their gradients meet here."""
@@ -14,10 +16,11 @@ def as_it_is(weight: Tensor) -> Tensor:
 class RMSNorm(nn.Module):
     """Scales each vector of the last dim to unit root mean square, then by a weight. Computed in fp32."""
 
-    def __init__(self, dim: int, norm_eps: float) -> None:
+    def __init__(self, size: int, norm_eps: float, dim: Dim = "d_model") -> None:
         super().__init__()
         self.norm_eps = norm_eps
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight = nn.Parameter(torch.empty(size))
+        self.stated = {"weight": Weight((dim,), "ones")}
         self.enter: Callable[[Tensor], Tensor] = as_it_is
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from modeling.balance import updated_bias
 from modeling.config import BiasBalance, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, build_decoder
+from modeling.dims import stated_weights
 from modeling.init import materialize
 from modeling.loss import IGNORE
 from modeling.moe import MoE
@@ -66,7 +67,8 @@ class ReferenceTrainer:
         self.masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in self.model.named_parameters()}
         self.model.to(DTYPES[precision])
         restore_fp32_buffers(self.model)
-        groups = parameter_groups([(name, weight, weight.ndim) for name, weight in self.masters.items()], optimizer)
+        stated = stated_weights(self.model)
+        groups = parameter_groups([(master, stated[name]) for name, master in self.masters.items()], optimizer)
         self.optimizer = build_optimizer(groups, optimizer, fused=False)
         self.clip_norm = optimizer.clip_norm
         self.loss_scale = loss_scale

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modeling.config import BiasBalance, MoEConfig
+from modeling.dims import Weight
 from modeling.norm import as_it_is
 
 
@@ -47,6 +48,7 @@ class Router(nn.Module):
         self.normalize_top_k = normalize_top_k
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
+        self.stated = {"weight": Weight(("scores", "d_model")), "bias": Weight(("scores",), "zeros")}
         self.enter: Callable[[Tensor], Tensor] = as_it_is
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)

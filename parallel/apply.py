@@ -18,7 +18,7 @@ from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
 from parallel.context_parallel.core import make_core
 from parallel.expert import make_dispatch
-from parallel.layout import held_box
+from parallel.layout import Layout, layout_of
 from parallel.mesh import Mesh
 from parallel.pipeline.stages import keep_parts, rank_parts
 from parallel.sizes import Sizes
@@ -55,7 +55,7 @@ def build_part(
         {name: tuple(buffer.shape) for name, buffer in model.named_buffers()},
     )
     keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
-    make_weights(model, mesh, parallel.zero, dtype, deepspeed_config)
+    make_weights(model, layout_of(config), mesh, parallel.zero, dtype, deepspeed_config)
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
     for module in model.modules():
@@ -70,7 +70,9 @@ def build_part(
     return model, shapes
 
 
-def make_weights(model: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype, deepspeed_config: dict[str, Any]) -> None:
+def make_weights(
+    model: Decoder, layout: Layout, mesh: Mesh, zero: int, dtype: torch.dtype, deepspeed_config: dict[str, Any]
+) -> None:
     """Replaces each meta weight by zeros in the shape that this rank holds, marked for DeepSpeed."""
     partition: Any = None
     if zero == 3:
@@ -81,9 +83,9 @@ def make_weights(model: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype, deep
         )
 
     def zeros(name: str, shape: torch.Size) -> nn.Parameter:
-        held = held_box(name, tuple(shape), mesh)
-        parameter = nn.Parameter(torch.zeros(held.shape, dtype=dtype, device=mesh.device))
-        mark_parameter(name, parameter, mesh, zero)
+        place = layout[name]
+        parameter = nn.Parameter(torch.zeros(place.held_box(mesh).shape, dtype=dtype, device=mesh.device))
+        mark_parameter(parameter, place, mesh, zero)
         if partition is not None:
             partition._convert_to_zero_parameters([parameter])
         return parameter

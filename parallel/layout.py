@@ -1,32 +1,40 @@
-"""Which dim of each weight lies on which axis: one table for the decoder, and the boxes that follow from it."""
+"""Which axis cuts which dim: one table, and what follows from it for every weight of every family."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
 
+from modeling.config import ModelConfig
+from modeling.dims import Dim, Weight
 from parallel.checkpoint.boxes import Box
-from parallel.mesh import Axis, Mesh
 
-# First match counts. A weight that no row names is held whole by every rank of tp; its gradient is summed over tp,
-# since each of them sees other positions or heads.
-CUT: tuple[tuple[str, int, Literal["tp", "ep"]], ...] = (
-    ("*.experts.*", 0, "ep"),  # experts
-    ("embed.weight", 0, "tp"),  # vocabulary
-    ("head.weight", 0, "tp"),
-    ("*.attention.q.weight", 0, "tp"),  # heads
-    ("*.attention.k.weight", 0, "tp"),
-    ("*.attention.v.weight", 0, "tp"),
-    ("*.attention.o.weight", 1, "tp"),
-    ("*.gate.weight", 0, "tp"),  # d_ff, of dense and shared feed-forward layers
-    ("*.up.weight", 0, "tp"),
-    ("*.down.weight", 1, "tp"),
-)
+if TYPE_CHECKING:
+    from parallel.mesh import Axis, Mesh
+
+AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
+    "vocab": "tp",
+    "d_model": None,
+    "heads": "tp",
+    "kv_heads": "tp",
+    "d_head": None,
+    "d_ff": "tp",
+    "shared_d_ff": "tp",
+    "experts": "ep",
+    "expert_d_ff": None,
+    "scores": None,
+}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight lies: the dim that is cut and the axis that cuts it; None: whole on every rank of the stage."""
+    """Where a logical tensor of ``shape`` lies: the dim that is cut and the axis that cuts it.
 
+    None: every rank of the stage holds it whole. Each rank of tp then sees other positions or other heads, so its
+    gradient is a summand, and is summed over tp (``is_summed_over_tp``).
+    """
+
+    shape: tuple[int, ...]
     dim: int | None
     axis: Literal["tp", "ep"] | None
 
@@ -35,32 +43,47 @@ class Place:
         """Whether it belongs to the experts, which are replicated over edp instead of dp x cp."""
         return self.axis == "ep"
 
+    @property
+    def is_summed_over_tp(self) -> bool:
+        """Whether the ranks of tp hold it whole and add up their gradients of it."""
+        return self.axis is None
 
-def place_of(name: str) -> Place:
-    """The table's row for a logical tensor."""
-    for pattern, dim, axis in CUT:
-        if fnmatchcase(name, pattern):
-            return Place(dim, axis)
-    return Place(None, None)
+    def held_box(self, mesh: "Mesh") -> Box:
+        """The elements that this rank holds. The axis's degree must divide the dim."""
+        start, size = [0] * len(self.shape), list(self.shape)
+        if self.dim is not None and self.axis is not None:
+            axis: Axis = getattr(mesh, self.axis)
+            assert self.shape[self.dim] % axis.degree == 0, (self, axis.degree)
+            size[self.dim] //= axis.degree
+            start[self.dim] = axis.rank * size[self.dim]
+        return Box(tuple(start), tuple(size))
 
+    def replicas(self, mesh: "Mesh") -> "Axis":
+        """The ranks over which ZeRO shards this tensor's state: dp x cp, or edp for experts."""
+        return mesh.edp if self.is_expert else mesh.replicas
 
-def held_box(name: str, shape: tuple[int, ...], mesh: Mesh) -> Box:
-    """The elements of the logical tensor (of ``shape``) that this rank holds."""
-    place = place_of(name)
-    start, size = [0] * len(shape), list(shape)
-    if place.dim is not None and place.axis is not None:
-        axis: Axis = getattr(mesh, place.axis)
-        assert shape[place.dim] % axis.degree == 0, (name, shape, axis.degree)
-        size[place.dim] //= axis.degree
-        start[place.dim] = axis.rank * size[place.dim]
-    return Box(tuple(start), tuple(size))
-
-
-def replicas_of(name: str, mesh: Mesh) -> Axis:
-    """The ranks over which ZeRO shards this tensor's state: dp x cp, or edp for experts."""
-    return mesh.edp if place_of(name).is_expert else mesh.replicas
+    def is_owner(self, mesh: "Mesh") -> bool:
+        """Whether this rank counts and writes its part: where the ranks of tp hold the whole, only the first does."""
+        return self.axis is not None or mesh.tp.rank == 0
 
 
-def is_owner(name: str, mesh: Mesh) -> bool:
-    """Whether this rank counts and writes its part of the tensor: where tp replicates it, only tp rank 0 does."""
-    return place_of(name).axis is not None or mesh.tp.rank == 0
+Layout = Mapping[str, Place]
+
+
+def place_of(weight: Weight, shape: tuple[int, ...]) -> Place:
+    """The place of a tensor. Raises TypeError where the table would cut two of its dims, or does not know one."""
+    unknown = [dim for dim in weight.dims if dim not in AXIS_OF]
+    if unknown:
+        raise TypeError(f"parallel.layout.AXIS_OF has no row for the dims {unknown}")
+    cut = [Place(shape, number, AXIS_OF[dim]) for number, dim in enumerate(weight.dims) if AXIS_OF[dim] is not None]
+    if len(cut) > 1:
+        raise TypeError(f"parallel.layout.AXIS_OF cuts more than one dim of {weight.dims}")
+    return cut[0] if cut else Place(shape, None, None)
+
+
+@lru_cache(maxsize=64)
+def layout_of(config: ModelConfig) -> Layout:
+    """The place of every logical parameter, in the model's order."""
+    from modeling.logical import logical_parameters  # with torch, which the table above does without
+
+    return {name: place_of(tensor.weight, tensor.shape) for name, tensor in logical_parameters(config).items()}

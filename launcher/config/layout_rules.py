@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
+from modeling.dims import units_of
+from parallel.layout import AXIS_OF
 from parallel.pipeline.rules import pipeline_problems
 
 LARGEST_DEGREE = 1024  # that a remedy names
@@ -63,16 +65,11 @@ def _check_tp(config: RunConfig) -> Iterator[str]:
 
 
 def _cut_by_tp(config: RunConfig) -> Iterator[tuple[str, int]]:
-    model = config.model
-    yield "model.n_heads", model.n_heads
-    yield "model.n_kv_heads", model.n_kv_heads
-    yield "model.vocab_size", model.vocab_size
+    for dim, unit in units_of(config.model).items():
+        if AXIS_OF[dim] == "tp":
+            yield unit.key, unit.count
     if config.parallel.cp == 1:
         yield "data.seq_len", config.data.seq_len
-    if model.moe is None or model.moe.n_dense_layers > 0:
-        yield "model.d_ff", model.d_ff
-    if model.moe is not None and model.moe.n_shared_experts > 0:
-        yield "model.moe.n_shared_experts x model.moe.d_ff", model.moe.n_shared_experts * model.moe.d_ff
 
 
 def _check_cp(config: RunConfig) -> Iterator[str]:

@@ -25,7 +25,8 @@ from launcher.prove.plain import PlainState, samples_of_step
 from launcher.prove.proof import SGD, Proof, plain_trainer
 from launcher.prove.shrink import sgd_for
 from modeling.config import ModelConfig, SequenceAuxBalance
-from parallel.layout import place_of
+from modeling.logical import logical_tensors
+from parallel.layout import layout_of
 from parallel.mesh import Degrees
 
 FIT_RESIDUAL = 1e-3  # a mixture of gradients explains another: what is left, relative to it
@@ -70,7 +71,7 @@ def degrees_of(proof: Proof) -> dict[str, int]:
 
 def axis_words(name: str, proof: Proof) -> str:
     """On which axis a tensor lies, in words."""
-    mesh, place = Degrees.of(proof.config.parallel, proof.n_ranks), place_of(name)
+    mesh, place = Degrees.of(proof.config.parallel, proof.n_ranks), layout_of(proof.config.model)[name]
     degree = 1 if place.axis is None else int(getattr(mesh, place.axis))
     cut = f"dim {place.dim} is cut by {place.axis}={degree}" if degree > 1 else "no axis cuts it"
     replicas, count = ("edp", mesh.edp) if place.is_expert else ("dp x cp", mesh.dp * mesh.cp)
@@ -202,18 +203,19 @@ def diagnose_norm(proof: Proof, step: int, theirs: Mapping[str, Tensor]) -> list
     ours, expected = proof.ranks[0].phases[SGD].steps[step].row["grad_norm"], proof.plain.sgd.steps[step].grad_norm
     if relative(ours, expected) <= LOSS_BOUND:
         return []
-    found = explain_norm(ours, theirs, groups_of(list(theirs)), degrees_of(proof))
+    found = explain_norm(ours, theirs, groups_of(list(theirs), proof.config.model), degrees_of(proof))
     told = f"step {step + 1}: the gradient norm is {ours / expected:.6f} of one process's"
     return [f"{told}: {found}" if found else told]
 
 
-def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
+def groups_of(names: Sequence[str], model: ModelConfig) -> dict[str, list[str]]:
     """Tensors that a norm may miscount together."""
+    layout, tensors = layout_of(model), logical_tensors(model)
     groups = {
         "everything": list(names),
-        "the experts": [name for name in names if place_of(name).is_expert],
-        "what no axis cuts": [name for name in names if place_of(name).axis is None],
-        "what tp cuts": [name for name in names if place_of(name).axis == "tp"],
-        "the routers": [name for name in names if name.endswith("router.weight")],
+        "the experts": [name for name in names if layout[name].is_expert],
+        "what no axis cuts": [name for name in names if layout[name].axis is None],
+        "what tp cuts": [name for name in names if layout[name].axis == "tp"],
+        "the routers": [name for name in names if "scores" in tensors[name].weight.dims],
     }
     return {title: group for title, group in groups.items() if group}

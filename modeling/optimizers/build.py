@@ -6,23 +6,22 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
+from modeling.dims import Weight
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 
-EMBEDDINGS = ("embed.weight", "head.weight")
 
-
-def decays(name: str, n_dims: int, decay_embeddings: bool) -> bool:
-    """Whether weight decay falls on this parameter: matrices only, embeddings and the head if asked for."""
-    return n_dims >= 2 and (decay_embeddings or name not in EMBEDDINGS)
+def decays(weight: Weight, decay_embeddings: bool) -> bool:
+    """Whether weight decay falls on a parameter: matrices only, embeddings and the head if asked for."""
+    return len(weight.dims) >= 2 and (decay_embeddings or "vocab" not in weight.dims)
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter, int]], config: OptimizerConfig
+    parameters: Iterable[tuple[nn.Parameter, Weight]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Two optimizer groups, with and without weight decay, from (name, parameter, dims of the logical tensor)."""
+    """Two optimizer groups, with and without weight decay, from parameters and what they are."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter, n_dims in parameters:
-        groups[decays(name, n_dims, config.decay_embeddings)].append(parameter)
+    for parameter, weight in parameters:
+        groups[decays(weight, config.decay_embeddings)].append(parameter)
     decay = {True: config.weight_decay, False: 0.0}
     return [{"params": group, "weight_decay": decay[key]} for key, group in groups.items() if group]
 

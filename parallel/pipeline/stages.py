@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from modeling.config import ModelConfig
 from modeling.context import Context
-from modeling.counts import attention_matrices, moe_matrices
+from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, DecoderLayer, Output
 from modeling.rope import rope_tables
 from parallel.pipeline.config import PipelineConfig, stage_ranks
@@ -48,18 +48,6 @@ class MicroBatch:
     tokens_BS: Tensor
     targets_BS: Tensor
     context: Context
-
-
-def layer_costs(config: ModelConfig) -> list[float]:
-    """Each layer's matrix-product parameters that a token passes through."""
-    costs = []
-    for layer in range(config.n_layers):
-        if config.moe is not None and config.is_moe_layer(layer):
-            feed_forward = moe_matrices(config, config.moe, config.moe.top_k)
-        else:
-            feed_forward = 3 * config.d_model * config.d_ff
-        costs.append(float(attention_matrices(config) + feed_forward))
-    return costs
 
 
 def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_cost: float) -> list[int]:
@@ -107,7 +95,8 @@ def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | No
     """The layers of each stage. ``layers`` gives their numbers; None: as ``even_layers`` finds them."""
     if layers is None:
         head = float(config.vocab_size * config.d_model)
-        layers = even_layers(layer_costs(config), n_stages, EMBEDDING_SHARE * head, head)
+        costs = [float(count) for count in multiplied_by_layer(config)]
+        layers = even_layers(costs, n_stages, EMBEDDING_SHARE * head, head)
     assert len(layers) == n_stages and sum(layers) == config.n_layers, "parallel.pipeline.rules refuses this"
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(layers)])]
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, Output
 from modeling.init import initial_tensor
+from modeling.logical import logical_parameters
 from modeling.optimizers.build import build_optimizer, parameter_groups, state_names
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
 from parallel.apply import build_part
 from parallel.config import ParallelConfig
-from parallel.layout import is_owner, place_of, replicas_of
+from parallel.layout import layout_of
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.gradients import GradientSums
@@ -67,6 +68,7 @@ class Engine:
         self.zero = zero = parallel.zero
         self.precision = precision
         self.model_config = model_config
+        self.layout = layout_of(model_config)
         self.clip_norm = optimizer_config.clip_norm
         self.state_names = state_names(optimizer_config)
         self.parts = rank_parts(model_config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank)
@@ -89,14 +91,12 @@ class Engine:
             install_norm(self.optimizer, self.scaled_norm)
         if precision == "fp16":
             defer_loss_scale(self.optimizer)
-        self.fragments: list[Fragment] = owned_fragments(
-            self.model, self.optimizer, zero, mesh, self.shapes.parameters, self.owns
-        )
+        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh, self.layout, self.owns)
         self.reset_states(0)
 
     def owns(self, name: str) -> bool:
         """Whether this rank counts and writes its part of a tensor that other ranks of pp or tp hold as well."""
-        return is_owner(name, self.mesh) and not (name == TIED and self.holds_second_copy)
+        return self.layout[name].is_owner(self.mesh) and not (name == TIED and self.holds_second_copy)
 
     def open_pipeline(self, pipeline: PipelineConfig, micro_batch_size: int, seq_len: int) -> None:
         """Makes ``run_pipeline`` and ``evaluate`` work under pp; afterwards ``backward`` is not used."""
@@ -137,11 +137,12 @@ class Engine:
 
     def optimizer_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """The optimizer's groups, experts apart from the rest where DeepSpeed replicates them over other ranks."""
-        named = [(name, weight, len(self.shapes.parameters[name])) for name, weight in self.model.named_parameters()]
+        tensors = logical_parameters(self.model_config)
+        named = [(self.layout[name], (weight, tensors[name].weight)) for name, weight in self.model.named_parameters()]
         if not experts_are_separate(self.mesh):
-            return parameter_groups(named, config)
-        experts = parameter_groups([row for row in named if place_of(row[0]).is_expert], config)
-        dense = parameter_groups([row for row in named if not place_of(row[0]).is_expert], config)
+            return parameter_groups([row for _, row in named], config)
+        experts = parameter_groups([row for place, row in named if place.is_expert], config)
+        dense = parameter_groups([row for place, row in named if not place.is_expert], config)
         marked = [{**group, "name": EXPERTS, "moe": True} for group in experts]
         return [{**group, "name": f"dense_{number}"} for number, group in enumerate(dense)] + marked
 
@@ -183,7 +184,7 @@ class Engine:
         if self.zero > 0:
             return zero_gradients(self.optimizer, lambda parameter: id(parameter) not in self.uncounted)
         named = self.model.named_parameters()
-        shares = {weight: self.owns(name) / replicas_of(name, self.mesh).degree for name, weight in named}
+        shares = {weight: self.owns(name) / self.layout[name].replicas(self.mesh).degree for name, weight in named}
         return [(weight, weight.grad, share) for weight, share in shares.items() if weight.grad is not None]
 
     def scaled_norm(self) -> Tensor:
@@ -293,7 +294,7 @@ class Engine:
             case 0:  # each rank holds every weight and its states whole, but wrote only its share
                 for name, weight in self.model.named_parameters():
                     for whole in (weight, *(self.base.state[weight][state] for state in self.state_names)):
-                        gather_replicated(whole, replicas_of(name, self.mesh))
+                        gather_replicated(whole, self.layout[name].replicas(self.mesh))
             case 1 | 2:
                 self.optimizer.update_lp_params()
             case _:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.checkpoint.boxes import Box, boxes_of_range
-from parallel.layout import held_box, replicas_of
+from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 
 
@@ -53,24 +53,24 @@ def owned_fragments(
     optimizer: Any,
     zero: int,
     mesh: Mesh,
-    shapes: dict[str, tuple[int, ...]],
+    layout: Layout,
     owns: Callable[[str], bool],
 ) -> list[Fragment]:
     """This rank's fragments, in the model's order. Those of owners cover each logical tensor exactly once.
 
-    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage, ``shapes`` the logical tensors' shapes, and
-    ``owns`` says which of several ranks with the same elements counts and writes them.
+    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage, and ``owns`` says which of several ranks
+    with the same elements counts and writes them.
     """
     fragments = []
     for name, parameter in model.named_parameters():
-        place = _find(name, parameter, optimizer, zero, replicas_of(name, mesh))
-        if place is not None:
-            held = held_box(name, shapes[name], mesh)
-            fragments.append(Fragment(name, shapes[name], held, *place, is_owner=owns(name)))
+        place = layout[name]
+        found = _find(parameter, optimizer, zero, place.replicas(mesh))
+        if found is not None:
+            fragments.append(Fragment(name, place.shape, place.held_box(mesh), *found, is_owner=owns(name)))
     return fragments
 
 
-def _find(name: str, parameter: Any, optimizer: Any, zero: int, axis: Axis) -> tuple[int, int, Tensor, int] | None:
+def _find(parameter: Any, optimizer: Any, zero: int, axis: Axis) -> tuple[int, int, Tensor, int] | None:
     """The parameter's start, numel, flat tensor and offset in it; None where nothing of it lies on this rank."""
     match zero:
         case 0:

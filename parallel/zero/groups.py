@@ -11,7 +11,7 @@ from torch import nn
 
 from modeling.decoder import Decoder
 from modeling.moe import MoE
-from parallel.layout import place_of
+from parallel.layout import Place
 from parallel.mesh import Mesh
 
 EXPERTS = "roundtable_experts"  # the experts' group, by the name under which DeepSpeed finds it
@@ -94,9 +94,8 @@ def register_expert_groups(mesh: Mesh) -> None:
         registry[EXPERTS] = value
 
 
-def mark_parameter(name: str, parameter: nn.Parameter, mesh: Mesh, zero: int) -> None:
+def mark_parameter(parameter: nn.Parameter, place: Place, mesh: Mesh, zero: int) -> None:
     """Sets the attributes by which DeepSpeed tells tp shards and experts from the rest, before it sees them."""
-    place = place_of(name)
     marks: dict[str, Any] = {}
     if place.is_expert and experts_are_separate(mesh):
         marks |= {"allreduce": False, "group_name": EXPERTS}

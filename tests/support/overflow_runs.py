@@ -8,7 +8,6 @@ import torch
 
 from launcher.config.tree import RunConfig
 from layout_runs import RankResult, rank_result
-from parallel.layout import held_box
 
 FIRST_OVERFLOW = 2  # the step in which rank 0's gradient overflows; rank r's does r steps later
 KINDS = (".experts.", "norm", "embed.weight", "router")  # of weights whose gradients overflow, in turn
@@ -96,10 +95,7 @@ def held_weights(engine: Any) -> dict[tuple[str, tuple[int, ...]], str]:
 
     named = list(engine.model.named_parameters())
     with deepspeed.zero.GatheredParameters([weight for _, weight in named], enabled=engine.zero == 3):
-        return {
-            (name, tuple(held_box(name, engine.shapes.parameters[name], engine.mesh).start)): _hash(weight)
-            for name, weight in named
-        }
+        return {(name, tuple(engine.layout[name].held_box(engine.mesh).start)): _hash(weight) for name, weight in named}
 
 
 def _hash(weight: torch.Tensor) -> str:

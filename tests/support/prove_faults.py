@@ -223,7 +223,7 @@ def plant(title: str) -> None:
             import modeling.optimizers.build as build
 
             decays = build.decays
-            build.decays = lambda name, n_dims, *rest: n_dims == 1 or decays(name, n_dims, *rest)
+            build.decays = lambda weight, *rest: len(weight.dims) == 1 or decays(weight, *rest)
         case "an overflow that one rank does not see":
             if rank > 0:
                 overlook_overflows()

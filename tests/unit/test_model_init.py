@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.config import ModelConfig
+from modeling.config import ModelConfig, MoEConfig
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import initial_tensor, materialize
 from small_models import FAMILIES, Family, example_config, tensors_of
@@ -77,7 +77,7 @@ def test_tied_weights_are_one_parameter() -> None:
 
 def test_spread() -> None:
     """Normal with init_std, and smaller where a matrix writes to the residual stream."""
-    config = replace(ModelConfig(), init_std=0.02, n_layers=8)
+    config = replace(ModelConfig(moe=MoEConfig()), init_std=0.02, n_layers=8)
     q = initial_tensor(config, 0, "layers.0.attention.q.weight", (400, 400))
     o = initial_tensor(config, 0, "layers.0.attention.o.weight", (400, 400))
     down = initial_tensor(config, 0, "layers.0.feed_forward.experts.down", (4, 200, 200))

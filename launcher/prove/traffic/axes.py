@@ -4,7 +4,6 @@ from fractions import Fraction
 
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import zero_traffic
-from parallel.layout import place_of
 from parallel.pipeline.volume import sent_bytes
 from parallel.processes.stop import STOP_SIGNALS
 
@@ -40,7 +39,7 @@ def tp_traffic(step: Step) -> list[Traffic]:
     gathers = blocks + repeated + head + blocks + embedding
     scatters = blocks + repeated - last_sums + embedding + blocks + head
     tokens = step.micro_batch_size * step.positions
-    replicated = sum(n_elements for name, n_elements in step.weights.items() if place_of(name).axis is None)
+    replicated = sum(n_elements for name, n_elements in step.weights.items() if step.layout[name].axis is None)
 
     def term(what: str, collective: Collective, n_bytes: int) -> Traffic:
         return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))

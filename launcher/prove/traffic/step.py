@@ -6,7 +6,6 @@ and an all-to-all of equal parts, and what leaves the rank for an all-to-all of 
 it is the mean over the ranks, a fraction. An axis of degree 1 sends nothing.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,10 +16,11 @@ import torch
 
 from modeling.config import ModelConfig
 from modeling.decoder import build_decoder
+from modeling.logical import LogicalTensor, logical_tensors
 from modeling.optimizers.build import decays
 from modeling.optimizers.config import OptimizerConfig
 from parallel.config import ParallelConfig
-from parallel.layout import place_of
+from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Degrees
 from parallel.pipeline.stages import Part, keep_parts, rank_parts
 
@@ -112,22 +112,28 @@ class Step:
     @cached_property
     def weights(self) -> dict[str, int]:
         """Elements that this rank computes with of each weight of its stages."""
-        return {name: math.prod(shape) // self._cut(name) for name, shape in self._shapes.items()}
+        return {name: self.tensors[name].numel // self._cut(place) for name, place in self.layout.items()}
 
     @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
+    def layout(self) -> Layout:
+        """Where each weight of its stages lies, in the model's order."""
         with torch.device("meta"):
             model = build_decoder(self.model)
         keep_parts(model, self.parts)
-        return {name: weight.shape for name, weight in model.named_parameters()}
+        layout = layout_of(self.model)
+        return {name: layout[name] for name, _ in model.named_parameters()}
 
-    def _cut(self, name: str) -> int:
-        axis = place_of(name).axis
-        return 1 if axis is None else int(getattr(self.parallel, axis))
+    @property
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        """What each weight is."""
+        return logical_tensors(self.model)
+
+    def _cut(self, place: Place) -> int:
+        return 1 if place.axis is None else int(getattr(self.parallel, place.axis))
 
     def decays(self, name: str) -> bool:
         """Whether weight decay falls on a weight: what divides the optimizer's groups."""
-        return decays(name, len(self._shapes[name]), self.optimizer.decay_embeddings)
+        return decays(self.tensors[name].weight, self.optimizer.decay_embeddings)
 
     def forwards(self, half: Literal["attention", "feed_forward"]) -> int:
         """How often half a layer's forward pass runs for one micro-batch, recomputation included."""

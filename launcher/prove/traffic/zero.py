@@ -1,10 +1,8 @@
 """What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
-from parallel.layout import place_of
 from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.stages import Part
 from parallel.sizes import DEFAULT_SIZES
@@ -30,7 +28,7 @@ def replicated(step: Step) -> list[tuple[str, int, list[str]]]:
     """
     degrees = step.degrees
     is_separate = degrees.ep != degrees.tp
-    experts = [name for name in step.weights if place_of(name).is_expert and is_separate]
+    experts = [name for name in step.weights if step.layout[name].is_expert and is_separate]
     dense = [name for name in step.weights if name not in experts]
     return [("replicas", degrees.dp * degrees.cp, dense), ("edp", degrees.edp, experts)]
 
@@ -93,10 +91,11 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
     A forward pass gathers the weight and drops it. So does a backward pass, but of two in a row the second drops
     nothing: the hook counts forward passes. Recomputation is a forward pass within a backward one.
     """
-    layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    layer = step.tensors[name].layer
     stage = next(part.stage for part in step.parts if layer in part.layers or (layer is None and is_end(part, name)))
     is_embedding = name == EMBEDDING and step.has_embedding
-    is_recomputed = layer is not None and step.forwards(half_of(name)) > 1
+    half = step.tensors[name].half
+    is_recomputed = layer is not None and half is not None and step.forwards(half) > 1
     repeats = int(is_recomputed and not is_last_of_layer(step, layer, name))
     is_whole, follows_backward = is_small, False
     count = int(is_small)  # after the update
@@ -107,11 +106,6 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
         is_whole = action.kind == "B" and (is_embedding or (follows_backward and not is_recomputed))
         follows_backward = action.kind == "B"
     return count
-
-
-def half_of(name: str) -> Literal["attention", "feed_forward"]:
-    """The half of its layer that a weight is in."""
-    return "feed_forward" if ".feed_forward" in name else "attention"
 
 
 def is_end(part: Part, name: str) -> bool:
@@ -125,4 +119,5 @@ def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
     Experts never are: their output is put back among the padding, under ZeRO 3 where there is none, too, and that
     saves a tensor, at which recomputation begins before their backward pass.
     """
-    return (".shared.down." if layer in step.moe_layers else ".down.") in name
+    width = "shared_d_ff" if layer in step.moe_layers else "d_ff"
+    return step.tensors[name].weight.dims == ("d_model", width)

@@ -1,0 +1,93 @@
+"""The names of the weights' dims: what a weight is, stated where it is made. No torch.
+
+A module that makes a weight or a buffer states it beside it, under the same name::
+
+    self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+    self.stated = {"weight": Weight(("vocab", "d_model"))}
+
+How the model is cut, counted, initialized and decayed follows from these names, and from nothing else about a weight.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from modeling.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Dim = Literal[
+    "vocab",  # vocab_size
+    "d_model",
+    "heads",  # n_heads times the channels of a head
+    "kv_heads",  # n_kv_heads times the channels of a head
+    "d_head",
+    "d_ff",
+    "shared_d_ff",  # n_shared_experts times moe.d_ff
+    "experts",  # one entry an expert
+    "expert_d_ff",
+    "scores",  # the router's outputs, one an expert: never cut, since every token is scored against every expert
+]
+DIMS: tuple[Dim, ...] = get_args(Dim)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What one tensor of a module is.
+
+    ``init`` is how it starts: "normal" with deviation init_std; "residual", the same divided by sqrt(2 n_layers), for
+    matrices that write to the residual stream (GPT-2, section 2.3); "ones"; "zeros".
+    """
+
+    dims: tuple[Dim, ...]
+    init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a dim is made of: ``count`` equal units, set in the config by ``key``. A rank gets whole ones."""
+
+    key: str
+    count: int
+
+
+def units_of(config: ModelConfig) -> dict[Dim, Unit]:
+    """The units of the dims that an axis may cut, for those dims that this model has."""
+    units: dict[Dim, Unit] = {
+        "heads": Unit("model.n_heads", config.n_heads),
+        "kv_heads": Unit("model.n_kv_heads", config.n_kv_heads),
+        "vocab": Unit("model.vocab_size", config.vocab_size),
+    }
+    moe = config.moe
+    if config.n_moe_layers < config.n_layers:
+        units["d_ff"] = Unit("model.d_ff", config.d_ff)
+    if moe is not None:
+        units["experts"] = Unit("model.moe.n_experts", moe.n_experts)
+        if moe.n_shared_experts > 0:
+            key = "model.moe.n_shared_experts x model.moe.d_ff"
+            units["shared_d_ff"] = Unit(key, moe.n_shared_experts * moe.d_ff)
+    return units
+
+
+def stated_weights(model: "nn.Module") -> dict[str, Weight]:
+    """What each parameter and buffer of ``model`` is, by its full name, parameters first. A tied one appears once.
+
+    Raises TypeError where a module does not state one of its tensors, or states dims that do not fit it.
+    """
+    found: dict[str, Weight] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        prefix, _, own = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        stated: Mapping[str, Weight] = getattr(module, "stated", {})
+        told = f"{name}: {type(module).__name__}"
+        if own not in stated:
+            raise TypeError(f"{told} does not state what {own} is; add it to `stated` (modeling.dims)")
+        weight = stated[own]
+        unknown = [dim for dim in weight.dims if dim not in DIMS]
+        if unknown:
+            raise TypeError(f"{told} names dims {unknown}, which modeling.dims.Dim does not have")
+        if len(weight.dims) != tensor.ndim:
+            raise TypeError(f"{told} names dims {weight.dims} of a tensor of shape {tuple(tensor.shape)}")
+        found[name] = weight
+    return found

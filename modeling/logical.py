@@ -1,0 +1,90 @@
+"""The logical tensors of a model: every weight and buffer under its full name, as if nothing were parallel."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import nn
+
+from modeling.config import ModelConfig
+from modeling.decoder import Decoder, DecoderLayer, build_decoder
+from modeling.dims import Weight, stated_weights
+
+Half = Literal["attention", "feed_forward"]
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """What one tensor is, its whole shape, and where in the decoder it works."""
+
+    weight: Weight
+    shape: tuple[int, ...]
+    is_buffer: bool  # not trained by gradients: a router's bias
+    layer: int | None  # None: the embedding, the final norm or the head
+    half: Half | None  # of its layer; the norm before a half belongs to it
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is a stack of experts."""
+        return "experts" in self.weight.dims
+
+
+@lru_cache(maxsize=64)
+def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
+    """Every logical tensor of the model: parameters in the model's order, then buffers. Not to be changed.
+
+    One layer of each kind (``ModelConfig.layer_kind``) is built and stands for all of it. Raises TypeError where a
+    module does not state what one of its tensors is.
+    """
+    examples = {config.layer_kind(layer): layer for layer in reversed(range(config.n_layers))}
+    with torch.device("meta"):
+        model = build_decoder(config, layers=sorted(examples.values()))
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    places = _places(model)
+    within: dict[int, list[tuple[str, LogicalTensor]]] = {layer: [] for layer in examples.values()}
+    found: dict[str, LogicalTensor] = {}
+    for name, weight in stated_weights(model).items():
+        tensor, (layer, half) = tensors[name], places.get(name, (None, None))
+        row = LogicalTensor(weight, tuple(tensor.shape), not isinstance(tensor, nn.Parameter), layer, half)
+        if layer is None:
+            found[name] = row
+        else:
+            within[layer].append((name.removeprefix(f"layers.{layer}."), row))
+    for layer in range(config.n_layers):
+        for name, row in within[examples[config.layer_kind(layer)]]:
+            found[f"layers.{layer}.{name}"] = replace(row, layer=layer)
+    ends = [name for name, row in found.items() if row.layer is None]
+    return {name: found[name] for name in sorted(found, key=lambda name: _order(found[name], name == ends[0]))}
+
+
+def logical_parameters(config: ModelConfig) -> dict[str, LogicalTensor]:
+    """Those that gradients train, in the model's order."""
+    return {name: tensor for name, tensor in logical_tensors(config).items() if not tensor.is_buffer}
+
+
+def _order(tensor: LogicalTensor, is_first: bool) -> tuple[bool, float]:
+    """Parameters before buffers; of these the embedding, the layers by number, the final norm and the head."""
+    if tensor.layer is not None:
+        return tensor.is_buffer, tensor.layer
+    return tensor.is_buffer, -math.inf if is_first else math.inf
+
+
+def _places(model: Decoder) -> dict[str, tuple[int, Half]]:
+    """The layer and the half of each tensor that belongs to a layer, by its full name."""
+    found: dict[str, tuple[int, Half]] = {}
+    for number, layer in model.layers.items():
+        assert isinstance(layer, DecoderLayer)
+        halves: dict[str, Half] = {"attention_norm": "attention", "attention": "attention"}
+        for child, module in layer.named_children():
+            half = halves.get(child, "feed_forward")
+            for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                found[f"layers.{number}.{child}.{name}"] = (layer.layer, half)
+    return found

@@ -1,0 +1,128 @@
+"""Named dims: every weight of every family states its own, one table says what cuts them, and nothing is told twice."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+from launcher.config.layout_rules import check_layout
+from layout_runs import run_config
+from modeling.attention import Attention
+from modeling.config import ModelConfig
+from modeling.decoder import build_decoder
+from modeling.dims import DIMS, Weight, stated_weights, units_of
+from modeling.logical import logical_parameters, logical_tensors
+from parallel.config import ParallelConfig
+from parallel.layout import AXIS_OF, Place, layout_of, place_of
+from small_models import example_config
+
+FAMILIES = {family: example_config(family) for family in get_args(get_type_hints(ModelConfig)["family"])}
+MODELS = {**FAMILIES, **{f"{name}, tied": replace(model, tie_embeddings=True) for name, model in FAMILIES.items()}}
+
+
+def test_the_table_has_a_row_for_every_dim():
+    assert list(AXIS_OF) == list(DIMS)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_weight_has_known_dims_and_a_place(model):
+    tensors = logical_tensors(model)
+    assert {dim for tensor in tensors.values() for dim in tensor.weight.dims} <= set(DIMS)
+    assert list(layout_of(model)) == list(logical_parameters(model))
+    for name, tensor in logical_parameters(model).items():
+        place = place_of(tensor.weight, tensor.shape)
+        assert place == layout_of(model)[name]
+        assert place.is_summed_over_tp == (place.axis is None)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_layers_of_a_kind_are_built_alike(model):
+    """One layer stands for all of its kind; here each is built."""
+    with torch.device("meta"):
+        whole = build_decoder(model)
+    built = [(name, tuple(each.shape)) for name, each in (*whole.named_parameters(), *whole.named_buffers())]
+    assert [(name, tensor.shape) for name, tensor in logical_tensors(model).items()] == built
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_cut_dim_is_made_of_the_units_that_the_config_sets(model):
+    """So a degree that divides the units' number divides the dim, and no head is torn."""
+    units = units_of(model)
+    cut = {
+        (dim, size)
+        for tensor in logical_parameters(model).values()
+        for dim, size in zip(tensor.weight.dims, tensor.shape, strict=True)
+        if AXIS_OF[dim] is not None
+    }
+    assert {dim for dim, _ in cut} == set(units)
+    assert all(size % units[dim].count == 0 for dim, size in cut)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_dim_has_one_size(model):
+    sizes: dict[str, set[int]] = {}
+    for tensor in logical_tensors(model).values():
+        for dim, size in zip(tensor.weight.dims, tensor.shape, strict=True):
+            sizes.setdefault(dim, set()).add(size)
+    assert {dim: size for dim, size in sizes.items() if len(size) > 1} == {}
+
+
+def test_a_stated_init_is_what_it_says():
+    inits = {name: tensor.weight.init for name, tensor in logical_tensors(FAMILIES["glm4_moe"]).items()}
+    last = max(tensor.layer or 0 for tensor in logical_tensors(FAMILIES["glm4_moe"]).values())
+    prefix = f"layers.{last}."
+    assert inits["final_norm.weight"] == "ones" and inits["embed.weight"] == "normal"
+    assert inits[f"{prefix}attention.o.weight"] == inits[f"{prefix}feed_forward.experts.down"] == "residual"
+
+
+class Nameless(Attention):
+    """With a matrix that nobody has named."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mix = nn.Parameter(torch.empty(3, 3))
+
+
+def test_planted_weight_without_dims_is_an_error_when_the_model_is_built(monkeypatch):
+    monkeypatch.setattr("modeling.attention.Attention", Nameless)
+    with pytest.raises(TypeError, match=r"layers\.0\.attention\.mix: Nameless does not state what mix is"):
+        logical_tensors(replace(FAMILIES["llama"], rope_theta=12345.0))  # not one that is known already
+
+
+def test_planted_dims_that_do_not_fit_are_errors():
+    model = build_decoder(FAMILIES["llama"])
+    model.embed.stated = {"weight": Weight(("vocab",))}
+    with pytest.raises(TypeError, match=r"embed\.weight: Embedding names dims \('vocab',\) of a tensor of shape"):
+        stated_weights(model)
+    model.embed.stated = {"weight": Weight(("vocab", "width"))}  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"names dims \['width'\], which modeling.dims.Dim does not have"):
+        stated_weights(model)
+
+
+def test_planted_weight_that_two_axes_would_cut_is_an_error():
+    with pytest.raises(TypeError, match="more than one dim"):
+        place_of(Weight(("experts", "d_ff", "d_model")), (4, 8, 8))
+    with pytest.raises(TypeError, match="no row for the dims"):
+        place_of(Weight(("width",)), (4,))  # type: ignore[arg-type]
+
+
+def test_a_place():
+    assert place_of(Weight(("d_model", "heads"), "residual"), (8, 16)) == Place((8, 16), 1, "tp")
+    assert place_of(Weight(("scores", "d_model")), (8, 16)) == Place((8, 16), None, None)
+
+
+def test_degrees_must_divide_what_the_table_cuts(tmp_path):
+    config = run_config("tokens", model=replace(FAMILIES["llama"], n_heads=6, n_kv_heads=3, d_ff=35))
+    config = replace(config, parallel=ParallelConfig(tp=4))
+    lines = [line for line in check_layout(config, 4) if " must divide " in line]
+    told = {line.split(" must divide ")[1].partition("=")[0] for line in lines}
+    assert {"model.n_heads", "model.n_kv_heads", "model.d_ff"} <= told
+
+
+def test_the_table_needs_no_torch():
+    code = "import sys, parallel.layout, modeling.dims; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
