@@ -1,8 +1,8 @@
 """From the built model and the mesh to this rank's part of it, in a written order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,11 @@ from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
 from parallel.context_parallel.core import make_core
 from parallel.expert import make_dispatch
-from parallel.layout import Layout, layout_of
+from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Mesh
 from parallel.pipeline.stages import keep_parts, rank_parts
 from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
-from parallel.zero.groups import experts_are_separate, mark_parameter, pose_as_deepspeed_moe
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,15 @@ def build_part(
     config: ModelConfig,
     parallel: ParallelConfig,
     dtype: torch.dtype,
-    deepspeed_config: dict[str, Any],
+    adopt: Callable[[nn.Parameter, Place], None],
     sizes: Sizes,
 ) -> tuple[Decoder, Shapes]:
     """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
 
-    1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table,
-    and made one by one (under ZeRO 3 partitioned at once); 3. tensor parallelism; 4. context parallelism's attention
-    core; 5. expert parallelism, and sums over the ranks that share sequences. ``sizes`` cut the work of 3. to 5.
+    1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
+    made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. context
+    parallelism's attention core; 5. expert parallelism, and sums over the ranks that share sequences. ``sizes`` cut the
+    work of 3. to 5.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -55,7 +55,7 @@ def build_part(
         {name: tuple(buffer.shape) for name, buffer in model.named_buffers()},
     )
     keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
-    make_weights(model, layout_of(config), mesh, parallel.zero, dtype, deepspeed_config)
+    make_weights(model, layout_of(config), mesh, dtype, adopt)
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
     for module in model.modules():
@@ -65,29 +65,18 @@ def build_part(
             connect_experts(module, mesh, sizes.row_multiple)
         if isinstance(module, Head):
             module.chunk_logits = sizes.chunk_logits
-    if experts_are_separate(mesh) and parallel.zero < 3:
-        pose_as_deepspeed_moe(model, mesh)
     return model, shapes
 
 
 def make_weights(
-    model: Decoder, layout: Layout, mesh: Mesh, zero: int, dtype: torch.dtype, deepspeed_config: dict[str, Any]
+    model: Decoder, layout: Layout, mesh: Mesh, dtype: torch.dtype, adopt: Callable[[nn.Parameter, Place], None]
 ) -> None:
-    """Replaces each meta weight by zeros in the shape that this rank holds, marked for DeepSpeed."""
-    partition: Any = None
-    if zero == 3:
-        import deepspeed
-
-        partition = deepspeed.zero.Init(
-            data_parallel_group=mesh.replicas.group, config_dict_or_path=deepspeed_config, dtype=dtype
-        )
+    """Replaces each meta weight by zeros in the shape that this rank holds; ``adopt`` takes each as it is made."""
 
     def zeros(name: str, shape: torch.Size) -> nn.Parameter:
         place = layout[name]
         parameter = nn.Parameter(torch.zeros(place.held_box(mesh).shape, dtype=dtype, device=mesh.device))
-        mark_parameter(parameter, place, mesh, zero)
-        if partition is not None:
-            partition._convert_to_zero_parameters([parameter])
+        adopt(parameter, place)
         return parameter
 
     fill(model, zeros, mesh.device)

@@ -33,7 +33,7 @@ from parallel.checkpoint.retention import Retention
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.processes.stop import StopRequest
 from parallel.sizes import DEFAULT_SIZES, Sizes
-from parallel.zero.engine import StepResult
+from parallel.zero.engine import Engine, StepResult
 
 PROGRESS = "progress.txt"  # in the proof's folder: one line for each thing that rank 0 begins
 LAYOUT_CHECKPOINTS = "layout"  # where the layout saves, and
@@ -211,6 +211,22 @@ class Teller:
                 file.write(f"{self.phase}: {what}\n")
 
 
+class WatchedEngine(Engine):
+    """The real engine, which copies the gradients of each step before it applies or drops them."""
+
+    pieces_of_gradients: list[Piece]  # of the last step
+
+    def step(self, lr: float) -> StepResult:
+        """The engine's step."""
+        self.pieces_of_gradients = gradient_pieces(self)
+        return super().step(lr)
+
+    def discard(self) -> StepResult:
+        """The end of a step that is dropped: one in whose batch no target counts."""
+        self.pieces_of_gradients = gradient_pieces(self)
+        return super().discard()
+
+
 class PhaseRank:
     """The real engine and the real loop's step, watched: the batches read, the routers' choices, the gradients."""
 
@@ -222,30 +238,19 @@ class PhaseRank:
         self.heldout = WatchedDataset.watching(open_dataset(config.data, split="heldout", **opened))
         self.read_from = self.dataset
         self.evaluations: dict[str, EvaluationSeen] = {}
-        self.engine = build_engine(config, mesh, plan.sizes)
+        engine = build_engine(config, mesh, plan.sizes, WatchedEngine)
+        assert isinstance(engine, WatchedEngine)
+        self.engine = engine
         self.state = TrainState()
         self.replayed = Replayed()
         self.positions = positions_between_layers(config.data.seq_len, mesh)
         self.replay = ChoiceReplay(self.engine.model, self.held_tokens, self.replayed)
-        self.gradients: list[Piece] = []
-        self.apply, self.drop = self.engine.step, self.engine.discard
-        self.engine.step, self.engine.discard = self.capture_and_apply, self.capture_and_drop
 
     def held_tokens(self, number: int) -> HeldTokens:
         """The tokens of the step's micro-batch ``number`` at the positions held between layers."""
         samples, batch = self.read_from.reads[number]
         documents_BS = torch.from_numpy(batch.documents_BS)
         return HeldTokens(samples.tolist(), self.positions, documents_BS[:, self.positions])
-
-    def capture_and_apply(self, lr: float) -> StepResult:
-        """The engine's step, the gradients copied before."""
-        self.gradients = gradient_pieces(self.engine)
-        return self.apply(lr)
-
-    def capture_and_drop(self) -> StepResult:
-        """The same of a step that is dropped: one in whose batch no target counts."""
-        self.gradients = gradient_pieces(self.engine)
-        return self.drop()
 
     def step(self, choices: StepChoices | None, tie_bound: float | None = None) -> StepSeen:
         """One update by the real loop's step, compared with the reference's choices (the plan's bound for ties)."""
@@ -257,7 +262,7 @@ class PhaseRank:
             for indices, batch in self.dataset.reads
             for number, sample in enumerate(indices)
         }
-        return StepSeen(row, self.gradients, samples)
+        return StepSeen(row, self.engine.pieces_of_gradients, samples)
 
     def step_watched(self, choices: StepChoices | None) -> StepSeen:
         """The same, with the outputs of the modules."""
@@ -292,9 +297,9 @@ class PhaseRank:
         for fragment in self.engine.fragments:
             for kind, piece in self.engine.pieces(fragment).items():
                 state[f"{kind} of {fragment.name}"] = piece.clone()
+        for name, kept in self.engine.kept_weights().items():
+            state[name] = kept.clone()
         for name, weight in self.engine.model.named_parameters():
-            held = getattr(weight, "ds_tensor", weight)  # of a weight that ZeRO 3 cuts, this rank's part
-            state[name] = held.detach().clone()
             state[f"gradient of {name}"] = None if weight.grad is None else weight.grad.clone()
         return state
 

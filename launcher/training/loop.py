@@ -191,9 +191,11 @@ def open_retention(checkpoint: CheckpointConfig) -> Retention:
     return Retention(checkpoint.keep_last, checkpoint.keep_every_steps, checkpoint.keep_best)
 
 
-def build_engine(config: RunConfig, mesh: Mesh, sizes: Sizes = DEFAULT_SIZES) -> Engine:
+def build_engine(
+    config: RunConfig, mesh: Mesh, sizes: Sizes = DEFAULT_SIZES, engine_class: type[Engine] = Engine
+) -> Engine:
     """The model under its layout and precision, weights not yet set. All ranks call it."""
-    engine = Engine(
+    engine = engine_class(
         mesh,
         config.model,
         config.optimizer,

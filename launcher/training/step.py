@@ -88,21 +88,18 @@ def accumulate_gradients(
     """
     mesh = engine.mesh
     n_targets, n_tokens = dataset.count(indices)
-    scale = engine.loss_scale * mesh.replicas.degree  # DeepSpeed averages gradients over dp x cp
     mine = share_of_batch(indices, micro_batch_size, mesh)
-    # Under ZeRO 3 each module's backward pass communicates, in the order of the graph: it must be one on all ranks, and
-    # recomputation begins where something was saved first, which the way around padding does before the experts.
-    scales, same_graph = (scale / len(indices), scale / n_tokens), engine.zero == 3
-    loss_scale = scale / max(1, n_targets)
+    weight, scales = 1 / max(1, n_targets), (engine.loss_factor / len(indices), engine.loss_factor / n_tokens)
+    same_graph = engine.needs_equal_graphs  # the way around padding saves something before the experts
     batches = (read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph) for part in mine)
     sums = Sums(engine.model_config)
     if engine.pipeline is not None:
-        for output in engine.run_pipeline(list(batches), loss_scale):
+        for output in engine.run_pipeline(list(batches), weight):
             sums.add(output)
         return sums.over_ranks(mesh, stop)
     for number, batch in enumerate(batches):
         output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
-        engine.backward(output.loss * loss_scale, last=number == len(mine) - 1)
+        engine.backward(output.loss, weight, last=number == len(mine) - 1)
         sums.add(output)
     return sums.over_ranks(mesh, stop)
 

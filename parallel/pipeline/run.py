@@ -89,11 +89,10 @@ class Pipeline:
     ) -> list[Output]:
         """Forward and backward of all micro-batches; leaves the sums of their gradients in the weights' ``.grad``.
 
-        What is differentiated is the sum of the targets' cross-entropies times ``scale`` (1 / targets of the global
-        batch, times loss scale, times ranks over which gradients are averaged), plus the auxiliary losses as the
-        contexts weigh them. ``after_backward`` is told each time one micro-batch's gradients of a stage's weights are
-        complete. Returns what this rank saw of each micro-batch: its layers' statistics, and the loss where the head
-        is. All ranks call it.
+        What is differentiated is the sum of the targets' cross-entropies times ``scale``, plus the auxiliary losses as
+        the contexts weigh them. ``after_backward`` is told each time one micro-batch's gradients of a stage's weights
+        are complete. Returns what this rank saw of each micro-batch: its layers' statistics, and the loss where the
+        head is. All ranks call it.
         """
         count = len(micro_batches)
         if count != self.n_micro_batches:

@@ -31,9 +31,7 @@ PRELOAD = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "parallel.processes.preloaded",
+    "parallel.zero.patches",
 ]
 
 

@@ -4,40 +4,35 @@
 ``Engine.backward`` for each micro-batch. Gradients accumulate and reduce in fp32.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from modeling.config import ModelConfig
-from modeling.decoder import Decoder, Output
+from modeling.decoder import Output
 from modeling.init import initial_tensor
-from modeling.logical import logical_parameters
-from modeling.optimizers.build import build_optimizer, parameter_groups, state_names
+from modeling.logical import logical_tensors
+from modeling.optimizers.build import build_optimizer, state_names
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
 from parallel.apply import build_part
 from parallel.config import ParallelConfig
 from parallel.layout import layout_of
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 from parallel.pipeline.config import PipelineConfig, stage_ranks
-from parallel.pipeline.gradients import GradientSums
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.stages import MicroBatch, is_second_copy, rank_parts, tied_weight
 from parallel.pipeline.tied import add_other_copy
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.fragments import Fragment, make_states, owned_fragments
-from parallel.zero.groups import EXPERTS, Mpu, experts_are_separate, register_expert_groups
-from parallel.zero.norm import Gradient, global_norm, install_norm, zero_gradients
+from parallel.zero.groups import optimizer_groups
+from parallel.zero.norm import global_norm
+from parallel.zero.sharding import Precision, sharding_for
+from parallel.zero.weights import describe_weights
 
-INITIAL_LOSS_SCALE_POWER = 16
-TIED = "embed.weight"  # a tied embedding's name, which the head's copy on another stage bears too
-LOSS_SCALE_WINDOW = 1000  # steps without overflow before the scale doubles
+Gradient = tuple[nn.Parameter, Tensor, float]  # a weight, what this rank holds of its gradient, and its share
 
 
 @dataclass
@@ -59,44 +54,36 @@ class Engine:
         optimizer_config: OptimizerConfig,
         *,
         parallel: ParallelConfig,
-        precision: Literal["fp32", "bf16", "fp16"],
+        precision: Precision,
         micro_batch_size: int,
         sizes: Sizes = DEFAULT_SIZES,
     ) -> None:
         self.mesh = mesh
         self.sizes = sizes
-        self.zero = zero = parallel.zero
+        self.zero = parallel.zero  # for records; what follows from it is the sharding's
         self.precision = precision
         self.model_config = model_config
         self.layout = layout_of(model_config)
-        self.clip_norm = optimizer_config.clip_norm
         self.state_names = state_names(optimizer_config)
         self.parts = rank_parts(model_config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank)
         self.holds_second_copy = model_config.tie_embeddings and is_second_copy(self.parts)
         self.pipeline: Pipeline | None = None
-        self.sums: GradientSums | None = None
         self.ends: list[int] = []
-        config = deepspeed_config(zero, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
-        register_expert_groups(mesh)
-        self.model, self.shapes = build_part(mesh, model_config, parallel, DTYPES[precision], config, sizes)
-        self.base = build_optimizer(
-            self.optimizer_groups(optimizer_config), optimizer_config, fused=mesh.device.type == "cuda"
-        )
-        self.deepspeed = wrap(self.model, self.base, config, mesh)
-        self.optimizer: Any = self.deepspeed.optimizer
-        self.uncounted = {id(weight) for name, weight in self.model.named_parameters() if not self.owns(name)}
         self.measured: Tensor | None = None  # this step's norm, loss scale included
         self.before_change: list[Callable[[], None]] = []
-        if zero > 0:
-            install_norm(self.optimizer, self.scaled_norm)
-        if precision == "fp16":
-            defer_loss_scale(self.optimizer)
-        self.fragments: list[Fragment] = owned_fragments(self.model, self.optimizer, zero, mesh, self.layout, self.owns)
+        make_sharding = sharding_for(parallel.zero, precision)
+        self.sharding = make_sharding(mesh, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
+        self.model, self.shapes = build_part(
+            mesh, model_config, parallel, DTYPES[precision], self.sharding.adopt, sizes
+        )
+        self.weights = describe_weights(
+            self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
+        )
+        groups = optimizer_groups(self.weights.values(), mesh, optimizer_config)
+        self.base = build_optimizer(groups, optimizer_config, fused=mesh.device.type == "cuda")
+        self.sharding.open(self.model, self.base, self.weights)
+        self.fragments: list[Fragment] = owned_fragments(self.weights.values(), self.sharding.share_of)
         self.reset_states(0)
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank counts and writes its part of a tensor that other ranks of pp or tp hold as well."""
-        return self.layout[name].is_owner(self.mesh) and not (name == TIED and self.holds_second_copy)
 
     def open_pipeline(self, pipeline: PipelineConfig, micro_batch_size: int, seq_len: int) -> None:
         """Makes ``run_pipeline`` and ``evaluate`` work under pp; afterwards ``backward`` is not used."""
@@ -110,24 +97,23 @@ class Engine:
             dtype=DTYPES[self.precision],
             device=self.mesh.device,
         )
-        self.sums = GradientSums(self.deepspeed, self.zero, DTYPES[self.precision], self.sizes.bucket)
         self.ends = stage_ranks(pipeline, self.mesh.pp.degree)
 
-    def run_pipeline(self, micro_batches: Sequence[MicroBatch], scale: float) -> list[Output]:
+    def run_pipeline(self, micro_batches: Sequence[MicroBatch], weight: float) -> list[Output]:
         """All of a step's micro-batches forward and backward through the stages, gradients reduced. All ranks call it.
 
-        ``scale`` is what each summed loss is multiplied by; the contexts weigh the auxiliary losses.
+        ``weight`` is what each summed loss counts in the total; the contexts weigh the auxiliary losses.
         """
-        assert self.pipeline is not None and self.sums is not None
-        with self.sums.collect(self.add_tied_gradient):
-            return self.pipeline.train(micro_batches, scale, self.sums.after_backward)
+        assert self.pipeline is not None
+        with self.sharding.collect(self.add_tied_gradient):
+            return self.pipeline.train(micro_batches, weight * self.loss_factor, self.sharding.after_backward)
 
     def add_tied_gradient(self) -> None:
         """Where the tied embedding and head lie on two ranks: both get the sum of both gradients."""
         tied = tied_weight(self.model, self.model_config, self.parts, self.mesh.pp.degree)
-        if tied is not None and self.sums is not None:
+        if tied is not None:
             other = self.ends[0] if self.holds_second_copy else self.ends[-1]
-            add_other_copy(self.sums.total(tied), self.mesh.pp, other)
+            add_other_copy(self.sharding.total(tied), self.mesh.pp, other)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Output]:
         """Forward passes only, under torch.no_grad(). All ranks call it with the same number of micro-batches."""
@@ -135,57 +121,53 @@ class Engine:
             return self.pipeline.evaluate(micro_batches)
         return (self.model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in micro_batches)
 
-    def optimizer_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
-        """The optimizer's groups, experts apart from the rest where DeepSpeed replicates them over other ranks."""
-        tensors = logical_parameters(self.model_config)
-        named = [(self.layout[name], (weight, tensors[name].weight)) for name, weight in self.model.named_parameters()]
-        if not experts_are_separate(self.mesh):
-            return parameter_groups([row for _, row in named], config)
-        experts = parameter_groups([row for place, row in named if place.is_expert], config)
-        dense = parameter_groups([row for place, row in named if not place.is_expert], config)
-        marked = [{**group, "name": EXPERTS, "moe": True} for group in experts]
-        return [{**group, "name": f"dense_{number}"} for number, group in enumerate(dense)] + marked
-
     @property
     def loss_scale(self) -> float:
-        """What the loss is to be multiplied by before its backward pass."""
-        return float(self.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+        """fp16's factor on the loss, which the gradients bear until they are applied; 1 in other precisions."""
+        return self.sharding.loss_scale.value
 
     @property
-    def keeps_bf16_accumulators(self) -> bool:
-        """Whether DeepSpeed's BF16_Optimizer is at work: ZeRO 1 in bf16, with fp32 accumulators of its own."""
-        return self.precision == "bf16" and self.zero == 1
+    def loss_factor(self) -> float:
+        """What each term of the total loss is multiplied by before its backward pass: ``backward`` does it.
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+        The auxiliary losses' weights in the contexts, which are injected into that pass, have to be multiplied by it.
+        It undoes DeepSpeed's averaging over the ranks that replicate dense weights, so that gradients of sums over all
+        ranks come out; and it has the loss scale.
+        """
+        return self.loss_scale * self.mesh.replicas.degree
+
+    @property
+    def needs_equal_graphs(self) -> bool:
+        """Whether all ranks have to go through the same operations that save something for the backward pass.
+
+        Then each module's backward pass communicates, in the order of the graph; and recomputation begins where
+        something was saved first.
+        """
+        return self.sharding.needs_equal_graphs
+
+    def backward(self, loss: Tensor, weight: float, *, last: bool) -> None:
         """One micro-batch's backward pass; ``last`` marks the step's final one. All ranks call it.
 
-        ``loss`` is this rank's part times dp (DeepSpeed averages over dp) times ``loss_scale``.
+        ``loss`` is the sum over this rank's targets, ``weight`` what it counts in the total, 1 / targets of the batch.
+        Gradients are those of the total over all micro-batches and ranks.
         """
-        engine, optimizer = self.deepspeed, self.optimizer
-        engine.enable_backward_allreduce = False
-        engine.set_gradient_accumulation_boundary(last if self.zero >= 2 else False)
-        if self.keeps_bf16_accumulators:
-            optimizer.clear_lp_grads()
-        torch.autograd.backward(loss)
-        if self.keeps_bf16_accumulators:
-            optimizer.update_hp_grads(clear_lp_grads=False)
-        if self.zero >= 2:
-            engine.allreduce_gradients()
-            optimizer.clear_backward_seen_flag()
-        elif last:
-            engine.set_gradient_accumulation_boundary(True)
-            engine.allreduce_gradients(self.sizes.bucket)
+        self.sharding.backward(loss * (weight * self.loss_factor), last=last)
 
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.
 
-        Each counts once over all ranks. They bear the loss scale.
+        Each counts once over all ranks. They bear the loss scale. What is written into them is what ``step`` applies.
         """
-        if self.zero > 0:
-            return zero_gradients(self.optimizer, lambda parameter: id(parameter) not in self.uncounted)
-        named = self.model.named_parameters()
-        shares = {weight: self.owns(name) / self.layout[name].replicas(self.mesh).degree for name, weight in named}
-        return [(weight, weight.grad, share) for weight, share in shares.items() if weight.grad is not None]
+        held = self.sharding.gradients()
+        return [(weight, part, self.weights[weight].is_owner / holders) for weight, part, holders in held]
+
+    def flat_gradient(self, flat: Tensor) -> Tensor:
+        """The reduced gradient of a fragment's ``flat``, laid out as it is: flat, fp32, loss scale included."""
+        return self.sharding.flat_gradient(flat)
+
+    def kept_weights(self) -> dict[str, Tensor]:
+        """What this rank keeps of each weight between steps, in the model's dtype."""
+        return {weight.name: self.sharding.kept(parameter) for parameter, weight in self.weights.items()}
 
     def scaled_norm(self) -> Tensor:
         """The gradient norm before clipping, loss scale included: computed once a step. All ranks call it."""
@@ -219,55 +201,27 @@ class Engine:
         for group in self.base.param_groups:
             group["lr"] = lr
         loss_scale, grad_norm = self.loss_scale, self.measure()
-        self.deepspeed.set_gradient_accumulation_boundary(True)
-        if self.zero == 0:
-            skipped = not math.isfinite(grad_norm)
-            self.apply_replicated(grad_norm)
-        else:
-            self.deepspeed.step()
-            skipped = bool(self.optimizer.overflow)
-        if self.precision == "fp16":
-            self.optimizer.update_scale_after_step(skipped)
+        skipped = self.sharding.step(self.scaled_norm())
         self.measured = None
         return StepResult(grad_norm, skipped, loss_scale)
-
-    def apply_replicated(self, norm: float) -> None:
-        """Clips and applies the gradients that every rank holds whole (ZeRO 0), or drops them."""
-        if not math.isfinite(norm):
-            self.deepspeed.zero_grad()
-            return
-        if self.clip_norm is not None and norm + 1e-6 > self.clip_norm:
-            for _, gradient, _ in self.gradients():
-                gradient.mul_(self.clip_norm / (norm + 1e-6))
-        self.deepspeed.step()
 
     def discard(self) -> StepResult:
         """Drops the step's gradients: weights, optimizer states and loss scale stay, bit for bit. All ranks call it."""
         self.announce_change()
         result = StepResult(self.measure(), True, self.loss_scale)
-        if self.zero == 0:
-            self.deepspeed.zero_grad()
-        else:
-            self.measured = torch.full((), math.nan, device=self.mesh.device)
-            self.deepspeed.set_gradient_accumulation_boundary(True)
-            self.deepspeed.step()  # which drops what has no finite norm, by its own way for overflows
-            assert self.optimizer.overflow
+        self.sharding.drop()
         self.measured = None
         return result
 
     @property
     def can_lower_loss_scale(self) -> bool:
         """Whether gradients that are not finite may be an overflow, which the loss scaler answers (fp16 only)."""
-        return self.precision == "fp16" and self.loss_scale > self.optimizer.loss_scaler.min_scale
+        return self.sharding.loss_scale.can_fall
 
     def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
         """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
         self.announce_change()
-        if self.zero == 0:  # a rank updates every weight whole, also one of which its share is nothing
-            flats = list(self.model.parameters())
-        else:
-            flats = list({id(fragment.flat): fragment.flat for fragment in self.fragments}.values())
-        make_states(self.base, flats, self.state_names, step, kept)
+        make_states(self.base, self.sharding.updated(self.fragments), self.state_names, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
         """The fragment's elements of the fp32 weight and of each optimizer state: flat views, writable."""
@@ -290,25 +244,7 @@ class Engine:
     @torch.no_grad()
     def publish_weights(self) -> None:
         """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
-        match self.zero:
-            case 0:  # each rank holds every weight and its states whole, but wrote only its share
-                for name, weight in self.model.named_parameters():
-                    for whole in (weight, *(self.base.state[weight][state] for state in self.state_names)):
-                        gather_replicated(whole, self.layout[name].replicas(self.mesh))
-            case 1 | 2:
-                self.optimizer.update_lp_params()
-            case _:
-                self.publish_stage3()
-
-    def publish_stage3(self) -> None:
-        """ZeRO 3: masters to the low-precision partitions, and the small parameters that stay whole gathered again."""
-        optimizer = self.optimizer
-        optimizer._partition_all_parameters()
-        for group in range(len(optimizer.fp16_groups)):
-            optimizer.fp16_partitioned_groups_flat[group].data.copy_(optimizer.fp32_partitioned_groups_flat[group].data)
-            optimizer._unflatten_partitioned_parameters(group)
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        self.sharding.publish(self.state_names)
 
     def updates(self) -> int:
         """How many updates the optimizer has made (Adam's step)."""
@@ -317,82 +253,8 @@ class Engine:
 
     def loss_scaler_state(self) -> dict[str, float]:
         """The dynamic loss scaler's numbers, for a checkpoint; empty unless fp16."""
-        if self.precision != "fp16":
-            return {}
-        scaler = self.optimizer.loss_scaler
-        return {name: getattr(scaler, name) for name in LOSS_SCALER_FIELDS}
+        return self.sharding.loss_scale.state()
 
     def restore_loss_scaler(self, state: dict[str, float]) -> None:
         """Puts back what ``loss_scaler_state`` gave."""
-        if self.precision == "fp16":
-            for name, value in state.items():
-                setattr(self.optimizer.loss_scaler, name, value)
-
-
-LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def deepspeed_config(
-    zero: int, precision: str, micro_batch_size: int, clip_norm: float | None, sizes: Sizes = DEFAULT_SIZES
-) -> dict[str, Any]:
-    """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": 1,  # we scale the loss and mark the boundary ourselves
-        "zero_optimization": {
-            "stage": zero,
-            "overlap_comm": False,  # overlap with late boundaries is silently wrong
-            "reduce_bucket_size": sizes.bucket,
-            "allgather_bucket_size": sizes.bucket,
-            "stage3_param_persistence_threshold": sizes.persistent,
-            "stage3_prefetch_bucket_size": sizes.prefetched,
-            "stage3_max_live_parameters": sizes.live,
-            "stage3_max_reuse_distance": sizes.reused,
-            "sub_group_size": sizes.updated,
-        },
-        "gradient_clipping": clip_norm if zero > 0 and clip_norm is not None else 0.0,
-        "communication_data_type": "fp32",
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-    }
-    if precision != "fp32":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else gradients accumulate in 16 bits
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    if precision == "fp16":
-        scaling = {"initial_scale_power": INITIAL_LOSS_SCALE_POWER, "loss_scale_window": LOSS_SCALE_WINDOW}
-        config["fp16"] = {"enabled": True, "loss_scale": 0, "hysteresis": 1, **scaling}
-    return config
-
-
-def gather_replicated(whole: Tensor, axis: Axis) -> None:
-    """Completes a tensor of which each rank of the axis wrote its share (ZeRO 0). All ranks of the axis call it."""
-    flat = whole.data.view(-1)
-    size = -(-flat.numel() // axis.degree)
-    for position, rank in enumerate(axis.ranks):
-        start = min(position * size, flat.numel())
-        part = flat.narrow(0, start, min(size, flat.numel() - start))
-        if part.numel():
-            dist.broadcast(part, rank, group=axis.group)
-
-
-def wrap(model: Decoder, base: torch.optim.Optimizer, config: dict[str, Any], mesh: Mesh) -> Any:
-    """The DeepSpeed engine around the model. All ranks call it."""
-    import deepspeed
-
-    import parallel.processes.preloaded  # noqa: F401  (quiets DeepSpeed and turns off an operator build, before any use)
-
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=base, config=config, mpu=Mpu(mesh), dist_init_required=False
-    )
-    return engine
-
-
-def defer_loss_scale(optimizer: Any) -> None:
-    """Makes the loss scale change after the step that it was used in.
-
-    DeepSpeed moves it before dividing the gradients by it, so in the step where it doubles they come out halved.
-    """
-    update = optimizer._update_scale
-    optimizer._update_scale = MethodType(lambda self, has_overflow=False: None, optimizer)
-    optimizer.update_scale_after_step = update
+        self.sharding.loss_scale.restore(state)

@@ -4,17 +4,17 @@ DeepSpeed keeps fp32 masters and optimizer states in flat partitions; a fragment
 where in them. Checkpoints, initial weights and gradient comparisons all go through fragments.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.checkpoint.boxes import Box, boxes_of_range
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Axis
+from parallel.zero.weights import HeldWeight
 
 
 @dataclass
@@ -48,54 +48,60 @@ class Fragment:
         return logical[self.held.slices].reshape(-1).narrow(0, self.start, self.numel)
 
 
-def owned_fragments(
-    model: nn.Module,
-    optimizer: Any,
-    zero: int,
-    mesh: Mesh,
-    layout: Layout,
-    owns: Callable[[str], bool],
-) -> list[Fragment]:
+@dataclass(frozen=True)
+class Share:
+    """The elements [start, start + numel) of the flattened part of a weight that a rank computes with.
+
+    Their fp32 masters lie in ``flat``, from ``offset`` on.
+    """
+
+    start: int
+    numel: int
+    flat: Tensor
+    offset: int
+
+
+def owned_fragments(weights: Iterable[HeldWeight], share_of: Callable[[HeldWeight], Share | None]) -> list[Fragment]:
     """This rank's fragments, in the model's order. Those of owners cover each logical tensor exactly once.
 
-    ``optimizer`` is what deepspeed.initialize returned for this ZeRO stage, and ``owns`` says which of several ranks
-    with the same elements counts and writes them.
+    ``share_of`` says where the elements lie of which this rank holds the master.
     """
     fragments = []
-    for name, parameter in model.named_parameters():
-        place = layout[name]
-        found = _find(parameter, optimizer, zero, place.replicas(mesh))
-        if found is not None:
-            fragments.append(Fragment(name, place.shape, place.held_box(mesh), *found, is_owner=owns(name)))
+    for weight in weights:
+        share = share_of(weight)
+        if share is not None:
+            place = (share.start, share.numel, share.flat, share.offset)
+            fragments.append(Fragment(weight.name, weight.place.shape, weight.held, *place, is_owner=weight.is_owner))
     return fragments
 
 
-def _find(parameter: Any, optimizer: Any, zero: int, axis: Axis) -> tuple[int, int, Tensor, int] | None:
-    """The parameter's start, numel, flat tensor and offset in it; None where nothing of it lies on this rank."""
-    match zero:
-        case 0:
-            start, numel = _share(parameter.numel(), axis)
-            return (start, numel, parameter, start) if numel > 0 else None
-        case 1 | 2:
-            mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is None or mapping.lp_fragment_address.numel == 0:
-                return None
-            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-            flat = mapping.hp_fragment._base if mapping.hp_fragment._base is not None else mapping.hp_fragment
-            return low.start, low.numel, flat, high.start
-        case _:
-            start, numel = _share(parameter.ds_numel, axis)
-            if numel <= 0:
-                return None
-            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            return start, numel, optimizer.fp32_partitioned_groups_flat[group], offset
-
-
-def _share(numel: int, axis: Axis) -> tuple[int, int]:
+def even_share(numel: int, axis: Axis) -> tuple[int, int]:
     """The rank's even share of ``numel`` elements: start and length."""
     size = -(-numel // axis.degree)
     start = min(axis.rank * size, numel)
     return start, min(size, numel - start)
+
+
+def mapped_share(parameter: Any) -> Share | None:
+    """What DeepSpeed's own mapping from a weight to the fp32 masters says (ZeRO 1 and 2)."""
+    mapping = parameter._hp_mapping
+    if mapping is None or mapping.lp_fragment_address.numel == 0:
+        return None
+    low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+    flat = mapping.hp_fragment._base if mapping.hp_fragment._base is not None else mapping.hp_fragment
+    return Share(low.start, low.numel, flat, high.start)
+
+
+def position(flats: Sequence[Any], flat: Tensor) -> int:
+    """Which of DeepSpeed's flat tensors this is."""
+    return next(number for number, other in enumerate(flats) if other is flat or other.data_ptr() == flat.data_ptr())
+
+
+def concatenated(parts: Sequence[Tensor], flat: Tensor) -> Tensor:
+    """DeepSpeed's list of gradient slices as one flat fp32 tensor, laid out as ``flat`` is."""
+    gradient = torch.cat([part.detach().reshape(-1).float() for part in parts])
+    assert gradient.numel() == flat.numel(), (gradient.shape, flat.shape)
+    return gradient
 
 
 def _zeros(flat: Tensor, old: Tensor | None, *, keeps: bool) -> Tensor:

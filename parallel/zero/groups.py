@@ -5,14 +5,16 @@ and experts (replicated over our edp). Experts are a kind of their own whenever 
 the ones that replicate dense weights.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from modeling.decoder import Decoder
-from modeling.moe import MoE
+from modeling.optimizers.build import parameter_groups
+from modeling.optimizers.config import OptimizerConfig
 from parallel.layout import Place
 from parallel.mesh import Mesh
+from parallel.zero.weights import HeldWeight
 
 EXPERTS = "roundtable_experts"  # the experts' group, by the name under which DeepSpeed finds it
 
@@ -94,29 +96,35 @@ def register_expert_groups(mesh: Mesh) -> None:
         registry[EXPERTS] = value
 
 
-def mark_parameter(parameter: nn.Parameter, place: Place, mesh: Mesh, zero: int) -> None:
+def mark_parameter(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
     """Sets the attributes by which DeepSpeed tells tp shards and experts from the rest, before it sees them."""
     marks: dict[str, Any] = {}
     if place.is_expert and experts_are_separate(mesh):
         marks |= {"allreduce": False, "group_name": EXPERTS}
-        if zero == 3:
-            marks |= {
-                "ds_zero_partition_process_group": mesh.edp.group,
-                "ds_zero_placement_family": "autoep_expert",
-                "ds_zero_partition_group_name": EXPERTS,
-            }
     if mesh.tp.degree > 1 and place.axis is not None:
         marks["tensor_model_parallel"] = True
     for key, value in marks.items():
         setattr(parameter, key, value)
 
 
-def pose_as_deepspeed_moe(model: Decoder, mesh: Mesh) -> None:
-    """Makes MoE layers instances of DeepSpeed's class too: how its ZeRO 1 and 2 notice that there are experts."""
-    from deepspeed.moe.layer import MoE as DeepSpeedMoE
+def mark_for_zero3(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
+    """Sets the attributes by which ZeRO 3 cuts experts over the ranks that replicate them."""
+    if place.is_expert and experts_are_separate(mesh):
+        marks = {
+            "ds_zero_partition_process_group": mesh.edp.group,
+            "ds_zero_placement_family": "autoep_expert",
+            "ds_zero_partition_group_name": EXPERTS,
+        }
+        for key, value in marks.items():
+            setattr(parameter, key, value)
 
-    posing = type("MoE", (MoE, DeepSpeedMoE), {"set_deepspeed_parallelism": lambda *_, **__: None})
-    for module in list(model.modules()):
-        if type(module) is MoE:
-            module.__class__ = posing
-            vars(module)["num_experts"] = module.experts.gate.shape[0] * mesh.ep.degree
+
+def optimizer_groups(weights: Iterable[HeldWeight], mesh: Mesh, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The groups of torch's optimizer; experts, marked, apart from the rest where other ranks replicate them."""
+    rows = [(weight.place.is_expert, (weight.parameter, weight.weight)) for weight in weights]
+    if not experts_are_separate(mesh):
+        return parameter_groups([row for _, row in rows], config)
+    experts = parameter_groups([row for is_expert, row in rows if is_expert], config)
+    dense = parameter_groups([row for is_expert, row in rows if not is_expert], config)
+    marked = [{**group, "name": EXPERTS, "moe": True} for group in experts]
+    return [{**group, "name": f"dense_{number}"} for number, group in enumerate(dense)] + marked

@@ -47,7 +47,7 @@ def measure_rank(config: RunConfig) -> Memory:
     if engine.pipeline is None:
         batch = read_micro_batch(dataset, np.arange(2), mesh)
         output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
-        engine.backward(output.loss, last=engine.zero == 2)
+        engine.backward(output.loss, 1.0, last=engine.zero == 2)
     found = dataclasses.replace(found, gradients=gradient_bytes(engine))
     close_mesh()
     return found
@@ -64,8 +64,8 @@ def held(engine: Any) -> Memory:
 
 def gradient_bytes(engine: Any) -> int:
     """Bytes of the sums over the micro-batches so far."""
-    optimizer = engine.optimizer
-    if engine.keeps_bf16_accumulators:
+    optimizer = engine.sharding.optimizer
+    if engine.zero == 1 and engine.precision == "bf16":
         return bytes_of(optimizer.fp32_groups_gradients_flat)
     if engine.zero == 3:
         return bytes_of([optimizer.grad_partitions_flat_buffer])

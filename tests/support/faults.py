@@ -36,7 +36,9 @@ def plant(fault: str | None) -> None:
             from parallel.zero.engine import Engine
 
             original_backward = Engine.backward
-            Engine.backward = lambda self, loss, *, last: original_backward(self, loss / self.mesh.dp.degree, last=last)
+            Engine.backward = lambda self, loss, *rest, **last: original_backward(
+                self, loss / self.mesh.dp.degree, *rest, **last
+            )
         case "labels shifted":
             patch_batches(lambda batch: setattr(batch, "targets_BS", batch.targets_BS.roll(1, dims=1)))
         case "mask off":

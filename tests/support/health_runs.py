@@ -147,7 +147,7 @@ def fix_loss_scale(scale: float) -> None:
 
     def fixed(*arguments: Any) -> Any:
         engine = build(*arguments)
-        engine.optimizer.loss_scaler.cur_scale = scale
+        engine.sharding.loss_scale.scaler.cur_scale = scale
         return engine
 
     loop.build_engine = fixed

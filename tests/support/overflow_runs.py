@@ -52,17 +52,17 @@ def break_gradients(engine: Any, state: Any) -> None:
     def is_due() -> bool:
         return state.step + 1 == FIRST_OVERFLOW + rank
 
-    if engine.sums is None:
+    if engine.pipeline is None:
         weight.register_hook(lambda gradient: gradient * float("inf") if is_due() else gradient)
         return
-    after_backward = engine.sums.after_backward
+    after_backward = engine.sharding.after_backward
 
     def broken(stage: Any) -> None:  # a pipeline's zero-bubble schedules call no hooks of autograd's
         if is_due() and weight.grad is not None:
             weight.grad.mul_(float("inf"))
         after_backward(stage)
 
-    engine.sums.after_backward = broken
+    engine.sharding.after_backward = broken
 
 
 def plant(fault: str, engine: Any) -> None:
@@ -71,7 +71,7 @@ def plant(fault: str, engine: Any) -> None:
 
     match fault:
         case "overflow seen by one rank only":
-            optimizer = engine.optimizer
+            optimizer = engine.sharding.optimizer
             serial = optimizer.has_overflow_partitioned_grads_serial
             optimizer.has_overflow = lambda partition_gradients=True: bool(serial())
             original = norm.dist.all_reduce
@@ -84,7 +84,7 @@ def plant(fault: str, engine: Any) -> None:
             norm.dist.all_reduce = all_reduce
         case "one rank's scale is not lowered":
             if engine.mesh.rank == 1:
-                engine.optimizer.update_scale_after_step = lambda skipped: None
+                engine.sharding.loss_scale.after_step = lambda overflowed: None
         case _:
             raise AssertionError(fault)
 

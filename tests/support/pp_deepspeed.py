@@ -1,5 +1,6 @@
 """What pipeline tests run in each rank with DeepSpeed's engine: pp x dp, any ZeRO stage."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,53 +27,50 @@ class EngineSeen:
 
 def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) -> EngineSeen:
     """One rank of pp x 2: steps of SGD through DeepSpeed."""
-    import deepspeed
-    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     from deepspeed.utils import safe_get_full_fp32_param
 
-    import parallel.processes.preloaded  # noqa: F401
     from parallel.mesh import close_mesh, open_mesh
     from parallel.pipeline.config import splits_backward, stage_ranks
-    from parallel.pipeline.gradients import GradientSums
     from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
     from parallel.pipeline.tied import add_other_copy
     from parallel.recompute import apply_recompute
-    from parallel.zero.engine import deepspeed_config
-    from parallel.zero.groups import Mpu
+    from parallel.sizes import DEFAULT_SIZES
+    from parallel.zero.norm import global_norm
+    from parallel.zero.sharding import sharding_for
+    from parallel.zero.weights import describe_weights
 
-    coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None  # it broadcasts over the world and deadlocks
     mesh = open_mesh(SimpleNamespace(pp=case.pp), 60)
     parts = rank_parts(case.model, case.pipeline, case.pp, mesh.pp.rank)
-    config = deepspeed_config(zero, precision, case.micro_batch_size, clip_norm)
+    sharding = sharding_for(zero, precision)(mesh, precision, case.micro_batch_size, clip_norm, DEFAULT_SIZES)
     if precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 10
-    model = build_model(case, parts, mesh, DTYPES[precision], config if zero == 3 else None)
+        sharding.config["fp16"]["initial_scale_power"] = 10
+    model = build_model(case, parts, DTYPES[precision], sharding.adopt)
     tied = tied_weight(model, case.model, parts, case.pp)
-    if tied is not None:
-        tied.ds_pipe_replicated = is_second_copy(parts)  # DeepSpeed's own norm leaves it out then
     base = torch.optim.SGD(model.parameters(), lr=case.lr)
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=base, config=config, mpu=Mpu(mesh), dist_init_required=False
-    )
+    shapes = {name: tuple(weight.shape) for name, weight in build_decoder(case.model).named_parameters()}
+    second = tied is not None and is_second_copy(parts)
+    weights = describe_weights(model, shapes, mesh, holds_second_copy=second)
+    sharding.open(model, base, weights)
     apply_recompute(model, case.recompute, splits_backward=splits_backward(case.pipeline))
     pipeline = make_pipeline(case, mesh, model, parts, DTYPES[precision])
-    sums = GradientSums(engine, zero, DTYPES[precision])
     ends = stage_ranks(case.pipeline, case.pp)
 
     def finish() -> None:
         if tied is not None and case.fault != "tied gradient not reduced":
-            add_other_copy(sums.total(tied), mesh.pp, ends[-1] if parts[0].has_embedding else ends[0])
+            add_other_copy(sharding.total(tied), mesh.pp, ends[-1] if parts[0].has_embedding else ends[0])
 
     seen = EngineSeen([], [], {}, {})
     for step in range(case.steps):
-        scale = mesh.dp.degree * (float(optimizer.loss_scale) if precision == "fp16" else 1.0)
+        scale = mesh.dp.degree * sharding.loss_scale.value
         ready, n_targets = micro_batches(batch_of(case, step), scale)
         mine = ready[mesh.dp.rank :: mesh.dp.degree]
-        with sums.collect(finish):
-            outputs = pipeline.train(mine, scale / n_targets, sums.after_backward)
+        with sharding.collect(finish):
+            outputs = pipeline.train(mine, scale / n_targets, sharding.after_backward)
         seen.losses.append(sum(float(output.loss) for output in outputs if output.loss is not None) / n_targets)
-        engine.step()
-        seen.norms.append(float(engine.get_global_grad_norm()) if zero > 0 else 0.0)
+        held = sharding.gradients()
+        norm = global_norm([(part, weights[weight].is_owner / holders) for weight, part, holders in held], mesh.device)
+        assert not sharding.step(norm)
+        seen.norms.append(float(norm) / scale * mesh.dp.degree)
     whole = {
         name: weight.detach().clone() if zero == 0 else safe_get_full_fp32_param(weight)
         for name, weight in model.named_parameters()
@@ -87,23 +85,17 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     return seen
 
 
-def build_model(case: Case, parts: list[Any], mesh: Any, dtype: torch.dtype, zero3: dict[str, Any] | None) -> Decoder:
-    """This rank's decoder with its weights at step 0, partitioned under ZeRO 3."""
-    import deepspeed
-
+def build_model(case: Case, parts: list[Any], dtype: torch.dtype, adopt: Callable[[str, Any], None]) -> Decoder:
+    """This rank's decoder with its weights at step 0, each taken by ``adopt``."""
     from parallel.pipeline.stages import keep_parts
 
     with torch.device("meta"):
         model = build_decoder(case.model)
     keep_parts(model, parts)
-    partition: Any = None
-    if zero3 is not None:
-        partition = deepspeed.zero.Init(config_dict_or_path=zero3, dtype=dtype, data_parallel_group=mesh.replicas.group)
 
     def value(name: str, shape: torch.Size) -> nn.Parameter:
         parameter = nn.Parameter(initial_tensor(case.model, SEED, name, shape).to(dtype))
-        if partition is not None:
-            partition._convert_to_zero_parameters([parameter])
+        adopt(name, parameter)
         return parameter
 
     fill(model, value, "cpu")
@@ -139,7 +131,6 @@ def engine_errors(case: Case, zero: int, precision: str = "fp32", clip_norm: flo
         found["weight"] = max(found["weight"], float((weight - trainer.masters[name].detach()).abs().max()))
     copies = [result.copies["embed.weight"] for result in results if result.copies]
     found["copies"] = max((float((copy - weights["embed.weight"]).abs().max()) for copy in copies), default=0.0)
-    if zero in (1, 2):  # ZeRO 3's own norm is that of one stage: parallel.zero.norm replaces it
-        norms = results[0].norms
-        found["norm"] = max(abs(a - b.grad_norm) / b.grad_norm for a, b in zip(norms, steps, strict=True))
+    norms = results[0].norms
+    found["norm"] = max(abs(a - b.grad_norm) / b.grad_norm for a, b in zip(norms, steps, strict=True))
     return found

@@ -289,7 +289,7 @@ def plant(title: str) -> None:
         case "balance loss times tp":
             weigh_auxiliary("balance_coefficient", 2)
         case "norm counts what tp replicates on every rank":
-            change_engines(lambda engine: engine.uncounted.clear())
+            change_engines(own_every_weight)
         case "one rank of tp moves its copy of the norms":
             hook_gradients("norm.weight", 1.001 if rank == 1 else 1.0)
         case "expert gradients times ep":
@@ -414,7 +414,7 @@ def patch_backward(change: Callable[[Any, Any], Any]) -> None:
     from parallel.zero.engine import Engine
 
     original = Engine.backward
-    Engine.backward = lambda self, loss, **rest: original(self, change(self, loss), **rest)
+    Engine.backward = lambda self, loss, *rest, **last: original(self, change(self, loss), *rest, **last)
 
 
 def change_engines(change: Callable[[Any], object]) -> None:
@@ -448,6 +448,10 @@ def leave_gradients_alone(engine: Any, kind: str) -> None:
     for module in engine.model.modules():
         if type(module).__name__ == kind:
             module.enter = as_it_is
+
+
+def own_every_weight(engine: Any) -> None:
+    engine.weights = {weight: replace(layout, is_owner=True) for weight, layout in engine.weights.items()}
 
 
 def keep_sequence_sums(engine: Any) -> None:
@@ -509,7 +513,7 @@ def overlook_overflows() -> None:
     def overlooking(self: Any, lr: float) -> Any:
         result = original(self, lr)
         if result.skipped:
-            self.optimizer.loss_scaler.cur_scale *= 2
+            self.sharding.loss_scale.scaler.cur_scale *= 2
         return replace(result, skipped=False)
 
     Engine.step = overlooking

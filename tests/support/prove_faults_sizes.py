@@ -106,10 +106,10 @@ def shift_gathered(engine: Any) -> None:
 
 def forget_update_group(engine: Any) -> None:
     """ZeRO 3 updates the first group of weights alone."""
-    update = engine.optimizer._optimizer_step
+    update = engine.sharding.optimizer._optimizer_step
 
     def first_only(group: int) -> None:
         if group == 0:
             update(group)
 
-    engine.optimizer._optimizer_step = first_only
+    engine.sharding.optimizer._optimizer_step = first_only

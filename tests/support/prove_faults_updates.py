@@ -5,14 +5,16 @@ from typing import Any
 
 def scale_to_clip_norm() -> None:
     """ZeRO 0: gradients below the clipping norm are scaled up to it."""
-    from parallel.zero.engine import Engine
+    from parallel.zero.replicated import Replicated
 
-    def apply(self: Any, norm: float) -> None:
+    step = Replicated.step
+
+    def scaling(self: Any, norm: Any) -> bool:
         for _, gradient, _ in self.gradients():
             gradient.mul_(self.clip_norm / (norm + 1e-6))
-        self.deepspeed.step()
+        return step(self, norm.clamp(max=self.clip_norm / 2))
 
-    Engine.apply_replicated = apply
+    Replicated.step = scaling
 
 
 def keep_first_lr() -> None:
@@ -26,17 +28,18 @@ def keep_first_lr() -> None:
         groups = self.base.param_groups
         self.base.param_groups = groups[:-1]
         groups[-1]["lr"] = first
-        run = self.deepspeed.step
+        deepspeed = self.sharding.deepspeed
+        run = deepspeed.step
 
         def with_all_groups(*arguments: Any) -> Any:
             self.base.param_groups = groups
             return run(*arguments)
 
-        self.deepspeed.step = with_all_groups
+        deepspeed.step = with_all_groups
         try:
             return step(self, lr)
         finally:
-            self.deepspeed.step = run
+            deepspeed.step = run
 
     Engine.step = late
 

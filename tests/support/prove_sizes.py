@@ -137,6 +137,6 @@ def record_deepspeed(seen: Recorder) -> None:
     def look(engine: Any) -> None:
         if engine.zero == 3:
             seen("persistent", sum(not weight.ds_persist for weight in engine.model.parameters()))
-            seen("updated", len(engine.optimizer.fp16_groups) - len(engine.base.param_groups))
+            seen("updated", len(engine.sharding.optimizer.fp16_groups) - len(engine.base.param_groups))
 
     change_engines(look)

@@ -41,7 +41,7 @@ def planted(fault: str | None, engine: Any) -> Iterator[None]:
             with before_step(lambda engine: collectives._all_gather(torch.zeros(1, 1, 1), engine.mesh.tp)):
                 yield
         case "gradients reduced twice":
-            with before_step(lambda engine: engine.deepspeed.allreduce_gradients()):
+            with before_step(lambda engine: engine.sharding.deepspeed.allreduce_gradients()):
                 yield
         case _:
             raise AssertionError(f"no fault named {fault!r}")

@@ -1,7 +1,6 @@
 """Schedules as drawn, the rules on them, and sums of gradients in 16 bits."""
 
 import xml.dom.minidom
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from torch import nn
 
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 from parallel.pipeline.draw import Durations, bubble_fraction, draw_svg, draw_text, peak_activations, summary, timeline
-from parallel.pipeline.gradients import GradientSums
 from parallel.pipeline.rules import pipeline_problems, runs_micro_batches
 from parallel.pipeline.schedule import Action, action_orders
+from parallel.zero.reduction import GradientSums
 
 SCHEDULES = [OneFOneB(), Interleaved(), Interleaved(n_chunks=3), ZBV(), DualPipeV()]
 
@@ -175,33 +174,19 @@ def test_the_batch_size_that_a_line_suggests_is_legal(schedule, pp, count, dp, m
             assert pipeline_problems(schedule, **values, global_batch_size=int(size)) == []
 
 
-class FakeEngine:
-    """What GradientSums uses of DeepSpeed's engine under ZeRO 2."""
-
-    optimizer = None
-    enable_backward_allreduce = True
-
-    def set_gradient_accumulation_boundary(self, is_boundary):
-        self.is_boundary = is_boundary
-
-    @contextmanager
-    def coalesce_grad_reduction(self):
-        yield
-
-
 def test_sixteen_bit_gradients_are_summed_in_fp32():
     """256 gradients of 2^-8 after one of 1: a bf16 sum stays at 1, the true sum is 2."""
     linear = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    sums = GradientSums(FakeEngine(), 2, torch.bfloat16)
+    sums = GradientSums(torch.bfloat16)
     for _ in range(2):  # nothing is left over from the step before
         linear.weight.grad = None
-        with sums.collect(lambda: sums.total(linear.weight).mul_(3)):
-            for value in [1.0] + [2.0**-8] * 256:
-                gradient = torch.full_like(linear.weight, value)
-                linear.weight.grad = gradient if linear.weight.grad is None else linear.weight.grad + gradient
-                sums.after_backward(linear)
+        for value in [1.0] + [2.0**-8] * 256:
+            gradient = torch.full_like(linear.weight, value)
+            linear.weight.grad = gradient if linear.weight.grad is None else linear.weight.grad + gradient
+            sums.add(linear)
+        sums.total(linear.weight).mul_(3)
+        sums.hand_over()
         assert linear.weight.grad.item() == 6.0
-    assert sums.engine.is_boundary
 
 
 def test_planted_sum_in_sixteen_bits_is_seen():

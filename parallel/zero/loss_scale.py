@@ -1,0 +1,38 @@
+"""The factor by which the loss is multiplied in fp16, so that small gradients are not rounded to zero."""
+
+from typing import Any
+
+FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's scaler, in a checkpoint
+
+
+class LossScale:
+    """DeepSpeed's dynamic loss scale in fp16: it halves after an overflow and doubles after many steps without one."""
+
+    def __init__(self, scaler: Any | None) -> None:
+        """``scaler``: DeepSpeed's, None in other precisions, where the scale is 1."""
+        self.scaler = scaler
+
+    @property
+    def value(self) -> float:
+        """What the loss is to be multiplied by before its backward pass."""
+        return float(self.scaler.cur_scale) if self.scaler is not None else 1.0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a gradient that is not finite may be an overflow, which the next step avoids by a lower scale."""
+        return self.scaler is not None and self.value > self.scaler.min_scale
+
+    def after_step(self, overflowed: bool) -> None:
+        """Moves the scale, after the step that it was used in."""
+        if self.scaler is not None:
+            self.scaler.update_scale(overflowed)
+
+    def state(self) -> dict[str, float]:
+        """Its numbers, for a checkpoint; empty unless fp16."""
+        return {name: getattr(self.scaler, name) for name in FIELDS} if self.scaler is not None else {}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Puts back what ``state`` gave."""
+        if self.scaler is not None:
+            for name, value in state.items():
+                setattr(self.scaler, name, value)

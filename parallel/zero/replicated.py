@@ -1,0 +1,74 @@
+"""ZeRO 0: every rank holds all of its model's weights, gradients and optimizer states, in fp32."""
+
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Axis
+from parallel.zero.fragments import Fragment, Share, even_share
+from parallel.zero.sharding import HeldGradient, Sharding
+from parallel.zero.weights import HeldWeight
+
+
+class Replicated(Sharding):
+    """DeepSpeed reduces gradients and leaves the rest to torch's optimizer."""
+
+    stage = 0
+    clips = False  # DeepSpeed's norm at this stage is wrong for experts
+
+    def optimizer_class(self) -> None:
+        """None: torch's optimizer is left as it is."""
+
+    def gradients(self) -> list[HeldGradient]:
+        """Whole gradients."""
+        weights = self.weights.items()
+        return [(p, p.grad, weight.replicas.degree) for p, weight in weights if p.grad is not None]
+
+    def flat_gradient(self, flat: Tensor) -> Tensor:
+        """The weight's own."""
+        return (flat.new_zeros(flat.shape) if flat.grad is None else flat.grad.detach()).float().view(-1)
+
+    def share_of(self, weight: HeldWeight) -> Share | None:
+        """An even share, so that replicas write every element of a checkpoint once: the whole master is here."""
+        start, numel = even_share(weight.parameter.numel(), weight.replicas)
+        return Share(start, numel, weight.parameter, start) if numel > 0 else None
+
+    def updated(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+        """Every weight, also one of which this rank's share is nothing."""
+        return list(self.model.parameters())
+
+    def step(self, norm: Tensor) -> bool:
+        """Clips and applies the gradients, or drops them."""
+        value = float(norm)
+        if not math.isfinite(value):
+            self.drop()
+            return True
+        if self.clip_norm is not None and value + 1e-6 > self.clip_norm:
+            for _, gradient, _ in self.gradients():
+                gradient.mul_(self.clip_norm / (value + 1e-6))
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.step()
+        return False
+
+    def drop(self) -> None:
+        """Drops the gradients."""
+        self.deepspeed.zero_grad()
+
+    def publish(self, state_names: Sequence[str]) -> None:
+        """Each rank wrote its shares; the others send theirs."""
+        for parameter, weight in self.weights.items():
+            for whole in (parameter, *(self.base.state[parameter][name] for name in state_names)):
+                complete(whole, weight.replicas)
+
+
+def complete(whole: Tensor, axis: Axis) -> None:
+    """Completes a tensor of which each rank of the axis wrote its even share. All ranks of the axis call it."""
+    flat = whole.data.view(-1)
+    size = -(-flat.numel() // axis.degree)
+    for position, rank in enumerate(axis.ranks):
+        start = min(position * size, flat.numel())
+        part = flat.narrow(0, start, min(size, flat.numel() - start))
+        if part.numel():
+            dist.broadcast(part, rank, group=axis.group)

@@ -1,0 +1,44 @@
+"""DeepSpeed's settings."""
+
+from typing import Any
+
+from parallel.sizes import DEFAULT_SIZES, Sizes
+
+INITIAL_LOSS_SCALE_POWER = 16
+LOSS_SCALE_WINDOW = 1000  # steps without overflow before the scale doubles
+
+
+def deepspeed_config(
+    zero: int, precision: str, micro_batch_size: int, clip_norm: float | None, sizes: Sizes = DEFAULT_SIZES
+) -> dict[str, Any]:
+    """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us.
+
+    ``clip_norm``: what DeepSpeed clips by; None: nothing.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": 1,  # we scale the loss and mark the boundary ourselves
+        "zero_optimization": {
+            "stage": zero,
+            "overlap_comm": False,  # overlap with late boundaries is silently wrong
+            "reduce_bucket_size": sizes.bucket,
+            "allgather_bucket_size": sizes.bucket,
+            "stage3_param_persistence_threshold": sizes.persistent,
+            "stage3_prefetch_bucket_size": sizes.prefetched,
+            "stage3_max_live_parameters": sizes.live,
+            "stage3_max_reuse_distance": sizes.reused,
+            "sub_group_size": sizes.updated,
+        },
+        "gradient_clipping": clip_norm if clip_norm is not None else 0.0,
+        "communication_data_type": "fp32",
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+    }
+    if precision != "fp32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else gradients accumulate in 16 bits
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        scaling = {"initial_scale_power": INITIAL_LOSS_SCALE_POWER, "loss_scale_window": LOSS_SCALE_WINDOW}
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "hysteresis": 1, **scaling}
+    return config

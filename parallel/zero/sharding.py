@@ -1,0 +1,182 @@
+"""How DeepSpeed holds a model's state: what every way of it offers to the engine, and the choice between them.
+
+Between two steps a rank holds weights in the model's dtype, fp32 masters and optimizer states; during a step, gradients
+too. Which part of each, and under which of DeepSpeed's names, is the business of one class for each way.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from modeling.decoder import Decoder
+from modeling.reference import DTYPES
+from parallel.layout import Place
+from parallel.mesh import Mesh
+from parallel.sizes import Sizes
+from parallel.zero.fragments import Fragment, Share
+from parallel.zero.groups import Mpu, experts_are_separate, mark_parameter, register_expert_groups
+from parallel.zero.loss_scale import LossScale
+from parallel.zero.settings import deepspeed_config
+from parallel.zero.weights import HeldWeight
+
+Precision = Literal["fp32", "bf16", "fp16"]
+HeldGradient = tuple[nn.Parameter, Tensor, int]  # a weight, what this rank holds of its gradient, how many ranks do
+
+
+class Sharding(ABC):
+    """One way of holding state. Made before the model, whose weights ``adopt`` takes one by one; then ``open``ed.
+
+    A step is: ``backward`` for each micro-batch, or passes inside ``collect``; then the gradients are there, reduced
+    and averaged over the ranks that replicate dense weights; then ``step`` or ``drop``. All ranks call all of them.
+    """
+
+    stage: ClassVar[int]  # DeepSpeed's number for it
+    clips: ClassVar = True  # whether DeepSpeed clips; else ``step`` does
+    shows_experts: ClassVar = True  # whether DeepSpeed learns of experts by a module of its own kind
+    # Whether backward passes communicate, in the order of the graph, which therefore has to be the same on all ranks.
+    needs_equal_graphs: ClassVar = False
+
+    def __init__(
+        self, mesh: Mesh, precision: Precision, micro_batch_size: int, clip_norm: float | None, sizes: Sizes
+    ) -> None:
+        import parallel.zero.patches as patches
+
+        self.patches = patches
+        self.mesh = mesh
+        self.dtype = DTYPES[precision]
+        self.clip_norm = clip_norm
+        self.bucket = sizes.bucket
+        self.config = deepspeed_config(
+            self.stage, precision, micro_batch_size, clip_norm if self.clips else None, sizes
+        )
+        register_expert_groups(mesh)
+
+    def adopt(self, parameter: nn.Parameter, place: Place) -> None:
+        """Takes a weight that was just made, before DeepSpeed sees the model."""
+        mark_parameter(parameter, place, self.mesh)
+
+    def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
+        """Hands the model, and torch's optimizer of it, to DeepSpeed."""
+        self.model, self.base, self.weights = model, base, weights
+        has_experts = any(weight.place.is_expert for weight in weights.values())
+        self.deepspeed = self.patches.initialize(
+            self.optimizer_class(),
+            self.shows_experts and has_experts and experts_are_separate(self.mesh),
+            model,
+            optimizer=base,
+            config=self.config,
+            mpu=Mpu(self.mesh),
+            dist_init_required=False,
+        )
+        self.deepspeed.enable_backward_allreduce = False  # gradients are reduced when we say so
+        self.optimizer: Any = self.deepspeed.optimizer
+        self.loss_scale = LossScale(self.optimizer.loss_scaler if self.dtype == torch.float16 else None)
+
+    @abstractmethod
+    def optimizer_class(self) -> type | None:
+        """The class of DeepSpeed's optimizer, from ``parallel.zero.patches``; None: it wraps torch's in none."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """One micro-batch's backward pass; ``last`` marks the step's final one."""
+        self.deepspeed.set_gradient_accumulation_boundary(False)
+        torch.autograd.backward(loss)
+        if last:
+            self.reduce_all()
+
+    def reduce_all(self) -> None:
+        """What has been summed is reduced now, by one call of DeepSpeed's."""
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.allreduce_gradients(self.bucket)
+
+    @contextmanager
+    def collect(self, finish: Callable[[], None]) -> Iterator[None]:
+        """Around one step's passes, where ``backward`` is not used: on leaving, gradients are reduced.
+
+        After each micro-batch's backward pass through a stage, ``after_backward`` is called. ``finish`` is called when
+        the sums are complete and before they are reduced (tied weights).
+        """
+        self.deepspeed.set_gradient_accumulation_boundary(False)
+        yield
+        finish()
+        self.reduce_all()
+
+    def after_backward(self, stage: nn.Module) -> None:
+        """Inside ``collect``: takes one micro-batch's gradients of a stage's weights. In fp32 autograd sums them."""
+        assert self.dtype == torch.float32, "sums in 16 bits lose what is small"
+
+    def total(self, weight: nn.Parameter) -> Tensor:
+        """Where a weight's sum lies, to be changed in place in ``collect``'s ``finish``."""
+        assert weight.grad is not None, "every weight takes part in every backward pass"
+        return weight.grad
+
+    @abstractmethod
+    def gradients(self) -> list[HeldGradient]:
+        """What this rank holds of the reduced gradients, loss scale included: DeepSpeed's own tensors, writable."""
+
+    @abstractmethod
+    def flat_gradient(self, flat: Tensor) -> Tensor:
+        """The gradient of a tensor that the optimizer updates, laid out as it is: one flat fp32 tensor."""
+
+    @abstractmethod
+    def share_of(self, weight: HeldWeight) -> Share | None:
+        """Where the elements lie of which this rank holds the fp32 master; None where it holds none of this weight."""
+
+    def updated(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+        """The fp32 tensors that torch's optimizer updates on this rank."""
+        return list({id(fragment.flat): fragment.flat for fragment in fragments}.values())
+
+    def step(self, norm: Tensor) -> bool:
+        """Clips by ``norm`` and applies the gradients, or drops them where it is not finite; whether they were dropped.
+
+        ``norm`` is the norm of all gradients, the same fp32 scalar on every rank, loss scale included.
+        """
+        skipped = self.run_step(norm)
+        self.loss_scale.after_step(skipped)
+        return skipped
+
+    def drop(self) -> None:
+        """Drops the gradients: weights, optimizer states and loss scale stay, bit for bit."""
+        skipped = self.run_step(torch.full((), torch.nan, device=self.mesh.device))
+        assert skipped, "DeepSpeed applied gradients whose norm is not a number"
+
+    def run_step(self, norm: Tensor) -> bool:
+        """DeepSpeed's step with this norm; whether the gradients were dropped, by its own way for overflows."""
+        optimizer = self.optimizer
+        optimizer.given_norm, optimizer.is_norm_taken = norm, False
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.step()
+        skipped = bool(optimizer.overflow)
+        assert skipped or optimizer.is_norm_taken, "DeepSpeed did not take the norm that was given to it"
+        return skipped
+
+    @abstractmethod
+    def publish(self, state_names: Sequence[str]) -> None:
+        """Brings the weights in line with the masters, of which each rank has written its fragments, and its states."""
+
+    def kept(self, parameter: nn.Parameter) -> Tensor:
+        """What this rank keeps of a weight between steps, in the model's dtype."""
+        return parameter.detach()
+
+
+def sharding_for(zero: int, precision: Precision) -> type[Sharding]:
+    """The way in which DeepSpeed holds state under this ZeRO stage and precision."""
+    from parallel.zero.replicated import Replicated
+    from parallel.zero.zero1_bf16 import Zero1Bf16
+    from parallel.zero.zero3 import Zero3
+    from parallel.zero.zero12 import Zero1, Zero2
+
+    match zero, precision:
+        case 0, _:
+            return Replicated
+        case 1, "bf16":
+            return Zero1Bf16
+        case 1, _:
+            return Zero1
+        case 2, _:
+            return Zero2
+        case _:
+            return Zero3

@@ -1,0 +1,76 @@
+"""ZeRO 3: weights are sharded too, and gathered by DeepSpeed's hooks for each module's forward and backward pass."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel.layout import Place
+from parallel.zero.fragments import Share, concatenated, even_share, position
+from parallel.zero.groups import mark_for_zero3
+from parallel.zero.reduction import ReducedEachPass
+from parallel.zero.sharding import HeldGradient
+from parallel.zero.weights import HeldWeight
+
+
+class Zero3(ReducedEachPass):
+    """Each weight is cut into even parts; each rank's parts of a group lie in one flat fp32 master."""
+
+    stage = 3
+    needs_equal_graphs = True
+    shows_experts = False  # DeepSpeed refuses its own kind of experts here, and takes marks on the weights
+
+    @cached_property
+    def partition(self) -> Any:
+        """What cuts a weight as soon as it is made."""
+        import deepspeed
+
+        group = self.mesh.replicas.group
+        return deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=self.config, dtype=self.dtype)
+
+    def adopt(self, parameter: nn.Parameter, place: Place) -> None:
+        """Cuts the weight at once, so that a rank never holds the whole model."""
+        super().adopt(parameter, place)
+        mark_for_zero3(parameter, place, self.mesh)
+        self.partition._convert_to_zero_parameters([parameter])
+
+    def optimizer_class(self) -> type:
+        """DeepSpeedZeroOptimizer_Stage3's."""
+        return self.patches.ZeroOptimizer3
+
+    def gradients(self) -> list[HeldGradient]:
+        """This rank's part of every gradient."""
+        found: list[HeldGradient] = []
+        for group, parameters in enumerate(self.optimizer.fp16_groups):
+            parts = self.optimizer.averaged_gradients[group]
+            found += [(parameter, part, 1) for part, parameter in zip(parts, parameters, strict=True)]
+        return found
+
+    def flat_gradient(self, flat: Tensor) -> Tensor:
+        """The parts of the group's gradients, each padded."""
+        group = position(self.optimizer.fp32_partitioned_groups_flat, flat)
+        return concatenated(self.optimizer.averaged_gradients[group], flat)
+
+    def share_of(self, weight: HeldWeight) -> Share | None:
+        """An even share of each weight."""
+        optimizer, parameter = self.optimizer, weight.parameter
+        start, numel = even_share(parameter.ds_numel, weight.replicas)  # pyright: ignore[reportAttributeAccessIssue]
+        if numel <= 0:
+            return None
+        group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return Share(start, numel, optimizer.fp32_partitioned_groups_flat[group], offset)
+
+    def publish(self, state_names: Sequence[str]) -> None:
+        """Copies the masters into the weights' parts, and gathers the small weights that stay whole."""
+        optimizer = self.optimizer
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer.fp16_partitioned_groups_flat[group].data.copy_(optimizer.fp32_partitioned_groups_flat[group].data)
+            optimizer._unflatten_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def kept(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part."""
+        return parameter.ds_tensor.detach()  # pyright: ignore[reportAttributeAccessIssue]
