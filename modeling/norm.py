@@ -1,16 +1,9 @@
 """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from modeling.dims import Dim, Weight
-
-
-def as_it_is(weight: Tensor) -> Tensor:
-    """How a weight enters the computation on one device; where ranks share the tokens, their gradients meet here."""
-    return weight
 
 
 class RMSNorm(nn.Module):
@@ -21,10 +14,9 @@ class RMSNorm(nn.Module):
         self.norm_eps = norm_eps
         self.weight = nn.Parameter(torch.empty(size))
         self.stated = {"weight": Weight((dim,), "ones")}
-        self.enter: Callable[[Tensor], Tensor] = as_it_is
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden``."""
         hidden_fp32 = hidden.float()
         scale = torch.rsqrt(hidden_fp32.pow(2).mean(-1, keepdim=True) + self.norm_eps)
-        return self.enter(self.weight) * (hidden_fp32 * scale).to(hidden.dtype)
+        return self.weight * (hidden_fp32 * scale).to(hidden.dtype)

@@ -3,7 +3,6 @@
 Shape letters: T tokens, D d_model, E experts, K top_k.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 
 from modeling.config import BiasBalance, MoEConfig
 from modeling.dims import Weight
-from modeling.norm import as_it_is
 
 
 class Routing(NamedTuple):
@@ -49,13 +47,12 @@ class Router(nn.Module):
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
         self.stated = {"weight": Weight(("scores", "d_model")), "bias": Weight(("scores",), "zeros")}
-        self.enter: Callable[[Tensor], Tensor] = as_it_is
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
 
     def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
         """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
-        logits_TE = F.linear(hidden_TD.float(), self.enter(self.weight).float())
+        logits_TE = F.linear(hidden_TD.float(), self.weight.float())
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         indices_TK = self.choose(scores_TE) if choice_TK is None else choice_TK
         weights_TK = scores_TE.gather(1, indices_TK)

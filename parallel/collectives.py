@@ -1,8 +1,10 @@
-"""Collectives that autograd differentiates, with what ranks hold before and after, and the bytes that a rank sends.
+"""Collectives, most of them differentiated by autograd: what ranks hold before and after, and the bytes a rank sends.
 
 n is the degree of the axis and x the bytes of the larger of input and output; an axis of degree 1 sends nothing.
 Shape letters: B batch, S sequence, D d_model, R rows.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,14 +30,6 @@ def scatter_sum_sequence(partial_BSD: Tensor, axis: Axis) -> Tensor:
     return partial_BSD if axis.degree == 1 else _ScatterSumSequence.apply(partial_BSD, axis)
 
 
-def sum_gradient(weight: Tensor, axis: Axis) -> Tensor:
-    """The same weight, its gradient summed over the axis: for what ranks hold whole and use on their own positions.
-
-    It is done where the weight is used, before ZeRO sees the gradient. Bytes, backward only: 2 x (n-1)/n.
-    """
-    return weight if axis.degree == 1 else _SumGradient.apply(weight, axis)
-
-
 def sum_forward(values: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis; each rank's gradient is that of its own summand. Bytes, forward only: 2 x (n-1)/n."""
     return values if axis.degree == 1 else _SumForward.apply(values, axis)
@@ -47,6 +41,20 @@ def exchange_rows(rows_RD: Tensor, sent: list[int], received: list[int], axis: A
     Backward reverses. Bytes: those of the rows that leave this rank, each way.
     """
     return rows_RD if axis.degree == 1 else _ExchangeRows.apply(rows_RD, sent, received, axis)
+
+
+@torch.no_grad()
+def sum_together(tensors: Sequence[Tensor], axis: Axis) -> None:
+    """Replaces each tensor by its sum over the axis, in place; added up in fp32, by one collective for all of them.
+
+    Every rank of the axis calls it with tensors of the same shapes, in the same order. Bytes: 2 x (n-1)/n, x in fp32.
+    """
+    if axis.degree == 1 or not tensors:
+        return
+    total = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    dist.all_reduce(total, group=axis.group)
+    for tensor, part in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _all_gather(part_BSD: Tensor, axis: Axis) -> Tensor:
@@ -85,19 +93,6 @@ class _ScatterSumSequence(Function):
     @staticmethod
     def backward(ctx, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return _all_gather(grad_BSD, ctx.axis), None
-
-
-class _SumGradient(Function):
-    @staticmethod
-    def forward(ctx, weight: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
-        ctx.axis = axis
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        total = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad.clone()
-        dist.all_reduce(total, group=ctx.axis.group)
-        return total.to(grad.dtype), None
 
 
 class _SumForward(Function):

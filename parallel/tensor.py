@@ -20,17 +20,12 @@ from modeling.decoder import Decoder, DecoderLayer, Embedding
 from modeling.feed_forward import SwiGLU
 from modeling.loss import IGNORE, Head
 from modeling.moe import MoE
-from modeling.norm import RMSNorm
-from modeling.router import Router
-from parallel.collectives import gather_sequence, scatter_sum_sequence, sum_gradient
+from parallel.collectives import gather_sequence, scatter_sum_sequence
 from parallel.mesh import Axis
 
 
 def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
     """Makes the decoder compute with its cut weights. Call after the weights are cut; changes no value."""
-    for module in model.modules():
-        if isinstance(module, RMSNorm | Router):
-            module.enter = lambda weight: sum_gradient(weight, axis)
     for layer in model.layers.values():
         assert isinstance(layer, DecoderLayer)
         layer.attention.forward = on_whole_sequence(layer.attention.forward, axis)

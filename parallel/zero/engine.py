@@ -18,6 +18,7 @@ from modeling.optimizers.build import build_optimizer, state_names
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
 from parallel.apply import build_part
+from parallel.collectives import sum_together
 from parallel.config import ParallelConfig
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
@@ -106,7 +107,9 @@ class Engine:
         """
         assert self.pipeline is not None
         with self.sharding.collect(self.add_tied_gradient):
-            return self.pipeline.train(micro_batches, weight * self.loss_factor, self.sharding.after_backward)
+            outputs = self.pipeline.train(micro_batches, weight * self.loss_factor, self.sharding.after_backward)
+        self.add_over_tp()
+        return outputs
 
     def add_tied_gradient(self) -> None:
         """Where the tied embedding and head lie on two ranks: both get the sum of both gradients."""
@@ -152,6 +155,18 @@ class Engine:
         Gradients are those of the total over all micro-batches and ranks.
         """
         self.sharding.backward(loss * (weight * self.loss_factor), last=last)
+        if last:
+            self.add_over_tp()
+
+    def add_over_tp(self) -> None:
+        """Adds up the gradients of what each rank of tp holds whole, of which each has a summand. All ranks call it.
+
+        Once a step: after the reduction over the replicas, which shard a gradient alike on every rank of tp.
+        """
+        if self.mesh.tp.degree > 1:
+            held = self.sharding.gradients()
+            whole = [part for parameter, part, _ in held if self.weights[parameter].place.is_summed_over_tp]
+            sum_together(whole, self.mesh.tp)
 
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.

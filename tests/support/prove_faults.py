@@ -283,9 +283,9 @@ def plant(title: str) -> None:
             if rank == 1:
                 os._exit(7)
         case "router's gradient not summed over tp":
-            change_engines(lambda engine: leave_gradients_alone(engine, "Router"))
+            change_engines(lambda engine: leave_gradients_alone(engine, ("scores", "d_model")))
         case "norms' gradients not summed over tp":
-            change_engines(lambda engine: leave_gradients_alone(engine, "RMSNorm"))
+            change_engines(lambda engine: leave_gradients_alone(engine, ("d_model",)))
         case "balance loss times tp":
             weigh_auxiliary("balance_coefficient", 2)
         case "norm counts what tp replicates on every rank":
@@ -442,12 +442,11 @@ def hook_gradients(names: str, factor: float) -> None:
     change_engines(hook)
 
 
-def leave_gradients_alone(engine: Any, kind: str) -> None:
-    from modeling.norm import as_it_is
-
-    for module in engine.model.modules():
-        if type(module).__name__ == kind:
-            module.enter = as_it_is
+def leave_gradients_alone(engine: Any, dims: tuple[str, ...]) -> None:
+    """The ranks of tp keep their own gradients of the weights with these dims."""
+    for parameter, weight in engine.weights.items():
+        if weight.weight.dims == dims:
+            engine.weights[parameter] = replace(weight, place=replace(weight.place, axis="tp"))
 
 
 def own_every_weight(engine: Any) -> None:

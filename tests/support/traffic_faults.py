@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 import parallel.collectives as collectives
-from modeling.norm import as_it_is
 from parallel.zero.engine import Engine
 
 FAULTS = {  # and what the comparison has to say
     "a barrier in every step": "barrier by tests/support/traffic_faults.py",
     "an all-reduce of one number in every step": "allreduce by tests/support/traffic_faults.py",
-    "router's gradient not summed over tp": "tp, gradients of norms and routers, all-reduce",
+    "router's gradient not summed over tp": "tp, gradients of what tp does not cut, all-reduce",
     "positions gathered once more": "tp, positions, all-gather",
     "gradients reduced twice": "edp, gradients, all-reduce",
 }
@@ -34,8 +34,9 @@ def planted(fault: str | None, engine: Any) -> Iterator[None]:
             with before_step(lambda _: dist.all_reduce(torch.zeros(1))):
                 yield
         case "router's gradient not summed over tp":
-            router = next(module for module in engine.model.modules() if type(module).__name__ == "Router")
-            with patch.object(router, "enter", as_it_is):
+            name, parameter = next((name, each) for name, each in engine.model.named_parameters() if "router" in name)
+            alone = replace(engine.weights[parameter], place=replace(engine.layout[name], axis="tp"))
+            with patch.dict(engine.weights, {parameter: alone}):
                 yield
         case "positions gathered once more":
             with before_step(lambda engine: collectives._all_gather(torch.zeros(1, 1, 1), engine.mesh.tp)):

@@ -51,7 +51,7 @@ def test_tensor_parallelism_by_hand():
     by_what = {(term.what, term.collective): term.sent_bytes for term in tp_traffic(replaced(DENSE, 2, tp=2))}
     assert by_what["positions", "all-gather"] == 4 * 6 * 192 / 2
     assert by_what["positions", "reduce-scatter"] == 4 * 6 * 192 / 2
-    assert by_what["gradients of norms and routers", "all-reduce"] == 4 * 3 * 6 * 4
+    assert by_what["gradients of what tp does not cut", "all-reduce"] == 3 * 6 * 4
     assert by_what["loss over the vocabulary", "all-reduce"] == 4 * 8 * 12
 
 

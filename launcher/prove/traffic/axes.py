@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
-from launcher.prove.traffic.zero import zero_traffic
+from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
 from parallel.pipeline.volume import sent_bytes
 from parallel.processes.stop import STOP_SIGNALS
 
@@ -39,15 +39,15 @@ def tp_traffic(step: Step) -> list[Traffic]:
     gathers = blocks + repeated + head + blocks + embedding
     scatters = blocks + repeated - last_sums + embedding + blocks + head
     tokens = step.micro_batch_size * step.positions
-    replicated = sum(n_elements for name, n_elements in step.weights.items() if step.layout[name].axis is None)
 
     def term(what: str, collective: Collective, n_bytes: int) -> Traffic:
         return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))
 
+    summed = around_ring("all-reduce", FP32_BYTES * elements_summed_over_tp(step), n)  # once a step
     return [
+        Traffic("tp", "gradients of what tp does not cut", "all-reduce", summed),
         term("positions", "all-gather", gathers * step.hidden_bytes),
         term("positions", "reduce-scatter", scatters * step.hidden_bytes),
-        term("gradients of norms and routers", "all-reduce", FP32_BYTES * replicated),
         term("loss over the vocabulary", "all-reduce", 3 * FP32_BYTES * tokens * head),
         term("balance sums", "all-reduce", balance_bytes(step)),
     ]

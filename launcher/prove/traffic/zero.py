@@ -1,6 +1,7 @@
 """What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from parallel.pipeline.schedule import action_orders
@@ -47,8 +48,43 @@ def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> li
 
 def flat_elements(step: Step, n: int, names: Sequence[str]) -> int:
     """Elements of ZeRO 1's and 2's flat tensors, one for each optimizer group, padded to equal parts."""
-    groups = ([name for name in names if step.decays(name) == key] for key in (True, False))
+    groups = optimizer_groups(step, names)
     return sum(padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) for group in groups)
+
+
+def elements_summed_over_tp(step: Step) -> int:
+    """Gradient elements that this rank adds up with the other ranks of tp: of what tp does not cut, its ZeRO share."""
+    whole = {name for name in step.weights if step.layout[name].is_summed_over_tp}
+    (_, n, names), _ = replicated(step)  # all of them are dense
+    zero = step.parallel.zero
+    if zero == 0 or (zero == 1 and step.precision == "bf16"):
+        return sum(step.weights[name] for name in whole)
+    if zero == 3:
+        return sum(padded(step.weights[name], n) // n for name in whole)
+    return sum(
+        max(0, min(end, stop) - max(begin, start))
+        for group in optimizer_groups(step, names)
+        for start, stop in [flat_share(step, n, group)]
+        for name, begin, end in places_in_flat(step, group)
+        if name in whole
+    )
+
+
+def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
+    """The weights with and without weight decay, each group in the model's order: flat tensors of ZeRO 1 and 2."""
+    return [[name for name in names if step.decays(name) == key] for key in (True, False)]
+
+
+def places_in_flat(step: Step, group: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Each weight of a group with its first element in the group's flat tensor, and the one after its last."""
+    ends = list(accumulate(step.weights[name] for name in group))
+    return [(name, end - step.weights[name], end) for name, end in zip(group, ends, strict=True)]
+
+
+def flat_share(step: Step, n: int, group: Sequence[str]) -> tuple[int, int]:
+    """The elements [start, stop) of a group's flat tensor that this rank of ``n`` updates."""
+    size = padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) // n
+    return step.replica_rank * size, (step.replica_rank + 1) * size
 
 
 def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
