@@ -26,8 +26,7 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.watch.metrics import read_metrics
 from modeling.context import attention_mask
-from modeling.hf.common import SpecialTokens
-from modeling.hf.convert import hf_config
+from modeling.families.config_json import SpecialTokens, to_config_json
 from modeling.optimizers.build import build_optimizer
 from modeling.schedules import lr_factor
 
@@ -87,7 +86,7 @@ def build_theirs(config: RunConfig) -> nn.Module:
     """The family's own class, with its own initialization."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = hf_config(config.model, config.data.seq_len, SpecialTokens(), torch.float32)
+    settings = to_config_json(config.model, config.data.seq_len, SpecialTokens(), torch.float32)
     settings |= {"output_router_logits": True, "router_aux_loss_coef": 1e-3}
     built = AutoConfig.for_model(**settings)
     return AutoModelForCausalLM.from_config(

@@ -1,7 +1,11 @@
 """The configuration of a decoder: plain values, no torch."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+# The one list of families; each is told by its module in modeling/families.
+FamilyName = Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"]
+FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class ModelConfig:
     """A pre-norm decoder. ``family`` names the `transformers` architecture that an export becomes."""
 
     # the `transformers` architecture that an export becomes
-    family: Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"] = "llama"
+    family: FamilyName = "llama"
     vocab_size: int = 8192  # rows of the embedding; at least as many as the tokenizer has ids
     d_model: int = 512  # width of the residual stream
     n_layers: int = 8  # layers

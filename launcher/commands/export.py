@@ -18,8 +18,8 @@ from launcher.commands.trained import load_tokenizer, open_trained
 from launcher.config.rules import Precision, check_export_widths
 from launcher.errors import UserError
 from modeling.config import ModelConfig
-from modeling.hf.common import SpecialTokens
-from modeling.hf.convert import generation_config, hf_config, tensor_shapes, to_hf
+from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
+from modeling.families.weights import tensor_shapes, to_hf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
@@ -133,7 +133,7 @@ def write_configs(folder: Path, config: ModelConfig, seq_len: int, special: Spec
     """Writes config.json and generation_config.json."""
     dtype_name = str(dtype).removeprefix("torch.")
     for name, content in (
-        ("config.json", hf_config(config, seq_len, special, dtype_name)),
+        ("config.json", to_config_json(config, seq_len, special, dtype_name)),
         ("generation_config.json", generation_config(special)),
     ):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

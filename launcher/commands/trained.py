@@ -20,7 +20,7 @@ from launcher.errors import UserError
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config, start_folder
 from launcher.training.run_parts import CONFIG
 from modeling.decoder import Decoder, build_decoder
-from modeling.hf.convert import tensor_shapes
+from modeling.families.weights import tensor_shapes
 from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
 from parallel.checkpoint.read import Checkpoint, open_checkpoint

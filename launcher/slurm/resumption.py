@@ -43,7 +43,7 @@ def look_for_checkpoint(config: RunConfig) -> Resumption:
 
 def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
     """The line of a checkpoint that is not of this model, or nothing."""
-    from modeling.hf.convert import tensor_shapes
+    from modeling.families.weights import tensor_shapes
 
     found = differences(manifest, tensor_shapes(config.model))
     if not found:

@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import modeling.moe
-from modeling.config import ModelConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters, flops_per_token, forward_flops_per_token
 from modeling.decoder import Decoder, DecoderLayer, build_decoder
 from modeling.kernels.attention import attend_reference
 from modeling.kernels.experts import experts_reference
 from modeling.moe import MoE
-from small_models import FAMILIES, Family, build, configs, example_config, next_tokens, packed_rows
+from small_models import build, configs, example_config, next_tokens, packed_rows
 
 FEW = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters(family: Family) -> None:
+def test_parameters(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family))
     def check(config: ModelConfig) -> None:
@@ -62,7 +62,7 @@ def counted_flops(model: Decoder, config: ModelConfig, *, training: bool) -> flo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flops(family: Family) -> None:
+def test_flops(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family), seed=st.integers(0, 99))
     def check(config: ModelConfig, seed: int) -> None:

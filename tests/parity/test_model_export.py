@@ -21,18 +21,18 @@ from launcher.commands.generate import generate_from_checkpoint
 from launcher.commands.trained import load_decoder, open_trained
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from modeling.config import ModelConfig, NoBalance
+from modeling.config import FAMILIES, FamilyName, ModelConfig, NoBalance
 from modeling.decoder import Decoder
-from modeling.hf.common import SpecialTokens
-from modeling.hf.convert import from_hf, hf_config, tensor_shapes, to_hf
+from modeling.families.config_json import SpecialTokens, to_config_json
+from modeling.families.weights import from_hf, tensor_shapes, to_hf
 from saved_runs import save_run
-from small_models import FAMILIES, Family, build, configs, example_config, tensors_of
+from small_models import build, configs, example_config, tensors_of
 from warnings_seen import no_warnings
 
 FEW = settings(max_examples=20, deadline=None, derandomize=True)
 
 
-def write_example(family: Family, out: Path, **options: object) -> tuple[ModelConfig, Decoder]:
+def write_example(family: FamilyName, out: Path, **options: object) -> tuple[ModelConfig, Decoder]:
     config = example_config(family)
     model = build(config, 3)
     write_export(tensors_of(model).items(), config, 64, None, out, **options)
@@ -40,7 +40,7 @@ def write_example(family: Family, out: Path, **options: object) -> tuple[ModelCo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_there_and_back(family: Family) -> None:
+def test_names_there_and_back(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family))
     def check(config: ModelConfig) -> None:
@@ -54,11 +54,11 @@ def test_names_there_and_back(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_config_means_in_transformers_what_it_says(family: Family) -> None:
+def test_config_means_in_transformers_what_it_says(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family))
     def check(config: ModelConfig) -> None:
-        written = hf_config(config, 128, SpecialTokens(eos=5), "bfloat16")
+        written = to_config_json(config, 128, SpecialTokens(eos=5), "bfloat16")
         read = AutoConfig.for_model(**written)
         rope = {key: written.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in written}
         assert rope.items() < read.rope_parameters.items()  # what version 4 reads says the same as what 5 does
@@ -105,7 +105,7 @@ def test_half_precision(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("d_model", "d_ff"), [(16, 24), (20, 24), (16, 12), (12, 4)])
-def test_widths_that_a_dtype_cannot_have(family: Family, d_model: int, d_ff: int, tmp_path: Path) -> None:
+def test_widths_that_a_dtype_cannot_have(family: FamilyName, d_model: int, d_ff: int, tmp_path: Path) -> None:
     """What is refused really fails in transformers, what is not runs; nothing is left of what is refused."""
     config = example_config(family, d_model=d_model)
     if config.moe is not None:
@@ -146,7 +146,7 @@ def test_glm_without_bias_exports_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokenizer_and_generation(family: Family, tmp_path: Path) -> None:
+def test_tokenizer_and_generation(family: FamilyName, tmp_path: Path) -> None:
     """AutoTokenizer and generate work on the folder as it is, sampling included, and warn of nothing."""
     vocab_size = save_byte_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / INFO).touch()

@@ -15,10 +15,11 @@ from launcher.commands.export import write_export
 from launcher.commands.generate import argument_problems, generate_text, readable
 from launcher.config.tree import RunConfig
 from launcher.console import escaped
+from modeling.config import FAMILIES, FamilyName
 from modeling.context import Context
 from modeling.generate import choose, generate, new_tokens, nucleus
 from saved_runs import save_run
-from small_models import FAMILIES, Family, build, example_config, tensors_of
+from small_models import build, example_config, expressible, tensors_of
 from warnings_seen import no_warnings
 
 
@@ -28,7 +29,7 @@ def prompts(vocab_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("window", [None, 5])
-def test_greedy_equals_no_cache(family: Family, window: int | None) -> None:
+def test_greedy_equals_no_cache(family: FamilyName, window: int | None) -> None:
     config = example_config(family, sliding_window=window)
     model = build(config, 1)
     tokens_BS = prompts(config.vocab_size)
@@ -43,8 +44,8 @@ def test_greedy_equals_no_cache(family: Family, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_transformers(family: Family, tmp_path: Path) -> None:
-    config = example_config(family, sliding_window=5 if family in ("mixtral", "qwen3_moe") else None)
+def test_greedy_equals_transformers(family: FamilyName, tmp_path: Path) -> None:
+    config = example_config(family, sliding_window=expressible(family, "sliding_window", [5, None])[0])
     model = build(config, 2)
     write_export(tensors_of(model).items(), config, 64, None, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, trust_remote_code=False)

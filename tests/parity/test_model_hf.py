@@ -23,18 +23,20 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import modeling.attention
 from launcher.commands.export import write_export
-from modeling.config import ModelConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
-from modeling.hf.convert import from_hf, hf_weights
+from modeling.families.family import family_of
+from modeling.families.weights import from_hf
 from modeling.loss import IGNORE, Head
 from small_models import (
-    FAMILIES,
     LENGTHS,
+    MOE_FAMILIES,
     Rows,
     build,
     configs,
     example_config,
+    expressible,
     next_tokens,
     packed_rows,
     tensors_of,
@@ -152,7 +154,7 @@ def documents_alone(theirs: PreTrainedModel, rows: Rows) -> tuple[Tensor, Routes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal(family: str) -> None:
+def test_logits_equal(family: FamilyName) -> None:
     """Random small configurations: the exported model's logits are ours."""
 
     @FEW
@@ -224,7 +226,7 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal(family: str) -> None:
+def test_gradients_equal(family: FamilyName) -> None:
     """Random small configurations: every gradient of one training step is transformers' own."""
 
     @FEW
@@ -245,7 +247,7 @@ def test_planted_nothing_is_planted() -> None:
         check_gradients(model, theirs, config, rows, next_tokens(rows))
 
 
-def whole_example(family: str) -> tuple[ModelConfig, Decoder, PreTrainedModel, Rows]:
+def whole_example(family: FamilyName) -> tuple[ModelConfig, Decoder, PreTrainedModel, Rows]:
     """The family's fixed model, transformers' copy of it, and a batch."""
     config = example_config(family)
     model = build(config, 5)
@@ -259,7 +261,7 @@ def fails_logits(model: Decoder, theirs: PreTrainedModel, config: ModelConfig, r
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planted_rope_halves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_rope_halves(family: FamilyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turning channel pairs (2c, 2c+1), as GPT-J does, is seen."""
     config, model, theirs, rows = whole_example(family)
 
@@ -273,11 +275,11 @@ def test_planted_rope_halves(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planted_gate_and_up_swapped(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_gate_and_up_swapped(family: FamilyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """w1 and w3 exchanged in the name table is seen."""
-    table = hf_weights(example_config(family))
+    table = family_of(family).weights
     feed_forward = "layers.{layer}.feed_forward."
-    gate, up = ("gate.weight", "up.weight") if family == "llama" else ("experts.gate", "experts.up")
+    gate, up = ("gate.weight", "up.weight") if family not in MOE_FAMILIES else ("experts.gate", "experts.up")
     swapped = {feed_forward + gate: table[feed_forward + up], feed_forward + up: table[feed_forward + gate]}
     for name, hf_name in swapped.items():
         monkeypatch.setitem(table, name, hf_name)
@@ -285,8 +287,8 @@ def test_planted_gate_and_up_swapped(family: str, monkeypatch: pytest.MonkeyPatc
     fails_logits(model, theirs, config, rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES[1:])
-def test_planted_expert_order(family: str) -> None:
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_planted_expert_order(family: FamilyName) -> None:
     """Expert e written as expert e + 1 is seen."""
     config, model, theirs, rows = whole_example(family)
     with torch.no_grad():
@@ -296,8 +298,8 @@ def test_planted_expert_order(family: str) -> None:
     fails_logits(model, theirs, config, rows)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_planted_qk_norm_missing(family: str) -> None:
+@pytest.mark.parametrize("family", [name for name in FAMILIES if expressible(name, "qk_norm", [True])])
+def test_planted_qk_norm_missing(family: FamilyName) -> None:
     """Attention without its QK norm is seen."""
     config, model, theirs, rows = whole_example(family)
     for layer in model.layers.values():
@@ -307,7 +309,7 @@ def test_planted_qk_norm_missing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planted_mask_off(family: str) -> None:
+def test_planted_mask_off(family: FamilyName) -> None:
     """Attention across documents is seen."""
     config, model, theirs, rows = whole_example(family)
     rows.context = lambda choices=None: Context(
@@ -316,9 +318,10 @@ def test_planted_mask_off(family: str) -> None:
     fails_logits(model, theirs, config, rows)
 
 
-def test_planted_selection_bias_lost() -> None:
+@pytest.mark.parametrize("family", [name for name in FAMILIES if family_of(name).has_selection_bias])
+def test_planted_selection_bias_lost(family: FamilyName) -> None:
     """A router that drops its selection bias is seen."""
-    config, model, theirs, rows = whole_example("glm4_moe")
+    config, model, theirs, rows = whole_example(family)
     for name, buffer in model.named_buffers():
         assert buffer.any(), name
         buffer.zero_()
@@ -326,7 +329,7 @@ def test_planted_selection_bias_lost() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planted_shifted_labels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_shifted_labels(family: FamilyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets one position off are seen in the gradients."""
     config, model, theirs, rows = whole_example(family)
     whole = Head.forward
@@ -338,6 +341,6 @@ def test_planted_shifted_labels(family: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_planted_wrong_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that transformers does not find, or does not expect, fails the loading."""
     config = example_config("qwen3_moe")
-    monkeypatch.setitem(hf_weights(config), "final_norm.weight", "model.final_norm.weight")
+    monkeypatch.setitem(family_of(config.family).weights, "final_norm.weight", "model.final_norm.weight")
     with pytest.raises(AssertionError):
         exported(build(config, 5), config)

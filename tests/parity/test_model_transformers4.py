@@ -26,11 +26,11 @@ from data.tokenizer import load_origin, save_tokenizer
 from launcher.commands.export import DTYPES, write_export
 from launcher.config.families import check_family
 from launcher.config.rules import Precision
-from modeling.config import ModelConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.decoder import Decoder
 from modeling.generate import generate
 from modeling.router import Router, Routing
-from small_models import FAMILIES, LENGTHS, Family, Rows, build, configs, example_config, packed_rows, tensors_of
+from small_models import LENGTHS, Rows, build, configs, example_config, expressible, packed_rows, tensors_of
 from tokenizers_of_kinds import KINDS, TEXTS, save_tokenizer_of
 from transformers_judge import NEW_TOKENS, judge
 
@@ -121,7 +121,7 @@ def is_allowed(config: ModelConfig) -> bool:
     return not any(check_family(config))
 
 
-def random_configs(family: Family) -> list[ModelConfig]:
+def random_configs(family: FamilyName) -> list[ModelConfig]:
     """Random small models, the same ones every time."""
     found: list[ModelConfig] = []
     once = settings(
@@ -140,7 +140,7 @@ def random_configs(family: Family) -> list[ModelConfig]:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     root, made = tmp_path_factory.mktemp("exports"), []
     for family in FAMILIES:
-        window = 5 if family in ("mixtral", "qwen3_moe") else None
+        window = expressible(family, "sliding_window", [5, None])[0]
         plain = {"vocab_size": 310, "rope_theta": 123.0, "norm_eps": 1e-3, "sliding_window": window}
         fixed = [
             ("no-d_head", example_config(family, d_head=None, tie_embeddings=True, **plain), "fp32"),

@@ -8,10 +8,11 @@ from data.config import DataConfig
 from launcher.config.layout_rules import dp_of
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
-from modeling.config import BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.config import FAMILIES, BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
+from small_models import MOE_FAMILIES
 
 RANKS = (2, 3, 4, 4, 6, 6, 8, 8)
 TRIES = 3000
@@ -24,7 +25,8 @@ def random_run(seed: int) -> tuple[RunConfig, int]:
     while True:
         n_ranks = draw.choice(RANKS)
         parallel = draw_parallel(draw, n_ranks)
-        family = draw.choice(["mixtral", "qwen3_moe", "glm4_moe", "llama" if parallel.ep == 1 else "glm4_moe"])
+        dense = [name for name in FAMILIES if name not in MOE_FAMILIES]
+        family = draw.choice([*MOE_FAMILIES, *(dense if parallel.ep == 1 else MOE_FAMILIES[-1:])])
         for _ in range(TRIES):  # few models are legal: it is not the layout that gives way
             config = draw_config(draw, n_ranks, parallel, family)
             if not check(config, n_ranks) and micro_batches(config, n_ranks) <= MOST_MICRO_BATCHES:
@@ -80,7 +82,7 @@ def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> Mo
     d_head = 2 * pick([2, 3, 4, 5])
     n_layers = max(1, parallel.pp * chunks(parallel.pipeline) + pick([-1, 0, 1, 2]))
     moe = None
-    if family != "llama":
+    if family in MOE_FAMILIES:
         n_experts = parallel.ep * pick([1, 2, 3])
         score = pick(["softmax", "sigmoid"])
         balances = [SequenceAuxBalance(coefficient=0.05), NoBalance(), BiasBalance(rate=0.01)]

@@ -12,7 +12,7 @@ from byte_tokenizer import save_byte_tokenizer
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
-from modeling.hf.convert import tensor_shapes
+from modeling.families.weights import tensor_shapes
 from parallel.checkpoint.boxes import Box
 from parallel.checkpoint.folder import LocalFolder
 from parallel.checkpoint.manifest import SEAL_BYTES, WEIGHT, Manifest, hash_file, seal, write_manifest

@@ -1,32 +1,45 @@
 """Small models of every family, and batches of packed documents for them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from modeling.config import BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
+from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
 from modeling.moe import MoE
 from modeling.norm import RMSNorm
 
-Family = Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"]
-FAMILIES: list[Family] = ["llama", "mixtral", "qwen3_moe", "glm4_moe"]
+MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
 
 
+def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any]:
+    """Those of ``values`` for the field ``key`` below `model` that the family's class can express."""
+    allowed, least = family_of(family).expressible().get(key), family_of(family).at_least.get(key)
+    return [
+        value
+        for value in values
+        if (allowed is None or value in allowed) and (least is None or value is None or value >= least)
+    ]
+
+
 @st.composite
-def configs(draw: st.DrawFn, family: Family) -> ModelConfig:
+def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
     """A small model that the family can express."""
     n_kv_heads = draw(st.sampled_from([1, 2, 3]))
     n_heads = n_kv_heads * draw(st.sampled_from([1, 2, 3]))
     n_layers = draw(st.integers(1, 3))
-    d_model = n_heads * draw(st.sampled_from([4, 8, 12])) if family == "llama" else 4 * draw(st.integers(2, 12))
+    has_even_heads = family_of(family).heads_divide_d_model
+    d_model = n_heads * draw(st.sampled_from([4, 8, 12])) if has_even_heads else 4 * draw(st.integers(2, 12))
+    has_window = bool(expressible(family, "sliding_window", [5]))
     return ModelConfig(
         family=family,
         vocab_size=draw(st.integers(11, 90)),
@@ -37,45 +50,49 @@ def configs(draw: st.DrawFn, family: Family) -> ModelConfig:
         d_head=draw(st.sampled_from([4, 8, 16])),  # with 2, QK norm's gradient nearly cancels and rounding shows
         d_ff=4 * draw(st.integers(1, 12)),
         tie_embeddings=draw(st.booleans()),
-        qk_norm=family == "qwen3_moe" or (family == "glm4_moe" and draw(st.booleans())),
-        sliding_window=draw(st.none() | st.integers(1, 9)) if family in ("mixtral", "qwen3_moe") else None,
+        qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
+        sliding_window=draw(st.none() | st.integers(1, 9)) if has_window else None,
         rope_theta=draw(st.sampled_from([100.0, 10000.0, 1e6])),
         norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         init_std=0.7 * d_model**-0.5,
-        moe=None if family == "llama" else draw(moe_configs(family, n_layers)),
+        moe=draw(moe_configs(family, n_layers)) if family in MOE_FAMILIES else None,
     )
 
 
 @st.composite
-def moe_configs(draw: st.DrawFn, family: str, n_layers: int) -> MoEConfig:
+def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig:
     """The experts of such a model."""
-    is_glm = family == "glm4_moe"
-    n_experts = draw(st.integers(2 if is_glm else 1, 9))
+
+    def any_of(name: str, values: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(expressible(family, f"moe.{name}", values)))
+
+    n_experts = any_of("n_experts", range(1, 10))
+    has_bias = family_of(family).has_selection_bias
+    balances = [BiasBalance(), NoBalance()] if has_bias else [SequenceAuxBalance(coefficient=0.0)]
     return MoEConfig(
         n_experts=n_experts,
         top_k=draw(st.integers(1, n_experts)),
         d_ff=4 * draw(st.integers(1, 9)),
-        n_shared_experts=draw(st.integers(1, 2)) if is_glm else 0,
-        n_dense_layers=0 if family == "mixtral" else draw(st.integers(0, n_layers)),
-        score="sigmoid" if is_glm else "softmax",
-        normalize_top_k=family == "mixtral" or draw(st.booleans()),
-        routed_scale=draw(st.sampled_from([1.0, 2.5])) if is_glm else 1.0,
-        balance=draw(st.sampled_from([BiasBalance(), NoBalance()])) if is_glm else SequenceAuxBalance(coefficient=0.0),
+        n_shared_experts=any_of("n_shared_experts", [0, 1, 2]),
+        n_dense_layers=any_of("n_dense_layers", range(n_layers + 1)),
+        score=any_of("score", ["softmax", "sigmoid"]),
+        normalize_top_k=any_of("normalize_top_k", [False, True]),
+        routed_scale=any_of("routed_scale", [1.0, 2.5]),
+        balance=draw(st.sampled_from(balances)),
     )
 
 
-def example_config(family: Family, **changes: Any) -> ModelConfig:
+def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
     """One fixed model of the family, with everything that planted faults damage."""
-    is_glm = family == "glm4_moe"
     moe = MoEConfig(
         n_experts=6,
         top_k=2,
         d_ff=24,
-        n_shared_experts=1 if is_glm else 0,
-        n_dense_layers=0 if family == "mixtral" else 1,
-        score="sigmoid" if is_glm else "softmax",
+        n_shared_experts=expressible(family, "moe.n_shared_experts", [0, 1])[0],
+        n_dense_layers=expressible(family, "moe.n_dense_layers", [1, 0])[0],
+        score=expressible(family, "moe.score", ["softmax", "sigmoid"])[0],
         normalize_top_k=True,
-        balance=BiasBalance() if is_glm else NoBalance(),
+        balance=BiasBalance() if family_of(family).has_selection_bias else NoBalance(),
     )
     config = ModelConfig(
         family=family,
@@ -86,9 +103,9 @@ def example_config(family: Family, **changes: Any) -> ModelConfig:
         n_kv_heads=2,
         d_head=16,
         d_ff=40,
-        qk_norm=family in ("qwen3_moe", "glm4_moe"),
+        qk_norm=expressible(family, "qk_norm", [True, False])[0],
         init_std=0.12,
-        moe=None if family == "llama" else moe,
+        moe=moe if family in MOE_FAMILIES else None,
     )
     return replace(config, **changes)
 

@@ -28,21 +28,25 @@ from launcher.slurm import rules as slurm_rules
 from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
+from modeling.config import FAMILIES, FamilyName
 from modeling.counts import flops_per_token
+from modeling.families.family import family_of, field_defaults
 from modeling.schedules import lr_factor
 
-BASES = {
-    "llama": ["model.family=llama"],
-    "mixtral": ["model.family=mixtral", "model.moe.n_experts=4"],
-    "qwen3_moe": ["model.family=qwen3_moe", "model.qk_norm=true", "model.moe.n_experts=4"],
-    "glm4_moe": [
-        "model.family=glm4_moe",
-        "model.moe.n_experts=4",
-        "model.moe.score=sigmoid",
-        "model.moe.n_shared_experts=1",
-        "model.moe.balance.name=bias",
-    ],
-}  # fmt: skip
+
+def base(name: FamilyName) -> list[str]:
+    """The fewest overrides that make a small model of the family; its router has the selection bias of its class."""
+    family, defaults = family_of(name), field_defaults()
+    least = {key: (number,) for key, number in family.at_least.items() if defaults[key] is not None}
+    overrides = [f"model.family={name}", *(["model.moe.n_experts=4"] if family.has("moe") else [])]
+    for key, allowed in {**family.allowed, **least}.items():
+        default = defaults.get(key, allowed[0])
+        if default < allowed[0] if key in least else default not in allowed:
+            overrides.append(f"model.{key}={json.dumps(allowed[0])}")
+    return overrides + (["model.moe.balance.name=bias"] if family.has_selection_bias else [])
+
+
+BASES = {name: base(name) for name in FAMILIES}
 
 # Base, what is changed, processes, the line, and the change that the line's remedy names.
 CASES = [

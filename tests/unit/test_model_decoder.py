@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from modeling.config import BiasBalance, ModelConfig, SequenceAuxBalance
+from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.kv_cache import KVCache
 from modeling.loss import IGNORE
-from small_models import FAMILIES, LENGTHS, Family, Rows, build, configs, example_config, next_tokens, packed_rows
+from small_models import LENGTHS, Rows, build, configs, example_config, next_tokens, packed_rows
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
@@ -23,7 +23,7 @@ def logits(model: Decoder, rows: Rows) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_documents_do_not_see_each_other(family: Family) -> None:
+def test_documents_do_not_see_each_other(family: FamilyName) -> None:
     """Other tokens in one document change no other document's output; 1e-5 for sums over rows placed elsewhere."""
 
     @FEW
@@ -54,7 +54,7 @@ def test_planted_document_leak_is_seen() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_later_tokens_do_not_change_earlier_ones(family: Family) -> None:
+def test_later_tokens_do_not_change_earlier_ones(family: FamilyName) -> None:
     config = example_config(family)
     model = build(config, 0)
     rows = packed_rows(config.vocab_size, 0, [[20]])
@@ -84,7 +84,7 @@ def gradients(model: Decoder, rows: Rows, targets_BS: Tensor, *, has_padding: bo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_nothing(family: Family) -> None:
+def test_padding_changes_nothing(family: FamilyName) -> None:
     """Loss and every gradient, auxiliary losses' too, are those of the rows without it (1e-5: other sums)."""
     config = example_config(family)
     model = build(config, 0)
@@ -103,7 +103,7 @@ def test_padding_changes_nothing(family: Family) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("window", [None, 4])
-def test_cache_in_pieces_equals_one_pass(family: Family, window: int | None) -> None:
+def test_cache_in_pieces_equals_one_pass(family: FamilyName, window: int | None) -> None:
     """Tokens fed to the cache in pieces of any length see what they see in one pass."""
     config = example_config(family, sliding_window=window)
     model = build(config, 0)
@@ -123,7 +123,7 @@ def test_cache_in_pieces_equals_one_pass(family: Family, window: int | None) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("half", [False, True])
-def test_recomputation_is_exact(family: Family, half: bool) -> None:
+def test_recomputation_is_exact(family: FamilyName, half: bool) -> None:
     """Gradients are bit for bit those without it, for a whole layer or its feed-forward half, in fp32 and bf16."""
     config = example_config(family)
     rows = packed_rows(config.vocab_size, 0, LENGTHS)

@@ -6,7 +6,7 @@ import sys
 
 def test_name_tables_do_not_import_transformers() -> None:
     code = (
-        "import sys, modeling.hf.convert, modeling.counts, modeling.generate\n"
+        "import sys, modeling.families.weights, modeling.families.config_json, modeling.counts, modeling.generate\n"
         "print({'transformers', 'deepspeed', 'tokenizers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

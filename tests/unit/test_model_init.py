@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig, MoEConfig
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import initial_tensor, materialize
-from small_models import FAMILIES, Family, example_config, tensors_of
+from small_models import example_config, tensors_of
 
 
 def fresh(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -25,7 +25,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_do_not_depend_on_torch_seed(family: Family) -> None:
+def test_weights_do_not_depend_on_torch_seed(family: FamilyName) -> None:
     config = example_config(family)
     torch.manual_seed(0)
     first = tensors_of(fresh(config, 7))

@@ -11,12 +11,12 @@ from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
 from launcher.prove.shrink import default_ranks, least_ranks, shrink
-from modeling.config import ModelConfig
+from modeling.config import FAMILIES, ModelConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
-from small_models import FAMILIES, moe_configs
+from small_models import MOE_FAMILIES, expressible, moe_configs
 
 
 @st.composite
@@ -27,7 +27,7 @@ def run_configs(draw):
     n_heads = n_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 16]))
     n_layers = draw(st.integers(1, 60))
     moe = None
-    if family != "llama":
+    if family in MOE_FAMILIES:
         moe = draw(moe_configs(family, n_layers))
         moe = replace(moe, n_experts=16 * moe.n_experts, d_ff=256 * moe.d_ff)
     model = ModelConfig(
@@ -40,8 +40,8 @@ def run_configs(draw):
         d_head=draw(st.sampled_from([None, 64])),
         d_ff=1024,
         tie_embeddings=draw(st.booleans()),
-        qk_norm=family == "qwen3_moe",
-        sliding_window=draw(st.none() | st.integers(1, 5000)) if family in ("mixtral", "qwen3_moe") else None,
+        qk_norm=expressible(family, "qk_norm", [False, True])[0],
+        sliding_window=draw(st.none() | st.integers(1, 5000)) if expressible(family, "sliding_window", [5]) else None,
         moe=moe,
     )
     degrees = st.sampled_from([1, 2, 4, 8])

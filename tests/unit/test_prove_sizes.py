@@ -18,6 +18,8 @@ REFUSAL = "a bound beyond which input is refused, or the length of a message; wi
 REASONS = {
     "modeling.config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.context.PADDING": "a mark, not a size",
+    "modeling.families.config_json.MOST_SHOWN": REFUSAL,
+    "modeling.families.": "published sizes, and the defaults of transformers' classes",
     "modeling.init.draw_normal": "bits of a seed",
     "modeling.kernels.experts.CPU_ROW_MULTIPLE": "the default of Sizes.row_multiple on CPUs",
     "modeling.loss.CHUNK_LOGITS": "the default of Sizes.chunk_logits",

@@ -1,0 +1,111 @@
+"""What a model family is: everything that is said of it, in one object, and how it is found by name."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from modeling.config import ModelConfig, MoEConfig
+
+ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
+TRAINING_ONLY = ("moe.balance", "moe.z_loss")  # fields below `model` that no transformers class needs to know
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of config.json that is more than a field of ours by another name."""
+
+    ours: tuple[str, ...]  # the fields below `model` that it tells, dotted
+    write: Callable[[ModelConfig], Any]  # its value for a model
+    read: Callable[[Any], Mapping[str, Any]]  # the fields that its value means; ValueError says why there are none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `transformers` architecture. Its module in this package has it as ``FAMILY``.
+
+    config.json is told by four tables, which `modeling.families.config_json` applies in both directions. Rotary
+    positions and what every config.json has (dtype, special tokens, maximum length) are not in them.
+    """
+
+    architecture: str  # the class in transformers
+    weights: dict[str, str]  # our name of a weight -> its name in the files, with {layer} and {expert}
+    keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted
+    constants: Mapping[str, Any]  # keys of which our models know one value alone
+    ignored: Mapping[str, Any]  # keys that change nothing of what the model computes, with the value that we write
+    defaults: Mapping[str, Any]  # what the class takes for a key that is left out, where that is not the constant
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which the class reads as well
+    allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
+    at_least: Mapping[str, int] = field(default_factory=dict)  # our field -> the smallest number that works
+    heads_divide_d_model: bool = False  # also where d_head is given
+    published: Mapping[str, ModelConfig]  # the sizes of well-known models
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """Whether the class's router adds a bias to the scores by which it chooses."""
+        return ROUTER_BIAS in self.weights
+
+    @property
+    def told(self) -> set[str]:
+        """Our fields that config.json tells, dotted."""
+        told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
+        return told | {"family", "rope_theta"}
+
+    def has(self, section: str) -> bool:
+        """Whether the class has the part of a model that an optional section of our config describes, such as "moe"."""
+        return any(name.startswith(f"{section}.") for name in self.told)
+
+    def expressible(self) -> dict[str, tuple[Any, ...]]:
+        """Our field -> the values that the class can express; a field that is left out is free.
+
+        A field of which neither config.json nor ``allowed`` speaks stays as it is by default. So what another family
+        brings along is refused here without being named.
+        """
+        silent = {
+            name: (default,)
+            for name, default in field_defaults().items()
+            if name not in self.told and not name.startswith(TRAINING_ONLY)
+        }
+        sections = {name for name in section_types() if self.has(name)}
+        return {
+            name: values
+            for name, values in {**silent, **self.allowed}.items()
+            if "." not in name or name.partition(".")[0] in sections
+        }
+
+
+def family_of(name: str) -> Family:
+    """The family of that name, one of ``modeling.config.FAMILIES``: ``FAMILY`` of its module in this package."""
+    family = importlib.import_module(f"modeling.families.{name}").FAMILY
+    assert isinstance(family, Family), name
+    return family
+
+
+@cache
+def section_types() -> dict[str, type]:
+    """The optional sections of ModelConfig, such as "moe", and their dataclasses."""
+    hints = get_type_hints(ModelConfig)
+    members = [(name, member) for name, hint in hints.items() for member in get_args(hint)]
+    return {name: member for name, member in members if isinstance(member, type) and is_dataclass(member)}
+
+
+@cache
+def field_defaults() -> dict[str, Any]:
+    """Our field below `model`, dotted -> its default. The optional sections are there as their fields alone."""
+    sections = section_types()
+    found = {each.name: default_of(each) for each in fields(ModelConfig) if each.name not in sections}
+    for section, kind in sections.items():
+        found |= {f"{section}.{each.name}": default_of(each) for each in fields(kind)}
+    return found
+
+
+def default_of(each: Field[Any]) -> Any:
+    """The default of one field of a dataclass."""
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def moe_of(config: ModelConfig) -> MoEConfig:
+    """The experts' configuration, of a family that cannot be without."""
+    assert config.moe is not None, f"model.family={config.family} needs model.moe"
+    return config.moe

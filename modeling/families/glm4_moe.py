@@ -1,0 +1,107 @@
+"""GLM-4.5 (arXiv:2508.06471): sigmoid routing with a selection bias, shared experts, leading dense layers."""
+
+from modeling.config import BiasBalance, ModelConfig, MoEConfig
+from modeling.families.family import Family
+from modeling.families.shared import (
+    ATTENTION,
+    DECODER,
+    DECODER_CONSTANTS,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    EXPERT_KEYS,
+    EXPERTS,
+    FEED_FORWARD,
+    FEED_FORWARD_KEYS,
+    HEAD_KEYS,
+    QK_NORM,
+    SELECTION_BIAS,
+    SHARED_EXPERT_KEYS,
+    SHARED_EXPERTS,
+)
+
+FAMILY = Family(
+    architecture="Glm4MoeForCausalLM",
+    weights={**DECODER, **ATTENTION, **QK_NORM, **FEED_FORWARD, **EXPERTS, **SELECTION_BIAS, **SHARED_EXPERTS},
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        **FEED_FORWARD_KEYS,
+        **EXPERT_KEYS,
+        **SHARED_EXPERT_KEYS,
+        "use_qk_norm": "qk_norm",
+    },
+    constants={**DECODER_CONSTANTS, "attention_bias": False, "n_group": 1, "topk_group": 1},
+    # Modules that predict further tokens are no part of the class's forward pass.
+    ignored={"num_nextn_predict_layers": 0, "output_router_logits": False},
+    defaults={
+        **DECODER_DEFAULTS,
+        "first_k_dense_replace": 1,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    # models/glm4_moe: Glm4MoeTopkRouter is sigmoid with a selection bias and takes a top 2 within each group of
+    # experts; shared_experts are always built; only causal masks; first_k_dense_replace counts the dense layers.
+    allowed={"sliding_window": (None,), "moe.score": ("sigmoid",)},
+    at_least={"moe.n_experts": 2, "moe.n_shared_experts": 1},
+    # Their sizes. The published weights have biases of q, k and v besides, and turn half of each head's channels.
+    published={
+        "GLM-4.5": ModelConfig(
+            family="glm4_moe",
+            vocab_size=151552,
+            d_model=5120,
+            n_layers=92,
+            n_heads=96,
+            n_kv_heads=8,
+            d_head=128,
+            d_ff=12288,
+            qk_norm=True,
+            rope_theta=1e6,
+            norm_eps=1e-5,
+            moe=MoEConfig(
+                n_experts=160,
+                top_k=8,
+                d_ff=1536,
+                n_shared_experts=1,
+                n_dense_layers=3,
+                score="sigmoid",
+                routed_scale=2.5,
+                balance=BiasBalance(),
+            ),
+        ),
+        "GLM-4.5-Air": ModelConfig(
+            family="glm4_moe",
+            vocab_size=151552,
+            d_model=4096,
+            n_layers=46,
+            n_heads=96,
+            n_kv_heads=8,
+            d_head=128,
+            d_ff=10944,
+            rope_theta=1e6,
+            norm_eps=1e-5,
+            moe=MoEConfig(
+                n_experts=128,
+                top_k=8,
+                d_ff=1408,
+                n_shared_experts=1,
+                n_dense_layers=1,
+                score="sigmoid",
+                balance=BiasBalance(),
+            ),
+        ),
+    },
+)

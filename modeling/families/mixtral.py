@@ -1,0 +1,90 @@
+"""Mixtral (arXiv:2401.04088): every layer has experts, chosen by a softmax whose top_k weights sum to one."""
+
+from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.families.family import Family, Key, moe_of
+from modeling.families.shared import (
+    ATTENTION,
+    DECODER,
+    DECODER_CONSTANTS,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    HEAD_KEYS,
+    ROUTER_LOSS,
+    SOFTMAX_ROUTER,
+    WINDOW,
+)
+
+FAMILY = Family(
+    architecture="MixtralForCausalLM",
+    weights={
+        **DECODER,
+        **ATTENTION,
+        "layers.{layer}.feed_forward.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
+        "layers.{layer}.feed_forward.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+        "layers.{layer}.feed_forward.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+        "layers.{layer}.feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+    },
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        "intermediate_size": Key(  # of the experts: no layer is dense
+            ours=("moe.d_ff", "d_ff"),
+            write=lambda config: moe_of(config).d_ff,
+            read=lambda width: {"moe.d_ff": width, "d_ff": width},
+        ),
+        "num_experts_per_tok": "moe.top_k",
+        "num_local_experts": "moe.n_experts",
+        "sliding_window": "sliding_window",
+    },
+    constants={**DECODER_CONSTANTS, "router_jitter_noise": 0.0},
+    ignored=ROUTER_LOSS,
+    defaults={
+        **DECODER_DEFAULTS,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    },
+    aliases={"num_experts": "num_local_experts"},
+    # models/mixtral: every layer has experts; MixtralTopKRouter always renormalises the chosen weights.
+    allowed={
+        "qk_norm": (False,),
+        "moe.n_dense_layers": (0,),
+        "moe.normalize_top_k": (True,),
+        **SOFTMAX_ROUTER,
+    },
+    at_least=WINDOW,
+    published={
+        "Mixtral-8x7B": ModelConfig(
+            family="mixtral",
+            vocab_size=32000,
+            d_model=4096,
+            n_layers=32,
+            n_heads=32,
+            n_kv_heads=8,
+            d_ff=14336,
+            rope_theta=1e6,
+            norm_eps=1e-5,
+            moe=MoEConfig(n_experts=8, top_k=2, d_ff=14336, balance=NoBalance()),
+        ),
+        "Mixtral-8x22B": ModelConfig(
+            family="mixtral",
+            vocab_size=32000,
+            d_model=6144,
+            n_layers=56,
+            n_heads=48,
+            n_kv_heads=8,
+            d_ff=16384,
+            rope_theta=1e6,
+            norm_eps=1e-5,
+            moe=MoEConfig(n_experts=8, top_k=2, d_ff=16384, balance=NoBalance()),
+        ),
+    },
+)

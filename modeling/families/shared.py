@@ -1,0 +1,111 @@
+"""What several families have in common: names of weights, keys of config.json, limits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling.families.family import Key, moe_of
+
+# Our name -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with {expert} holds one
+# expert of our stack. Shapes are equal: transformers' linear layers are (out, in) as ours are.
+DECODER = {
+    "embed.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "layers.{layer}.attention_norm.weight": "model.layers.{layer}.input_layernorm.weight",
+    "layers.{layer}.feed_forward_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
+}
+ATTENTION = {
+    "layers.{layer}.attention.q.weight": "model.layers.{layer}.self_attn.q_proj.weight",
+    "layers.{layer}.attention.k.weight": "model.layers.{layer}.self_attn.k_proj.weight",
+    "layers.{layer}.attention.v.weight": "model.layers.{layer}.self_attn.v_proj.weight",
+    "layers.{layer}.attention.o.weight": "model.layers.{layer}.self_attn.o_proj.weight",
+}
+QK_NORM = {
+    "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
+    "layers.{layer}.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
+}
+FEED_FORWARD = {
+    "layers.{layer}.feed_forward.gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
+    "layers.{layer}.feed_forward.up.weight": "model.layers.{layer}.mlp.up_proj.weight",
+    "layers.{layer}.feed_forward.down.weight": "model.layers.{layer}.mlp.down_proj.weight",
+}
+EXPERTS = {
+    "layers.{layer}.feed_forward.router.weight": "model.layers.{layer}.mlp.gate.weight",
+    "layers.{layer}.feed_forward.experts.gate": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    "layers.{layer}.feed_forward.experts.up": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    "layers.{layer}.feed_forward.experts.down": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+}
+SELECTION_BIAS = {
+    "layers.{layer}.feed_forward.router.bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+}
+SHARED_EXPERTS = {
+    "layers.{layer}.feed_forward.shared.gate.weight": "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+    "layers.{layer}.feed_forward.shared.up.weight": "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
+    "layers.{layer}.feed_forward.shared.down.weight": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
+}
+
+# Key of config.json -> our field.
+DECODER_KEYS: dict[str, str | Key] = {
+    "hidden_size": "d_model",
+    "initializer_range": "init_std",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "num_key_value_heads": Key(
+        ours=("n_kv_heads",),
+        write=lambda config: config.n_kv_heads,
+        read=lambda heads: {} if heads is None else {"n_kv_heads": heads},  # null: as many as query heads
+    ),
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "vocab_size": "vocab_size",
+}
+HEAD_KEYS: dict[str, str | Key] = {
+    "head_dim": Key(ours=("d_head",), write=lambda config: config.head_dim, read=lambda channels: {"d_head": channels}),
+}
+FEED_FORWARD_KEYS: dict[str, str | Key] = {"intermediate_size": "d_ff"}
+EXPERT_KEYS: dict[str, str | Key] = {
+    "moe_intermediate_size": "moe.d_ff",
+    "norm_topk_prob": "moe.normalize_top_k",
+    "num_experts_per_tok": "moe.top_k",
+}
+SHARED_EXPERT_KEYS: dict[str, str | Key] = {
+    "first_k_dense_replace": "moe.n_dense_layers",
+    "n_routed_experts": "moe.n_experts",
+    "n_shared_experts": "moe.n_shared_experts",
+    "routed_scaling_factor": "moe.routed_scale",
+}
+DECODER_CONSTANTS = {"attention_dropout": 0.0, "hidden_act": "silu"}
+# transformers' balance loss is over the batch, not the sequence, and is computed with output_router_logits alone.
+ROUTER_LOSS = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
+DECODER_DEFAULTS = {
+    "head_dim": None,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+# Our field -> what the class can express.
+SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
+    "moe.score": ("softmax",),
+    "moe.routed_scale": (1.0,),
+    "moe.n_shared_experts": (0,),
+    "moe.balance.name": ("sequence_aux", "none"),  # the router has no selection bias
+}
+# cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all of them.
+WINDOW = {"sliding_window": 2}
+
+
+def leading_layers(layers: Any) -> Mapping[str, int]:
+    """How many leading layers the list of the layers without experts names; ValueError where it names others."""
+    layers = [] if layers is None else layers
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
+        raise ValueError("layers without experts can only be the first ones")
+    return {"moe.n_dense_layers": len(layers)}
+
+
+LEADING_LAYERS = Key(
+    ours=("moe.n_dense_layers",),
+    write=lambda config: list(range(moe_of(config).n_dense_layers)),
+    read=leading_layers,
+)

@@ -1,0 +1,379 @@
+"""config.json read: what we write comes back, what is left out is transformers' default, what is beyond us is told."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from transformers import AutoConfig
+
+from launcher.config.families import check_family
+from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, NoBalance
+from modeling.counts import count_parameters
+from modeling.families.config_json import InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
+from modeling.families.family import TRAINING_ONLY, family_of, field_defaults
+from small_models import configs, example_config
+
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
+# What every config.json of Hugging Face's own files has besides.
+OUTSIDE = {
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+}
+# The sizes as the published config.json have them.
+PUBLISHED: dict[tuple[FamilyName, str], dict[str, Any]] = {
+    ("llama", "Llama-2-7B"): {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 32000,
+    },
+    ("llama", "Llama-3-8B"): {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    },
+    ("mixtral", "Mixtral-8x7B"): {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    },
+    ("mixtral", "Mixtral-8x22B"): {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_attention_heads": 48,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 56,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    },
+    ("qwen3_moe", "Qwen3-30B-A3B"): {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    ("qwen3_moe", "Qwen3-235B-A22B"): {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_window_layers": 94,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 94,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    ("glm4_moe", "GLM-4.5"): {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": 3,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 160,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 92,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "vocab_size": 151552,
+    },
+    ("glm4_moe", "GLM-4.5-Air"): {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+}
+# Numbers in the published safetensors files.
+PARAMETERS = {
+    "Llama-2-7B": 6_738_415_616,
+    "Llama-3-8B": 8_030_261_248,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Mixtral-8x22B": 140_620_634_112,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "GLM-4.5": 358_337_791_296,
+    "GLM-4.5-Air": 110_468_824_832,
+}
+NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
+
+
+def written(config: ModelConfig) -> dict[str, Any]:
+    """config.json as a file has it."""
+    return json.loads(json.dumps(to_config_json(config, 64, SpecialTokens(eos=5), "bfloat16")))
+
+
+def problems(content: dict[str, Any]) -> list[str]:
+    """The lines that reading ``content`` is refused with; none where it is a model."""
+    try:
+        from_config_json(content)
+    except InexpressibleConfig as error:
+        return error.problems
+    return []
+
+
+def computed(config: ModelConfig) -> ModelConfig:
+    """The config without what shapes training alone, and without fields that mean nothing in its model."""
+    moe = config.moe
+    if moe is not None:
+        bias = family_of(config.family).has_selection_bias
+        moe = dataclasses.replace(moe, balance=BiasBalance() if bias else NoBalance(), z_loss=0.0)
+    d_ff = moe.d_ff if moe is not None and "d_ff" not in family_of(config.family).keys.values() else config.d_ff
+    return dataclasses.replace(config, d_head=config.head_dim, d_ff=d_ff, moe=moe)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_there_and_back(family: FamilyName) -> None:
+    @FEW
+    @given(config=configs(family))
+    def check(config: ModelConfig) -> None:
+        assert from_config_json(written(config)) == computed(config)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_read(family: FamilyName, tmp_path) -> None:
+    """Its class writes what differs from its defaults, under names of its own."""
+
+    @FEW
+    @given(config=configs(family))
+    def check(config: ModelConfig) -> None:
+        AutoConfig.for_model(**written(config)).save_pretrained(tmp_path)
+        assert from_config_json(json.loads((tmp_path / "config.json").read_text())) == computed(config)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
+    """A key left out means what it means in transformers' class."""
+    theirs = AutoConfig.for_model(family)
+    told = family_of(family)
+    for key in {*told.keys, *told.constants} - {"head_dim"}:
+        ours = told.defaults.get(key, told.constants.get(key))
+        if key == "sliding_window" and not getattr(theirs, "use_sliding_window", True):
+            continue  # the class has dropped it already
+        if ours is None:
+            ours = {"num_key_value_heads": theirs.num_attention_heads, "mlp_only_layers": []}.get(key)
+        assert getattr(theirs, key) == ours, key
+    assert told.defaults["head_dim"] is None
+    assert getattr(theirs, "head_dim", None) in (None, theirs.hidden_size // theirs.num_attention_heads)
+    rope = {"rope_theta": told.defaults["rope_theta"], "partial_rotary_factor": 1.0} | dict(told.defaults)
+    assert theirs.rope_parameters["rope_theta"] == rope["rope_theta"]
+    assert theirs.rope_parameters.get("partial_rotary_factor", 1.0) == rope["partial_rotary_factor"]
+    lines = [f"partial_rotary_factor={rope['partial_rotary_factor']}"] if rope["partial_rotary_factor"] != 1 else []
+    assert [line.split()[1] for line in problems({"model_type": family})] == lines
+    assert [line.split()[1] for line in problems(theirs.to_dict())] == lines
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_told(family: FamilyName) -> None:
+    """A field of ours is told by config.json, is fixed by the class, or shapes training alone."""
+    told = family_of(family)
+    sections = tuple(f"{name}." for name in ("moe",) if told.has(name))
+    fixed = {key for key, values in told.expressible().items() if len(values) == 1}
+    for key in field_defaults():
+        if "." not in key or key.startswith(sections):
+            assert key in told.told | fixed or key.startswith(TRAINING_ONLY), key
+    assert told.told.isdisjoint(fixed)
+
+
+def test_silence_means_no() -> None:
+    """A field that a family says nothing of is refused unless it is the default; parts of a model too."""
+    silent = dataclasses.replace(family_of("qwen3_moe"), allowed={}).expressible()
+    assert silent["qk_norm"] == (False,)
+    assert silent["moe.score"] == ("softmax",)
+    assert "moe.z_loss" not in silent and "moe.balance" not in silent
+    assert not [key for key in family_of("llama").expressible() if key.startswith("moe.")]
+
+
+@pytest.mark.parametrize(("family", "name"), NAMED)
+def test_published_models(family: FamilyName, name: str) -> None:
+    """Each published size is that of its config.json; what our model lacks of GLM's is told."""
+    content = {"model_type": family, **OUTSIDE, **PUBLISHED[family, name]}
+    published = family_of(family).published[name]
+    if family == "glm4_moe":
+        assert [line.split()[1] for line in problems(content)] == ["attention_bias=true", "partial_rotary_factor=0.5"]
+        content |= {"attention_bias": False, "partial_rotary_factor": 1.0}
+    assert from_config_json(content) == published
+    assert list(check_family(published)) == []
+
+
+@pytest.mark.parametrize(("family", "name"), NAMED)
+def test_published_parameters(family: FamilyName, name: str) -> None:
+    """The counts are those of the published files, to the last one."""
+    config = family_of(family).published[name]
+    ours = count_parameters(config).total
+    if family == "glm4_moe":
+        ours += beyond_glm(config)
+    assert ours == PARAMETERS[name]
+
+
+def beyond_glm(config: ModelConfig) -> int:
+    """Parameters of GLM's files that our model lacks: biases, and the module that predicts a second token."""
+    assert config.moe is not None
+    module = dataclasses.replace(config, n_layers=1, moe=dataclasses.replace(config.moe, n_dense_layers=0))
+    joined = 2 * config.d_model**2 + 2 * config.d_model  # of the embedding and the hidden state, each normed
+    qkv_biases = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    router_biases = (config.n_moe_layers + 1) * config.moe.n_experts
+    return count_parameters(module).total + joined + (config.n_layers + 1) * qkv_biases + router_biases
+
+
+REFUSED = [
+    ("llama", {"model_type": "gpt2"}, 'config.json: model_type="gpt2" must be one of llama, '),
+    ("llama", {"model_type": ["llama"]}, 'config.json: model_type=["llama"] must be one of llama, '),
+    ("llama", {"attention_bias": True}, "attention_bias=true is not possible with model.family=llama, which knows attention_bias=false alone; "),
+    ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not possible with model.family=llama, which knows hidden_act="silu" alone; '),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, 'architectures=["LlamaForSequenceClassification"] is not possible'),
+    ("llama", {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4} is not known with model.family=llama; remove it if '),
+    ("llama", {"two\nlines": 1}, '"two\\nlines"=1 is not known'),
+    ("llama", {"hidden_size": "wide"}, 'hidden_size="wide" is not possible with model.family=llama: it must be int; '),
+    ("llama", {"hidden_size": True}, "hidden_size=true is not possible with model.family=llama: it must be int; "),
+    ("llama", {"hidden_size": None}, "hidden_size=null is not possible with model.family=llama: it must be int; "),
+    ("llama", {"rms_norm_eps": []}, "rms_norm_eps=[] is not possible with model.family=llama: it must be float; "),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 'rope_parameters={"rope_type": "llama3", "factor": 8.0} is not possible, '),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling={"type": "linear", "factor": 2.0} is not possible, '),
+    ("llama", {"rope_parameters": 3}, "rope_parameters=3 must be a table; "),
+    ("llama", {"rope_parameters": None, "rope_theta": "x"}, 'rope_theta="x" is not possible: it must be float; '),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not possible, all channels turn; "),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not possible with model.family=mixtral"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] is not possible with model.family=qwen3_moe: layers without experts can only be the first ones"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not possible with model.family=qwen3_moe: layers without"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not possible with model.family=qwen3_moe"),
+    ("glm4_moe", {"n_group": 8}, "n_group=8 is not possible with model.family=glm4_moe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "change", "told"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED])
+def test_a_model_beyond_ours_is_refused(family: FamilyName, change: dict[str, Any], told: str) -> None:
+    lines = problems(written(example_config(family)) | change)
+    assert len(lines) == 1
+    assert told in lines[0]
+    assert lines[0].startswith("config.json: ") and "; " in lines[0] and lines[0].isprintable() and len(lines[0]) < 300
+
+
+def test_all_problems_at_once() -> None:
+    content = written(example_config("mixtral")) | {
+        "hidden_size": None,
+        "vocab_size": 1.5,
+        "x": 1,
+        "hidden_act": "relu",
+    }
+    assert len(problems(content)) == 4
+
+
+def test_planted_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default that is not the class's own fails the comparison."""
+    monkeypatch.setitem(family_of("mixtral").defaults, "rms_norm_eps", 1e-6)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="rms_norm_eps"):
+        test_defaults_are_those_of_the_class("mixtral")
