@@ -72,6 +72,12 @@ def test_execution_order_of_every_family():
         assert order.index("final_norm.weight") > order.index("layers.1.feed_forward_norm.weight")
 
 
+def test_execution_order_of_an_attention_with_steps_between():
+    names = ["q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"]
+    order = [f"layers.0.attention.{name}.weight" for name in names] + ["layers.0.feed_forward_norm.weight"]
+    assert execution_order(reversed(order)) == order
+
+
 def test_plain_factors_are_named():
     gradient = torch.randn(50, generator=torch.Generator().manual_seed(0))
     found = factor(gradient * 4, gradient)

@@ -15,12 +15,11 @@ FACTOR_NEARNESS = 1e-2  # how near a ratio must lie to a degree to be named afte
 # Within a layer, tensors in the order in which the forward pass uses them.
 _IN_LAYER = (
     "attention_norm",
-    "attention.q.",
-    "attention.q_norm",
-    "attention.k.",
-    "attention.k_norm",
-    "attention.v.",
-    "attention.o.",
+    "attention.q",  # and its norm
+    "attention.k",
+    "attention.v",
+    "attention.o",
+    "attention",
     "feed_forward_norm",
     "feed_forward.router",
     "feed_forward.experts.gate",
@@ -75,12 +74,13 @@ def execution_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=_place)
 
 
-def _place(name: str) -> tuple[int, int, int]:
+def _place(name: str) -> tuple[int, int, int, str]:
     match = re.match(r"layers\.(\d+)\.(.*)", name)
     if match is None:
-        return (0 if name.startswith("embed") else 2, 0 if "norm" in name else 1, 0)
+        return (0 if name.startswith("embed") else 2, 0 if "norm" in name else 1, 0, "")
     inside = next(number for number, prefix in enumerate(_IN_LAYER) if match[2].startswith(prefix))
-    return (1, int(match[1]), inside)
+    alike = match[2] if match[2].startswith("attention.") else ""  # q before q_norm, q_a before q_b
+    return (1, int(match[1]), inside, alike)
 
 
 def factor(ours: Tensor, theirs: Tensor) -> Factor:
