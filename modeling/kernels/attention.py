@@ -41,8 +41,11 @@ def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: T
 
 
 def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
-    """The same by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16)."""
+    """Attention's output by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16)."""
     from torch.nn.attention.varlen import varlen_attn
+
+    n_channels = v_BSGC.shape[-1]
+    v_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
 
     boundaries, longest = context.cu_seqlens
     left = -1 if window is None else window - 1
@@ -58,4 +61,13 @@ def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Co
         enable_gqa=q_BSHC.shape[2] != k_BSGC.shape[2],
     )
     assert isinstance(out_THC, Tensor)
-    return out_THC.view_as(q_BSHC)
+    return out_THC.view_as(q_BSHC)[..., :n_channels]
+
+
+def widened(v_BSGC: Tensor, n_channels: int) -> Tensor:
+    """Values with ``n_channels``, filled up with zeros, for code that wants them as wide as queries and keys.
+
+    Attention's output then has zeros in the same channels.
+    """
+    missing = n_channels - v_BSGC.shape[-1]
+    return F.pad(v_BSGC, (0, missing)) if missing else v_BSGC

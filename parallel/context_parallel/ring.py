@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling.context import Context
+from modeling.kernels.attention import widened
 from parallel.context_parallel.block import attend_block, attend_block_backward
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.plan import TILE, RingPlan, plan_ring
@@ -36,11 +37,15 @@ def ring_attend(
 
     Bytes sent by each rank, E bytes an element: (cp - 1) * 2 * B * S * G * C * E forward, in cp - 1 messages, and
     (cp - 1) * 2 * B * S * G * C * (E + 4) backward, in cp - 1 of keys and values and cp - 1 of their gradients in fp32.
+
+    Values may have fewer channels than keys, with which they travel in one tensor: zeros fill them up on the way.
     """
     assert isinstance(context, HeldContext)
+    n_channels = v_BSGC.shape[-1]
+    v_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
     if window not in context.plans:
         context.plans[window] = plan_ring(context.whole, window, axis, tile)
-    return _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, context.plans[window], axis)
+    return _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, context.plans[window], axis)[..., :n_channels]
 
 
 class _RingAttention(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): from parts of positions to parts of heads and back.
 
-Shape letters: B batch, S positions held, N all positions (cp * S), P cp ranks, H heads, G key-value heads, C d_head;
-h and g what one rank has of H and G during attention.
+Shape letters: B batch, S positions held, N all positions (cp * S), P cp ranks, H heads, G key-value heads, C channels
+of a head's query and key, W of its value; h and g what one rank has of H and G during attention, X all its numbers.
 """
 
 from typing import Any
@@ -18,40 +18,42 @@ from parallel.mesh import Axis
 
 
 def ulysses_attend(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None, *, axis: Axis
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGW: Tensor, context: Context, window: int | None, *, axis: Axis
 ) -> Tensor:
-    """Attention's output (B, S, H, C) at the held positions. All ranks of ``axis`` call it.
+    """Attention's output (B, S, H, W) at the held positions. All ranks of ``axis`` call it.
 
     Before and after, each rank holds all heads at its own positions; in between, h = H / cp heads and their g key-value
     heads at all positions in natural order, on which ``modeling``'s own attention runs. cp divides H, and it divides G
     or is a multiple of G; in the latter case each key-value head goes to the cp / G ranks that need it, and g is 1.
 
-    Bytes sent by each rank, E bytes an element: B * S * (2 * H + 2 * max(G, cp)) * C * E * (cp - 1) / cp forward, in
-    two all-to-alls, and as many backward.
+    Bytes sent by each rank, E bytes an element: B * S * (H + max(G, cp)) * (C + W) * E * (cp - 1) / cp forward,
+    in two all-to-alls, and as many backward.
     """
     assert isinstance(context, HeldContext)
     n_heads, n_kv_heads, cp = q_BSHC.shape[2], k_BSGC.shape[2], axis.degree
     assert n_heads % cp == 0 and (n_kv_heads % cp == 0 or cp % n_kv_heads == 0), (n_heads, n_kv_heads, cp)
     if n_kv_heads < cp:
-        k_BSGC, v_BSGC = (heads.repeat_interleave(cp // n_kv_heads, dim=2) for heads in (k_BSGC, v_BSGC))
-    parts = [heads.unflatten(2, (cp, -1)) for heads in (q_BSHC, k_BSGC, v_BSGC)]
-    heads = [part.shape[3] for part in parts]
-    q_BNhC, k_BNgC, v_BNgC = positions_to_heads(torch.cat(parts, dim=3), axis).split(heads, dim=2)
-    return heads_to_positions(attend(q_BNhC, k_BNgC, v_BNgC, context.whole, window), axis)
+        k_BSGC, v_BSGW = (heads.repeat_interleave(cp // n_kv_heads, dim=2) for heads in (k_BSGC, v_BSGW))
+    parts = [heads.unflatten(2, (cp, -1)) for heads in (q_BSHC, k_BSGC, v_BSGW)]
+    shapes = [part.shape[3:] for part in parts]
+    arrived_BNX = positions_to_heads(torch.cat([part.flatten(3) for part in parts], dim=3), axis)
+    numbers = arrived_BNX.split([shape.numel() for shape in shapes], dim=2)
+    q_BNhC, k_BNgC, v_BNgW = (part.unflatten(2, shape) for part, shape in zip(numbers, shapes, strict=True))
+    return heads_to_positions(attend(q_BNhC, k_BNgC, v_BNgW, context.whole, window), axis)
 
 
-def positions_to_heads(heads_BSPhC: Tensor, axis: Axis) -> Tensor:
-    """(B, N, h, C): this rank's heads at all positions, from every rank's heads (grouped by their ranks) at its own."""
-    arrived_PBShC = exchange(heads_BSPhC.movedim(2, 0), axis)
-    rank_major_BNhC = arrived_PBShC.movedim(0, 1).flatten(1, 2)
-    return rank_major_BNhC.index_select(1, natural_order(rank_major_BNhC.shape[1], axis.degree, heads_BSPhC.device))
+def positions_to_heads(heads_BSPX: Tensor, axis: Axis) -> Tensor:
+    """(B, N, X): this rank's heads at all positions, from every rank's heads (grouped by their ranks) at its own."""
+    arrived_PBSX = exchange(heads_BSPX.movedim(2, 0), axis)
+    rank_major_BNX = arrived_PBSX.movedim(0, 1).flatten(1, 2)
+    return rank_major_BNX.index_select(1, natural_order(rank_major_BNX.shape[1], axis.degree, heads_BSPX.device))
 
 
-def heads_to_positions(heads_BNhC: Tensor, axis: Axis) -> Tensor:
-    """(B, S, P * h, C): all heads at the held positions; the way back from ``positions_to_heads``."""
-    rank_major_BNhC = heads_BNhC.index_select(1, rank_major_order(heads_BNhC.shape[1], axis.degree, heads_BNhC.device))
-    arrived_PBShC = exchange(rank_major_BNhC.unflatten(1, (axis.degree, -1)).movedim(1, 0), axis)
-    return arrived_PBShC.movedim(0, 2).flatten(2, 3)
+def heads_to_positions(heads_BNhW: Tensor, axis: Axis) -> Tensor:
+    """(B, S, P * h, W): all heads at the held positions; the way back from ``positions_to_heads``."""
+    rank_major_BNhW = heads_BNhW.index_select(1, rank_major_order(heads_BNhW.shape[1], axis.degree, heads_BNhW.device))
+    arrived_PBShW = exchange(rank_major_BNhW.unflatten(1, (axis.degree, -1)).movedim(1, 0), axis)
+    return arrived_PBShW.movedim(0, 2).flatten(2, 3)
 
 
 def exchange(parts_P: Tensor, axis: Axis) -> Tensor:

@@ -38,6 +38,7 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
         rows=tuple(rows),
         n_heads=n_kv_heads * groups,
         n_kv_heads=n_kv_heads,
+        d_v=draw(st.sampled_from([D_HEAD, D_HEAD // 2])),
         window=draw(st.none() | st.integers(1, seq_len)),
         seed=draw(st.integers(0, 999)),
         tile=draw(st.sampled_from([1024, 3])),
@@ -107,15 +108,16 @@ def test_other_documents_change_nothing(kind: str, cp: int) -> None:
 def test_bytes_sent(cp: int, dtype: torch.dtype) -> None:
     """Every rank's bytes are the closed forms of docs/context_parallel.md, whatever the documents."""
     patterns = [
-        Case(rows, n_heads=n_heads, n_kv_heads=n_kv_heads, dtype=dtype)
+        Case(rows, n_heads=n_heads, n_kv_heads=n_kv_heads, d_v=d_v, dtype=dtype)
         for rows in (((24, 8),), ((32,), (2, 30), (31, -1)))
-        for n_heads, n_kv_heads in ((8, 1), (8, 2), (4, 4), (12, 4))
+        for n_heads, n_kv_heads, d_v in ((8, 1, D_HEAD), (8, 2, D_HEAD), (4, 4, D_HEAD), (12, 4, D_HEAD // 2))
     ]
     for kind in ("ulysses", "ring"):
         for case, answer in zip(patterns, run_cases(kind, patterns, cp), strict=True):
             held, size = len(case.rows) * 32 // cp, dtype.itemsize  # B * S, E
             keys = 2 * held * case.n_kv_heads * D_HEAD
-            all_to_all = held * (2 * case.n_heads + 2 * max(case.n_kv_heads, cp)) * D_HEAD * size * (cp - 1) // cp
+            exchanged_heads = case.n_heads + max(case.n_kv_heads, cp)
+            all_to_all = held * exchanged_heads * (D_HEAD + case.d_v) * size * (cp - 1) // cp
             forms = {
                 "ulysses": (all_to_all, all_to_all),
                 "ring": ((cp - 1) * keys * size, (cp - 1) * keys * (size + 4)),

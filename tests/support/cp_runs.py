@@ -19,6 +19,7 @@ class Case:
     rows: tuple[tuple[int, ...], ...]  # for each row of the batch, the documents' lengths; a negative one is padding
     n_heads: int = 4
     n_kv_heads: int = 2
+    d_v: int = D_HEAD  # channels of a value; of queries and keys D_HEAD
     window: int | None = None
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -39,8 +40,9 @@ class Case:
         generator, other = (torch.Generator().manual_seed(self.seed + extra) for extra in (0, 1000))
         documents_BN = self.context().documents_BS
         tensors = []
-        for n_heads in (self.n_heads, self.n_kv_heads, self.n_kv_heads, self.n_heads):
-            tensor = torch.randn((*documents_BN.shape, n_heads, D_HEAD), generator=generator)
+        keys, values = (self.n_kv_heads, D_HEAD), (self.n_kv_heads, self.d_v)
+        for heads in ((self.n_heads, D_HEAD), keys, values, (self.n_heads, self.d_v)):
+            tensor = torch.randn((*documents_BN.shape, *heads), generator=generator)
             if self.changed_document is not None and len(tensors) < 3:
                 changed = documents_BN[0] == self.changed_document
                 tensor[0, changed] = 100 * torch.randn(tensor[0, changed].shape, generator=other)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modeling.context import PADDING, Context, attention_mask
-from modeling.kernels.attention import attend, attend_reference
+from modeling.kernels.attention import attend, attend_reference, widened
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -32,11 +32,11 @@ def contexts(draw: st.DrawFn) -> Context:
 
 
 def heads(
-    context: Context, n_heads: int, n_kv_heads: int, seed: int, dtype: torch.dtype = torch.float32
+    context: Context, n_heads: int, n_kv_heads: int, seed: int, dtype: torch.dtype = torch.float32, d_v: int = 8
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     batch, seq_len = context.positions_BS.shape
-    shapes = [(batch, seq_len, n, 8) for n in (n_heads, n_kv_heads, n_kv_heads)]
+    shapes = [(batch, seq_len, n, width) for n, width in ((n_heads, 8), (n_kv_heads, 8), (n_kv_heads, d_v))]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -46,11 +46,14 @@ def heads(
     window=st.none() | st.integers(1, 26),
     n_kv_heads=st.integers(1, 2),
     groups=st.integers(1, 3),
+    d_v=st.sampled_from([8, 4]),
     seed=st.integers(0, 99),
 )
-def test_attend_equals_reference(context: Context, window: int | None, n_kv_heads: int, groups: int, seed: int) -> None:
-    """Outputs and gradients, fp32: 1e-5, rounding of sums in another order."""
-    ours, references = (heads(context, n_kv_heads * groups, n_kv_heads, seed) for _ in range(2))
+def test_attend_equals_reference(
+    context: Context, window: int | None, n_kv_heads: int, groups: int, d_v: int, seed: int
+) -> None:
+    """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys."""
+    ours, references = (heads(context, n_kv_heads * groups, n_kv_heads, seed, d_v=d_v) for _ in range(2))
     out = attend(*ours, context, window)
     reference = attend_reference(*references, context, window)
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
@@ -118,3 +121,13 @@ def test_planted_mask_fault(fault: str) -> None:
             broken.masks[2] = whole.mask_BSS(3)
     q, k, v = heads(whole, 2, 1, 0)
     assert not torch.allclose(attend(q, k, v, broken, 2), attend_reference(q, k, v, whole, 2), atol=1e-3)
+
+
+@FEW
+@given(context=contexts(), window=st.none() | st.integers(1, 26), seed=st.integers(0, 99))
+def test_values_filled_up_with_zeros(context: Context, window: int | None, seed: int) -> None:
+    """Attention of narrower values is that of the filled up ones, cut; the other channels are zero."""
+    q_BSHC, k_BSGC, v_BSGC = heads(context, 4, 2, seed, d_v=4)
+    out = attend(q_BSHC, k_BSGC, widened(v_BSGC, 8), context, window)
+    torch.testing.assert_close(out[..., :4], attend(q_BSHC, k_BSGC, v_BSGC, context, window), rtol=1e-5, atol=1e-5)
+    assert not out[..., 4:].any()

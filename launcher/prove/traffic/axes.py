@@ -66,13 +66,14 @@ def cp_traffic(step: Step) -> list[Traffic]:
     cp, tp, model = step.parallel.cp, step.parallel.tp, step.model
     heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
     forwards, size = step.forwards("attention"), step.element_bytes
-    numbers = len(step.layers) * step.n_micro_batches * step.micro_batch_size * step.positions * model.head_dim
+    numbers = len(step.layers) * step.n_micro_batches * step.micro_batch_size * step.positions
+    qk, v = model.qk_head_dim, model.v_head_dim
     balance = step.n_micro_batches * around_ring("all-reduce", balance_bytes(step), cp)
     terms = [Traffic("cp", "balance sums", "all-reduce", balance)]
     if step.parallel.cp_attention == "ulysses":
-        moved = numbers * (2 * heads + 2 * max(kv_heads, cp)) * size * (forwards + 1)
+        moved = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + 1)
         return [*terms, Traffic("cp", "heads", "all-to-all", around_ring("all-to-all", moved, cp))]
-    moved = (cp - 1) * 2 * numbers * kv_heads
+    moved = (cp - 1) * 2 * numbers * kv_heads * qk
     return [*terms, Traffic("cp", "keys and values", "send", Fraction(moved * (forwards * size + size + FP32_BYTES)))]
 
 
