@@ -1,6 +1,9 @@
-"""The configuration of the data: plain values, no imports beyond the standard library."""
+"""The configuration of the data: plain values. Each number's type says where it may lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +15,8 @@ class SourceConfig:
     """
 
     path: str  # text, a folder, a glob, jsonl, parquet, hf://NAME, or a prefix of token files
-    weight: float = 1.0  # share of the samples, relative to the other sources' weights
+    # share of the samples, relative to the other sources' weights
+    weight: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0
     exclude: tuple[str, ...] = ()  # globs; matching files are left out
     text_key: str = "text"  # the field or column that holds a document, in jsonl, parquet and Hugging Face data
     subset: str | None = None  # a Hugging Face dataset's configuration
@@ -23,11 +27,14 @@ class SourceConfig:
 class DataConfig:
     """Which tokens come next. Token files do not depend on seq_len or on the run's seed."""
 
-    seq_len: int = 1024  # tokens of a training sequence
+    seq_len: Annotated[int, Interval(ge=1, le=2**24)] = 1024  # tokens of a training sequence
     sources: tuple[SourceConfig, ...] = ()
     tokenizer: str | None = None  # a tokenizer's folder or hub name; None: train a byte-level BPE of model.vocab_size
     token_dir: str = "tokens"  # where token files and trained tokenizers live
-    heldout_fraction: float = 0.01  # share of each raw source's documents that is held out
+    # share of each raw source's documents that is held out
+    heldout_fraction: Annotated[float, Interval(ge=0, le=0.999)] = 0.01
     heldout_path: str | None = None  # PREFIX of token files to evaluate on, instead of a split of the raw sources
-    shard_bytes: int = 64_000_000  # raw text in one shard; fixes the order of documents, whatever the workers
-    workers: int | None = None  # processes that tokenize; None: one for each core
+    # raw text in one shard; fixes the order of documents, whatever the workers
+    shard_bytes: Annotated[int, Interval(ge=1, le=2**40)] = 64_000_000
+    # processes that tokenize; None: one for each core
+    workers: Annotated[int, Interval(ge=1, le=4096)] | None = field(default=None, metadata={"usual": 8})

@@ -1,11 +1,21 @@
-"""The configuration of a decoder: plain values, no torch."""
+"""The configuration of a decoder: plain values, no torch.
+
+Each number's type says from where to where it may lie: from what is possible to what its use can bear. The error about
+a number outside suggests the field's default, or what the field's metadata holds as ``usual``.
+"""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Interval
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
+
+Count = Annotated[int, Interval(ge=1, le=2**16)]
+Width = Annotated[int, Interval(ge=1, le=2**24)]
+Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +24,7 @@ class SequenceAuxBalance:
 
     # sequence_aux: by a loss within each sequence; bias: by a bias moved after each step
     name: Literal["sequence_aux"] = "sequence_aux"
-    coefficient: float = 1e-3  # factor of the loss
+    coefficient: Coefficient = 1e-3  # factor of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +32,7 @@ class BiasBalance:
     """Balance by a bias on the selection scores, moved after each step (Wang et al. 2024, arXiv:2408.15664)."""
 
     name: Literal["bias"] = "bias"
-    rate: float = 1e-3  # how far it moves in a step
+    rate: Coefficient = 1e-3  # how far it moves in a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +52,18 @@ class MoEConfig:
     ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width n_shared_experts * d_ff.
     """
 
-    n_experts: int = 8  # experts of a layer
-    top_k: int = 2  # experts a token goes to; none is ever dropped
-    d_ff: int = 512  # width of one expert
-    n_shared_experts: int = 0  # experts that every token goes to
-    n_dense_layers: int = 0  # so many leading layers have no experts, but a width of model.d_ff
+    n_experts: Count = 8  # experts of a layer
+    top_k: Count = field(default=2, metadata={"usual": 1})  # experts a token goes to; none is ever dropped
+    d_ff: Width = 512  # width of one expert
+    n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = 0  # experts that every token goes to
+    # so many leading layers have no experts, but a width of model.d_ff
+    n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
     normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
-    routed_scale: float = 1.0  # factor on the routed experts' output
+    routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output
     balance: Balance = field(default_factory=SequenceAuxBalance)
-    z_loss: float = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
+    # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
+    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +72,22 @@ class ModelConfig:
 
     # the `transformers` architecture that an export becomes
     family: FamilyName = "llama"
-    vocab_size: int = 8192  # rows of the embedding; at least as many as the tokenizer has ids
-    d_model: int = 512  # width of the residual stream
-    n_layers: int = 8  # layers
-    n_heads: int = 8  # query heads
-    n_kv_heads: int = 8  # key and value heads; divides n_heads
-    d_head: int | None = None  # channels of a head, even; None: d_model / n_heads
-    d_ff: int = 1408  # width of a dense feed-forward layer
+    vocab_size: Width = 8192  # rows of the embedding; at least as many as the tokenizer has ids
+    d_model: Annotated[int, Interval(ge=1, le=2**20)] = 512  # width of the residual stream
+    n_layers: Annotated[int, Interval(ge=1, le=10_000)] = 8  # layers
+    n_heads: Count = 8  # query heads
+    n_kv_heads: Count = field(default=8, metadata={"usual": 1})  # key and value heads; divides n_heads
+    # channels of a head, even; None: d_model / n_heads
+    d_head: Count | None = field(default=None, metadata={"usual": 64})
+    d_ff: Width = 1408  # width of a dense feed-forward layer
     tie_embeddings: bool = False  # the head is the embedding's weight
     qk_norm: bool = False  # RMSNorm on each head's queries and keys
-    sliding_window: int | None = None  # a token sees itself and so many less one before it; None: all
-    rope_theta: float = 10000.0  # base of the rotary frequencies
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    init_std: float = 0.02  # deviation of the first weights
+    # a token sees itself and so many less one before it; None: all
+    sliding_window: Width | None = field(default=None, metadata={"usual": 1024})
+    rope_theta: Annotated[float, Interval(ge=1.0, le=1e12)] = 10000.0  # base of the rotary frequencies
+    # the bound is where fp32 loses it
+    norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square in RMSNorm
+    init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
     moe: MoEConfig | None = None
 
     @property

@@ -1,8 +1,13 @@
 """Learning-rate schedules: a factor of the peak learning rate as a function of the step, counted from 1."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal, assert_never
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, assert_never
+
+from annotated_types import Interval
+
+Steps = Annotated[int, Interval(ge=0, le=10**10)]
+Ratio = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,8 +15,8 @@ class CosineSchedule:
     """Linear warm-up, then half a cosine down to ``min_ratio`` of the peak at the last step."""
 
     name: Literal["cosine"] = "cosine"  # what becomes of the learning rate; wsd: warm-up, stable, decay
-    warmup_steps: int = 0  # steps of linear warm-up
-    min_ratio: float = 0.1  # last learning rate over the peak
+    warmup_steps: Steps = 0  # steps of linear warm-up
+    min_ratio: Ratio = 0.1  # last learning rate over the peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +24,9 @@ class WSDSchedule:
     """Warm-up, stable, linear decay over the last ``decay_steps`` to ``min_ratio`` (MiniCPM, arXiv:2404.06395)."""
 
     name: Literal["wsd"] = "wsd"
-    warmup_steps: int = 0
-    decay_steps: int = 0  # steps of linear decay at the end
-    min_ratio: float = 0.0
+    warmup_steps: Steps = 0
+    decay_steps: Steps = 0  # steps of linear decay at the end
+    min_ratio: Ratio = field(default=0.0, metadata={"usual": 0.1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class ConstantSchedule:
     """Linear warm-up, then the peak for ever."""
 
     name: Literal["constant"] = "constant"
-    warmup_steps: int = 0
+    warmup_steps: Steps = 0
 
 
 ScheduleConfig = CosineSchedule | WSDSchedule | ConstantSchedule

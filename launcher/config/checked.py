@@ -21,7 +21,7 @@ def load_checked(
     """The config of ``path`` and ``overrides``, which can run on ``world_size`` processes (None: those of its job).
 
     ``base`` holds sections of a tree that the YAML's own keys go before: a cluster's profile.
-    With ``data`` the sources are looked at too (paths exist, weights are positive); without, only the config itself.
+    With ``data`` the sources are looked at too (paths exist); without, only the config itself.
     Raises UserError with every problem at once, one line each.
     """
     config = load_config(path, overrides, base)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.ranges import RANGES
+from launcher.config.ranges import Range, ranges
 from launcher.config.schema import (
     alternative_name,
     alternatives,
@@ -91,7 +91,8 @@ def _keys(sections: tuple[type, ...], prefix: str) -> Iterator[Key]:
             names = ", ".join(alternative_name(each) for each in sections)
             yield Key(key, alternative_name(sections[0]), names, meanings(sections[0])[name])
         else:
-            yield Key(key, _default(owners[0], name), _values(key, hint), _meaning(sections, owners, name))
+            values = _values(hint, ranges(owners[0]).get(name))
+            yield Key(key, _default(owners[0], name), values, _meaning(sections, owners, name))
 
 
 def _default(section: type, name: str) -> str:
@@ -99,9 +100,9 @@ def _default(section: type, name: str) -> str:
     return value if isinstance(value, str) else "required" if value is dataclasses.MISSING else show(value)
 
 
-def _values(key: str, hint: Any) -> str:
+def _values(hint: Any, limits: Range | None) -> str:
     """What may be written there: a range, a choice, or a kind."""
-    inner, limits = item_hint(hint) or hint, RANGES.get(key)
+    inner = item_hint(hint) or hint
     if limits is not None:
         words = f"{limits.minimum:{_format(limits.minimum)}} to {limits.maximum:{_format(limits.maximum)}}"
     elif literal_values(inner):

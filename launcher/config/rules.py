@@ -26,7 +26,7 @@ MAX_TOKENS = 2**63 - 1  # of a run: positions in the data are 64-bit integers
 def check(config: RunConfig, world_size: int) -> list[str]:
     """Every rule that ``config`` breaks on ``world_size`` processes, one line each; empty where it can run.
 
-    A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (paths, weights)
+    A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (its paths)
     are ``data.rules.check_data``'s.
     """
     lines = [*range_problems(config), *_check_names(config)]

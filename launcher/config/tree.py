@@ -1,52 +1,64 @@
-"""The config tree: the four packages' dataclasses composed into one."""
+"""The config tree: the four packages' dataclasses composed into one. Each number's type says where it may lie."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from data.config import DataConfig
-from launcher.slurm.config import SlurmConfig
+from launcher.slurm.config import YEAR_SECONDS, SlurmConfig
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig
 from modeling.schedules import CosineSchedule, ScheduleConfig
 from parallel.config import ParallelConfig
+
+Steps = Annotated[int, Interval(ge=1, le=10**10)]
+Seconds = Annotated[int, Interval(ge=1, le=YEAR_SECONDS)]
+Times = Annotated[int, Interval(ge=0, le=10**6)]
+LONGEST_WINDOW = 10_000  # each step looks at all of its losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how large, how precise."""
 
-    steps: int = 1000  # updates
-    global_batch_size: int = 8  # sequences of an update, over all ranks
-    micro_batch_size: int = 1  # sequences of one forward pass on one rank
+    steps: Steps = 1000  # updates
+    global_batch_size: Annotated[int, Interval(ge=1, le=2**24)] = 8  # sequences of an update, over all ranks
+    micro_batch_size: Annotated[int, Interval(ge=1, le=2**20)] = 1  # sequences of one forward pass on one rank
     # of the forward and backward passes; the optimizer's state is fp32 always
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again to save memory
-    eval_every_steps: int | None = None  # steps between held-out evaluations; None: none
-    eval_sequences: int = 64  # held-out sequences of one evaluation, at most
+    # steps between held-out evaluations; None: none
+    eval_every_steps: Steps | None = field(default=None, metadata={"usual": 100})
+    # held-out sequences of one evaluation, at most
+    eval_sequences: Annotated[int, Interval(ge=1, le=10**7)] = 64
     deterministic: bool = False  # deterministic kernels, no TF32
-    gc_every_steps: int = 100  # steps between runs of Python's garbage collector, on all ranks at once
-    timeout_seconds: int = 600  # a collective that takes longer ends the job
+    gc_every_steps: Steps = 100  # steps between runs of Python's garbage collector, on all ranks at once
+    timeout_seconds: Seconds = 600  # a collective that takes longer ends the job
     # a step that takes longer ends the job; None: 0.9 x timeout_seconds, or three times the longest step so far
-    step_timeout_seconds: int | None = None
-    start_seconds: int = 300  # at the start of a job, a rank that does not answer for so long is named, and all end
+    step_timeout_seconds: Seconds | None = field(default=None, metadata={"usual": 540})
+    # at the start of a job, a rank that does not answer for so long is named, and all end
+    start_seconds: Seconds = 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When checkpoints are written, and how many stay. One is always written at the end."""
 
-    every_steps: int | None = None  # steps between checkpoints; None: only at the end
-    keep_last: int = 3  # the newest checkpoints that stay
+    # steps between checkpoints; None: only at the end
+    every_steps: Steps | None = field(default=None, metadata={"usual": 100})
+    keep_last: Annotated[int, Interval(ge=1, le=10**6)] = 3  # the newest checkpoints that stay
     # checkpoints at multiples of it stay for good; a multiple of `every_steps`; None: none
-    keep_every_steps: int | None = None
-    keep_best: int = 0  # so many checkpoints of the lowest held-out loss stay as well
+    keep_every_steps: Steps | None = field(default=None, metadata={"usual": 1000})
+    keep_best: Times = 0  # so many checkpoints of the lowest held-out loss stay as well
     # where checkpoints lie: a path, or a URL that fsspec opens (`s3://bucket/prefix`), for this run alone; None:
     # RUN_DIR/checkpoints
     dir: str | None = None
     # training goes on while a copy of the state is written; False: it waits for the disk, and no copy is made
     asynchronous: bool = True
-    timeout_seconds: int = 1800  # a rank whose part of a save comes this much later than another's ends the job
+    # a rank whose part of a save comes this much later than another's ends the job
+    timeout_seconds: Seconds = 1800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +69,11 @@ class HealthConfig:
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     # what is done about a loss far above the last ones
     on_spike: Literal["report", "skip", "rollback", "stop"] = "report"
-    spike_window: int = 100  # updates whose losses a loss is compared with; before so many, none is a spike
-    spike_z: float = 8.0  # deviations above their median that make a spike
-    max_skips: int = 10  # steps skipped in a row; one more stops the run
-    max_rollbacks: int = 3  # rollbacks since the run's start; one more stops it
+    # updates whose losses a loss is compared with; before so many, none is a spike
+    spike_window: Annotated[int, Interval(ge=2, le=LONGEST_WINDOW)] = 100
+    spike_z: Annotated[float, Interval(ge=0.001, le=1e6)] = 8.0  # deviations above their median that make a spike
+    max_skips: Times = 10  # steps skipped in a row; one more stops the run
+    max_rollbacks: Times = 3  # rollbacks since the run's start; one more stops it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +89,8 @@ class WandbConfig:
 class MetricsConfig:
     """Where a run's numbers go. metrics.jsonl has those of every step, and so has W&B."""
 
-    terminal_every_steps: int | None = None  # None: all in the live view; plain lines now and then
+    # None: all in the live view; plain lines now and then
+    terminal_every_steps: Steps | None = field(default=None, metadata={"usual": 10})
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
@@ -87,7 +101,8 @@ class RunConfig:
     name: str = "run"  # the run's name; its directory is runs/NAME
     run_dir: str | None = None  # the run directory, if it is another
     init_from: str | None = None  # the run or checkpoint (a folder, a URL) whose weights it begins with; None: drawn
-    seed: int = 0  # fixes the first weights and the order of the data
+    # fixes the first weights and the order of the data
+    seed: Annotated[int, Interval(ge=0, le=2**63 - 1)] = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
 
 from launcher.config.schema import (
     alternative_name,
@@ -28,8 +29,16 @@ from launcher.config.words import join_or, show, show_key
 
 
 @cache
-def _adapter() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
+def _validator() -> SchemaValidator:
+    """The check of types and names alone; ``launcher.config.ranges`` tells of numbers out of range, with a remedy."""
+    return SchemaValidator(_without_bounds(TypeAdapter(RunConfig).core_schema))
+
+
+def _without_bounds(schema: Any) -> Any:
+    """The schema less the bounds of numbers, which pydantic reads from each ``Interval`` and words in its own way."""
+    if isinstance(schema, dict):
+        return {key: _without_bounds(value) for key, value in schema.items() if key not in ("ge", "le")}
+    return [_without_bounds(each) for each in schema] if isinstance(schema, list) else schema
 
 
 def build_config(tree: dict[str, Any]) -> tuple[RunConfig | None, list[str]]:
@@ -37,7 +46,7 @@ def build_config(tree: dict[str, Any]) -> tuple[RunConfig | None, list[str]]:
     found = dict(_fill_names(tree, RunConfig, ()))
     _replace_infinite(tree, (), found)
     try:
-        config = _adapter().validate_json(json.dumps(tree), strict=True, extra="forbid")
+        config = _validator().validate_json(json.dumps(tree), strict=True, extra="forbid")
         return (None if found else config), list(found.values())
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_context=False):

@@ -1,6 +1,14 @@
 """What a run asks of Slurm. A cluster's profile (slurm/clusters/*.yaml) holds the same keys; the run's go before."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Interval
+
+YEAR_SECONDS = 31_536_000  # clocks, Slurm and torch's timeouts count further; a job that waits so long does not
+LONGEST_NOTICE = 65_535  # sbatch --signal takes no more
+
+PerNode = Annotated[int, Interval(ge=1, le=4096)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,18 +20,25 @@ class SlurmConfig:
     qos: str | None = None  # quality of service
     constraint: str | None = None  # kinds of nodes, as the cluster names them
     exclude: str | None = None  # nodes not to use: n3,n[7-9]
-    nodes: int = 1  # nodes of the job
-    gpus_per_node: int = 8  # GPUs of a node; 0: the job asks for none
-    tasks_per_node: int | None = None  # processes of a node; None: one for each GPU, or one where there is none
-    cpus_per_task: int | None = None  # cores of a process; None: as the cluster has it
+    nodes: Annotated[int, Interval(ge=1, le=2**16)] = 1  # nodes of the job
+    gpus_per_node: Annotated[int, Interval(ge=0, le=1024)] = 8  # GPUs of a node; 0: the job asks for none
+    # processes of a node; None: one for each GPU, or one where there is none
+    tasks_per_node: PerNode | None = field(default=None, metadata={"usual": 8})
+    # cores of a process; None: as the cluster has it
+    cpus_per_task: PerNode | None = field(default=None, metadata={"usual": 8})
     memory: str | None = None  # of a node: `500G`, `"0"` for all; None: as the cluster has it
-    time_minutes: int = 1440  # the time limit of one job, not of the run
-    notice_seconds: int = 300  # so long before the time limit the ranks are told to save and stop
+    # the time limit of one job, not of the run
+    time_minutes: Annotated[int, Interval(ge=1, le=YEAR_SECONDS // 60)] = 1440
+    # so long before the time limit the ranks are told to save and stop
+    notice_seconds: Annotated[int, Interval(ge=1, le=LONGEST_NOTICE)] = 300
     requeue: bool = True  # a job that was stopped (time limit, preemption, lost node) is queued again
-    chain: int = 1  # jobs submitted at once, each of which begins when the one before has ended
-    restarts: int = 3  # a failed run is started again in the same job, so many times in a row without a new checkpoint
+    # jobs submitted at once, each of which begins when the one before has ended
+    chain: Annotated[int, Interval(ge=1, le=1000)] = 1
+    # a failed run is started again in the same job, so many times in a row without a new checkpoint
+    restarts: Annotated[int, Interval(ge=0, le=10**6)] = 3
     preflight: bool = True  # a job begins by measuring its nodes, and leaves slow and broken ones out
-    spare_nodes: int = 0  # nodes that the job has beyond `nodes`, to take the place of slow and broken ones
+    # nodes that the job has beyond `nodes`, to take the place of slow and broken ones
+    spare_nodes: Annotated[int, Interval(ge=0, le=2**16)] = field(default=0, metadata={"usual": 1})
     python: str | None = None  # the interpreter on the nodes; None: the one that submits
     modules: tuple[str, ...] = ()  # environment modules that the job loads first
     container: str | None = None  # an image for srun's `--container-image` (pyxis)

@@ -4,8 +4,12 @@ In all of them ``layers`` is the number of layers of each stage, in the model's 
 with the embedding and the head counted as shares of a layer.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+Layers = tuple[Annotated[int, Interval(ge=1, le=10_000)], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +17,8 @@ class OneFOneB:
     """One stage a rank; forward and backward passes alternate (PipeDream-Flush, arXiv:2006.09503)."""
 
     name: Literal["1f1b"] = "1f1b"  # the order of the stages' forward and backward passes
-    layers: tuple[int, ...] | None = None  # layers of each stage, in order; None: even by cost
+    # layers of each stage, in order; None: even by cost
+    layers: Layers | None = field(default=None, metadata={"usual": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +26,8 @@ class Interleaved:
     """``n_chunks`` stages a rank, dealt out in turn: a smaller bubble (Narayanan et al. 2021, arXiv:2104.04473)."""
 
     name: Literal["interleaved"] = "interleaved"
-    n_chunks: int = 2  # stages of each rank
-    layers: tuple[int, ...] | None = None
+    n_chunks: Annotated[int, Interval(ge=1, le=1024)] = 2  # stages of each rank
+    layers: Layers | None = field(default=None, metadata={"usual": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class ZBV:
     """Two stages a rank in a V; weights' gradients fill the bubble (Qi et al. 2024, arXiv:2405.15362)."""
 
     name: Literal["zbv"] = "zbv"
-    layers: tuple[int, ...] | None = None
+    layers: Layers | None = field(default=None, metadata={"usual": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,7 @@ class DualPipeV:
     """
 
     name: Literal["dualpipev"] = "dualpipev"
-    layers: tuple[int, ...] | None = None
+    layers: Layers | None = field(default=None, metadata={"usual": 1})
 
 
 PipelineConfig = OneFOneB | Interleaved | ZBV | DualPipeV

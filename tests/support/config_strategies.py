@@ -1,10 +1,12 @@
 """Random configs, drawn from the dataclasses' own type hints."""
 
+import math
 import types
 from typing import Any, get_args, get_origin
 
 from hypothesis import strategies as st
 
+from launcher.config.ranges import Range, ranges
 from launcher.config.schema import alternatives, field_hints, item_hint, members
 from launcher.config.tree import RunConfig
 
@@ -25,11 +27,22 @@ def _member_values(member: Any, integers: st.SearchStrategy[int]) -> st.SearchSt
     if member in plain:
         return plain[member]
     if alternatives(member):
-        return st.builds(member, **{name: values(hint, integers) for name, hint in field_hints(member).items()})
+        return st.builds(member, **{name: _field(member, name, integers) for name in field_hints(member)})
     if item_hint(member) is not None:
         return st.lists(values(item_hint(member), integers), max_size=2).map(tuple)
     assert get_origin(member) is not None, member
     return st.sampled_from(get_args(member))
+
+
+def _field(section: type, name: str, integers: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    """Any value of a field, its numbers at the ends of their range and just outside more often than by chance."""
+    limits = ranges(section).get(name)
+    return values(field_hints(section)[name], integers | _ends(limits) if limits and integers is INTEGERS else integers)
+
+
+def _ends(limits: Range) -> st.SearchStrategy[int]:
+    least, most = math.ceil(limits.minimum), math.floor(limits.maximum)
+    return st.sampled_from([least - 1, least, most, most + 1])
 
 
 def configs(integers: st.SearchStrategy[int] = INTEGERS) -> st.SearchStrategy[RunConfig]:

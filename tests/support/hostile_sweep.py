@@ -21,7 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does
 
+from config_ranges import RANGES
 from launcher.cli import main as roundtable
+from launcher.config.ranges import Range
 from launcher.config.schema import leaf_keys
 from launcher.config.tree import RunConfig
 
@@ -195,13 +197,18 @@ class Sweep:
 def inputs() -> Iterator[tuple[str, list[str]]]:
     """Every input, as its kind and the command line."""
     for key in sorted(set(leaf_keys(RunConfig))):
-        for value in [*map(str, NUMBERS), *FLOATS, *WORDS]:
+        for value in [*map(str, NUMBERS), *FLOATS, *WORDS, *(ends(RANGES[key]) if key in RANGES else [])]:
             yield "one key", ["config", "config.yaml", f"{key}={value}"]
     for command in COMMANDS:
         for path in PATHS:
             words = [part.replace("PATH", path) for part in command]
             if words not in LEGAL:
                 yield "paths and arguments", words
+
+
+def ends(limits: Range) -> list[str]:
+    """The numbers at the ends of a range, and right outside."""
+    return [str(each) for each in (limits.minimum - 1, limits.minimum, limits.maximum, limits.maximum + 1)]
 
 
 def furnish(folder: Path) -> None:

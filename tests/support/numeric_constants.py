@@ -51,7 +51,9 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: str) -> It
 
 
 def _bare(node: ast.AST, where: str) -> Iterator[tuple[str, float]]:
-    """Numbers within, each expression of numbers alone as one."""
+    """Numbers within, each expression of numbers alone as one; but no bounds of a config's key, which refuse input."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Interval":
+        return
     number = value_of(node) if isinstance(node, ast.expr) else None
     if number is not None:
         if abs(number) >= SMALLEST_BARE:

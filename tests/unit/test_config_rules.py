@@ -3,25 +3,27 @@
 import ast
 import dataclasses
 import json
-import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Interval
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config_ranges import RANGES, range_faults
 from config_strategies import configs
 from launcher.config import families, layout_rules, ranges, rules
 from launcher.config.checked import load_checked
 from launcher.config.dump import config_to_json, describe_config
 from launcher.config.load import load_config
-from launcher.config.ranges import RANGES
 from launcher.config.rules import check
-from launcher.config.schema import hint_at, item_hint, leaf_keys, members
+from launcher.config.schema import hint_at, item_hint, members
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.slurm import rules as slurm_rules
@@ -219,9 +221,48 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 
 def test_every_number_of_the_tree_has_both_bounds():
-    hints = {key: hint_at(RunConfig, key.split(".")) for key in leaf_keys(RunConfig)}
-    assert {key for key, hint in hints.items() if {int, float} & set(members(item_hint(hint) or hint))} == set(RANGES)
-    assert all(limits.minimum <= limits.usual <= limits.maximum < math.inf for limits in RANGES.values())
+    assert range_faults(RunConfig) == []
+    assert len(RANGES) == 71
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planted:
+    name: Literal["planted"] = "planted"
+    good: Annotated[int, Interval(ge=0, le=9)] = 3
+    null: Annotated[int, Interval(ge=0, le=9)] | None = field(default=None, metadata={"usual": 3})
+    flag: bool = False
+    free: int = 3
+    free_list: tuple[float, ...] = ()
+    no_maximum: Annotated[int, Interval(ge=0)] = 3
+    no_remedy: Annotated[int, Interval(ge=0, le=9)] | None = None
+    wrong_remedy: Annotated[int, Interval(ge=1, le=9)] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Other:
+    name: Literal["other"] = "other"
+    good: Annotated[int, Interval(ge=0, le=8)] = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlantedTree:
+    sections: tuple[Planted | Other, ...] = ()
+
+
+def test_planted_numbers_without_a_range_are_seen():
+    faulty = ["free", "free_list", "no_maximum", "no_remedy", "wrong_remedy", "good"]
+    assert [fault.split()[0] for fault in range_faults(PlantedTree)] == [f"sections.{name}" for name in faulty]
+
+
+def test_a_number_out_of_range_is_told_by_the_ranges_alone(load):
+    """Pydantic, which knows the marker as well, would use words of its own and hide what the rules have to say."""
+    config = load("train.steps=0", "parallel.pipeline.layers=[0]", "model.rope_theta=0.5", "model.n_kv_heads=3")
+    assert check(config, 1) == [
+        "model.rope_theta=0.5 must be at least 1.0; try 10000.0",
+        "train.steps=0 must be at least 1; try 1000",
+        "parallel.pipeline.layers[0]=0 must be at least 1; try 1 or null",
+        "model.n_kv_heads=3 must divide model.n_heads=8; try 2 or 4",
+    ]
 
 
 EXTREMES = [
