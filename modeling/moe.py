@@ -5,6 +5,7 @@ Shape letters: B batch, S sequence, T tokens, D d_model, E experts, K top_k, F d
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,21 @@ from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import SwiGLU
 from modeling.kernels.experts import experts_grouped
+from modeling.metrics import Metric
 from modeling.router import Router, Routing, build_router
 
 
 @dataclass
 class RoutingStats:
-    """What one MoE layer saw in one forward pass: sums over its tokens, detached."""
+    """What one MoE layer saw in one forward pass, detached. Each field with a ``Metric`` is a metric of the run."""
 
     counts_E: Tensor  # int64, token-expert pairs processed by each expert
-    entropy: Tensor  # nats, of the affinity, summed over tokens
-    balance_loss: Tensor  # summed over sequences, without its coefficient
-    z_loss: Tensor  # summed over tokens, without its coefficient
+    # nats, of the affinity, summed over tokens
+    entropy: Annotated[Tensor, Metric("moe/layer_{layer:02d}/entropy", mean_over="tokens")]
+    # summed over sequences, without its coefficient
+    balance_loss: Annotated[Tensor, Metric("moe/balance_loss", mean_over="sequences")]
+    # summed over tokens, without its coefficient
+    z_loss: Annotated[Tensor, Metric("moe/z_loss", mean_over="tokens")]
 
 
 ExpertDispatch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -101,7 +106,10 @@ class MoE(nn.Module):
             weights_TK = InjectLoss.apply(weights_TK, z, self.z_loss * context.z_scale)
         entropy = -torch.special.xlogy(affinity_TE, affinity_TE).sum()
         counts_E = torch.bincount(indices_TK.flatten(), minlength=logits_TE.shape[1])
-        return weights_TK, RoutingStats(counts_E, entropy.detach(), balance.detach(), z.detach())
+        stats = RoutingStats(
+            counts_E=counts_E, entropy=entropy.detach(), balance_loss=balance.detach(), z_loss=z.detach()
+        )
+        return weights_TK, stats
 
     def sequence_losses(self, affinity_TE: Tensor, indices_TK: Tensor, context: Context) -> Tensor:
         """Each sequence's balance loss (B,), with routed tokens put back at their places in the sequences."""

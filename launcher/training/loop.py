@@ -28,11 +28,13 @@ from launcher.training.ledger import ledger_row
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
 from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate
-from launcher.watch.moe import moe_metrics
+from launcher.watch.moe import load_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
 from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
 from modeling.counts import flops_per_token
 from modeling.decoder import Output
+from modeling.metrics import logged, metrics_of
+from modeling.moe import RoutingStats
 from modeling.reference import move_router_biases
 from modeling.schedules import lr_factor
 from parallel.checkpoint.retention import Retention
@@ -292,7 +294,7 @@ def metrics_row(
     lr: float,
     seconds: float,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Auxiliary losses are means (over sequences, over tokens), summed over layers."""
+    """One line of metrics.jsonl; the layers' own numbers are there as their ``Metric`` says."""
     device, precision = engine.mesh.device, config.train.precision
     speed = speed_metrics(
         tokens=n_tokens,
@@ -309,14 +311,9 @@ def metrics_row(
     if precision == "fp16" or update.skipped:
         row |= {"skipped": update.skipped}
     if config.model.moe is not None:
-        row |= moe_metrics(
-            totals.counts,
-            {layer: entropy / n_tokens for layer, entropy in totals.entropy.items()},
-            n_tokens=n_tokens,
-            top_k=config.model.moe.top_k,
-            balance_loss=sum(totals.balance_loss.values()) / config.train.global_batch_size,
-            z_loss=sum(totals.z_loss.values()) / n_tokens,
-        )
+        row |= load_metrics(totals.counts, n_tokens=n_tokens, top_k=config.model.moe.top_k)
+        n_sequences = config.train.global_batch_size
+        row |= logged(metrics_of(RoutingStats), totals.metrics, n_tokens=n_tokens, n_sequences=n_sequences)
     return row
 
 

@@ -3,8 +3,10 @@
 Shape letters: B micro-batch, S sequence, E experts.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,10 +17,11 @@ from data.dataset import Dataset
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.decoder import Output
+from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.part import take_share
-from parallel.mesh import Mesh, sum_over_ranks
+from parallel.mesh import Mesh, max_over_ranks, sum_over_ranks
 from parallel.pipeline.stages import MicroBatch
 from parallel.processes.stop import StopRequest, elected
 from parallel.zero.engine import Engine
@@ -26,13 +29,11 @@ from parallel.zero.engine import Engine
 
 @dataclass
 class Totals:
-    """Sums over the whole global batch, the same on every rank."""
+    """Sums and maxima over the whole global batch, the same on every rank."""
 
     loss: float  # of the targets' cross-entropies
     counts: dict[int, np.ndarray]  # layer -> token-expert pairs processed by each expert
-    entropy: dict[int, float]  # layer -> sum over tokens, nats
-    balance_loss: dict[int, float]  # layer -> sum over sequences
-    z_loss: dict[int, float]  # layer -> sum over tokens
+    metrics: dict[str, dict[int, float]]  # name in RoutingStats -> layer -> sum, or largest value
     stop_signal: int | None  # that some rank was asked to stop by
 
 
@@ -142,51 +143,69 @@ def evaluate(
     return sums.over_ranks(mesh, StopRequest()).loss / max(1, n_targets)
 
 
-ENTROPY, BALANCE, Z, COUNTS = range(4)  # the columns of a layer's row of sums; the counts take the rest
-
-
 class Sums:
-    """Running sums of this rank's passes, kept in fp64 on the device until the step's end."""
+    """Running sums and maxima of this rank's passes, kept in fp64 on the device until the step's end."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.moe_layers = [layer for layer in range(config.n_layers) if config.is_moe_layer(layer)]
-        self.n_columns = COUNTS + (config.moe.n_experts if config.moe is not None else 0)
+        self.n_experts = config.moe.n_experts if config.moe is not None else 0
         self.loss: Tensor | float = 0.0
-        self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold
+        self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold: summed metrics, then counts
+        self.maxima: dict[int, Tensor] = {}  # the metrics of which the largest value counts
 
     def add(self, output: Output) -> None:
         """Adds one forward pass."""
         if output.loss is not None:
             self.loss = self.loss + output.loss.detach()
         for layer, stats in output.stats.items():
-            row = _layer_row(stats)
+            row = torch.cat([_scalars(stats, "sum"), stats.counts_E.double()])
             self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
+            most = _scalars(stats, "max")
+            self.maxima[layer] = torch.maximum(self.maxima[layer], most) if layer in self.maxima else most
 
     def over_ranks(self, mesh: Mesh, stop: StopRequest) -> Totals:
-        """The sums over all ranks, by one all-reduce of a small fp64 vector. All ranks call it.
+        """The sums over all ranks, by one all-reduce of a small fp64 vector, and by another any maxima.
 
-        The ranks of tp all hold the same loss, and those of tp and cp the same sequences' balance losses; each counts
-        for its share. Whether a rank has been asked to stop goes along, so that all know of it after the same step.
+        All ranks call it. The ranks of tp all hold the same loss, and those of tp and cp the same sequences' sums; each
+        counts for its share. Whether a rank was asked to stop goes along, so that all know of it after the same step.
         """
         loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
+        summed = metrics_of(RoutingStats, "sum")
         for row in self.layers.values():
-            row[BALANCE] /= mesh.tp.degree * mesh.cp.degree
-        nothing = torch.zeros(self.n_columns, dtype=torch.float64, device=mesh.device)
-        rows = [self.layers.get(layer, nothing) for layer in self.moe_layers]
+            for column, metric in enumerate(summed.values()):
+                row[column] /= mesh.tp.degree * mesh.cp.degree if metric.mean_over == "sequences" else 1
+        n_columns = len(summed) + self.n_experts
+        rows = self.on_all_layers(self.layers, n_columns, 0.0, mesh)
         votes = torch.tensor(stop.votes(), dtype=torch.float64)
-        total = sum_over_ranks(torch.cat([votes, torch.cat([loss, *rows]).cpu()]), mesh)
+        total = sum_over_ranks(torch.cat([votes, torch.cat([loss, rows]).cpu()]), mesh)
         votes, total = total[: len(votes)], total[len(votes) :]
-        by_layer = dict(zip(self.moe_layers, total[1:].view(len(self.moe_layers), self.n_columns), strict=True))
+        by_layer = dict(zip(self.moe_layers, total[1:].view(len(self.moe_layers), n_columns), strict=True))
         return Totals(
             loss=float(total[0]),
-            counts={layer: row[COUNTS:].to(torch.int64).numpy() for layer, row in by_layer.items()},
-            entropy={layer: float(row[ENTROPY]) for layer, row in by_layer.items()},
-            balance_loss={layer: float(row[BALANCE]) for layer, row in by_layer.items()},
-            z_loss={layer: float(row[Z]) for layer, row in by_layer.items()},
+            counts={layer: row[len(summed) :].to(torch.int64).numpy() for layer, row in by_layer.items()},
+            metrics=_by_name(summed, by_layer) | self.maxima_over_ranks(mesh),
             stop_signal=elected(votes.tolist()),
         )
 
+    def maxima_over_ranks(self, mesh: Mesh) -> dict[str, dict[int, float]]:
+        """The metrics of which the largest value counts: name -> layer -> value. All ranks call it."""
+        names = metrics_of(RoutingStats, "max")
+        rows = self.on_all_layers(self.maxima, len(names), -math.inf, mesh).cpu()
+        total = max_over_ranks(rows, mesh) if len(rows) else rows
+        return _by_name(names, dict(zip(self.moe_layers, total.view(len(self.moe_layers), len(names)), strict=True)))
 
-def _layer_row(stats: RoutingStats) -> Tensor:
-    scalars = torch.stack([stats.entropy, stats.balance_loss, stats.z_loss]).double()
-    return torch.cat([scalars, stats.counts_E.double()])
+    def on_all_layers(self, rows: dict[int, Tensor], n_columns: int, nothing: float, mesh: Mesh) -> Tensor:
+        """The rows of all MoE layers as one flat vector; ``nothing`` stands for layers that other ranks hold."""
+        empty = torch.full((n_columns,), nothing, dtype=torch.float64, device=mesh.device)
+        return torch.cat([empty[:0], *(rows.get(layer, empty) for layer in self.moe_layers)])
+
+
+def _scalars(stats: RoutingStats, reduce: Literal["sum", "max"]) -> Tensor:
+    """The metrics of one way to reduce, as one fp64 vector."""
+    values = [getattr(stats, name).double() for name in metrics_of(RoutingStats, reduce)]
+    return torch.stack(values) if values else stats.counts_E.new_empty(0, dtype=torch.float64)
+
+
+def _by_name(names: Iterable[str], rows: Mapping[int, Tensor]) -> dict[str, dict[int, float]]:
+    """Name -> layer -> value, from each layer's row with a column for each name."""
+    return {name: {layer: float(row[column]) for layer, row in rows.items()} for column, name in enumerate(names)}

@@ -25,7 +25,7 @@ from launcher.config.tree import MetricsConfig, RunConfig, TrainConfig, WandbCon
 from launcher.slurm.checks import check_wandb, wandb_notes
 from launcher.watch import wandb_run
 from launcher.watch.metrics import plain_row, read_metrics
-from launcher.watch.moe import moe_metrics
+from launcher.watch.moe import load_metrics
 from launcher.watch.wandb_read import read_history, read_records, wandb_files
 from launcher.watch.wandb_run import NullRun, WandbRun, choose_mode, open_wandb, saved_run_id
 from launcher.watch.watchers import open_watchers
@@ -51,10 +51,8 @@ def rows(first: int, last: int) -> Iterator[tuple[str, dict[str, Any]]]:
         row: dict[str, Any] = {"step": step, "tokens": 2**40 + step, "loss": 9 / step, "lr": 1e-3 / 3, "grad_norm": 0.1}
         row |= {"tokens_per_second": 1e5 / 7, "mfu": None, "peak_gib": 1 / 3, "step_seconds": 1e-7 * step}
         counts = {layer: [step, 7, 3 * layer, 11] for layer in (1, 2)}
-        yield (
-            "update",
-            row | moe_metrics(counts, {1: 0.5, 2: 1 / 7}, n_tokens=15, top_k=2, balance_loss=1.1, z_loss=0.3),
-        )
+        row |= {"moe/layer_01/entropy": 0.5, "moe/layer_02/entropy": 1 / 7, "moe/balance_loss": 1.1, "moe/z_loss": 0.3}
+        yield "update", row | load_metrics(counts, n_tokens=15, top_k=2)
         if step % 5 == 0:
             yield "eval", {"step": step, "eval_loss": 9.5 / step}
             yield "event", {"step": step, "event": "checkpoint", "path": f"checkpoints/step-{step:08d}"}

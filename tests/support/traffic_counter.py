@@ -53,6 +53,7 @@ ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model",),
     ),
     "parallel/mesh.py:sum_over_ranks": ("metrics", ("world",)),
+    "parallel/mesh.py:max_over_ranks": ("metrics", ("world",)),
     "parallel/zero/norm.py:global_norm": ("gradient norm", ("world",)),
 }
 ROOT = str(Path(__file__).parents[2]) + "/"

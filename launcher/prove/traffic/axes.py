@@ -4,6 +4,8 @@ from fractions import Fraction
 
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
+from modeling.metrics import metrics_of
+from modeling.moe import RoutingStats
 from parallel.pipeline.volume import sent_bytes
 from parallel.processes.stop import STOP_SIGNALS
 
@@ -121,13 +123,14 @@ def bookkeeping_traffic(step: Step) -> list[Traffic]:
     """The sums that metrics need, the gradient norm, and in 16 bits whether a gradient overflowed."""
     moe, degrees = step.model.moe, step.degrees
     n_layers = sum(step.model.is_moe_layer(layer) for layer in range(step.model.n_layers))
-    sums = 1 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (3 + moe.n_experts))
+    n_summed, n_largest = (len(metrics_of(RoutingStats, reduce)) for reduce in ("sum", "max"))
+    sums = 1 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (n_summed + moe.n_experts))
 
     def term(axis: str, what: str, n_bytes: int, degree: int) -> Traffic:
         return Traffic(axis, what, "all-reduce", around_ring("all-reduce", n_bytes, degree))
 
     terms = [
-        term("world", "metrics", FP64_BYTES * sums, step.world_size),
+        term("world", "metrics", FP64_BYTES * (sums + n_layers * n_largest), step.world_size),
         term("world", "gradient norm", FP64_BYTES, step.world_size),
     ]
     if (step.precision, step.parallel.zero) in FLAGGED:

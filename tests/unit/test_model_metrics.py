@@ -1,0 +1,63 @@
+"""Metrics that layers declare: how they are combined, and under which keys."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+import launcher.training.step as step
+from launcher.training.step import Sums
+from modeling.config import ModelConfig, MoEConfig
+from modeling.decoder import Output
+from modeling.metrics import Metric, logged, metrics_of
+from modeling.moe import RoutingStats
+from parallel.mesh import lone_mesh
+from parallel.processes.stop import StopRequest
+
+
+@dataclass
+class Stats:
+    counts_E: Tensor
+    entropy: Annotated[Tensor, Metric("moe/layer_{layer:02d}/entropy", mean_over="tokens")]
+    largest: Annotated[Tensor, Metric("moe/layer_{layer:02d}/largest", reduce="max")]
+    balance: Annotated[Tensor, Metric("moe/balance", mean_over="sequences")]
+    pairs: Annotated[Tensor, Metric("moe/pairs")]
+    peak: Annotated[Tensor, Metric("moe/peak", reduce="max")]
+
+
+def test_a_routers_metrics_are_the_fields_that_say_so() -> None:
+    assert list(metrics_of(RoutingStats)) == ["entropy", "balance_loss", "z_loss"]
+    assert list(metrics_of(Stats, "max")) == ["largest", "peak"]
+    assert metrics_of(RoutingStats, "max") == {}
+
+
+def test_passes_and_layers_are_combined_as_the_metric_says(monkeypatch) -> None:
+    """Two micro-batches, two layers: sums add up and are divided once, maxima stay maxima."""
+    monkeypatch.setattr(step, "RoutingStats", Stats)
+    config = ModelConfig(n_layers=3, moe=MoEConfig(n_experts=2, n_dense_layers=1))
+    sums = Sums(config)
+    for number in (1, 2):
+        layers = {}
+        for layer in (2, 1):
+            values = (1.0 * layer, -1.0 * number * layer, 3.0, 10.0 * number, float(number + layer))
+            layers[layer] = Stats(torch.tensor([number, layer]), *map(torch.tensor, values))
+        sums.add(Output(logits_BSV=None, loss=torch.tensor(2.0), stats=layers))
+    totals = sums.over_ranks(lone_mesh(torch.device("cpu")), StopRequest())
+    assert totals.loss == 4.0
+    assert {layer: counts.tolist() for layer, counts in totals.counts.items()} == {1: [3, 2], 2: [3, 4]}
+    assert logged(metrics_of(Stats), totals.metrics, n_tokens=8, n_sequences=3) == {
+        "moe/layer_01/entropy": 2.0 / 8,
+        "moe/layer_02/entropy": 4.0 / 8,
+        "moe/layer_01/largest": -1.0,
+        "moe/layer_02/largest": -2.0,
+        "moe/balance": 12.0 / 3,
+        "moe/pairs": 60.0,
+        "moe/peak": 4.0,
+    }
+
+
+def test_a_dense_model_has_none() -> None:
+    totals = Sums(ModelConfig(n_layers=2)).over_ranks(lone_mesh(torch.device("cpu")), StopRequest())
+    assert totals.counts == {}
+    assert logged(metrics_of(RoutingStats), totals.metrics, n_tokens=8, n_sequences=3) == {}
