@@ -13,6 +13,7 @@ from modeling.kernels.attention import attend
 from modeling.kv_cache import LayerCache
 from modeling.linear import Linear
 from modeling.norm import RMSNorm
+from modeling.positions import ALL_POSITIONS
 from modeling.rope import rotate
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None], Tensor]
@@ -21,7 +22,8 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None], Tensor]
 class Attention(nn.Module):
     """Projections, optional QK norm, RoPE, and the attention core.
 
-    ``core(q_BSHC, k_BSGC, v_BSGC, context, window) -> out_BSHC`` is the seam at which context parallelism enters.
+    ``core(q_BSHC, k_BSGC, v_BSGC, context, window) -> out_BSHC`` is the seam at which context parallelism enters;
+    ``positions`` is tensor parallelism's.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(d_head, norm_eps, "d_head") if qk_norm else None
         self.k_norm = RMSNorm(d_head, norm_eps, "d_head") if qk_norm else None
         self.core: AttentionCore = attend
+        self.positions = ALL_POSITIONS
 
     def forward(
         self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
     ) -> Tensor:
         """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
+        hidden_BSD = self.positions.gather(hidden_BSD)
         q_BSHC = self.q(hidden_BSD).unflatten(-1, (-1, self.d_head))
         k_BSGC = self.k(hidden_BSD).unflatten(-1, (-1, self.d_head))
         v_BSGC = self.v(hidden_BSD).unflatten(-1, (-1, self.d_head))
@@ -60,7 +64,7 @@ class Attention(nn.Module):
             out_BSHC = self.core(q_BSHC, k_BSGC, v_BSGC, context, self.sliding_window)
         else:
             out_BSHC = cache.attend(q_BSHC, k_BSGC, v_BSGC, context, self.sliding_window)
-        return self.o(out_BSHC.flatten(-2))
+        return self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
 
 
 def build_attention(config: ModelConfig, layer: int) -> Attention:

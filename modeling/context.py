@@ -3,6 +3,8 @@
 Shape letters: B batch, S sequence, Q queries, T tokens, K top_k.
 """
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,8 +20,8 @@ class Context:
 
     ``balance_scale`` and ``z_scale`` are what one sequence's balance loss and one token's z-loss weigh in the total
     that is differentiated, before their coefficients: 1 / sequences of the batch and 1 / tokens of the batch, times
-    whatever the loss itself is multiplied by (loss scale, dp). ``choices`` holds the experts chosen, layer by layer:
-    empty before the first pass, reused by recomputation, and filled beforehand to replay somebody else's choices.
+    whatever the loss itself is multiplied by (loss scale, dp). ``choices`` holds experts that routers take instead of
+    choosing, by layer: to replay somebody else's choices. A pass writes nothing into its context but what is cached.
     """
 
     positions_BS: Tensor  # int, restarting at each document
@@ -28,7 +30,21 @@ class Context:
     z_scale: float | Tensor = 0.0
     has_padding: bool = False
     part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
-    choices: dict[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
+    choices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
+
+    @property
+    def between_layers(self) -> "Context":
+        """The context of the positions that this rank holds between layers: what routers see."""
+        return self if self.part is None else self.part
+
+    def replaying(self, choices: Mapping[int, Tensor]) -> "Context":
+        """This context with ``choices`` for the routers of the layers that it names; masks are shared."""
+        if not choices:
+            return self
+        again = copy.copy(self)
+        again.choices = {**self.choices, **choices}
+        again.part = None if self.part is None else self.part.replaying(choices)
+        return again
 
     @cached_property
     def valid_T(self) -> Tensor | None:

@@ -7,9 +7,12 @@ W keys.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from modeling.config import ModelConfig
-from modeling.logical import LogicalTensor, logical_parameters
+
+if TYPE_CHECKING:
+    from modeling.logical import LogicalTensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Counts:
 
 def count_parameters(config: ModelConfig) -> Counts:
     """The numbers of the model's parameters."""
-    tensors = logical_parameters(config).values()
+    tensors = _parameters(config)
     return Counts(
         total=sum(tensor.numel for tensor in tensors),
         active=sum(active_elements(config, tensor) for tensor in tensors),
@@ -31,7 +34,13 @@ def count_parameters(config: ModelConfig) -> Counts:
     )
 
 
-def active_elements(config: ModelConfig, tensor: LogicalTensor) -> int:
+def _parameters(config: ModelConfig) -> "list[LogicalTensor]":
+    from modeling.logical import logical_parameters  # with torch, which a look at a config does without
+
+    return list(logical_parameters(config).values())
+
+
+def active_elements(config: ModelConfig, tensor: "LogicalTensor") -> int:
     """Elements of a tensor that one token passes through."""
     if config.moe is None or not tensor.is_expert:
         return tensor.numel
@@ -41,7 +50,7 @@ def active_elements(config: ModelConfig, tensor: LogicalTensor) -> int:
 def multiplied_by_layer(config: ModelConfig) -> list[int]:
     """For each layer, the elements of matrices by which one token's hidden state is multiplied."""
     sums = [0] * config.n_layers
-    for tensor in logical_parameters(config).values():
+    for tensor in _parameters(config):
         if tensor.layer is not None and len(tensor.shape) > 1:
             sums[tensor.layer] += active_elements(config, tensor)
     return sums

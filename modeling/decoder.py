@@ -5,6 +5,7 @@ Shape letters: B batch, S sequence, D d_model, V vocab_size.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,14 @@ from modeling.rope import rope_tables
 
 @dataclass
 class Output:
-    """What a forward pass returns: the loss summed over targets, or logits; and each MoE layer's statistics."""
+    """What a forward pass returns: the loss summed over targets, or logits; and each MoE layer's statistics.
+
+    A part of a decoder that ends before the head returns the hidden states.
+    """
 
     loss: Tensor | None  # fp64, the sum of the cross-entropies of the targets that count
     logits_BSV: Tensor | None
+    hidden_BSD: Tensor | None = None
     stats: dict[int, RoutingStats] = field(default_factory=dict)  # layer -> what its router did
 
 
@@ -48,13 +53,18 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, layer: int, attention: Attention, feed_forward: SwiGLU | MoE, d_model: int, norm_eps: float
+        self,
+        layer: int,
+        attention_norm: RMSNorm,
+        attention: Attention,
+        feed_forward_norm: RMSNorm,
+        feed_forward: SwiGLU | MoE,
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.attention_norm = RMSNorm(d_model, norm_eps)
+        self.attention_norm = attention_norm
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(d_model, norm_eps)
+        self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
 
     def forward(
@@ -68,37 +78,52 @@ class DecoderLayer(nn.Module):
         """The second half of the layer."""
         normed_BSD = self.feed_forward_norm(hidden_BSD)
         if isinstance(self.feed_forward, MoE):
-            out_BSD, stats = self.feed_forward(normed_BSD, context, self.layer)
+            out_BSD, stats = self.feed_forward(normed_BSD, context.between_layers, self.layer)
             return hidden_BSD + out_BSD, stats
         return hidden_BSD + self.feed_forward(normed_BSD), None
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm, head. Layers are keyed by their number, so a part of them keeps its names."""
+    """Embedding, layers, final norm, head. Layers are keyed by their number, so a part of them keeps its names.
+
+    A part of a decoder may lack its ends: they are None there.
+    """
+
+    embed: Embedding
+    final_norm: RMSNorm
+    head: Head
 
     def __init__(
         self,
-        embed: Embedding,
+        embed: Embedding | None,
         layers: list[DecoderLayer],
-        final_norm: RMSNorm,
-        head: Head,
+        final_norm: RMSNorm | None,
+        head: Head | None,
         rope_dim: int,
         rope_theta: float,
     ) -> None:
         super().__init__()
-        self.embed = embed
+        self.register_module("embed", embed)
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
-        self.final_norm = final_norm
-        self.head = head
-        self.rope_dim = rope_dim
-        self.rope_theta = rope_theta
+        self.register_module("final_norm", final_norm)
+        self.register_module("head", head)
+        self.rope = (rope_dim, rope_theta)
+
+    def part(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
+        """A decoder of some of this one's layers, which shares its modules."""
+        shared = [self.layers[str(layer)] for layer in layers]
+        norm, head = (self.final_norm, self.head) if has_head else (None, None)
+        return Decoder(self.embed if has_embedding else None, cast(list[DecoderLayer], shared), norm, head, *self.rope)
 
     def forward(
-        self, tokens_BS: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
+        self, inputs: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
     ) -> Output:
-        """The summed loss against ``targets_BS``, or the logits where there are none."""
-        rope = rope_tables(context.positions_BS, self.rope_dim, self.rope_theta)
-        hidden_BSD = self.embed(tokens_BS)
+        """The summed loss against ``targets_BS``, or the logits where there are none.
+
+        ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder has no embedding.
+        """
+        rope = rope_tables(context.positions_BS, *self.rope)
+        hidden_BSD = inputs if self.embed is None else self.embed(inputs)
         output = Output(None, None)
         for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
@@ -106,6 +131,9 @@ class Decoder(nn.Module):
             hidden_BSD, stats = layer(hidden_BSD, rope, context, layer_cache)
             if stats is not None:
                 output.stats[layer.layer] = stats
+        if self.head is None:
+            output.hidden_BSD = hidden_BSD
+            return output
         result = self.head(self.final_norm(hidden_BSD), targets_BS)
         if targets_BS is None:
             output.logits_BSV = result
@@ -136,4 +164,5 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
         feed_forward = build_moe(config.moe, config.d_model)
     else:
         feed_forward = SwiGLU(config.d_model, config.d_ff)
-    return DecoderLayer(layer, build_attention(config, layer), feed_forward, config.d_model, config.norm_eps)
+    norms = [RMSNorm(config.d_model, config.norm_eps) for _ in range(2)]
+    return DecoderLayer(layer, norms[0], build_attention(config, layer), norms[1], feed_forward)

@@ -5,10 +5,11 @@ from torch.nn import functional as F
 
 from modeling.dims import Dim
 from modeling.linear import Linear
+from modeling.positions import ALL_POSITIONS
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)). ``positions`` is the seam of tensor parallelism."""
 
     def __init__(self, d_model: int, d_ff: int, inner: Dim = "d_ff") -> None:
         """``inner`` is the name of the dim of size ``d_ff``."""
@@ -16,7 +17,9 @@ class SwiGLU(nn.Module):
         self.gate = Linear(d_ff, d_model, (inner, "d_model"))
         self.up = Linear(d_ff, d_model, (inner, "d_model"))
         self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
+        self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        hidden = self.positions.gather(hidden)
+        return self.positions.scatter_sum(self.down(F.silu(self.gate(hidden)) * self.up(hidden)))

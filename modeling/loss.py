@@ -3,6 +3,8 @@
 Shape letters: T tokens, D d_model, V vocab_size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -14,15 +16,22 @@ IGNORE = -100  # a target that does not count
 CHUNK_LOGITS = 16_777_216  # logits that exist at once (64 MiB in fp32)
 
 
-class ChunkedCrossEntropy(Function):
-    """(hidden_TD, weight_VD, targets_T, chunk_logits) -> the sum of the counting targets' cross-entropies, fp64 scalar.
+# (logits_TV, targets_T, wants_gradient) -> each target's loss (zero where it does not count), and the sum of the losses
+# differentiated by the logits, or None; the logits may be overwritten.
+Losses = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
-    Gradients are computed with the logits still at hand, so the backward pass only scales them. The weight's gradient
-    is summed over chunks in fp32.
+
+class ChunkedCrossEntropy(Function):
+    """(hidden_TD, weight_VD, targets_T, chunk_logits, losses) -> the sum of the targets' cross-entropies, fp64 scalar.
+
+    ``losses`` turns one chunk's logits into losses. Gradients are computed with the logits still at hand, so the
+    backward pass only scales them. The weight's gradient is summed over chunks in fp32.
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int, losses: Losses
+    ) -> Tensor:
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
@@ -31,11 +40,11 @@ class ChunkedCrossEntropy(Function):
         for start in range(0, hidden_TD.shape[0], chunk):
             part = slice(start, start + chunk)
             logits_TV = F.linear(hidden_TD[part], weight_VD).float()
-            losses_T, counts_T = token_losses(logits_TV, targets_T[part])
+            losses_T, grad_TV = losses(logits_TV, targets_T[part], wants_hidden or wants_weight)
             total += losses_T.sum(dtype=torch.float64)
-            if not (wants_hidden or wants_weight):
+            if grad_TV is None:
                 continue
-            grad_TV = logits_gradient(logits_TV, targets_T[part], counts_T).to(hidden_TD.dtype)
+            grad_TV = grad_TV.to(hidden_TD.dtype)
             if grad_hidden_TD is not None:
                 torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
             if grad_weight_VD is not None:
@@ -45,13 +54,19 @@ class ChunkedCrossEntropy(Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD * grad_total.to(torch.float32).to(grad_hidden_TD.device)
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad_total.to(torch.float32)).to(ctx.weight_dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None
+        return grad_hidden_TD, grad_weight_VD, None, None, None
+
+
+def losses_and_gradient(logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Each target's cross-entropy, and if wanted its gradient by the logits: ``Losses`` over the whole vocabulary."""
+    losses_T, counts_T = token_losses(logits_TV, targets_T)
+    return losses_T, logits_gradient(logits_TV, targets_T, counts_T) if wants_gradient else None
 
 
 def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,4 +98,9 @@ class Head(nn.Module):
             return F.linear(hidden_BSD, self.weight)
         # Gradients are made in the forward pass, where torch.no_grad() does not show: a detached weight asks for none.
         weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
-        return ChunkedCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.chunk_logits)
+        rows = (hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+        return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, self.losses)
+
+    def losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """One chunk's losses and gradient (``Losses``)."""
+        return losses_and_gradient(logits_TV, targets_T, wants_gradient)

@@ -25,6 +25,7 @@ class RoutingStats:
     """What one MoE layer saw in one forward pass, detached. Each field with a ``Metric`` is a metric of the run."""
 
     counts_E: Tensor  # int64, token-expert pairs processed by each expert
+    choice_TK: Tensor  # int64, the experts chosen for each routed token
     # nats, of the affinity, summed over tokens
     entropy: Annotated[Tensor, Metric("moe/layer_{layer:02d}/entropy", mean_over="tokens")]
     # summed over sequences, without its coefficient
@@ -84,7 +85,6 @@ class MoE(nn.Module):
         valid_T = context.valid_T
         routed_TD = hidden_TD if valid_T is None else hidden_TD[valid_T]
         routing = self.router(routed_TD, context.choices.get(layer))
-        context.choices[layer] = routing.indices_TK
         weights_TK, stats = self.add_auxiliary_losses(routing, context)
         out_TD = self.experts(routed_TD, routing.indices_TK, weights_TK)
         if valid_T is not None:
@@ -107,7 +107,11 @@ class MoE(nn.Module):
         entropy = -torch.special.xlogy(affinity_TE, affinity_TE).sum()
         counts_E = torch.bincount(indices_TK.flatten(), minlength=logits_TE.shape[1])
         stats = RoutingStats(
-            counts_E=counts_E, entropy=entropy.detach(), balance_loss=balance.detach(), z_loss=z.detach()
+            counts_E=counts_E,
+            choice_TK=indices_TK,
+            entropy=entropy.detach(),
+            balance_loss=balance.detach(),
+            z_loss=z.detach(),
         )
         return weights_TK, stats
 

@@ -20,7 +20,9 @@ from parallel.context_parallel.core import make_core
 from parallel.expert import make_dispatch
 from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Mesh
+from parallel.pipeline.config import splits_backward
 from parallel.pipeline.stages import keep_parts, rank_parts
+from parallel.recompute import Recompute, apply_recompute
 from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
 
@@ -40,13 +42,14 @@ def build_part(
     dtype: torch.dtype,
     adopt: Callable[[nn.Parameter, Place], None],
     sizes: Sizes,
+    recompute: Recompute,
 ) -> tuple[Decoder, Shapes]:
     """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
     made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. context
-    parallelism's attention core; 5. expert parallelism, and sums over the ranks that share sequences. ``sizes`` cut the
-    work of 3. to 5.
+    parallelism's attention core; 5. expert parallelism, and sums over the ranks that share sequences; 6. recomputation.
+    ``sizes`` cut the work of 3. to 5.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -65,6 +68,8 @@ def build_part(
             connect_experts(module, mesh, sizes.row_multiple)
         if isinstance(module, Head):
             module.chunk_logits = sizes.chunk_logits
+    splits = mesh.pp.degree > 1 and splits_backward(parallel.pipeline)
+    apply_recompute(model, recompute, splits_backward=splits)
     return model, shapes
 
 

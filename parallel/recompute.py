@@ -2,40 +2,83 @@
 
 full keeps only each layer's input. selective drops the feed-forward half of each layer (norm, router, experts), which
 holds most of the memory for each FLOP spent, and keeps attention. Both checkpoint non-reentrantly (the reentrant kind,
-and torch's policies over single operators, fail under zero-bubble schedules). Routers' choices are kept in the Context,
-so recomputing reuses them.
+and torch's policies over single operators, fail under zero-bubble schedules). A layer keeps what its router chose, so
+that computing again routes alike.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
+from modeling.kv_cache import LayerCache
+from modeling.moe import RoutingStats
+
+Recompute = Literal["none", "selective", "full"]
+Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
 
-def apply_recompute(
-    model: Decoder, recompute: Literal["none", "selective", "full"], *, splits_backward: bool = False
-) -> None:
-    """Makes every layer recompute what ``recompute`` names. Changes no value.
+def apply_recompute(model: Decoder, recompute: Recompute, *, splits_backward: bool = False) -> None:
+    """Puts layers that recompute what ``recompute`` names in the layers' places. Changes no value.
 
     ``splits_backward``: the pipeline's schedule goes through a layer's backward pass in several parts.
     """
+    if recompute == "none":
+        return
     again = recomputed_for_parts if splits_backward else recomputed
-    for layer in model.layers.values():
+    for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
-        match recompute:
-            case "none":
-                pass
-            case "selective":
-                layer.add_feed_forward = again(layer.add_feed_forward)
-            case "full":
-                layer.forward = again(layer.forward)
-            case _:
-                assert_never(recompute)
+        twin = FullyRecomputedLayer if recompute == "full" else HalfRecomputedLayer
+        model.layers[number] = twin(layer, again)
+
+
+class RecomputedLayer(DecoderLayer):
+    """A layer of another's modules; its kinds below say what of it is computed again."""
+
+    def __init__(self, layer: DecoderLayer, again: "Again") -> None:
+        super().__init__(
+            layer.layer, layer.attention_norm, layer.attention, layer.feed_forward_norm, layer.feed_forward
+        )
+        self.again = again
+
+    def run(self, function: Callable[[Tensor, Context], Passed], hidden_BSD: Tensor, context: Context) -> Passed:
+        """What ``function`` returns. The second run takes the experts that the first one chose."""
+        chosen: dict[int, Tensor] = {}
+
+        def choosing_once(hidden_BSD: Tensor) -> Passed:
+            passed_BSD, stats = function(hidden_BSD, context.replaying(chosen))
+            if stats is not None:
+                chosen[self.layer] = stats.choice_TK
+            return passed_BSD, stats
+
+        return self.again(choosing_once)(hidden_BSD)
+
+
+class FullyRecomputedLayer(RecomputedLayer):
+    """Keeps its input alone."""
+
+    def forward(
+        self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
+    ) -> Passed:
+        """As DecoderLayer."""
+        whole = super().forward
+        return self.run(lambda hidden_BSD, context: whole(hidden_BSD, rope, context, cache), hidden_BSD, context)
+
+
+class HalfRecomputedLayer(RecomputedLayer):
+    """Keeps the attention's half, and the input of the feed-forward half."""
+
+    def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> Passed:
+        """As DecoderLayer."""
+        return self.run(super().add_feed_forward, hidden_BSD, context)
+
+
+Again = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a function, one that recomputes
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

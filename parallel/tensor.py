@@ -1,132 +1,89 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198).
 
 Between layers each rank of tp holds its part of the positions. Attention and feed-forward layers gather them, compute
-with
-their heads or channels, and sum and cut the result; norms and routers work on the part. The vocabulary is cut too: no
-rank ever holds the full logits. Shape letters: B batch, S sequence, T tokens, D d_model, V the rank's part of the
+with their heads or channels, and sum and cut the result; norms and routers work on the part. The vocabulary is cut too:
+no rank ever holds the full logits. Shape letters: B batch, S sequence, T tokens, D d_model, V the rank's part of the
 vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd import Function
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modeling.decoder import Decoder, DecoderLayer, Embedding
+from modeling.attention import Attention
+from modeling.decoder import Decoder, Embedding
 from modeling.feed_forward import SwiGLU
 from modeling.loss import IGNORE, Head
-from modeling.moe import MoE
+from modeling.positions import Positions
 from parallel.collectives import gather_sequence, scatter_sum_sequence
 from parallel.mesh import Axis
 
 
 def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
     """Makes the decoder compute with its cut weights. Call after the weights are cut; changes no value."""
-    for layer in model.layers.values():
-        assert isinstance(layer, DecoderLayer)
-        layer.attention.forward = on_whole_sequence(layer.attention.forward, axis)
-        if isinstance(layer.feed_forward, MoE):
-            layer.feed_forward.forward = on_part_of_sequence(layer.feed_forward.forward)
-            if layer.feed_forward.shared is not None:
-                gather_around(layer.feed_forward.shared, axis)
-        else:
-            gather_around(layer.feed_forward, axis)
+    shared = SharedPositions(axis)
+    for module in model.modules():
+        if isinstance(module, Attention | SwiGLU):
+            module.positions = shared
     if model.embed is not None:
-        model.embed.forward = vocab_parallel_embedding(model.embed, axis)
+        model.embed = VocabParallelEmbedding(model.embed, axis)
     if model.head is not None:
-        model.head.forward = vocab_parallel_head(model.head, axis)
+        model.head = VocabParallelHead(model.head, axis)
 
 
-def gather_around(feed_forward: SwiGLU, axis: Axis) -> None:
-    """A dense feed-forward layer on gathered positions with its part of the channels."""
-    feed_forward.forward = on_whole_sequence(feed_forward.forward, axis)
+class SharedPositions(Positions):
+    """modeling.positions.Positions where each rank of tp holds its part of them between layers."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def gather(self, hidden_BSD: Tensor) -> Tensor:
+        """From this rank's part of the positions to all of them. All ranks of tp call it."""
+        return gather_sequence(hidden_BSD, self.axis)
+
+    def scatter_sum(self, partial_BSD: Tensor) -> Tensor:
+        """From each rank's summand to this rank's part of the sum. All ranks of tp call it."""
+        return scatter_sum_sequence(partial_BSD, self.axis)
 
 
-def on_whole_sequence(forward: Callable[..., Tensor], axis: Axis) -> Callable[..., Tensor]:
-    """``forward`` between a gather of the positions and a sum that cuts them again."""
+class VocabParallelEmbedding(Embedding):
+    """An embedding of which this rank holds some rows. Takes over the weight of ``embed``."""
 
-    def run(part_BSD: Tensor, *arguments: Any) -> Tensor:
-        return scatter_sum_sequence(forward(gather_sequence(part_BSD, axis), *arguments), axis)
+    def __init__(self, embed: Embedding, axis: Axis) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.stated = embed.weight, embed.stated
+        self.axis = axis
 
-    return run
-
-
-def on_part_of_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """An MoE layer's ``forward`` with the context of the positions that this rank holds between layers."""
-
-    def run(part_BSD: Tensor, context: Any, layer: int) -> Any:
-        return forward(part_BSD, context.part, layer)
-
-    return run
-
-
-def vocab_parallel_embedding(embed: Embedding, axis: Axis) -> Any:
-    """Looks up the tokens whose rows this rank holds; the sum over ranks has them all, cut by position."""
-
-    def run(tokens_BS: Tensor) -> Tensor:
-        weight_VD = embed.weight
-        local_BS = tokens_BS - axis.rank * weight_VD.shape[0]
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """The tokens' rows at this rank's positions. Each rank looks up the rows that it holds; all are summed."""
+        weight_VD = self.weight
+        local_BS = tokens_BS - self.axis.rank * weight_VD.shape[0]
         here_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
         hidden_BSD = F.embedding(local_BS.clamp(0, weight_VD.shape[0] - 1), weight_VD) * here_BS[..., None]
-        return scatter_sum_sequence(hidden_BSD, axis)
-
-    return run
+        return scatter_sum_sequence(hidden_BSD, self.axis)
 
 
-def vocab_parallel_head(head: Head, axis: Axis) -> Any:
-    """The loss over a cut vocabulary: the sum over all positions' targets (fp64), the same on every rank of tp."""
+class VocabParallelHead(Head):
+    """The head and the loss over a cut vocabulary. Takes over the weight of ``head``.
 
-    def run(part_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        assert targets_BS is not None, "a cut vocabulary gives a loss, not logits"
-        hidden_BSD = gather_sequence(part_BSD, axis)
-        weight_VD = head.weight if torch.is_grad_enabled() else head.weight.detach()
-        targets_T = targets_BS.flatten()
-        return VocabParallelCrossEntropy.apply(hidden_BSD.flatten(0, 1), weight_VD, targets_T, head.chunk_logits, axis)
-
-    return run
-
-
-class VocabParallelCrossEntropy(Function):
-    """modeling.loss.ChunkedCrossEntropy over a cut vocabulary: for each chunk a maximum and two sums cross the axis.
-
-    The gradient by ``hidden_TD`` is this rank's summand; gathering the positions sums it on the way back.
-    Bytes: 2 (n-1)/n times 12 a token.
+    For each chunk a maximum and two sums cross the axis: 2 (n-1)/n times 12 bytes a token. The gradient by the hidden
+    states is this rank's summand; gathering the positions sums it on the way back.
     """
 
-    @staticmethod
-    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int, axis: Axis) -> Tensor:  # type: ignore[override]
-        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
-        total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        chunk = max(1, chunk_logits // weight_VD.shape[0])
-        for start in range(0, hidden_TD.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits_TV = F.linear(hidden_TD[part], weight_VD).float()
-            losses_T, grad_TV = losses_and_gradient(logits_TV, targets_T[part], axis)
-            total += losses_T.sum(dtype=torch.float64)
-            grad_TV = grad_TV.to(hidden_TD.dtype)
-            if grad_hidden_TD is not None:
-                torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
-            if grad_weight_VD is not None:
-                grad_weight_VD += grad_TV.T @ hidden_TD[part]
-        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
-        return total
+    def __init__(self, head: Head, axis: Axis) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.stated, self.chunk_logits = head.weight, head.stated, head.chunk_logits
+        self.axis = axis
 
-    @staticmethod
-    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
-        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        scale = grad_total.to(torch.float32)
-        if grad_hidden_TD is not None:
-            grad_hidden_TD = grad_hidden_TD * scale
-        if grad_weight_VD is not None:
-            grad_weight_VD = (grad_weight_VD * scale).to(ctx.weight_dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None, None
+    def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """The sum over all positions' targets (fp64), the same on every rank of tp; each has its part of them."""
+        assert targets_BS is not None, "a cut vocabulary gives a loss, not logits"
+        return super().forward(gather_sequence(hidden_BSD, self.axis), targets_BS)
+
+    def losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """One chunk's losses and gradient, from this rank's part of the logits."""
+        return losses_and_gradient(logits_TV, targets_T, self.axis)
 
 
 def losses_and_gradient(logits_TV: Tensor, targets_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

@@ -40,10 +40,8 @@ from modeling.schedules import lr_factor
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Saved
 from parallel.mesh import Mesh, close_mesh, open_mesh
-from parallel.pipeline.config import splits_backward
 from parallel.pipeline.stages import MicroBatch
 from parallel.processes.stop import STOPPED, StopRequest
-from parallel.recompute import apply_recompute
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.engine import Engine, StepResult
 
@@ -205,9 +203,8 @@ def build_engine(
         precision=config.train.precision,
         micro_batch_size=config.train.micro_batch_size,
         sizes=sizes,
+        recompute=config.train.recompute,
     )
-    parts = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
-    apply_recompute(engine.model, config.train.recompute, splits_backward=parts)
     if mesh.pp.degree > 1:
         engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)
     return engine

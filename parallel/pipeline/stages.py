@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.counts import multiplied_by_layer
-from modeling.decoder import Decoder, DecoderLayer, Output
-from modeling.rope import rope_tables
+from modeling.decoder import Decoder, Output
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 
 EMBEDDING_SHARE = 0.05  # of the head's cost: a look-up moves the same rows but multiplies nothing
@@ -153,19 +152,14 @@ def is_second_copy(parts: Iterable[Part]) -> bool:
 class Stage(nn.Module):
     """The computation of one part: tokens or hidden states in, hidden states or the summed loss out.
 
-    Its modules are the decoder's own. Micro-batches are set before a pass and named by number, so that nothing but
-    hidden states is sent.
+    ``decoder`` shares the whole decoder's modules. Micro-batches are set before a pass and named by number, so that
+    nothing but hidden states is sent.
     """
 
     def __init__(self, model: Decoder, part: Part) -> None:
         super().__init__()
         self.part = part
-        self.embed = model.embed if part.has_embedding else None
-        self.layers = nn.ModuleList([model.layers[str(layer)] for layer in part.layers])
-        self.final_norm = model.final_norm if part.has_head else None
-        self.head = model.head if part.has_head else None
-        self.rope_dim = model.rope_dim
-        self.rope_theta = model.rope_theta
+        self.decoder = model.part(part.layers, has_embedding=part.has_embedding, has_head=part.has_head)
         self.micro_batches: Sequence[MicroBatch] = ()
         self.outputs: dict[int, Output] = {}  # micro-batch -> what this stage saw
 
@@ -176,20 +170,11 @@ class Stage(nn.Module):
         """
         index = int(number)
         micro_batch = self.micro_batches[index]
-        context = micro_batch.context
-        output = self.outputs[index] = Output(None, None)
-        rope = rope_tables(context.positions_BS, self.rope_dim, self.rope_theta)
-        hidden_BSD = carried if self.embed is None else self.embed(micro_batch.tokens_BS)
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            hidden_BSD, stats = layer(hidden_BSD, rope, context)
-            if stats is not None:
-                output.stats[layer.layer] = stats
-        if self.head is None or self.final_norm is None:
-            return hidden_BSD
-        loss = self.head(self.final_norm(hidden_BSD), micro_batch.targets_BS)
-        output.loss = loss.detach()
-        return loss
+        inputs = micro_batch.tokens_BS if self.part.has_embedding else carried
+        output = self.decoder(inputs, micro_batch.context, micro_batch.targets_BS)
+        loss = None if output.loss is None else output.loss.detach()
+        self.outputs[index] = Output(loss, None, stats=output.stats)
+        return output.hidden_BSD if output.loss is None else output.loss
 
     def open(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Sets the micro-batches of the next passes, with no outputs yet."""

@@ -26,6 +26,7 @@ from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.stages import MicroBatch, is_second_copy, rank_parts, tied_weight
 from parallel.pipeline.tied import add_other_copy
+from parallel.recompute import Recompute
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.fragments import Fragment, make_states, owned_fragments
 from parallel.zero.groups import optimizer_groups
@@ -58,6 +59,7 @@ class Engine:
         precision: Precision,
         micro_batch_size: int,
         sizes: Sizes = DEFAULT_SIZES,
+        recompute: Recompute = "none",
     ) -> None:
         self.mesh = mesh
         self.sizes = sizes
@@ -75,7 +77,7 @@ class Engine:
         make_sharding = sharding_for(parallel.zero, precision)
         self.sharding = make_sharding(mesh, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
         self.model, self.shapes = build_part(
-            mesh, model_config, parallel, DTYPES[precision], self.sharding.adopt, sizes
+            mesh, model_config, parallel, DTYPES[precision], self.sharding.adopt, sizes, recompute
         )
         self.weights = describe_weights(
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy

@@ -75,10 +75,9 @@ def record(seen: Recorder) -> None:
     import parallel.tensor as tensor
 
     seen.count_calls(loss, "token_losses", "chunk_logits")
-    loss.ChunkedCrossEntropy.forward = staticmethod(seen.around(loss.ChunkedCrossEntropy.forward, "chunk_logits"))
     seen.count_calls(tensor, "losses_and_gradient", "chunk_logits_under_tp")
-    twin = tensor.VocabParallelCrossEntropy
-    twin.forward = staticmethod(seen.around(twin.forward, "chunk_logits_under_tp"))
+    chunked = loss.ChunkedCrossEntropy
+    chunked.forward = staticmethod(seen.around(chunked.forward, "chunk_logits", "chunk_logits_under_tp"))
 
     plan = ring.plan_ring
 

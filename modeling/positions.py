@@ -1,0 +1,24 @@
+"""The seam at which ranks share the positions of a sequence between layers.
+
+Shape letters: B batch, S sequence, D d_model.
+
+A block whose weights an axis cuts (attention, a dense feed-forward layer) computes on all positions with its part of
+the heads or channels: it begins with ``gather`` and ends with ``scatter_sum``.
+"""
+
+from torch import Tensor
+
+
+class Positions:
+    """One device: a block sees all positions, and what it computes is the whole sum."""
+
+    def gather(self, hidden_BSD: Tensor) -> Tensor:
+        """All positions, from those that are held between layers."""
+        return hidden_BSD
+
+    def scatter_sum(self, partial_BSD: Tensor) -> Tensor:
+        """The sum over the ranks that share the weights, at the positions that are held between layers."""
+        return partial_BSD
+
+
+ALL_POSITIONS = Positions()
