@@ -53,7 +53,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
 def _check_size(config: RunConfig) -> Iterator[str]:
     """The numbers are bearable together, too."""
     model, train = config.model, config.train
-    n_parameters = count_parameters(model).total
+    n_parameters = count_parameters(model).total if _more_than_all(model) > MAX_PARAMETERS else 0
     if n_parameters > MAX_PARAMETERS:
         step = _d_model_step(config)
         fitting = max(step, model.d_model * MAX_PARAMETERS // n_parameters // step * step)
@@ -68,6 +68,16 @@ def _check_size(config: RunConfig) -> Iterator[str]:
             f"data.seq_len={config.data.seq_len} = {tokens:.3g} tokens must be at most {MAX_TOKENS:.3g}; "
             f"try train.steps={MAX_TOKENS // (train.global_batch_size * config.data.seq_len)}"
         )
+
+
+def _more_than_all(model: ModelConfig) -> int:
+    """More parameters than the model has. Counting them takes torch, for which a look at a usual config need not wait.
+
+    A layer has less than sixteen matrices, or stacks of them, none of which has a side longer than the widest.
+    """
+    experts, width = (model.moe.n_experts, (1 + model.moe.n_shared_experts) * model.moe.d_ff) if model.moe else (1, 0)
+    widest = max(model.d_model, model.d_ff, model.n_heads * max(model.qk_head_dim, model.v_head_dim), width)
+    return 2 * model.vocab_size * model.d_model + 16 * model.n_layers * experts * widest**2
 
 
 def _check_names(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import fill, initial_tensor
+from modeling.logical import logical_tensors
 from modeling.optimizers.config import SGDConfig
 from modeling.reference import DTYPES, ReferenceTrainer
 from pp_runs import SEED, Case, batch_of, make_pipeline, micro_batches
@@ -29,6 +30,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     """One rank of pp x 2: steps of SGD through DeepSpeed."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    from parallel.layout import layout_of
     from parallel.mesh import close_mesh, open_mesh
     from parallel.pipeline.config import splits_backward, stage_ranks
     from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
@@ -47,11 +49,11 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     model = build_model(case, parts, DTYPES[precision], sharding.adopt)
     tied = tied_weight(model, case.model, parts, case.pp)
     base = torch.optim.SGD(model.parameters(), lr=case.lr)
-    shapes = {name: tuple(weight.shape) for name, weight in build_decoder(case.model).named_parameters()}
     second = tied is not None and is_second_copy(parts)
-    weights = describe_weights(model, shapes, mesh, holds_second_copy=second)
-    sharding.open(model, base, weights)
+    tensors, layout = logical_tensors(case.model), layout_of(case.model)
+    weights = describe_weights(model, tensors, layout, mesh, holds_second_copy=second)
     apply_recompute(model, case.recompute, splits_backward=splits_backward(case.pipeline))
+    sharding.open(model, base, weights)
     pipeline = make_pipeline(case, mesh, model, parts, DTYPES[precision])
     ends = stage_ranks(case.pipeline, case.pp)
 
@@ -85,17 +87,19 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     return seen
 
 
-def build_model(case: Case, parts: list[Any], dtype: torch.dtype, adopt: Callable[[str, Any], None]) -> Decoder:
+def build_model(case: Case, parts: list[Any], dtype: torch.dtype, adopt: Callable[[Any, Any], None]) -> Decoder:
     """This rank's decoder with its weights at step 0, each taken by ``adopt``."""
+    from parallel.layout import layout_of
     from parallel.pipeline.stages import keep_parts
 
+    layout = layout_of(case.model)
     with torch.device("meta"):
         model = build_decoder(case.model)
     keep_parts(model, parts)
 
     def value(name: str, shape: torch.Size) -> nn.Parameter:
         parameter = nn.Parameter(initial_tensor(case.model, SEED, name, shape).to(dtype))
-        adopt(name, parameter)
+        adopt(parameter, layout[name])
         return parameter
 
     fill(model, value, "cpu")
