@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed.ops
 import deepspeed.runtime.engine
 import deepspeed.runtime.superoffload.superoffload_stage3  # before a class that it inherits from is replaced
-import deepspeed.runtime.zero.muon.muon_optimizer
+import deepspeed.runtime.zero.muon.muon_optimizer  # which every ZeRO optimizer imports late: 10 s
 import deepspeed.utils
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
