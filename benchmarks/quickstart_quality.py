@@ -27,7 +27,6 @@ from launcher.config.tree import RunConfig
 from launcher.watch.metrics import read_metrics
 from modeling.context import attention_mask
 from modeling.families.config_json import SpecialTokens, to_config_json
-from modeling.optimizers.build import build_optimizer
 from modeling.schedules import lr_factor
 
 
@@ -56,7 +55,7 @@ def train_theirs(config: RunConfig) -> float:
     torch.set_num_threads(2)
     torch.manual_seed(config.seed)
     model = build_theirs(config)
-    optimizer = build_optimizer(groups(model, config), config.optimizer, fused=True)
+    optimizer = config.optimizer.build(groups(model, config), fused=True)
     train, heldout = (
         open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
         for split in ("train", "heldout")

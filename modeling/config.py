@@ -16,6 +16,7 @@ FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Count = Annotated[int, Interval(ge=1, le=2**16)]
 Width = Annotated[int, Interval(ge=1, le=2**24)]
 Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
+ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class MoEConfig:
     n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = 0  # experts that every token goes to
     # so many leading layers have no experts, but a width of model.d_ff
     n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    score: ScoreName = "softmax"  # of the router's logits
     normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
     routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output
     balance: Balance = field(default_factory=SequenceAuxBalance)

@@ -18,7 +18,7 @@ from modeling.dims import stated_weights
 from modeling.init import materialize
 from modeling.loss import IGNORE
 from modeling.moe import MoE
-from modeling.optimizers.build import build_optimizer, parameter_groups
+from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,7 +69,8 @@ class ReferenceTrainer:
         restore_fp32_buffers(self.model)
         stated = stated_weights(self.model)
         groups = parameter_groups([(master, stated[name]) for name, master in self.masters.items()], optimizer)
-        self.optimizer = build_optimizer(groups, optimizer, fused=False)
+        self.rule = optimizer
+        self.optimizer = optimizer.build(groups, fused=False)
         self.clip_norm = optimizer.clip_norm
         self.loss_scale = loss_scale
 
@@ -125,7 +126,7 @@ class ReferenceTrainer:
         for name, master in self.masters.items():
             master.grad = result.gradients[name] * clip if name in result.gradients else None
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.optimizer.step()
         for name, weight in self.model.named_parameters():
             weight.copy_(self.masters[name])

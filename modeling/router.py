@@ -3,14 +3,28 @@
 Shape letters: T tokens, D d_model, E experts, K top_k.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modeling.config import BiasBalance, MoEConfig
+from modeling.config import BiasBalance, MoEConfig, ScoreName
 from modeling.dims import Weight
+
+
+class Score(NamedTuple):
+    """How a router's logits become scores, none of them negative."""
+
+    of: Callable[[Tensor], Tensor]  # logits_TE -> scores_TE
+    sums_to_one: bool = False  # each token's scores do
+
+
+SCORES: dict[ScoreName, Score] = {
+    "softmax": Score(lambda logits_TE: logits_TE.softmax(-1), sums_to_one=True),
+    "sigmoid": Score(torch.sigmoid),
+}
 
 
 class Routing(NamedTuple):
@@ -19,11 +33,11 @@ class Routing(NamedTuple):
     indices_TK: Tensor  # int64, the experts chosen
     weights_TK: Tensor  # what each chosen expert's output is multiplied by
     logits_TE: Tensor
-    affinity_TE: Tensor  # scores normalized over the experts: softmax, or sigmoid divided by its sum
+    affinity_TE: Tensor  # the scores, divided by their sum over the experts where that is not one
 
 
 class Router(nn.Module):
-    """Softmax or sigmoid top-k routing (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
+    """Top-k routing by one of SCORES (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
 
     With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves
     by ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
@@ -35,14 +49,14 @@ class Router(nn.Module):
         d_model: int,
         n_experts: int,
         top_k: int,
-        score: Literal["softmax", "sigmoid"],
+        score: ScoreName,
         normalize_top_k: bool,
         routed_scale: float,
         has_bias: bool,
     ) -> None:
         super().__init__()
         self.top_k = top_k
-        self.score = score
+        self.score: ScoreName = score
         self.normalize_top_k = normalize_top_k
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
@@ -53,12 +67,15 @@ class Router(nn.Module):
     def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
         """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
         logits_TE = F.linear(hidden_TD.float(), self.weight.float())
-        scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
+        score = SCORES[self.score]
+        scores_TE = score.of(logits_TE)
         indices_TK = self.choose(scores_TE) if choice_TK is None else choice_TK
         weights_TK = scores_TE.gather(1, indices_TK)
         if self.normalize_top_k:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        affinity_TE = scores_TE if self.score == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        affinity_TE = scores_TE
+        if not score.sums_to_one:
+            affinity_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
         return Routing(indices_TK, weights_TK * self.routed_scale, logits_TE, affinity_TE)
 
     @torch.no_grad()

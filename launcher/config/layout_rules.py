@@ -24,6 +24,8 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from _check_cp(config)
     if parallel.ep > 1:
         yield from _check_ep(config, world_size)
+    if config.optimizer.needs_whole_matrices:
+        yield from _check_whole_matrices(config)
     yield from pipeline_problems(
         parallel.pipeline,
         pp=parallel.pp,
@@ -33,6 +35,15 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         micro_batch_size=max(1, config.train.micro_batch_size),
         dp=dp_of(config, world_size),
     )
+
+
+def _check_whole_matrices(config: RunConfig) -> Iterator[str]:
+    """Each rank that updates a weight has the whole of each of its matrices."""
+    told, parallel = f"optimizer.name={config.optimizer.name} needs whole matrices", config.parallel
+    if parallel.tp > 1:
+        yield f"{told}, but parallel.tp={parallel.tp} cuts them; try parallel.tp=1"
+    if parallel.zero > 0:
+        yield f"{told}, but parallel.zero={parallel.zero} deals out their elements; try parallel.zero=0"
 
 
 def dp_of(config: RunConfig, world_size: int) -> int:

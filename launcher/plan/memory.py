@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from launcher.prove.traffic.step import FP32_BYTES, Step
 from launcher.prove.traffic.zero import flat_elements, padded, replicated
-from modeling.optimizers.build import state_names
 from parallel.sizes import DEFAULT_SIZES
 
 REDUCTION_BYTES = DEFAULT_SIZES.bucket * FP32_BYTES
@@ -35,7 +34,7 @@ def rank_memory(step: Step) -> Memory:
     whole = sum(step.weights.values())
     share = sum(_share(step, n, names) for _, n, names in replicated(step))
     weights = step.element_bytes * _weight_elements(step)
-    states = FP32_BYTES * len(state_names(step.optimizer))
+    states = FP32_BYTES * len(step.optimizer.states)
     if step.parallel.zero == 0:
         return Memory(weights, 0, states * whole, FP32_BYTES * whole)
     return Memory(weights, FP32_BYTES * share, states * share, FP32_BYTES * _gradient_elements(step, share))

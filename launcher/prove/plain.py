@@ -149,7 +149,7 @@ class PlainTrainer:
         trainer.optimizer.state.clear()
         for name, master in trainer.masters.items():
             own = {kind: tensors[name].clone() for kind, tensors in state.states.items() if name in tensors}
-            if "exp_avg" in own:
+            if own and trainer.rule.counts_updates:
                 own["step"] = torch.tensor(float(state.updates))
             if own:
                 trainer.optimizer.state[master] = own

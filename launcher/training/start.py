@@ -231,9 +231,8 @@ def room_free_gib(path: Path) -> float:
 def checkpoint_gib(config: RunConfig) -> float:
     """The size of one checkpoint: masters and the optimizer's states in fp32."""
     from modeling.counts import count_parameters
-    from modeling.optimizers.build import state_names
 
-    copies = 1 + len(state_names(config.optimizer))
+    copies = 1 + len(config.optimizer.states)
     return 4 * copies * count_parameters(config.model).total / 2**30
 
 

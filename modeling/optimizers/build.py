@@ -1,49 +1,25 @@
-"""Parameter groups, and the torch optimizer that a config names."""
+"""Parameter groups: the weights that an optimizer treats alike."""
 
 from collections.abc import Iterable
-from typing import Any, assert_never
+from typing import Any
 
-import torch
 from torch import nn
 
 from modeling.dims import Weight
-from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
-
-
-def decays(weight: Weight, decay_embeddings: bool) -> bool:
-    """Whether weight decay falls on a parameter: matrices only, embeddings and the head if asked for."""
-    return len(weight.dims) >= 2 and (decay_embeddings or "vocab" not in weight.dims)
+from modeling.optimizers.config import OptimizerConfig
 
 
 def parameter_groups(
     parameters: Iterable[tuple[nn.Parameter, Weight]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Two optimizer groups, with and without weight decay, from parameters and what they are."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    """Optimizer groups from parameters and what they are; those on which weight decay falls first.
+
+    A group's learning rate is to be set to the run's times its ``lr_scale``.
+    """
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter, weight in parameters:
-        groups[decays(weight, config.decay_embeddings)].append(parameter)
-    decay = {True: config.weight_decay, False: 0.0}
-    return [{"params": group, "weight_decay": decay[key]} for key, group in groups.items() if group]
-
-
-def build_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """The torch optimizer over ``groups``; ``fused`` takes torch's fused kernels (CUDA)."""
-    match config:
-        case AdamWConfig():
-            betas = (config.beta1, config.beta2)
-            return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
-        case SGDConfig():
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
-        case _:
-            assert_never(config)
-
-
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """The per-element state tensors that the optimizer keeps, by torch's names."""
-    match config:
-        case AdamWConfig():
-            return ("exp_avg", "exp_avg_sq")
-        case SGDConfig():
-            return ("momentum_buffer",) if config.momentum else ()
-        case _:
-            assert_never(config)
+        groups.setdefault(config.group(weight), []).append(parameter)
+    return [
+        {"params": groups[key], "weight_decay": config.weight_decay if key[0] else 0.0, "lr_scale": key[1]}
+        for key in sorted(groups, reverse=True)
+    ]

@@ -14,7 +14,6 @@ from modeling.config import ModelConfig
 from modeling.decoder import Output
 from modeling.init import initial_tensor
 from modeling.logical import logical_tensors
-from modeling.optimizers.build import build_optimizer, state_names
 from modeling.optimizers.config import OptimizerConfig
 from modeling.reference import DTYPES
 from parallel.apply import build_part
@@ -67,7 +66,8 @@ class Engine:
         self.precision = precision
         self.model_config = model_config
         self.layout = layout_of(model_config)
-        self.state_names = state_names(optimizer_config)
+        self.rule = optimizer_config
+        self.state_names = optimizer_config.states
         self.parts = rank_parts(model_config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank)
         self.holds_second_copy = model_config.tie_embeddings and is_second_copy(self.parts)
         self.pipeline: Pipeline | None = None
@@ -83,7 +83,7 @@ class Engine:
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )
         groups = optimizer_groups(self.weights.values(), mesh, optimizer_config)
-        self.base = build_optimizer(groups, optimizer_config, fused=mesh.device.type == "cuda")
+        self.base = optimizer_config.build(groups, fused=mesh.device.type == "cuda")
         self.sharding.open(self.model, self.base, self.weights)
         self.fragments: list[Fragment] = owned_fragments(self.weights.values(), self.sharding.share_of)
         self.reset_states(0)
@@ -216,7 +216,7 @@ class Engine:
         """
         self.announce_change()
         for group in self.base.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         loss_scale, grad_norm = self.loss_scale, self.measure()
         skipped = self.sharding.step(self.scaled_norm())
         self.measured = None
@@ -238,7 +238,7 @@ class Engine:
     def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
         """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
         self.announce_change()
-        make_states(self.base, self.sharding.updated(self.fragments), self.state_names, step, kept)
+        make_states(self.base, self.sharding.updated(self.fragments), self.rule, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
         """The fragment's elements of the fp32 weight and of each optimizer state: flat views, writable."""
@@ -264,9 +264,10 @@ class Engine:
         self.sharding.publish(self.state_names)
 
     def updates(self) -> int:
-        """How many updates the optimizer has made (Adam's step)."""
-        states = [state["step"] for state in self.base.state.values() if "step" in state]
-        return int(states[0]) if states else 0
+        """How many updates the optimizer has made, where its rule counts them (Adam's step); else 0."""
+        if not self.rule.counts_updates:
+            return 0
+        return int(next(iter(self.base.state.values()))["step"])
 
     def loss_scaler_state(self) -> dict[str, float]:
         """The dynamic loss scaler's numbers, for a checkpoint; empty unless fp16."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modeling.optimizers.rule import UpdateRule
 from parallel.checkpoint.boxes import Box, boxes_of_range
 from parallel.mesh import Axis
 from parallel.zero.weights import HeldWeight
@@ -114,7 +115,7 @@ def _zeros(flat: Tensor, old: Tensor | None, *, keeps: bool) -> Tensor:
 def make_states(
     base: torch.optim.Optimizer,
     flats: Sequence[Tensor],
-    state_names: tuple[str, ...],
+    rule: UpdateRule,
     step: int,
     kept: Collection[str] = (),
 ) -> None:
@@ -126,10 +127,8 @@ def make_states(
     """
     for flat in flats:
         old = base.state.get(flat, {})
-        state: dict[str, Any] = {name: _zeros(flat, old.get(name), keeps=name in kept) for name in state_names}
-        if (
-            "exp_avg" in state
-        ):  # Adam's bias correction counts steps; a tensor, on the device where fused kernels need it
+        state: dict[str, Any] = {name: _zeros(flat, old.get(name), keeps=name in kept) for name in rule.states}
+        if rule.counts_updates:  # in a tensor, on the device where fused kernels need it
             fused = base.defaults.get("fused")
             state = {"step": torch.tensor(float(step), device=flat.device if fused else "cpu"), **state}
         base.state[flat] = state

@@ -220,10 +220,10 @@ def plant(title: str) -> None:
         case "router bias from local counts":
             plant_local_counts()
         case "weight decay on norms":
-            import modeling.optimizers.build as build
+            from modeling.optimizers.rule import UpdateRule
 
-            decays = build.decays
-            build.decays = lambda weight, *rest: len(weight.dims) == 1 or decays(weight, *rest)
+            decays = UpdateRule.decays
+            UpdateRule.decays = lambda self, weight: len(weight.dims) == 1 or decays(self, weight)
         case "an overflow that one rank does not see":
             if rank > 0:
                 overlook_overflows()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from annotated_types import Interval
@@ -33,6 +33,7 @@ from launcher.training.start import checkpoint_gib, room_needed
 from modeling.config import FAMILIES, FamilyName
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
+from modeling.optimizers.sgd import SGDConfig
 from modeling.schedules import lr_factor
 
 
@@ -326,6 +327,24 @@ def test_token_files_have_no_held_out_split(load, tmp_path):
     assert check(load(*overrides, f"data.sources.1.path={tmp_path}"), 1) == []
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeMatrices(SGDConfig):
+    needs_whole_matrices: ClassVar[bool] = True
+
+
+def with_whole_matrices(config: RunConfig) -> RunConfig:
+    return dataclasses.replace(config, optimizer=WholeMatrices())
+
+
+def test_a_rule_that_needs_whole_matrices_gets_them(load):
+    told = "optimizer.name=sgd needs whole matrices, but parallel."
+    assert check(with_whole_matrices(load("parallel.tp=2", "train.precision=fp32")), 2) == [
+        f"{told}tp=2 cuts them; try parallel.tp=1",
+        f"{told}zero=1 deals out their elements; try parallel.zero=0",
+    ]
+    assert check(with_whole_matrices(load("train.precision=fp32", "parallel.zero=0")), 2) == []
+
+
 def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
@@ -338,6 +357,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a{suffix}").touch()
     cases.append((load("train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"), 1))
+    cases.append((with_whole_matrices(load("parallel.tp=2")), 2))
     assert wanted - set(lines_run(cases)) == set()
 
 

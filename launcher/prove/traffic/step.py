@@ -17,7 +17,6 @@ import torch
 from modeling.config import ModelConfig
 from modeling.decoder import build_decoder
 from modeling.logical import LogicalTensor, logical_tensors
-from modeling.optimizers.build import decays
 from modeling.optimizers.config import OptimizerConfig
 from parallel.config import ParallelConfig
 from parallel.layout import Layout, Place, layout_of
@@ -135,9 +134,9 @@ class Step:
     def _cut(self, place: Place) -> int:
         return 1 if place.axis is None else int(getattr(self.parallel, place.axis))
 
-    def decays(self, name: str) -> bool:
-        """Whether weight decay falls on a weight: what divides the optimizer's groups."""
-        return decays(self.tensors[name].weight, self.optimizer.decay_embeddings)
+    def group(self, name: str) -> tuple[bool, float]:
+        """What the weights of one optimizer group share."""
+        return self.optimizer.group(self.tensors[name].weight)
 
     def forwards(self, half: Literal["attention", "feed_forward"]) -> int:
         """How often half a layer's forward pass runs for one micro-batch, recomputation included."""

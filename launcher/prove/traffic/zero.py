@@ -71,8 +71,9 @@ def elements_summed_over_tp(step: Step) -> int:
 
 
 def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
-    """The weights with and without weight decay, each group in the model's order: flat tensors of ZeRO 1 and 2."""
-    return [[name for name in names if step.decays(name) == key] for key in (True, False)]
+    """The weights of each optimizer group, in the model's order: flat tensors of ZeRO 1 and 2."""
+    keys = sorted({step.group(name) for name in names}, reverse=True)
+    return [[name for name in names if step.group(name) == key] for key in keys]
 
 
 def places_in_flat(step: Step, group: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -1,0 +1,36 @@
+"""AdamW: both moments of the gradient, and weight decay apart from them."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, UpdateRule, WeightDecay
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(UpdateRule):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). Decay falls on matrices only."""
+
+    counts_updates: ClassVar[bool] = True  # for the bias correction of the moments
+
+    name: Literal["adamw"] = "adamw"  # the update rule
+    lr: LearningRate = 3e-4  # peak learning rate
+    weight_decay: WeightDecay = 0.1  # on matrices only
+    decay_embeddings: bool = False  # decay the embedding and the head too
+    beta1: Beta = 0.9  # decay of the first moment
+    beta2: Beta = 0.95  # decay of the second moment
+    eps: Epsilon = 1e-8  # added to the root of the second moment
+    clip_norm: ClipNorm | None = 1.0  # largest gradient norm; None: no clipping
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Both moments."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
+        """The AdamW of torch."""
+        from torch.optim import AdamW
+
+        return AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=fused)

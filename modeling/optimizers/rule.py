@@ -1,0 +1,51 @@
+"""What the rest of the program asks of an update rule. Each rule answers in its own file, beside its config.
+
+No torch is imported here, nor where a rule is declared: reading a config does not need it.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Interval
+
+from modeling.dims import Weight
+
+if TYPE_CHECKING:
+    import torch
+
+# The largest learning rate is far above what trains: the run's health checks say what becomes of it.
+LearningRate = Annotated[float, Interval(ge=0, le=1e30)]
+WeightDecay = Annotated[float, Interval(ge=0, le=1000.0)]
+Beta = Annotated[float, Interval(ge=0, le=0.999999)]
+Epsilon = Annotated[float, Interval(ge=1e-30, le=1.0)]
+ClipNorm = Annotated[float, Interval(ge=1e-12, le=1e12)]
+
+
+class UpdateRule(ABC):
+    """How weights follow from gradients. The subclass is the frozen dataclass of the rule's numbers."""
+
+    needs_whole_matrices: ClassVar[bool] = False  # an element's update depends on the others of its matrix
+    counts_updates: ClassVar[bool] = False  # torch's state holds `step`, the number of updates made
+
+    decay_embeddings: bool  # a field of each rule's dataclass
+
+    @property
+    @abstractmethod
+    def states(self) -> tuple[str, ...]:
+        """The tensors of each weight's shape that the rule keeps beside it, by torch's names; checkpoints hold them."""
+
+    @abstractmethod
+    def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
+        """The torch optimizer over ``groups``; ``fused`` takes torch's fused kernels (CUDA)."""
+
+    def decays(self, weight: Weight) -> bool:
+        """Whether weight decay falls on a weight: on matrices only, on embeddings and the head if asked for."""
+        return len(weight.dims) >= 2 and (self.decay_embeddings or "vocab" not in weight.dims)
+
+    def lr_scale(self, weight: Weight) -> float:
+        """What the learning rate is multiplied by for a weight."""
+        return 1.0
+
+    def group(self, weight: Weight) -> tuple[bool, float]:
+        """What the weights of one optimizer group share: whether they decay, and their learning rate's scale."""
+        return self.decays(weight), self.lr_scale(weight)

@@ -1,0 +1,91 @@
+"""What each update rule says of itself is what its torch optimizer does."""
+
+import ast
+from pathlib import Path
+from typing import ClassVar, get_args
+
+import pytest
+import torch
+from torch import nn
+
+from modeling.config import ScoreName
+from modeling.dims import Weight
+from modeling.optimizers.adamw import AdamWConfig
+from modeling.optimizers.build import parameter_groups
+from modeling.optimizers.config import OptimizerConfig
+from modeling.optimizers.rule import UpdateRule
+from modeling.optimizers.sgd import SGDConfig
+from modeling.router import SCORES
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for package in ("launcher", "modeling", "parallel") for path in sorted((ROOT / package).rglob("*.py"))]
+RULES: list[UpdateRule] = [each() for each in get_args(OptimizerConfig)] + [SGDConfig(momentum=0.9)]
+STATES = {name for rule in RULES for name in rule.states}
+WEIGHTS = {(6, 4): Weight(("vocab", "d_model")), (8, 4): Weight(("d_ff", "d_model")), (4,): Weight(("d_model",))}
+
+
+def weights() -> list[tuple[nn.Parameter, Weight]]:
+    return [(nn.Parameter(torch.ones(shape)), weight) for shape, weight in WEIGHTS.items()]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_states_and_the_count_of_updates_are_torchs(rule):
+    made = weights()
+    optimizer = rule.build(parameter_groups(made, rule), fused=False)
+    for parameter, _ in made:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    for parameter, _ in made:
+        state = {name for name, value in optimizer.state[parameter].items() if value is not None}
+        assert state == {*rule.states, *(["step"] if rule.counts_updates else [])}
+        assert all(optimizer.state[parameter][name].shape == parameter.shape for name in rule.states)
+
+
+class Scaled(AdamWConfig):
+    """Matrices at a fifth of the learning rate."""
+
+    needs_whole_matrices: ClassVar[bool] = True
+
+    def lr_scale(self, weight):
+        return 0.2 if len(weight.dims) == 2 else 1.0
+
+
+def test_groups_part_what_decays_and_what_is_scaled():
+    def shapes(rule: UpdateRule) -> list[tuple[float, float, list[tuple[int, ...]]]]:
+        groups = parameter_groups(weights(), rule)
+        return [(g["weight_decay"], g["lr_scale"], [tuple(p.shape) for p in g["params"]]) for g in groups]
+
+    assert shapes(AdamWConfig()) == [(0.1, 1.0, [(8, 4)]), (0.0, 1.0, [(6, 4), (4,)])]
+    assert shapes(AdamWConfig(decay_embeddings=True)) == [(0.1, 1.0, [(6, 4), (8, 4)]), (0.0, 1.0, [(4,)])]
+    assert shapes(Scaled()) == [(0.1, 0.2, [(8, 4)]), (0.0, 1.0, [(4,)]), (0.0, 0.2, [(6, 4)])]
+
+
+def lines_that_test_states(source: str) -> list[int]:
+    """The lines on which a source asks whether a state's name is among some others."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and node.left.value in STATES
+        and isinstance(node.ops[0], ast.In | ast.NotIn | ast.Eq)
+    ]
+
+
+def test_nobody_knows_an_optimizer_by_its_states_names():
+    assert sorted(STATES) == ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+    found = {str(path.relative_to(ROOT)): lines_that_test_states(path.read_text()) for path in SOURCES}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_planted_test_for_a_state_is_seen():
+    assert lines_that_test_states('x = 1\nif "exp_avg" in state:\n    pass\n') == [2]
+
+
+def test_every_score_has_its_formula():
+    assert set(SCORES) == set(get_args(ScoreName))
+    for score in SCORES.values():
+        scores_TE = score.of(torch.randn(7, 5))
+        assert (scores_TE >= 0).all()
+        sums_to_one = torch.allclose(scores_TE.sum(1), torch.ones(7))
+        assert sums_to_one == score.sums_to_one
