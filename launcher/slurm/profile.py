@@ -1,13 +1,14 @@
 """Clusters' profiles: what a cluster's `slurm:` section begins with."""
 
 import os
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
 
-FOLDER = Path(__file__).parents[2] / "slurm"
+FOLDER = Path(str(resources.files("launcher.slurm"))) / "files"  # in the source tree a link to slurm/
 
 
 def read_profile(name: str) -> dict[str, Any]:
@@ -23,5 +24,5 @@ def job_script(name: str) -> str:
     """The text of slurm/NAME.sbatch."""
     path = FOLDER / f"{name}.sbatch"
     if not path.is_file():
-        raise UserError([f"{path} is missing; install Roundtable from its source tree with `pip install -e .`"])
+        raise UserError([f"{path} is missing; install Roundtable again, or check out slurm/ and the link to it"])
     return path.read_text()
