@@ -36,11 +36,22 @@ class Routing(NamedTuple):
     affinity_TE: Tensor  # the scores, divided by their sum over the experts where that is not one
 
 
+Settle = Callable[[Tensor, Tensor], Tensor]
+
+
+def keep_choice(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
+    """``Router.settle`` in training: the router's own choice."""
+    return indices_TK
+
+
 class Router(nn.Module):
     """Top-k routing by one of SCORES (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
 
     With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves
     by ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
+
+    ``settle(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made, and
+    replays another's where it was a tie.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class Router(nn.Module):
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
         self.stated = {"weight": Weight(("scores", "d_model")), "bias": Weight(("scores",), "zeros")}
+        self.settle: Settle = keep_choice
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
 
@@ -69,7 +81,7 @@ class Router(nn.Module):
         logits_TE = F.linear(hidden_TD.float(), self.weight.float())
         score = SCORES[self.score]
         scores_TE = score.of(logits_TE)
-        indices_TK = self.choose(scores_TE) if choice_TK is None else choice_TK
+        indices_TK = self.settle(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK
         weights_TK = scores_TE.gather(1, indices_TK)
         if self.normalize_top_k:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

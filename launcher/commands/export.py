@@ -18,10 +18,10 @@ from launcher.commands.trained import load_tokenizer, open_trained
 from launcher.config.rules import Precision, check_export_widths
 from launcher.errors import UserError
 from modeling.config import ModelConfig
+from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
 from modeling.families.weights import tensor_shapes, to_hf
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
 

@@ -12,7 +12,7 @@ from launcher.prove.compare.errors import execution_order, norm, tensor_errors, 
 from launcher.prove.compare.pieces import Piece, Uncovered, assemble
 from launcher.prove.compare.routing import Replayed
 from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
-from modeling.reference import ReferenceStep
+from launcher.prove.reference import ReferenceStep
 
 LOSS_BOUND = 1e-6  # relative
 GRADIENT_BOUND = 1e-5  # of each tensor's own norm

@@ -12,11 +12,11 @@ from data.dataset import Dataset
 from data.order import take
 from launcher.prove.compare.outputs import record_outputs
 from launcher.prove.compare.routing import StepChoices, record_choices
+from launcher.prove.reference import PlainBatch, ReferenceStep, ReferenceTrainer
 from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.loss import IGNORE
 from modeling.optimizers.config import OptimizerConfig
-from modeling.reference import MicroBatch, ReferenceStep, ReferenceTrainer
 from modeling.schedules import ConstantSchedule, ScheduleConfig, lr_factor
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -55,7 +55,7 @@ class PlainRun:
 
 
 class PlainTrainer:
-    """modeling.reference.ReferenceTrainer over samples by number, the whole global batch as one micro-batch."""
+    """launcher.prove.reference.ReferenceTrainer over samples by number, the whole global batch as one micro-batch."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class PlainTrainer:
         self.run.heldout[len(self.run.steps)] = seen
         return seen
 
-    def read(self, dataset: Dataset, samples: np.ndarray) -> MicroBatch:
+    def read(self, dataset: Dataset, samples: np.ndarray) -> PlainBatch:
         """The samples as one micro-batch; what routers choose from now on is recorded as theirs."""
         batch = dataset.read(samples)
         arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-        micro_batch = MicroBatch(*(torch.from_numpy(array) for array in arrays))
+        micro_batch = PlainBatch(*(torch.from_numpy(array) for array in arrays))
         self.valid_NS = micro_batch.documents_BS != PADDING
         self.choosing = StepChoices(samples.tolist())
         return micro_batch

@@ -14,7 +14,7 @@ from launcher.commands.trained import Trained, load_decoder, open_trained
 from launcher.console import say, tell
 from launcher.errors import UserError
 from launcher.training.step import evaluate
-from modeling.reference import DTYPES
+from modeling.dtypes import DTYPES
 from parallel.mesh import lone_mesh
 
 

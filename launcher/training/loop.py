@@ -35,7 +35,7 @@ from modeling.counts import flops_per_token
 from modeling.decoder import Output
 from modeling.metrics import logged, metrics_of
 from modeling.moe import RoutingStats
-from modeling.reference import move_router_biases
+from modeling.router_biases import move_router_biases
 from modeling.schedules import lr_factor
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Saved

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from modeling.config import ModelConfig
 from modeling.decoder import Output
+from modeling.dtypes import DTYPES
 from modeling.init import initial_tensor
 from modeling.logical import logical_tensors
 from modeling.optimizers.config import OptimizerConfig
-from modeling.reference import DTYPES
 from parallel.apply import build_part
 from parallel.collectives import sum_together
 from parallel.config import ParallelConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modeling.decoder import Decoder
-from modeling.reference import DTYPES
+from modeling.dtypes import DTYPES
 from parallel.layout import Place
 from parallel.mesh import Mesh
 from parallel.sizes import Sizes

@@ -10,11 +10,11 @@ import torch
 
 from command_runs import ENVIRONMENT, command, train, write_config
 from launcher.config.load import load_config
+from launcher.prove.reference import ReferenceTrainer
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_reference, write_tokens
 from modeling.config import BiasBalance
 from modeling.optimizers.config import SGDConfig
-from modeling.reference import ReferenceTrainer
 from parallel.checkpoint.read import open_checkpoint
 from parallel.config import ParallelConfig
 

@@ -16,13 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
 from data.tokenizer import INFO
-from launcher.commands.export import DTYPES, export, write_export
+from launcher.commands.export import export, write_export
 from launcher.commands.generate import generate_from_checkpoint
 from launcher.commands.trained import load_decoder, open_trained
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from modeling.config import FAMILIES, FamilyName, ModelConfig, NoBalance
 from modeling.decoder import Decoder
+from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, to_config_json
 from modeling.families.weights import from_hf, tensor_shapes, to_hf
 from saved_runs import save_run

@@ -23,11 +23,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from data.tokenizer import load_origin, save_tokenizer
-from launcher.commands.export import DTYPES, write_export
+from launcher.commands.export import write_export
 from launcher.config.families import check_family
 from launcher.config.rules import Precision
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.decoder import Decoder
+from modeling.dtypes import DTYPES
 from modeling.generate import generate
 from modeling.router import Router, Routing
 from small_models import LENGTHS, Rows, build, configs, example_config, expressible, packed_rows, tensors_of

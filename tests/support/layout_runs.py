@@ -14,9 +14,9 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.order import take
 from launcher.config.tree import RunConfig, TrainConfig
+from launcher.prove.reference import PlainBatch, ReferenceTrainer
 from modeling.config import ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.optimizers.config import OptimizerConfig, SGDConfig
-from modeling.reference import MicroBatch, ReferenceTrainer
 from modeling.schedules import ConstantSchedule
 from parallel.checkpoint.boxes import Box, coverage_error
 from parallel.config import ParallelConfig
@@ -187,11 +187,11 @@ def run_reference(
     return result
 
 
-def read(dataset: Any, indices: np.ndarray) -> MicroBatch:
+def read(dataset: Any, indices: np.ndarray) -> PlainBatch:
     """Samples as the reference takes them."""
     batch = dataset.read(indices)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-    return MicroBatch(*(torch.from_numpy(array) for array in arrays))
+    return PlainBatch(*(torch.from_numpy(array) for array in arrays))
 
 
 def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, float]:

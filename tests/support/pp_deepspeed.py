@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.prove.reference import ReferenceTrainer
 from modeling.decoder import Decoder, build_decoder
+from modeling.dtypes import DTYPES
 from modeling.init import fill, initial_tensor
 from modeling.logical import logical_tensors
 from modeling.optimizers.config import SGDConfig
-from modeling.reference import DTYPES, ReferenceTrainer
 from pp_runs import SEED, Case, batch_of, make_pipeline, micro_batches
 
 

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.prove.reference import PlainBatch as ReferenceBatch
+from launcher.prove.reference import ReferenceTrainer
 from modeling.config import BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.decoder import Output, build_decoder
+from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
 from modeling.optimizers.config import SGDConfig
-from modeling.reference import DTYPES, ReferenceTrainer, move_router_biases
-from modeling.reference import MicroBatch as ReferenceBatch
+from modeling.router_biases import move_router_biases
 from parallel.pipeline.config import PipelineConfig
 from small_models import next_tokens, packed_rows
 

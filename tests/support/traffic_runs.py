@@ -66,9 +66,8 @@ def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
 
     routed: dict[int, torch.Tensor] = {}
 
-    def watching(layer: int, choose: Any) -> Any:
-        def chosen(scores_TE: Any) -> Any:
-            indices_TK = choose(scores_TE)
+    def watching(layer: int) -> Any:
+        def chosen(_: Any, indices_TK: Any) -> Any:
             routed[layer] += torch.bincount(indices_TK.flatten(), minlength=len(routed[layer]))
             return indices_TK
 
@@ -77,7 +76,7 @@ def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
     for layer, router in routers_of(model).items():
         assert config.model.moe is not None
         routed[layer] = torch.zeros(config.model.moe.n_experts, dtype=torch.int64)
-        router.choose = watching(layer, router.choose)
+        router.settle = watching(layer)
     return routed
 
 

@@ -36,12 +36,12 @@ from launcher.prove.compare.routing import (
     routers_of,
 )
 from launcher.prove.plain import PlainTrainer
+from launcher.prove.reference import ReferenceStep
 from launcher.prove.report import number
 from launcher.prove.tokens import write_documents
 from modeling.config import FAMILIES
 from modeling.init import materialize
 from modeling.optimizers.config import SGDConfig
-from modeling.reference import ReferenceStep
 from parallel.checkpoint.boxes import Box
 from small_models import build_decoder, example_config
 
@@ -173,7 +173,7 @@ def replay_of(model, scores_TE, experts_TK, gaps_T, bound):
     replay = ChoiceReplay(model, lambda _: held, seen)
     reference = StepChoices([7], {layer: experts_TK[None].to(torch.int16)}, {layer: gaps_T[None]})
     replay.start_step(reference, bound)
-    return own.choose(scores_TE), seen
+    return own.settle(scores_TE, own.choose(scores_TE)), seen
 
 
 def test_ties_are_replayed_and_larger_differences_kept(router):
@@ -197,7 +197,8 @@ def test_tokens_that_the_reference_never_saw_are_counted(router):
     held = HeldTokens([8], torch.arange(3), torch.zeros(1, 3))
     replay = ChoiceReplay(router, lambda _: held, seen)
     replay.start_step(StepChoices([7], {layer: torch.zeros(1, 3, own.top_k)}, {layer: torch.zeros(1, 3)}), 1e-5)
-    own.choose(torch.rand(3, own.weight.shape[0]))
+    scores_TE = torch.rand(3, own.weight.shape[0])
+    own.settle(scores_TE, own.choose(scores_TE))
     assert seen.strangers == 3
 
 

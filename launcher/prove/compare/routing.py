@@ -10,7 +10,6 @@ Shape letters: B sequences of a micro-batch, N of the batch, S sequence, P held 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,20 +17,12 @@ from torch import Tensor
 from modeling.context import PADDING
 from modeling.decoder import Decoder
 from modeling.moe import MoE
-from modeling.router import Router
+from modeling.router import Router, Settle
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Mesh
 
 TIE_GAP = 1e-5  # a choice may differ where the reference's k-th score leads the next by less
 NO_CHOICE = -1  # in a recorded choice: padding, which is not routed
-
-
-class Choose(Protocol):
-    """modeling.router.Router.choose."""
-
-    def __call__(self, scores_TE: Tensor) -> Tensor:
-        """indices_TK of the experts chosen."""
-        ...
 
 
 @dataclass
@@ -87,14 +78,12 @@ def record_choices(model: Decoder, into: Callable[[], StepChoices], valid: Calla
     ``valid()`` is the current batch's (N, S) mask of real tokens.
     """
     for layer, router in routers_of(model).items():
-        router.choose = _recording(router, layer, into, valid)
+        router.settle = _recording(router, layer, into, valid)
 
 
-def _recording(router: Router, layer: int, into: Callable[[], StepChoices], valid: Callable[[], Tensor]) -> Choose:
-    original = router.choose
-
-    def choose(scores_TE: Tensor) -> Tensor:
-        indices_TK, valid_NS, step = original(scores_TE), valid(), into()
+def _recording(router: Router, layer: int, into: Callable[[], StepChoices], valid: Callable[[], Tensor]) -> Settle:
+    def settle(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        valid_NS, step = valid(), into()
         experts_NSK = torch.full((*valid_NS.shape, indices_TK.shape[1]), NO_CHOICE, dtype=torch.int16)
         experts_NSK[valid_NS] = indices_TK.to(torch.int16)
         gaps_NS = torch.full(valid_NS.shape, math.inf)
@@ -102,7 +91,7 @@ def _recording(router: Router, layer: int, into: Callable[[], StepChoices], vali
         step.experts[layer], step.gaps[layer] = experts_NSK, gaps_NS
         return indices_TK
 
-    return choose
+    return settle
 
 
 def gap_after_choice(router: Router, scores_TE: Tensor) -> Tensor:
@@ -128,21 +117,20 @@ class ChoiceReplay:
         self.bound = TIE_GAP
         self.passes: dict[int, int] = {}
         for layer, router in routers_of(model).items():
-            router.choose = self._replaying(layer, router.choose)
+            router.settle = self._replaying(layer)
 
     def start_step(self, reference: StepChoices | None, bound: float) -> None:
         """Before a step's first forward pass; choices that differ at a gap below ``bound`` are replayed."""
         self.reference, self.bound = reference, bound
         self.passes = {}
 
-    def _replaying(self, layer: int, original: Choose) -> Choose:
-        def choose(scores_TE: Tensor) -> Tensor:
-            own_TK = original(scores_TE)
+    def _replaying(self, layer: int) -> Settle:
+        def settle(_: Tensor, own_TK: Tensor) -> Tensor:
             number = self.passes.get(layer, 0)
             self.passes[layer] = number + 1
             return own_TK if self.reference is None else self.compare(layer, own_TK, self.held(number), self.reference)
 
-        return choose
+        return settle
 
     def compare(self, layer: int, own_TK: Tensor, held: HeldTokens, reference: StepChoices) -> Tensor:
         """The rank's choices with ties replaced by the reference's; counts what it finds."""

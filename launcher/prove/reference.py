@@ -1,6 +1,7 @@
 """One training step in plain PyTorch on one process: what every layout is compared with.
 
-No engine, no collective, no code of `parallel`. Shape letters: B batch, S sequence.
+No engine, no collective, no code of `parallel`, and training takes nothing from here: the judge shares with the judged
+only the model's definition and its initial weights. Shape letters: B batch, S sequence.
 """
 
 from collections.abc import Sequence
@@ -10,22 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from modeling.balance import updated_bias
 from modeling.config import BiasBalance, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
+from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
-from modeling.moe import MoE
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass
-class MicroBatch:
+class PlainBatch:
     """Some sequences of a batch, (B, S) each: int64 tokens, targets (-100: does not count), positions, documents."""
 
     tokens_BS: Tensor
@@ -75,7 +73,7 @@ class ReferenceTrainer:
         self.loss_scale = loss_scale
 
     def step(
-        self, batch: Sequence[MicroBatch], lr: float, choices: list[dict[int, Tensor]] | None = None
+        self, batch: Sequence[PlainBatch], lr: float, choices: list[dict[int, Tensor]] | None = None
     ) -> ReferenceStep:
         """One update from the whole global batch, given as micro-batches. ``choices`` replays routers' choices."""
         n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
@@ -130,7 +128,7 @@ class ReferenceTrainer:
         self.optimizer.step()
         for name, weight in self.model.named_parameters():
             weight.copy_(self.masters[name])
-        move_router_biases(self.model, self.config, result.counts)
+        move_biases(self.model, self.config, result.counts)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by logical name."""
@@ -145,11 +143,17 @@ def restore_fp32_buffers(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def move_router_biases(model: Decoder, config: ModelConfig, counts: dict[int, Tensor]) -> None:
-    """Applies the bias balancing rule, if the config has it, from the whole batch's counts by layer."""
+def move_biases(model: Decoder, config: ModelConfig, counts: dict[int, Tensor]) -> None:
+    """The bias balancing rule as its paper has it (arXiv:2408.15664, algorithm 1), written here once more.
+
+    Each expert's bias moves by the rate: up where the whole batch sent it less than the mean, down where more.
+    """
     if config.moe is None or not isinstance(config.moe.balance, BiasBalance):
         return
-    for name, layer in model.layers.items():
-        moe = getattr(layer, "feed_forward", None)
-        if isinstance(moe, MoE) and moe.router.bias is not None:
-            moe.router.bias = updated_bias(moe.router.bias, counts[int(name)], config.moe.balance.rate)
+    for name, bias_E in model.named_buffers():
+        layer = int(name.split(".")[1])
+        if layer in counts:
+            pairs_E = [int(count) for count in counts[layer]]
+            for expert, count in enumerate(pairs_E if len(pairs_E) == len(bias_E) else []):
+                missing = sum(pairs_E) - count * len(pairs_E)
+                bias_E[expert] += config.moe.balance.rate * ((missing > 0) - (missing < 0))

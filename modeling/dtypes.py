@@ -1,0 +1,5 @@
+"""The precisions by their names in the config."""
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

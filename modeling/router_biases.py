@@ -1,0 +1,24 @@
+"""The bias balancing rule, applied to a model after a step."""
+
+import torch
+from torch import Tensor
+
+from modeling.balance import updated_bias
+from modeling.config import BiasBalance, ModelConfig
+from modeling.decoder import Decoder, DecoderLayer
+from modeling.moe import MoE
+
+
+@torch.no_grad()
+def move_router_biases(model: Decoder, config: ModelConfig, counts: dict[int, Tensor]) -> None:
+    """Moves each router's selection bias, if the config has that rule.
+
+    ``counts`` are the pairs sent to each expert (E,), by layer, of the whole global batch.
+    """
+    if config.moe is None or not isinstance(config.moe.balance, BiasBalance):
+        return
+    for layer in model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        moe = layer.feed_forward
+        if isinstance(moe, MoE) and moe.router.bias is not None:
+            moe.router.bias = updated_bias(moe.router.bias, counts[layer.layer], config.moe.balance.rate)
