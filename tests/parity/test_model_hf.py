@@ -114,12 +114,12 @@ def tied_choices(ours: dict[int, Tensor], routes: Routes, top_k: int) -> int:
 
 def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) -> Tensor:
     """Our logits (B, S, V); a tie between experts is broken as transformers broke it."""
-    context = rows.context()
-    logits_BSV = model(rows.tokens_BS, context).logits_BSV
+    output = model(rows.tokens_BS, rows.context())
     if config.moe is None:
-        return logits_BSV
-    assert context.choices.keys() == routes.indices.keys()
-    ties = tied_choices(context.choices, routes, config.moe.top_k)
+        return output.logits_BSV
+    logits_BSV, choices = output.logits_BSV, {layer: stats.choice_TK for layer, stats in output.stats.items()}
+    assert choices.keys() == routes.indices.keys()
+    ties = tied_choices(choices, routes, config.moe.top_k)
     if ties:
         print(f"{ties} ties between experts replayed")
         logits_BSV = model(rows.tokens_BS, rows.context(dict(routes.indices))).logits_BSV
@@ -166,15 +166,18 @@ def test_logits_equal(family: FamilyName) -> None:
     check()
 
 
-def our_gradients(model: Decoder, rows: Rows, targets_BS: Tensor, choices: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the mean loss by logical name, replaying ``choices``, or filling it where it is empty."""
+def our_gradients(
+    model: Decoder, rows: Rows, targets_BS: Tensor, choices: dict[int, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    """Gradients of the mean loss by logical name, replaying ``choices`` if given; and what the routers chose."""
     output = model(rows.tokens_BS, rows.context(choices), targets_BS)
     assert output.loss is not None
     (output.loss / (targets_BS != IGNORE).sum()).backward()
-    return {
+    gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in model.named_parameters()
     }
+    return gradients, {layer: stats.choice_TK for layer, stats in output.stats.items()}
 
 
 def their_gradients(
@@ -198,13 +201,13 @@ def check_gradients(
 ) -> None:
     """Every gradient equals theirs."""
     references, routes = their_gradients(theirs, config, rows, targets_BS)
-    choices: dict[int, Tensor] = {}
-    ours = our_gradients(model, rows, targets_BS, choices)
+    ours, choices = our_gradients(model, rows, targets_BS)
+    assert choices.keys() == routes.indices.keys()
     ties = tied_choices(choices, routes, config.moe.top_k) if config.moe is not None else 0
     if ties:
         print(f"{ties} ties between experts replayed")
         model.zero_grad()
-        ours = our_gradients(model, rows, targets_BS, dict(routes.indices))
+        ours, _ = our_gradients(model, rows, targets_BS, dict(routes.indices))
     whole_norm = torch.stack([gradient.norm() for gradient in references.values()]).norm()
     for name, gradient in ours.items():
         reference = references[name]
