@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         self.register_module("head", head)
         self.rope = (rope_dim, rope_theta)
 
-    def part(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
+    def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""
         shared = [self.layers[str(layer)] for layer in layers]
         norm, head = (self.final_norm, self.head) if has_head else (None, None)

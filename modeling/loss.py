@@ -99,8 +99,8 @@ class Head(nn.Module):
         # Gradients are made in the forward pass, where torch.no_grad() does not show: a detached weight asks for none.
         weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
         rows = (hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
-        return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, self.losses)
+        return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, self.chunk_losses)
 
-    def losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def chunk_losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """One chunk's losses and gradient (``Losses``)."""
         return losses_and_gradient(logits_TV, targets_T, wants_gradient)

@@ -81,7 +81,7 @@ class VocabParallelHead(Head):
         assert targets_BS is not None, "a cut vocabulary gives a loss, not logits"
         return super().forward(gather_sequence(hidden_BSD, self.axis), targets_BS)
 
-    def losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def chunk_losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """One chunk's losses and gradient, from this rank's part of the logits."""
         return losses_and_gradient(logits_TV, targets_T, self.axis)
 

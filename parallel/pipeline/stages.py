@@ -159,7 +159,7 @@ class Stage(nn.Module):
     def __init__(self, model: Decoder, part: Part) -> None:
         super().__init__()
         self.part = part
-        self.decoder = model.part(part.layers, has_embedding=part.has_embedding, has_head=part.has_head)
+        self.decoder = model.part_of(part.layers, has_embedding=part.has_embedding, has_head=part.has_head)
         self.micro_batches: Sequence[MicroBatch] = ()
         self.outputs: dict[int, Output] = {}  # micro-batch -> what this stage saw
 

@@ -1,4 +1,4 @@
-"""A run that was begun before dims had names, its checkpoint kept as it was written, goes on to the numbers that it had.
+"""A run that was begun before dims had names, its checkpoint kept as it was, goes on to the numbers that it had.
 
 tests/data/run_2026_11 was trained under tp=2, ep=2 and ZeRO 1 with AdamW, router biases moving, up to step 2; the code
 that wrote it then made the steps 3 and 4 below.

@@ -172,7 +172,7 @@ def plant(title: str) -> None:
 
             def forward(self: Any, hidden_BSD: Any, targets_BS: Any = None) -> Any:
                 rows = (hidden_BSD.flatten(0, 1), self.weight.detach(), targets_BS.flatten())
-                return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, self.losses)
+                return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, self.chunk_losses)
 
             Head.forward = forward
         case "norm counts the embedding twice":

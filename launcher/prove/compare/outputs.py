@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling.decoder import Decoder
+from modeling.decoder import Decoder, DecoderLayer
 
 
 def watched_modules(model: Decoder) -> dict[str, nn.Module]:
     """The modules whose outputs are compared, in the order of execution; those that this process holds."""
-    watched: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        is_half = name.startswith("layers.") and name.endswith((".attention", ".feed_forward"))
-        if name == "embed" or is_half:
-            watched[name] = module
+    watched: dict[str, nn.Module] = {} if model.embed is None else {"embed": model.embed}
+    for number, layer in model.layers.items():
+        assert isinstance(layer, DecoderLayer)
+        watched[f"layers.{number}.attention"] = layer.attention
+        watched[f"layers.{number}.feed_forward"] = layer.feed_forward
     return watched
 
 
