@@ -1,6 +1,7 @@
 """No method is replaced on a living object, and nothing is known by a pattern on its name: what follows is stated."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PARTS = (".weight", "weight", ".bias", ".experts", "norm.", ".attention", ".feed
 NAMERS = {"modeling/families/weights.py"}
 
 
+@functools.cache
 def methods_of_modules() -> set[str]:
     """The methods of every class in modeling/, and those that any module, optimizer or engine has."""
     found = {"forward", "backward", "step", "__class__", "__call__"}
