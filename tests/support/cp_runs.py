@@ -179,9 +179,9 @@ def worst(answers: Sequence[Answer], references: Sequence[Answer]) -> dict[str, 
 
 def layer(case: Case) -> Any:
     """An attention layer for the case's heads; its weights are a function of the seed."""
-    from modeling.attention import Attention
+    from modeling.attention import GroupedQueryAttention
 
-    attention = Attention(
+    attention = GroupedQueryAttention(
         d_model=16,
         n_heads=case.n_heads,
         n_kv_heads=case.n_kv_heads,

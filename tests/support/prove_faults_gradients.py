@@ -8,11 +8,11 @@ from torch import Tensor
 
 def keep_gradient_at_home(engine: Any) -> None:
     """What positions get back through k and v comes from their own rank's heads alone, not summed over tp."""
-    from modeling.attention import Attention
+    from modeling.attention import GroupedQueryAttention
 
     axis = engine.mesh.tp
     for module in engine.model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, GroupedQueryAttention):
             for projection in (module.k, module.v):
                 projection.register_forward_pre_hook(lambda _, inputs: own_positions(inputs[0], axis))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from launcher.config.layout_rules import check_layout
 from layout_runs import run_config
-from modeling.attention import Attention
+from modeling.attention import GroupedQueryAttention
 from modeling.config import ModelConfig
 from modeling.decoder import build_decoder
 from modeling.dims import DIMS, Weight, stated_weights, units_of
@@ -79,7 +79,7 @@ def test_a_stated_init_is_what_it_says():
     assert inits[f"{prefix}attention.o.weight"] == inits[f"{prefix}feed_forward.experts.down"] == "residual"
 
 
-class Nameless(Attention):
+class Nameless(GroupedQueryAttention):
     """With a matrix that nobody has named."""
 
     def __init__(self, **options: Any) -> None:
@@ -88,7 +88,7 @@ class Nameless(Attention):
 
 
 def test_planted_weight_without_dims_is_an_error_when_the_model_is_built(monkeypatch):
-    monkeypatch.setattr("modeling.attention.Attention", Nameless)
+    monkeypatch.setattr("modeling.attention.GroupedQueryAttention", Nameless)
     with pytest.raises(TypeError, match=r"layers\.0\.attention\.mix: Nameless does not state what mix is"):
         logical_tensors(replace(FAMILIES["llama"], rope_theta=12345.0))  # not one that is known already
 
