@@ -3,6 +3,7 @@
 Shape letters: T tokens, D d_model, E experts, K top_k.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -93,8 +94,24 @@ class Router(nn.Module):
     @torch.no_grad()
     def choose(self, scores_TE: Tensor) -> Tensor:
         """indices_TK of the top_k scores, the bias added."""
-        biased_TE = scores_TE if self.bias is None else scores_TE + self.bias
-        return biased_TE.topk(self.top_k, dim=-1).indices
+        return self.biased(scores_TE).topk(self.top_k, dim=-1).indices
+
+    def biased(self, scores_TE: Tensor) -> Tensor:
+        """The scores by which experts are chosen (T, E)."""
+        return scores_TE if self.bias is None else scores_TE + self.bias
+
+    @torch.no_grad()
+    def gap(self, scores_TE: Tensor) -> Tensor:
+        """By how much each token's choice leads the nearest other one (T,): rounding below it changes no choice."""
+        return lead(self.biased(scores_TE), self.top_k)
+
+
+def lead(values_TX: Tensor, k: int) -> Tensor:
+    """By how much each row's k-th largest value leads the next (T,); inf where there is no next."""
+    if k == values_TX.shape[1]:
+        return torch.full_like(values_TX[:, 0], math.inf)
+    best_TX = values_TX.topk(k + 1, dim=-1).values
+    return best_TX[:, -2] - best_TX[:, -1]
 
 
 def build_router(config: MoEConfig, d_model: int) -> Router:

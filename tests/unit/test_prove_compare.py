@@ -32,16 +32,16 @@ from launcher.prove.compare.routing import (
     HeldTokens,
     Replayed,
     StepChoices,
-    gap_after_choice,
     routers_of,
 )
 from launcher.prove.plain import PlainTrainer
 from launcher.prove.reference import ReferenceStep
 from launcher.prove.report import number
 from launcher.prove.tokens import write_documents
-from modeling.config import FAMILIES
+from modeling.config import FAMILIES, BiasBalance, MoEConfig
 from modeling.init import materialize
 from modeling.optimizers.config import SGDConfig
+from modeling.router import build_router
 from parallel.checkpoint.boxes import Box
 from small_models import build_decoder, example_config
 
@@ -203,14 +203,11 @@ def test_tokens_that_the_reference_never_saw_are_counted(router):
 
 
 def test_the_gap_is_between_the_last_chosen_and_the_next():
-    class Biased:
-        top_k = 2
-        bias = torch.tensor([0.0, 0.0, 0.25])
-
-    gap_T = gap_after_choice(Biased(), torch.tensor([[0.5, 0.4, 0.1]]))
-    assert gap_T.tolist() == pytest.approx([0.05])
-    Biased.top_k = 3
-    assert gap_after_choice(Biased(), torch.tensor([[0.5, 0.4, 0.1]])).tolist() == [math.inf]
+    router = build_router(MoEConfig(n_experts=3, top_k=2, balance=BiasBalance()), 4)
+    router.bias.copy_(torch.tensor([0.0, 0.0, 0.25]))
+    assert router.gap(torch.tensor([[0.5, 0.4, 0.1]])).tolist() == pytest.approx([0.05])
+    router.top_k = 3
+    assert router.gap(torch.tensor([[0.5, 0.4, 0.1]])).tolist() == [math.inf]
 
 
 def test_one_process_records_every_choice_and_goes_on_from_a_state(tmp_path):

@@ -21,7 +21,7 @@ from modeling.router import Router, Settle
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Mesh
 
-TIE_GAP = 1e-5  # a choice may differ where the reference's k-th score leads the next by less
+TIE_GAP = 1e-5  # a choice may differ where the reference's leads the nearest other one by less
 NO_CHOICE = -1  # in a recorded choice: padding, which is not routed
 
 
@@ -31,7 +31,7 @@ class StepChoices:
 
     samples: list[int]  # sample number of each sequence
     experts: dict[int, Tensor] = field(default_factory=dict)  # layer -> int16 (N, S, K), NO_CHOICE in padding
-    gaps: dict[int, Tensor] = field(default_factory=dict)  # layer -> (N, S): k-th score minus the next; inf in padding
+    gaps: dict[int, Tensor] = field(default_factory=dict)  # layer -> (N, S): Router.gap; inf in padding
 
     def for_tokens(self, valid_NS: Tensor) -> dict[int, Tensor]:
         """The choices of the tokens that are real, as a Context takes them: layer -> indices_TK."""
@@ -87,20 +87,11 @@ def _recording(router: Router, layer: int, into: Callable[[], StepChoices], vali
         experts_NSK = torch.full((*valid_NS.shape, indices_TK.shape[1]), NO_CHOICE, dtype=torch.int16)
         experts_NSK[valid_NS] = indices_TK.to(torch.int16)
         gaps_NS = torch.full(valid_NS.shape, math.inf)
-        gaps_NS[valid_NS] = gap_after_choice(router, scores_TE)
+        gaps_NS[valid_NS] = router.gap(scores_TE)
         step.experts[layer], step.gaps[layer] = experts_NSK, gaps_NS
         return indices_TK
 
     return settle
-
-
-def gap_after_choice(router: Router, scores_TE: Tensor) -> Tensor:
-    """By how much each token's k-th selection score leads the next (T,); inf where every expert is chosen."""
-    biased_TE = scores_TE if router.bias is None else scores_TE + router.bias
-    if router.top_k == biased_TE.shape[1]:
-        return torch.full((biased_TE.shape[0],), math.inf)
-    best_TX = biased_TE.detach().topk(router.top_k + 1, dim=-1).values
-    return best_TX[:, -2] - best_TX[:, -1]
 
 
 class ChoiceReplay:
