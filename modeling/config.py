@@ -92,6 +92,11 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     @property
+    def has_kv_heads(self) -> bool:
+        """Whether each key-value head has projections of its own, from the hidden state."""
+        return True
+
+    @property
     def head_dim(self) -> int:
         """Channels of one head: d_head, or d_model / n_heads."""
         return self.d_head if self.d_head is not None else self.d_model // self.n_heads
@@ -110,6 +115,12 @@ class ModelConfig:
     def rope_dim(self) -> int:
         """Channels of a head that the rotary embedding turns."""
         return self.head_dim
+
+    @property
+    def widest(self) -> int:
+        """No side of a layer's matrix is longer."""
+        experts = (1 + self.moe.n_shared_experts) * self.moe.d_ff if self.moe is not None else 0
+        return max(self.d_model, self.d_ff, self.n_heads * self.head_dim, experts)
 
     @property
     def n_moe_layers(self) -> int:

@@ -21,8 +21,11 @@ Dim = Literal[
     "vocab",  # vocab_size
     "d_model",
     "heads",  # n_heads times the channels of a head
-    "kv_heads",  # n_kv_heads times the channels of a head
+    "kv_heads",  # n_kv_heads times the channels of a head, where keys and values have projections of their own
     "d_head",
+    "q_latent",  # channels into which queries are compressed before they become heads
+    "kv_latent",  # channels into which keys and values are compressed
+    "kv_latent_rope",  # kv_latent, and the channels of a key that are the same in all heads
     "d_ff",
     "shared_d_ff",  # n_shared_experts times moe.d_ff
     "experts",  # one entry an expert
@@ -56,9 +59,10 @@ def units_of(config: ModelConfig) -> dict[Dim, Unit]:
     """The units of the dims that an axis may cut, for those dims that this model has."""
     units: dict[Dim, Unit] = {
         "heads": Unit("model.n_heads", config.n_heads),
-        "kv_heads": Unit("model.n_kv_heads", config.n_kv_heads),
         "vocab": Unit("model.vocab_size", config.vocab_size),
     }
+    if config.has_kv_heads:
+        units["kv_heads"] = Unit("model.n_kv_heads", config.n_kv_heads)
     moe = config.moe
     if config.n_moe_layers < config.n_layers:
         units["d_ff"] = Unit("model.d_ff", config.d_ff)

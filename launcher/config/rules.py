@@ -75,9 +75,8 @@ def _more_than_all(model: ModelConfig) -> int:
 
     A layer has less than sixteen matrices, or stacks of them, none of which has a side longer than the widest.
     """
-    experts, width = (model.moe.n_experts, (1 + model.moe.n_shared_experts) * model.moe.d_ff) if model.moe else (1, 0)
-    widest = max(model.d_model, model.d_ff, model.n_heads * max(model.qk_head_dim, model.v_head_dim), width)
-    return 2 * model.vocab_size * model.d_model + 16 * model.n_layers * experts * widest**2
+    experts = model.moe.n_experts if model.moe else 1
+    return 2 * model.vocab_size * model.d_model + 16 * model.n_layers * experts * model.widest**2
 
 
 def _check_names(config: RunConfig) -> Iterator[str]:
