@@ -1,11 +1,14 @@
 """The configuration of a decoder: plain values, no torch.
 
 Each number's type says from where to where it may lie: from what is possible to what its use can bear. The error about
-a number outside suggests the field's default, or what the field's metadata holds as ``usual``.
+a number outside suggests the field's default, or what the field's metadata holds as ``usual``. In a proof, a number of
+an optional section is at most what its metadata holds as ``small``. ``problems()`` tells which rules between the fields
+of a section are broken.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Interval
 
@@ -53,10 +56,13 @@ class MoEConfig:
     ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width n_shared_experts * d_ff.
     """
 
+    noun: ClassVar[str] = "experts"  # what a model with this section has, in messages
+
     n_experts: Count = 8  # experts of a layer
-    top_k: Count = field(default=2, metadata={"usual": 1})  # experts a token goes to; none is ever dropped
+    top_k: Count = field(default=2, metadata={"usual": 1, "small": 4})  # experts a token goes to; none is ever dropped
     d_ff: Width = 512  # width of one expert
-    n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = 0  # experts that every token goes to
+    # experts that every token goes to
+    n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = field(default=0, metadata={"small": 2})
     # so many leading layers have no experts, but a width of model.d_ff
     n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
     score: ScoreName = "softmax"  # of the router's logits
@@ -65,6 +71,19 @@ class MoEConfig:
     balance: Balance = field(default_factory=SequenceAuxBalance)
     # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
+
+    @property
+    def choosable(self) -> int:
+        """Among how many experts a token's top_k are chosen by their own scores."""
+        return self.n_experts
+
+    def problems(self) -> Iterator[str]:
+        """One line for each rule between the fields that is broken."""
+        if self.top_k > self.n_experts >= 1:
+            yield (
+                f"model.moe.top_k={self.top_k} must be at most model.moe.n_experts={self.n_experts}; "
+                f"try {self.n_experts}, or more experts"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +145,11 @@ class ModelConfig:
     def n_moe_layers(self) -> int:
         """Layers with experts."""
         return max(0, self.n_layers - self.moe.n_dense_layers) if self.moe is not None else 0
+
+    def problems(self) -> Iterator[str]:
+        """One line for each rule between the fields of an optional section that is broken."""
+        if self.moe is not None:
+            yield from self.moe.problems()
 
     def layer_kind(self, layer: int) -> bool:
         """Equal for layers (from 0) that are built alike."""

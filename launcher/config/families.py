@@ -11,15 +11,13 @@ from launcher.config.words import join_or, show
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import default_of, family_of, section_types
 
-NOUNS = {"moe": "experts"}  # how messages call what a section describes, where that is not its name
-
 
 def check_family(model: ModelConfig) -> Iterator[str]:
     """One line for each thing in ``model`` that its family's `transformers` class cannot express."""
     family = family_of(model.family)
     told = f"with model.family={model.family}, whose `transformers` class"
     for section, kind in section_types().items():
-        value, noun = getattr(model, section), NOUNS.get(section, section)
+        value, noun = getattr(model, section), getattr(kind, "noun", section)
         first = fields(kind)[0]
         others = [name for name in FAMILIES if family_of(name).has(section) != family.has(section)]
         families = f"model.family={join_or(others)}"

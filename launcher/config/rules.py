@@ -37,7 +37,8 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *([] if lines else _check_size(config)),
         *_check_batch(config, world_size),
         *_check_attention(config),
-        *_check_experts(config),
+        *config.model.problems(),
+        *_check_dense_layers(config),
         *_check_expert_widths(config),
         *_check_schedule(config),
         *_check_precision(config),
@@ -145,17 +146,10 @@ def _divisors_near(number: int, value: int) -> list[int]:
     return below + [n for n in divisors if n > value][:1]
 
 
-def _check_experts(config: RunConfig) -> Iterator[str]:
-    """The router can choose top_k experts, and the dense layers fit into the model."""
+def _check_dense_layers(config: RunConfig) -> Iterator[str]:
+    """The dense layers fit into the model."""
     moe, n_layers = config.model.moe, config.model.n_layers
-    if moe is None:
-        return
-    if moe.top_k > moe.n_experts >= 1:
-        yield (
-            f"model.moe.top_k={moe.top_k} must be at most model.moe.n_experts={moe.n_experts}; "
-            f"try {moe.n_experts}, or more experts"
-        )
-    if moe.n_dense_layers > n_layers >= 1:
+    if moe is not None and moe.n_dense_layers > n_layers >= 1:
         yield f"model.moe.n_dense_layers={moe.n_dense_layers} must be at most model.n_layers={n_layers}; try {n_layers}"
 
 

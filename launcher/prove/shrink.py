@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any
 
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from modeling.config import Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.families.family import section_types
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
@@ -23,7 +26,6 @@ D_FF = 48
 D_FF_EXPERT = 24
 VOCAB_SIZE = 96
 WIDTH_UNIT = 8  # rows of the experts' matrices are whole units of 16 bytes, in 16 bits
-MOST_TOP_K = 4
 HELDOUT_ROUNDS = 2  # whole micro-batches that each rank of dp evaluates; one sequence more makes the rest fill up
 # Auxiliary terms, decay and clipping are made strong enough for a fault in them to show.
 BALANCE_COEFFICIENT = 0.05
@@ -109,11 +111,12 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
     n_heads, n_kv_heads = shrink_heads(model, degrees.tp * degrees.cp)
     d_model = _up_to(D_MODEL, n_heads * D_HEAD)
     has_own_d_head = model.d_head is not None and model.d_head * model.n_heads != model.d_model
-    moe = None if model.moe is None else shrink_experts(model.moe, degrees)
-    if moe is not None:
+    sections = {name: shrink_section(value) for name in section_types() if (value := getattr(model, name)) is not None}
+    if model.moe is not None:
+        moe = shrink_experts(model.moe, degrees)
         n_sparse = model.n_layers - moe.n_dense_layers
         n_dense = n_layers if n_sparse == 0 else max(min(1, moe.n_dense_layers), n_layers - n_sparse)
-        moe = replace(moe, n_dense_layers=n_dense)
+        sections["moe"] = replace(moe, n_dense_layers=n_dense)
     return replace(
         model,
         vocab_size=min(_up_to(VOCAB_SIZE, degrees.tp), model.vocab_size),
@@ -126,8 +129,15 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         init_std=min(
             model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5
         ),  # layers' outputs keep their size
-        moe=moe,
+        **sections,
     )
+
+
+def shrink_section(section: Any) -> Any:
+    """An optional section of the model, each number at most as large as ``small`` of its field's metadata."""
+    small = {each.name: each.metadata["small"] for each in fields(section) if "small" in each.metadata}
+    values = {name: getattr(section, name) for name in small}
+    return replace(section, **{name: min(value, small[name]) for name, value in values.items() if value is not None})
 
 
 def shrink_heads(model: ModelConfig, unit: int) -> tuple[int, int]:
@@ -145,14 +155,18 @@ def shrink_heads(model: ModelConfig, unit: int) -> tuple[int, int]:
 
 def shrink_experts(moe: MoEConfig, degrees: Degrees) -> MoEConfig:
     """Few and narrow experts that ep divides; the same router and the same balancing rule, strengthened."""
-    top_k = min(moe.top_k, MOST_TOP_K)
-    n_experts = _up_to(max(4, 2 * top_k), degrees.ep)
+    small: MoEConfig = shrink_section(moe)
+    least = max(4, 2 * small.top_k)
+    sizes = (replace(small, n_experts=number) for number in count(degrees.ep, degrees.ep))
+    few = next(each for each in sizes if each.choosable >= least and not [*each.problems()])
+    if moe.top_k == moe.n_experts <= few.n_experts:  # all are chosen
+        few = replace(few, top_k=few.choosable)
+    own = replace(few, n_experts=moe.n_experts, top_k=min(few.top_k, moe.n_experts))
+    if moe.n_experts < few.n_experts and moe.n_experts % degrees.ep == 0 and not [*own.problems()]:
+        few = own
     return replace(
-        moe,
-        n_experts=min(n_experts, moe.n_experts) if moe.n_experts % degrees.ep == 0 else n_experts,
-        top_k=n_experts if moe.top_k == moe.n_experts <= n_experts else min(top_k, moe.n_experts),
+        few,
         d_ff=_up_to(D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
-        n_shared_experts=min(moe.n_shared_experts, 2),
         balance=shrink_balance(moe.balance),
         z_loss=max(moe.z_loss, Z_LOSS) if moe.z_loss else 0.0,
     )

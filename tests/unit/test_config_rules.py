@@ -30,6 +30,7 @@ from launcher.slurm import rules as slurm_rules
 from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
+from modeling import config as model_config
 from modeling.config import FAMILIES, FamilyName
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
@@ -349,7 +350,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, ranges, families, layout_rules, slurm_rules)
+        for module in (rules, ranges, families, layout_rules, slurm_rules, model_config)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }

@@ -10,8 +10,8 @@ from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
-from launcher.prove.shrink import default_ranks, least_ranks, shrink
-from modeling.config import FAMILIES, ModelConfig
+from launcher.prove.shrink import default_ranks, least_ranks, shrink, shrink_experts
+from modeling.config import FAMILIES, ModelConfig, MoEConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
@@ -150,3 +150,11 @@ def test_the_quickstart_shrinks():
     small = shrink(config, default_ranks(config))
     assert check(small, 2) == []
     assert small.model.moe.balance.coefficient > config.model.moe.balance.coefficient
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "top_k", "ep", "small"), [(3, 3, 1, (3, 3)), (64, 8, 4, (8, 4)), (2, 1, 2, (2, 1)), (6, 2, 4, (4, 2))]
+)
+def test_few_experts_of_the_same_kind(n_experts, top_k, ep, small):
+    shrunk = shrink_experts(MoEConfig(n_experts=n_experts, top_k=top_k), Degrees(ep, ep=ep))
+    assert (shrunk.n_experts, shrunk.top_k) == small
