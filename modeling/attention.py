@@ -5,6 +5,7 @@ Shape letters: B batch, S sequence, D d_model, H heads, G key-value heads, C d_h
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from modeling.config import ModelConfig
@@ -16,6 +17,7 @@ from modeling.norm import RMSNorm
 from modeling.positions import ALL_POSITIONS
 from modeling.rope import rotate
 
+LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: transformers' class has it so
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None], Tensor]
 
 
@@ -82,8 +84,70 @@ class GroupedQueryAttention(Attention):
         return rotate(q_BSHC, rope), rotate(k_BSGC, rope), v_BSGC
 
 
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), its rotation interleaved.
+
+    Shape letters besides: N d_nope, R d_rope, L kv_lora_rank; a query's and a key's C are N + R.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        n_heads: int,
+        kv_lora_rank: int,
+        q_lora_rank: int | None,
+        d_nope: int,
+        d_rope: int,
+        d_v: int,
+        sliding_window: int | None,
+    ) -> None:
+        super().__init__(sliding_window)
+        self.kv_lora_rank, self.d_nope, self.d_rope, self.d_v = kv_lora_rank, d_nope, d_rope, d_v
+        q_width = n_heads * (d_nope + d_rope)
+        if q_lora_rank is None:
+            self.q = Linear(q_width, d_model, ("heads", "d_model"))
+        else:
+            self.q_a = Linear(q_lora_rank, d_model, ("q_latent", "d_model"))
+            self.q_a_norm = RMSNorm(q_lora_rank, LATENT_NORM_EPS, "q_latent")
+            self.q_b = Linear(q_width, q_lora_rank, ("heads", "q_latent"))
+        self.has_q_latent = q_lora_rank is not None
+        self.kv_a = Linear(kv_lora_rank + d_rope, d_model, ("kv_latent_rope", "d_model"))
+        self.kv_a_norm = RMSNorm(kv_lora_rank, LATENT_NORM_EPS, "kv_latent")
+        self.kv_b = Linear(n_heads * (d_nope + d_v), kv_lora_rank, ("heads", "kv_latent"))
+        self.o = Linear(d_model, n_heads * d_v, ("d_model", "heads"), is_residual=True)
+
+    def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_BSHC, k_BSHC, v_BSHC); the last d_rope channels of a query and of a key turn."""
+        q = self.q_b(self.q_a_norm(self.q_a(hidden_BSD))) if self.has_q_latent else self.q(hidden_BSD)
+        q_BSHN, q_BSHR = q.unflatten(-1, (-1, self.d_nope + self.d_rope)).split([self.d_nope, self.d_rope], dim=-1)
+        latent_BSL, k_BSR = self.kv_a(hidden_BSD).split([self.kv_lora_rank, self.d_rope], dim=-1)
+        kv = self.kv_b(self.kv_a_norm(latent_BSL)).unflatten(-1, (-1, self.d_nope + self.d_v))
+        k_BSHN, v_BSHC = kv.split([self.d_nope, self.d_v], dim=-1)
+        q_BSHR = rotate(pairs_to_halves(q_BSHR), rope)
+        k_BSHR = rotate(pairs_to_halves(k_BSR[:, :, None]), rope).expand_as(q_BSHR)
+        return torch.cat([q_BSHN, q_BSHR], dim=-1), torch.cat([k_BSHN, k_BSHR], dim=-1), v_BSHC
+
+
+def pairs_to_halves(heads_BSHR: Tensor) -> Tensor:
+    """Channels (2c, 2c + 1) moved to (c, c + R/2), the pairs that ``rotate`` turns."""
+    return torch.cat([heads_BSHR[..., ::2], heads_BSHR[..., 1::2]], dim=-1)
+
+
 def build_attention(config: ModelConfig, layer: int) -> Attention:
     """The attention of layer number ``layer`` (from 0); today that of every layer alike."""
+    mla = config.mla
+    if mla is not None:
+        return LatentAttention(
+            d_model=config.d_model,
+            n_heads=config.n_heads,
+            kv_lora_rank=mla.kv_lora_rank,
+            q_lora_rank=mla.q_lora_rank,
+            d_nope=mla.d_nope,
+            d_rope=mla.d_rope,
+            d_v=mla.d_v,
+            sliding_window=config.sliding_window,
+        )
     return GroupedQueryAttention(
         d_model=config.d_model,
         n_heads=config.n_heads,

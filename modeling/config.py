@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from annotated_types import Interval
 
 # The one list of families; each is told by its module in modeling/families.
-FamilyName = Literal["llama", "mixtral", "qwen3_moe", "glm4_moe"]
+FamilyName = Literal["llama", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 Count = Annotated[int, Interval(ge=1, le=2**16)]
@@ -65,6 +65,9 @@ class MoEConfig:
     n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = field(default=0, metadata={"small": 2})
     # so many leading layers have no experts, but a width of model.d_ff
     n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
+    # groups of experts; a token's top_k are in the top_k_groups whose best two experts have the largest sum of scores
+    n_groups: Count = field(default=1, metadata={"small": 4})
+    top_k_groups: Count = field(default=1, metadata={"small": 2})  # groups among which a token's experts are chosen
     score: ScoreName = "softmax"  # of the router's logits
     normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
     routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output
@@ -75,14 +78,64 @@ class MoEConfig:
     @property
     def choosable(self) -> int:
         """Among how many experts a token's top_k are chosen by their own scores."""
-        return self.n_experts
+        return self.n_experts // self.n_groups * self.top_k_groups
 
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields that is broken."""
-        if self.top_k > self.n_experts >= 1:
+        experts, groups, kept = self.n_experts, self.n_groups, self.top_k_groups
+        if min(self.top_k, experts, groups, kept) < 1:
+            return
+        if self.top_k > experts:
             yield (
-                f"model.moe.top_k={self.top_k} must be at most model.moe.n_experts={self.n_experts}; "
-                f"try {self.n_experts}, or more experts"
+                f"model.moe.top_k={self.top_k} must be at most model.moe.n_experts={experts}; "
+                f"try {experts}, or more experts"
+            )
+        if groups > 1 and (experts % groups or experts < 2 * groups):
+            legal = [number for number in range(2, min(groups, experts // 2) + 1) if experts % number == 0]
+            yield (
+                f"model.moe.n_groups={groups} must cut model.moe.n_experts={experts} into equal groups of two or more; "
+                f"try {max(legal, default=1)}"
+            )
+        elif kept > groups:
+            yield f"model.moe.top_k_groups={kept} must be at most model.moe.n_groups={groups}; try {groups}"
+        elif experts >= self.top_k > self.choosable:
+            yield (
+                f"model.moe.top_k={self.top_k} must be at most the {self.choosable} experts of "
+                f"model.moe.top_k_groups={kept} of model.moe.n_groups={groups} groups; try {self.choosable}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    The keys and values of all heads are expanded from one small vector of each token, the latent. A head's query and
+    key have d_nope channels without position and d_rope that turn; the latter are the same in the keys of all heads.
+    """
+
+    noun: ClassVar[str] = "latent attention"
+
+    kv_lora_rank: Count = field(default=512, metadata={"small": 16})  # width of the latent of keys and values
+    # width of the latent of queries; None: queries are projected at once
+    q_lora_rank: Count | None = field(default=1536, metadata={"small": 40})
+    d_nope: Count = field(default=128, metadata={"small": 16})  # channels of a head's query and key without position
+    d_rope: Count = field(default=64, metadata={"small": 8})  # those that turn; even
+    d_v: Count = field(default=128, metadata={"small": 8})  # channels of a head's value
+
+    def problems(self) -> Iterator[str]:
+        """One line for each rule between the fields that is broken."""
+        if min(self.d_nope, self.d_rope) < 1:
+            return
+        if self.d_rope % 2:
+            yield (
+                f"model.mla.d_rope={self.d_rope} must be even (rotary embedding turns channels in pairs); "
+                f"try {self.d_rope + 1}"
+            )
+        if self.d_v > self.d_nope + self.d_rope:
+            yield (
+                f"model.mla.d_v={self.d_v} must be at most model.mla.d_nope={self.d_nope} + "
+                f"model.mla.d_rope={self.d_rope} (attention's kernels take no wider values); "
+                f"try {self.d_nope + self.d_rope}"
             )
 
 
@@ -108,12 +161,13 @@ class ModelConfig:
     # the bound is where fp32 loses it
     norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square in RMSNorm
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
+    mla: MLAConfig | None = None
     moe: MoEConfig | None = None
 
     @property
     def has_kv_heads(self) -> bool:
         """Whether each key-value head has projections of its own, from the hidden state."""
-        return True
+        return self.mla is None
 
     @property
     def head_dim(self) -> int:
@@ -123,23 +177,27 @@ class ModelConfig:
     @property
     def qk_head_dim(self) -> int:
         """Channels of one head's query, and of its key."""
-        return self.head_dim
+        return self.head_dim if self.mla is None else self.mla.d_nope + self.mla.d_rope
 
     @property
     def v_head_dim(self) -> int:
         """Channels of one head's value, and of what it puts out."""
-        return self.head_dim
+        return self.head_dim if self.mla is None else self.mla.d_v
 
     @property
     def rope_dim(self) -> int:
         """Channels of a head that the rotary embedding turns."""
-        return self.head_dim
+        return self.head_dim if self.mla is None else self.mla.d_rope
 
     @property
     def widest(self) -> int:
         """No side of a layer's matrix is longer."""
         experts = (1 + self.moe.n_shared_experts) * self.moe.d_ff if self.moe is not None else 0
-        return max(self.d_model, self.d_ff, self.n_heads * self.head_dim, experts)
+        heads, latents = self.n_heads * self.qk_head_dim, 0
+        if self.mla is not None:
+            heads = max(heads, self.n_heads * (self.mla.d_nope + self.mla.d_v))
+            latents = max(self.mla.kv_lora_rank + self.mla.d_rope, self.mla.q_lora_rank or 0)
+        return max(self.d_model, self.d_ff, heads, latents, experts)
 
     @property
     def n_moe_layers(self) -> int:
@@ -147,7 +205,14 @@ class ModelConfig:
         return max(0, self.n_layers - self.moe.n_dense_layers) if self.moe is not None else 0
 
     def problems(self) -> Iterator[str]:
-        """One line for each rule between the fields of an optional section that is broken."""
+        """One line for each rule between the fields of an optional section, and about it, that is broken."""
+        if self.mla is not None:
+            if self.n_kv_heads != self.n_heads:
+                yield (
+                    f"model.n_kv_heads={self.n_kv_heads} must be model.n_heads={self.n_heads} where model.mla is given "
+                    f"(every head has keys and values of its own); try {self.n_heads}"
+                )
+            yield from self.mla.problems()
         if self.moe is not None:
             yield from self.moe.problems()
 

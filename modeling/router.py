@@ -1,6 +1,6 @@
 """The router: which experts each token goes to, and with what weight.
 
-Shape letters: T tokens, D d_model, E experts, K top_k.
+Shape letters: T tokens, D d_model, E experts, K top_k, G groups of experts.
 """
 
 import math
@@ -48,8 +48,9 @@ def keep_choice(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
 class Router(nn.Module):
     """Top-k routing by one of SCORES (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
 
-    With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves
-    by ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
+    With ``n_groups`` above one, a token's experts are in its best ``top_k_groups`` groups: those with the largest sums
+    of their best two scores. With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never
+    to the weights; it moves by ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
 
     ``settle(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made, and
     replays another's where it was a tie.
@@ -61,6 +62,8 @@ class Router(nn.Module):
         d_model: int,
         n_experts: int,
         top_k: int,
+        n_groups: int,
+        top_k_groups: int,
         score: ScoreName,
         normalize_top_k: bool,
         routed_scale: float,
@@ -68,6 +71,8 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.top_k = top_k
+        self.n_groups = n_groups
+        self.top_k_groups = top_k_groups
         self.score: ScoreName = score
         self.normalize_top_k = normalize_top_k
         self.routed_scale = routed_scale
@@ -93,17 +98,35 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores_TE: Tensor) -> Tensor:
-        """indices_TK of the top_k scores, the bias added."""
-        return self.biased(scores_TE).topk(self.top_k, dim=-1).indices
+        """indices_TK of the top_k scores, the bias added, in the best groups."""
+        return self.within_groups(self.biased(scores_TE)).topk(self.top_k, dim=-1).indices
 
     def biased(self, scores_TE: Tensor) -> Tensor:
         """The scores by which experts are chosen (T, E)."""
         return scores_TE if self.bias is None else scores_TE + self.bias
 
+    def group_scores(self, biased_TE: Tensor) -> Tensor:
+        """The sum of the best two scores in each group (T, G)."""
+        return biased_TE.unflatten(1, (self.n_groups, -1)).topk(2, dim=-1).values.sum(-1)
+
+    def within_groups(self, biased_TE: Tensor) -> Tensor:
+        """The scores, -inf outside each token's best groups (T, E)."""
+        if self.n_groups == 1:
+            return biased_TE
+        best_TG = self.group_scores(biased_TE).topk(self.top_k_groups, dim=-1).indices
+        left_out_TG = torch.ones(len(biased_TE), self.n_groups, dtype=torch.bool, device=biased_TE.device)
+        left_out_TG.scatter_(1, best_TG, False)
+        left_out_TE = left_out_TG.repeat_interleave(biased_TE.shape[1] // self.n_groups, dim=1)
+        return biased_TE.masked_fill(left_out_TE, -math.inf)
+
     @torch.no_grad()
     def gap(self, scores_TE: Tensor) -> Tensor:
         """By how much each token's choice leads the nearest other one (T,): rounding below it changes no choice."""
-        return lead(self.biased(scores_TE), self.top_k)
+        biased_TE = self.biased(scores_TE)
+        lead_T = lead(self.within_groups(biased_TE), self.top_k)
+        if self.n_groups == 1:
+            return lead_T
+        return torch.minimum(lead_T, lead(self.group_scores(biased_TE), self.top_k_groups))
 
 
 def lead(values_TX: Tensor, k: int) -> Tensor:
@@ -120,6 +143,8 @@ def build_router(config: MoEConfig, d_model: int) -> Router:
         d_model=d_model,
         n_experts=config.n_experts,
         top_k=config.top_k,
+        n_groups=config.n_groups,
+        top_k_groups=config.top_k_groups,
         score=config.score,
         normalize_top_k=config.normalize_top_k,
         routed_scale=config.routed_scale,

@@ -53,6 +53,26 @@ def test_sound_axes_are_proven(tmp_path, overrides):
     assert outcome.proven, failures(outcome)
 
 
+LATENT = (
+    *("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128"),
+    *("model.moe.n_groups=4", "model.moe.top_k_groups=2", "model.moe.balance={name: bias}"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.pp=2", "parallel.ep=2"), 4),
+        (("parallel.cp=2", "parallel.cp_attention=ulysses", "model.mla.q_lora_rank=null"), 2),
+        pytest.param(("parallel.cp=2", "parallel.cp_attention=ring", "parallel.zero=3"), 4, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_latent_attention_and_groups_of_experts_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*LATENT, *overrides), ranks)
+    assert outcome.proven, failures(outcome)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.config.tree import RunConfig
 from layout_runs import MOE_MODEL, run_config, write_tokens
-from modeling.config import ModelConfig
+from modeling.config import MLAConfig, ModelConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
@@ -28,6 +28,14 @@ LARGE = dataclasses.replace(
 )
 LARGE_UNTIED = dataclasses.replace(
     LARGE, tie_embeddings=False, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=800, n_shared_experts=0)
+)
+LATENT = dataclasses.replace(
+    MOE_MODEL,
+    family="deepseek_v3",
+    n_kv_heads=MOE_MODEL.n_heads,
+    d_head=None,
+    qk_norm=False,
+    mla=MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=7),
 )
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
@@ -112,6 +120,7 @@ def slow(*values: Any) -> Any:
             ],
         ),
         slow(8, {"tp": 2, "pp": 2, "ep": 4}, FOUR_LAYERS, [{"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3}]),
+        (4, {"tp": 2, "cp": 2}, LATENT, [{"zero": 1}, {"zero": 2, **RING, **FULL}]),
         slow(4, {"ep": 2}, LARGE, [{"zero": 3}, {"zero": 3, **BF16, **FULL, "micro_batch_size": 1}]),
         slow(4, {}, LARGE_UNTIED, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **SELECTIVE}]),
         slow(

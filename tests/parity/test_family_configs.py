@@ -12,7 +12,7 @@ from launcher.config.families import check_family
 from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, NoBalance
 from modeling.counts import count_parameters
 from modeling.families.config_json import InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
-from modeling.families.family import TRAINING_ONLY, family_of, field_defaults
+from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from small_models import configs, example_config
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
@@ -166,6 +166,43 @@ PUBLISHED: dict[tuple[FamilyName, str], dict[str, Any]] = {
         "use_qk_norm": True,
         "vocab_size": 151552,
     },
+    ("deepseek_v3", "DeepSeek-V3"): {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"},
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
     ("glm4_moe", "GLM-4.5-Air"): {
         "architectures": ["Glm4MoeForCausalLM"],
         "attention_bias": True,
@@ -193,6 +230,8 @@ PUBLISHED: dict[tuple[FamilyName, str], dict[str, Any]] = {
         "vocab_size": 151552,
     },
 }
+# Keys that the published files have, and the class does not know.
+ELSEWHERE = {"deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"}}
 # Numbers in the published safetensors files.
 PARAMETERS = {
     "Llama-2-7B": 6_738_415_616,
@@ -203,6 +242,7 @@ PARAMETERS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "GLM-4.5": 358_337_791_296,
     "GLM-4.5-Air": 110_468_824_832,
+    "DeepSeek-V3": 671_026_404_352,  # without its module that predicts a second token, and the selection biases
 }
 NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
 
@@ -228,7 +268,8 @@ def computed(config: ModelConfig) -> ModelConfig:
         bias = family_of(config.family).has_selection_bias
         moe = dataclasses.replace(moe, balance=BiasBalance() if bias else NoBalance(), z_loss=0.0)
     d_ff = moe.d_ff if moe is not None and "d_ff" not in family_of(config.family).keys.values() else config.d_ff
-    return dataclasses.replace(config, d_head=config.head_dim, d_ff=d_ff, moe=moe)
+    d_head = config.head_dim if "d_head" in family_of(config.family).told else None
+    return dataclasses.replace(config, d_head=d_head, d_ff=d_ff, moe=moe)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -259,7 +300,7 @@ def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
     """A key left out means what it means in transformers' class."""
     theirs = AutoConfig.for_model(family)
     told = family_of(family)
-    for key in {*told.keys, *told.constants} - {"head_dim"}:
+    for key in {*told.keys, *told.constants} - {"head_dim", "qk_head_dim"} - ELSEWHERE.get(family, set()):
         ours = told.defaults.get(key, told.constants.get(key))
         if key == "sliding_window" and not getattr(theirs, "use_sliding_window", True):
             continue  # the class has dropped it already
@@ -267,7 +308,8 @@ def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
             ours = {"num_key_value_heads": theirs.num_attention_heads, "mlp_only_layers": []}.get(key)
         assert getattr(theirs, key) == ours, key
     assert told.defaults["head_dim"] is None
-    assert getattr(theirs, "head_dim", None) in (None, theirs.hidden_size // theirs.num_attention_heads)
+    if "d_head" in told.told:
+        assert getattr(theirs, "head_dim", None) in (None, theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_theta": told.defaults["rope_theta"], "partial_rotary_factor": 1.0} | dict(told.defaults)
     assert theirs.rope_parameters["rope_theta"] == rope["rope_theta"]
     assert theirs.rope_parameters.get("partial_rotary_factor", 1.0) == rope["partial_rotary_factor"]
@@ -280,7 +322,7 @@ def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
 def test_every_field_is_told(family: FamilyName) -> None:
     """A field of ours is told by config.json, is fixed by the class, or shapes training alone."""
     told = family_of(family)
-    sections = tuple(f"{name}." for name in ("moe",) if told.has(name))
+    sections = tuple(f"{name}." for name in section_types() if told.has(name))
     fixed = {key for key, values in told.expressible().items() if len(values) == 1}
     for key in field_defaults():
         if "." not in key or key.startswith(sections):
@@ -305,6 +347,12 @@ def test_published_models(family: FamilyName, name: str) -> None:
     if family == "glm4_moe":
         assert [line.split()[1] for line in problems(content)] == ["attention_bias=true", "partial_rotary_factor=0.5"]
         content |= {"attention_bias": False, "partial_rotary_factor": 1.0}
+    if family == "deepseek_v3":
+        assert [line.split()[1].partition("=")[0] for line in problems(content)] == [
+            "quantization_config",
+            "rope_scaling",
+        ]
+        del content["quantization_config"], content["rope_scaling"]
     assert from_config_json(content) == published
     assert list(check_family(published)) == []
 

@@ -23,12 +23,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import modeling.attention
 from launcher.commands.export import write_export
-from modeling.config import FAMILIES, FamilyName, ModelConfig
+from modeling.attention import LatentAttention
+from modeling.config import FAMILIES, FamilyName, ModelConfig, MoEConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.families.family import family_of
 from modeling.families.weights import from_hf
 from modeling.loss import IGNORE, Head
+from modeling.router import Router
 from small_models import (
     LENGTHS,
     MOE_FAMILIES,
@@ -99,14 +101,31 @@ def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
         hook.remove()
 
 
-def tied_choices(ours: dict[int, Tensor], routes: Routes, top_k: int) -> int:
+def gaps_of(scores_TE: Tensor, moe: MoEConfig) -> Tensor:
+    """By how much each token's choice leads the nearest other one, among groups of experts too (T,)."""
+    if moe.n_groups == 1:
+        return lead_of(scores_TE, moe.top_k)
+    scores_TGX = scores_TE.unflatten(1, (moe.n_groups, -1)).sort(-1, descending=True).values
+    group_scores_TG = scores_TGX[..., 0] + scores_TGX[..., 1]
+    kept_TG = group_scores_TG.argsort(-1, descending=True)[:, : moe.top_k_groups]
+    scores_TGX = scores_TE.unflatten(1, (moe.n_groups, -1))
+    kept_TX = torch.stack([row_GX[kept_G].flatten() for row_GX, kept_G in zip(scores_TGX, kept_TG, strict=True)])
+    return torch.minimum(lead_of(group_scores_TG, moe.top_k_groups), lead_of(kept_TX, moe.top_k))
+
+
+def lead_of(values_TX: Tensor, k: int) -> Tensor:
+    """By how much the k-th largest value leads the next (T,); inf where there is none."""
+    ranked_TX = values_TX.sort(-1, descending=True).values
+    return ranked_TX[:, k - 1] - ranked_TX[:, k] if k < ranked_TX.shape[1] else torch.full((len(ranked_TX),), torch.inf)
+
+
+def tied_choices(ours: dict[int, Tensor], routes: Routes, moe: MoEConfig) -> int:
     """How many tokens' choices differ where the reference's gap is below TIE_GAP; fails at a larger gap."""
     ties = 0
     for layer, indices_TK in ours.items():
         differs_T = (indices_TK.sort(-1).values != routes.indices[layer].sort(-1).values).any(-1)
         if differs_T.any():
-            ranked_TE = routes.scores[layer].sort(-1, descending=True).values
-            gaps_T = (ranked_TE[:, top_k - 1] - ranked_TE[:, top_k])[differs_T]
+            gaps_T = gaps_of(routes.scores[layer], moe)[differs_T]
             assert gaps_T.max() < TIE_GAP, f"layer {layer} chose other experts at a gap of {float(gaps_T.max()):.1e}"
             ties += int(differs_T.sum())
     return ties
@@ -119,7 +138,7 @@ def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) 
         return output.logits_BSV
     logits_BSV, choices = output.logits_BSV, {layer: stats.choice_TK for layer, stats in output.stats.items()}
     assert choices.keys() == routes.indices.keys()
-    ties = tied_choices(choices, routes, config.moe.top_k)
+    ties = tied_choices(choices, routes, config.moe)
     if ties:
         print(f"{ties} ties between experts replayed")
         logits_BSV = model(rows.tokens_BS, rows.context(dict(routes.indices))).logits_BSV
@@ -203,7 +222,7 @@ def check_gradients(
     references, routes = their_gradients(theirs, config, rows, targets_BS)
     ours, choices = our_gradients(model, rows, targets_BS)
     assert choices.keys() == routes.indices.keys()
-    ties = tied_choices(choices, routes, config.moe.top_k) if config.moe is not None else 0
+    ties = tied_choices(choices, routes, config.moe) if config.moe is not None else 0
     if ties:
         print(f"{ties} ties between experts replayed")
         model.zero_grad()
@@ -328,6 +347,26 @@ def test_planted_selection_bias_lost(family: FamilyName) -> None:
     for name, buffer in model.named_buffers():
         assert buffer.any(), name
         buffer.zero_()
+    fails_logits(model, theirs, config, rows)
+
+
+@pytest.mark.parametrize("family", [name for name in MOE_FAMILIES if expressible(name, "moe.n_groups", [3])])
+def test_planted_groups_of_experts_lost(family: FamilyName) -> None:
+    """A router that chooses among all experts is seen."""
+    config, model, theirs, rows = whole_example(family)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.n_groups = 1
+    fails_logits(model, theirs, config, rows)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if family_of(name).has("mla")])
+def test_planted_latent_norm_missing(family: FamilyName) -> None:
+    """A latent that is not normed is seen."""
+    config, model, theirs, rows = whole_example(family)
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            module.kv_a_norm = nn.Identity()
     fails_logits(model, theirs, config, rows)
 
 

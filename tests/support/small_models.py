@@ -8,7 +8,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.config import (
+    FAMILIES,
+    BiasBalance,
+    FamilyName,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    NoBalance,
+    SequenceAuxBalance,
+)
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.families.family import family_of
@@ -35,7 +44,8 @@ def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any
 def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
     """A small model that the family can express."""
     n_kv_heads = draw(st.sampled_from([1, 2, 3]))
-    n_heads = n_kv_heads * draw(st.sampled_from([1, 2, 3]))
+    has_mla = family_of(family).has("mla")
+    n_heads = n_kv_heads * (1 if has_mla else draw(st.sampled_from([1, 2, 3])))
     n_layers = draw(st.integers(1, 3))
     has_even_heads = family_of(family).heads_divide_d_model
     d_model = n_heads * draw(st.sampled_from([4, 8, 12])) if has_even_heads else 4 * draw(st.integers(2, 12))
@@ -47,7 +57,8 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        d_head=draw(st.sampled_from([4, 8, 16])),  # with 2, QK norm's gradient nearly cancels and rounding shows
+        # with 2, QK norm's gradient nearly cancels and rounding shows
+        d_head=draw(st.sampled_from(expressible(family, "d_head", [4, 8, 16]) or [None])),
         d_ff=4 * draw(st.integers(1, 12)),
         tie_embeddings=draw(st.booleans()),
         qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
@@ -55,7 +66,21 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
         rope_theta=draw(st.sampled_from([100.0, 10000.0, 1e6])),
         norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         init_std=0.7 * d_model**-0.5,
+        mla=draw(mla_configs()) if has_mla else None,
         moe=draw(moe_configs(family, n_layers)) if family in MOE_FAMILIES else None,
+    )
+
+
+@st.composite
+def mla_configs(draw: st.DrawFn) -> MLAConfig:
+    """The latent attention of such a model."""
+    d_nope, d_rope = draw(st.sampled_from([3, 4, 8])), draw(st.sampled_from([2, 4, 8]))
+    return MLAConfig(
+        kv_lora_rank=draw(st.sampled_from([4, 7, 16])),
+        q_lora_rank=draw(st.sampled_from([None, 5, 24])),
+        d_nope=d_nope,
+        d_rope=d_rope,
+        d_v=draw(st.integers(1, d_nope + d_rope)),
     )
 
 
@@ -66,12 +91,16 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
     def any_of(name: str, values: Sequence[Any]) -> Any:
         return draw(st.sampled_from(expressible(family, f"moe.{name}", values)))
 
-    n_experts = any_of("n_experts", range(1, 10))
+    n_groups = any_of("n_groups", [1, 2, 3])
+    top_k_groups = draw(st.integers(1, n_groups))
+    n_experts = any_of("n_experts", range(1, 10)) if n_groups == 1 else n_groups * draw(st.integers(2, 4))
     has_bias = family_of(family).has_selection_bias
     balances = [BiasBalance(), NoBalance()] if has_bias else [SequenceAuxBalance(coefficient=0.0)]
     return MoEConfig(
         n_experts=n_experts,
-        top_k=draw(st.integers(1, n_experts)),
+        top_k=draw(st.integers(1, n_experts // n_groups * top_k_groups)),
+        n_groups=n_groups,
+        top_k_groups=top_k_groups,
         d_ff=4 * draw(st.integers(1, 9)),
         n_shared_experts=any_of("n_shared_experts", [0, 1, 2]),
         n_dense_layers=any_of("n_dense_layers", range(n_layers + 1)),
@@ -87,6 +116,8 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
     moe = MoEConfig(
         n_experts=6,
         top_k=2,
+        n_groups=expressible(family, "moe.n_groups", [3, 1])[0],
+        top_k_groups=expressible(family, "moe.top_k_groups", [2, 1])[0],
         d_ff=24,
         n_shared_experts=expressible(family, "moe.n_shared_experts", [0, 1])[0],
         n_dense_layers=expressible(family, "moe.n_dense_layers", [1, 0])[0],
@@ -94,17 +125,19 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         normalize_top_k=True,
         balance=BiasBalance() if family_of(family).has_selection_bias else NoBalance(),
     )
+    has_mla = family_of(family).has("mla")
     config = ModelConfig(
         family=family,
         vocab_size=61,
         d_model=32,
         n_layers=2,
         n_heads=4,
-        n_kv_heads=2,
-        d_head=16,
+        n_kv_heads=4 if has_mla else 2,
+        d_head=expressible(family, "d_head", [16, None])[0],
         d_ff=40,
         qk_norm=expressible(family, "qk_norm", [True, False])[0],
         init_std=0.12,
+        mla=MLAConfig(kv_lora_rank=20, q_lora_rank=28, d_nope=12, d_rope=8, d_v=10) if has_mla else None,
         moe=moe if family in MOE_FAMILIES else None,
     )
     return replace(config, **changes)

@@ -43,6 +43,7 @@ def base(name: FamilyName) -> list[str]:
     family, defaults = family_of(name), field_defaults()
     least = {key: (number,) for key, number in family.at_least.items() if defaults[key] is not None}
     overrides = [f"model.family={name}", *(["model.moe.n_experts=4"] if family.has("moe") else [])]
+    overrides += ["model.mla.kv_lora_rank=512"] if family.has("mla") else []
     for key, allowed in {**family.allowed, **least}.items():
         default = defaults.get(key, allowed[0])
         if default < allowed[0] if key in least else default not in allowed:
@@ -116,7 +117,7 @@ CASES = [
     ("llama", "train.eval_every_steps=30 checkpoint.every_steps=40 checkpoint.keep_best=1", 1, "checkpoint.keep_best=1 needs a held-out loss at each checkpoint: checkpoint.every_steps=40 must be a multiple of train.eval_every_steps=30; try checkpoint.every_steps=30", "checkpoint.every_steps=30"),
     ("llama", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
     ("llama", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=llama, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
-    ("llama", "model.moe.n_experts=8", 1, "model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family=mixtral, qwen3_moe or glm4_moe", "model.family=mixtral"),
+    ("llama", "model.moe.n_experts=8", 1, "model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family=mixtral, qwen3_moe, glm4_moe or deepseek_v3", "model.family=mixtral"),
     ("llama", "model.d_head=64 model.d_model=250", 1, "model.d_model=250 must be a multiple of model.n_heads=8 with model.family=llama, whose `transformers` class demands it even where model.d_head=64 is given; try 256", "model.d_model=256"),
     ("mixtral", "model.moe=null", 1, "model.moe=null is not possible with model.family=mixtral, whose `transformers` class has experts; try model.moe.n_experts=8, or model.family=llama", "model.moe.n_experts=8"),
     ("mixtral", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=mixtral, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
@@ -138,6 +139,18 @@ CASES = [
     ("glm4_moe", "model.moe.n_shared_experts=0", 1, "model.moe.n_shared_experts=0 is not possible with model.family=glm4_moe, whose `transformers` class needs at least 1; try 1", "model.moe.n_shared_experts=1"),
     ("glm4_moe", "model.moe={n_experts: 1, top_k: 1, score: sigmoid, n_shared_experts: 1}", 1, "model.moe.n_experts=1 is not possible with model.family=glm4_moe, whose `transformers` class needs at least 2; try 2", "model.moe.n_experts=2"),
     ("glm4_moe", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
+    ("glm4_moe", "model.moe.n_groups=2", 1, "model.moe.n_groups=2 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try 1", "model.moe.n_groups=1"),
+    ("glm4_moe", "model.mla.kv_lora_rank=64", 1, "model.mla.kv_lora_rank=64 is not possible with model.family=glm4_moe, whose `transformers` class has no latent attention; try model.mla=null, or model.family=deepseek_v3", "model.mla=null"),
+    ("deepseek_v3", "model.mla=null", 1, "model.mla=null is not possible with model.family=deepseek_v3, whose `transformers` class has latent attention; try model.mla.kv_lora_rank=512, or model.family=llama, mixtral, qwen3_moe or glm4_moe", "model.mla.kv_lora_rank=512"),
+    ("deepseek_v3", "model.d_head=64", 1, "model.d_head=64 is not possible with model.family=deepseek_v3, whose `transformers` class cannot express it; try null", "model.d_head=null"),
+    ("deepseek_v3", "model.n_kv_heads=4", 1, "model.n_kv_heads=4 must be model.n_heads=8 where model.mla is given (every head has keys and values of its own); try 8", "model.n_kv_heads=8"),
+    ("deepseek_v3", "model.mla.d_rope=63", 1, "model.mla.d_rope=63 must be even (rotary embedding turns channels in pairs); try 64", "model.mla.d_rope=64"),
+    ("deepseek_v3", "model.mla.d_v=256", 1, "model.mla.d_v=256 must be at most model.mla.d_nope=128 + model.mla.d_rope=64 (attention's kernels take no wider values); try 192", "model.mla.d_v=192"),
+    ("deepseek_v3", "model.moe.n_groups=3", 1, "model.moe.n_groups=3 must cut model.moe.n_experts=4 into equal groups of two or more; try 2", "model.moe.n_groups=2"),
+    ("deepseek_v3", "model.moe.n_groups=4", 1, "model.moe.n_groups=4 must cut model.moe.n_experts=4 into equal groups of two or more; try 2", "model.moe.n_groups=2"),
+    ("deepseek_v3", "model.moe.top_k_groups=2", 1, "model.moe.top_k_groups=2 must be at most model.moe.n_groups=1; try 1", "model.moe.top_k_groups=1"),
+    ("deepseek_v3", "model.moe.n_groups=2 model.moe.top_k=3", 1, "model.moe.top_k=3 must be at most the 2 experts of model.moe.top_k_groups=1 of model.moe.n_groups=2 groups; try 2", "model.moe.top_k=2"),
+    ("deepseek_v3", "parallel.tp=16", 16, "parallel.tp=16 must divide model.n_heads=8; try 1, 2, 4 or 8", "parallel.tp=8"),
 ]  # fmt: skip
 
 
@@ -177,7 +190,9 @@ def is_integer(key: str) -> bool:
 def base_of(key: str) -> list[str]:
     """The overrides under which a config has the key and breaks no rule."""
     family = (
-        "qwen3_moe"
+        "deepseek_v3"
+        if ".mla." in key or "_groups" in key
+        else "qwen3_moe"
         if "n_shared" in key
         else "glm4_moe"
         if ".moe." in key
@@ -224,7 +239,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 71
+    assert len(RANGES) == 78
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,8 @@ def test_execution_order_of_every_family():
         order = execution_order(reversed(names))
         assert sorted(order) == sorted(names)
         assert order[0] == "embed.weight" and order[1] == "layers.0.attention_norm.weight"
-        assert order.index("layers.0.attention.q.weight") < order.index("layers.0.attention.o.weight")
+        queries = [name for name in order if name.startswith("layers.0.attention.q")]
+        assert order.index(queries[-1]) < order.index("layers.0.attention.o.weight")
         assert order.index("layers.0.attention.o.weight") < order.index("layers.0.feed_forward_norm.weight")
         assert order.index("final_norm.weight") > order.index("layers.1.feed_forward_norm.weight")
 
@@ -208,6 +209,16 @@ def test_the_gap_is_between_the_last_chosen_and_the_next():
     assert router.gap(torch.tensor([[0.5, 0.4, 0.1]])).tolist() == pytest.approx([0.05])
     router.top_k = 3
     assert router.gap(torch.tensor([[0.5, 0.4, 0.1]])).tolist() == [math.inf]
+
+
+def test_the_gap_is_between_groups_too():
+    router = build_router(MoEConfig(n_experts=6, top_k=1, n_groups=3, top_k_groups=1), 4)
+    scores_TE = torch.tensor([[0.5, 0.4, 0.7, 0.1, 0.85, 0.04], [0.5, 0.1, 0.7, 0.4, 0.6, 0.3]])
+    assert router.choose(scores_TE).tolist() == [[0], [2]]
+    assert router.gap(scores_TE).tolist() == pytest.approx([0.01, 0.2])
+    router.top_k_groups = 3
+    assert router.choose(scores_TE).tolist() == [[4], [2]]
+    assert router.gap(scores_TE).tolist() == pytest.approx([0.15, 0.1])
 
 
 def test_one_process_records_every_choice_and_goes_on_from_a_state(tmp_path):

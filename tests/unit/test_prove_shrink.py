@@ -12,11 +12,12 @@ from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
 from launcher.prove.shrink import default_ranks, least_ranks, shrink, shrink_experts
 from modeling.config import FAMILIES, ModelConfig, MoEConfig
+from modeling.families.family import family_of
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
-from small_models import MOE_FAMILIES, expressible, moe_configs
+from small_models import MOE_FAMILIES, expressible, mla_configs, moe_configs
 
 
 @st.composite
@@ -24,7 +25,8 @@ def run_configs(draw):
     """Large models of every family, under axes that they fit."""
     family = draw(st.sampled_from(FAMILIES))
     n_kv_heads = draw(st.sampled_from([1, 2, 4, 8, 64]))
-    n_heads = n_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 16]))
+    has_mla = family_of(family).has("mla")
+    n_heads = n_kv_heads * (1 if has_mla else draw(st.sampled_from([1, 2, 3, 5, 16])))
     n_layers = draw(st.integers(1, 60))
     moe = None
     if family in MOE_FAMILIES:
@@ -37,11 +39,12 @@ def run_configs(draw):
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        d_head=draw(st.sampled_from([None, 64])),
+        d_head=draw(st.sampled_from(expressible(family, "d_head", [None, 64]))),
         d_ff=1024,
         tie_embeddings=draw(st.booleans()),
         qk_norm=expressible(family, "qk_norm", [False, True])[0],
         sliding_window=draw(st.none() | st.integers(1, 5000)) if expressible(family, "sliding_window", [5]) else None,
+        mla=draw(mla_configs()) if has_mla else None,
         moe=moe,
     )
     degrees = st.sampled_from([1, 2, 4, 8])
@@ -97,9 +100,13 @@ def assert_same_kind(model, small):
     assert (small.n_kv_heads > 1) == (model.n_kv_heads > 1)
     assert (small.sliding_window is None) == (model.sliding_window is None)
     assert (small.d_head is None) == (model.d_head is None)
+    assert (small.mla is None) == (model.mla is None)
+    assert small.mla is None or (small.mla.q_lora_rank is None) == (model.mla.q_lora_rank is None)
     if model.moe is None or small.moe is None:
         assert small.moe is model.moe is None
         return
+    for name in ("n_groups", "top_k_groups"):
+        assert (getattr(small.moe, name) > 1) == (getattr(model.moe, name) > 1)
     for name in ("score", "normalize_top_k", "routed_scale"):
         assert getattr(small.moe, name) == getattr(model.moe, name)
     assert type(small.moe.balance) is type(model.moe.balance)
@@ -158,3 +165,14 @@ def test_the_quickstart_shrinks():
 def test_few_experts_of_the_same_kind(n_experts, top_k, ep, small):
     shrunk = shrink_experts(MoEConfig(n_experts=n_experts, top_k=top_k), Degrees(ep, ep=ep))
     assert (shrunk.n_experts, shrunk.top_k) == small
+
+
+@pytest.mark.parametrize(
+    ("groups", "ep", "small"),
+    [((256, 8, 4, 8), 2, (16, 4, 2, 4)), ((6, 3, 1, 2), 1, (6, 3, 1, 2)), ((12, 6, 1, 2), 3, (12, 4, 1, 2))],
+)
+def test_few_groups_of_experts(groups, ep, small):
+    names = ("n_experts", "n_groups", "top_k_groups", "top_k")
+    shrunk = shrink_experts(MoEConfig(**dict(zip(names, groups, strict=True))), Degrees(ep, ep=ep))
+    assert tuple(getattr(shrunk, name) for name in names) == small
+    assert not [*shrunk.problems()]
