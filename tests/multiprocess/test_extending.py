@@ -18,17 +18,27 @@ SECTIONS = {
     "An optimizer": ["modeling/optimizers/config.py", "modeling/optimizers/rmsprop.py"],
     "A schedule": ["modeling/schedules.py"],
     "A router's score": ["modeling/config.py", "modeling/router.py"],
+    "An architecture": ["modeling/attention.py", "modeling/config.py", "modeling/families/gated_llama.py"],
 }
 CONFIG = """
 name: extended
 model:
   {family: mixtral, vocab_size: 300, d_model: 32, n_layers: 2, n_heads: 4, n_kv_heads: 2, d_head: 8,
   moe: {n_experts: 4, top_k: 2, d_ff: 16}}
-data: {seq_len: 32, sources: [{path: "modeling/*.py"}]}
+data: {seq_len: 32, sources: [{path: "text/*.txt"}]}
 train: {steps: 3, global_batch_size: 4, precision: fp32}
 optimizer: {name: rmsprop, lr: 0.001, alpha: 0.9}
 schedule: {name: inverse_root, warmup_steps: 1}
 checkpoint: {every_steps: 2}
+metrics: {wandb: {mode: disabled}}
+"""
+GATED = """
+name: gated
+model:
+  {family: gated_llama, vocab_size: 300, d_model: 32, n_layers: 2, n_heads: 4, n_kv_heads: 2, d_ff: 48, gate_rank: 8}
+data: {seq_len: 32, sources: [{path: "text/*.txt"}]}
+train: {steps: 3, global_batch_size: 4, precision: fp32}
+optimizer: {name: sgd, lr: 0.01}
 metrics: {wandb: {mode: disabled}}
 """
 ROUTE = """
@@ -78,6 +88,10 @@ def extended(tmp_path_factory) -> Path:
         )
         assert run.returncode == 0, f"docs/extending.md, {section}: {run.stderr}"
     (folder / "config.yaml").write_text(CONFIG)
+    (folder / "text").mkdir()
+    for number in range(200):
+        line = f"{number} seats are round the table, and every one of them is as good as the next.\n"
+        (folder / "text" / f"{number}.txt").write_text(4 * line)
     return folder
 
 
@@ -113,6 +127,20 @@ def test_what_is_added_is_proven(extended):
     """The closed form of the bytes counts the new metric; the plain side has the new optimizer."""
     out = run(extended, "-m", "launcher", "prove", "config.yaml", "parallel.ep=2", "--ranks", "2")
     assert "proven" in out
+
+
+def test_the_architecture_is_proven(extended):
+    """Heads and gates cut by tp, layers by pp; the narrow projection, which nothing cuts, gets its sum over tp."""
+    (extended / "gated.yaml").write_text(GATED)
+    out = run(extended, "-m", "launcher", "prove", "gated.yaml", "parallel.tp=2", "parallel.pp=2", "--ranks", "4")
+    assert "proven" in out
+
+
+def test_the_architecture_is_counted(extended):
+    (extended / "gated.yaml").write_text(GATED)
+    config = json.loads(run(extended, "-m", "launcher", "train", "gated.yaml", "--dry-run", "--json"))
+    matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 8 * 32 + 4 * 8)
+    assert config["model"]["parameters"] == matrices + 2 * 300 * 32 + 5 * 32
 
 
 def test_a_router_has_the_new_score(extended):
