@@ -291,7 +291,7 @@ def plant(title: str) -> None:
         case "norm counts what tp replicates on every rank":
             change_engines(own_every_weight)
         case "one rank of tp moves its copy of the norms":
-            hook_gradients("norm.weight", 1.001 if rank == 1 else 1.0)
+            change_engines(lambda engine: scale_own_copies(engine, 1.001 if rank == 1 else 1.0))
         case "expert gradients times ep":
             hook_gradients(".experts.", 2)
         case "a rank of ep takes its neighbor's experts":
@@ -440,6 +440,19 @@ def hook_gradients(names: str, factor: float) -> None:
                 weight.register_hook(lambda gradient: gradient * factor)
 
     change_engines(hook)
+
+
+def scale_own_copies(engine: Any, factor: float) -> None:
+    """This rank changes the norms' gradients after their sum over tp, so that its copies go their own way."""
+    add_over_tp = engine.add_over_tp
+
+    def add_and_scale() -> None:
+        add_over_tp()
+        for parameter, part, _ in engine.gradients():
+            if engine.weights[parameter].weight.dims == ("d_model",):
+                part.mul_(factor)
+
+    engine.add_over_tp = add_and_scale
 
 
 def leave_gradients_alone(engine: Any, dims: tuple[str, ...]) -> None:
