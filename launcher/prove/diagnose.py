@@ -145,6 +145,8 @@ def explain_by_losses(proof: Proof, step: int, ours: Mapping[str, Tensor], name:
 
     One process repeats the step with each loss alone, from the same weights and with the same choices.
     """
+    if not bool(ours[name].isfinite().all()):
+        return None
     parts = gradients_by_loss(proof, step)
     parts = {loss: gradients for loss, gradients in parts.items() if norm(gradients[name]) > 0}
     if len(parts) < 2:
