@@ -160,7 +160,7 @@ def test_planted_rank_0_that_does_not_listen_is_named():
 
 
 def test_facts_see_an_edit_that_no_commit_holds(tmp_path, monkeypatch):
-    from launcher import agreement
+    from launcher.guard import agreement
 
     before = agreement.hash_of_code()
     package = tmp_path / "launcher"
