@@ -70,6 +70,11 @@ def logical_parameters(config: ModelConfig) -> dict[str, LogicalTensor]:
     return {name: tensor for name, tensor in logical_tensors(config).items() if not tensor.is_buffer}
 
 
+def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every logical tensor, in the order of ``logical_tensors``."""
+    return {name: tensor.shape for name, tensor in logical_tensors(config).items()}
+
+
 def _order(tensor: LogicalTensor, is_first: bool) -> tuple[bool, float]:
     """Parameters before buffers; of these the embedding, the layers by number, the final norm and the head."""
     if tensor.layer is not None:

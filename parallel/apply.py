@@ -1,7 +1,6 @@
 """From the built model and the mesh to this rank's part of it, in a written order."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,14 +26,6 @@ from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The logical tensors of the whole model, whatever this rank holds of them."""
-
-    parameters: dict[str, tuple[int, ...]]
-    buffers: dict[str, tuple[int, ...]]
-
-
 def build_part(
     mesh: Mesh,
     config: ModelConfig,
@@ -43,8 +34,8 @@ def build_part(
     adopt: Callable[[nn.Parameter, Place], None],
     sizes: Sizes,
     recompute: Recompute,
-) -> tuple[Decoder, Shapes]:
-    """This rank's part of the decoder, its weights zero; and the logical tensors' shapes. All ranks call it.
+) -> Decoder:
+    """This rank's part of the decoder, its weights zero. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
     made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. context
@@ -53,10 +44,6 @@ def build_part(
     """
     with torch.device("meta"):
         model = build_decoder(config)
-    shapes = Shapes(
-        {name: tuple(weight.shape) for name, weight in model.named_parameters()},
-        {name: tuple(buffer.shape) for name, buffer in model.named_buffers()},
-    )
     keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
     make_weights(model, layout_of(config), mesh, dtype, adopt)
     if mesh.tp.degree > 1:
@@ -70,7 +57,7 @@ def build_part(
             module.chunk_logits = sizes.chunk_logits
     splits = mesh.pp.degree > 1 and splits_backward(parallel.pipeline)
     apply_recompute(model, recompute, splits_backward=splits)
-    return model, shapes
+    return model
 
 
 def make_weights(

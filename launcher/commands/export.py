@@ -20,7 +20,8 @@ from launcher.errors import UserError
 from modeling.config import ModelConfig
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
-from modeling.families.weights import tensor_shapes, to_hf
+from modeling.families.weights import to_hf
+from modeling.logical import logical_shapes, logical_tensors
 
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
@@ -38,7 +39,7 @@ def export(checkpoint: Path | str, out: Path, dtype: Precision | None = None) ->
     config = trained.config
     if trained.tokenizer is not None:
         load_tokenizer(trained)
-    tensors = ((name, trained.read(name)) for name in tensor_shapes(config.model))
+    tensors = ((name, trained.read(name)) for name in logical_shapes(config.model))
     write_export(tensors, config.model, config.data.seq_len, trained.tokenizer, out, dtype)
 
 
@@ -89,7 +90,7 @@ def out_problems(out: Path) -> list[str]:
 
 def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:
     """Why the disk cannot take the export, one line."""
-    need = sum(shape.numel() for shape in tensor_shapes(config).values()) * dtype.itemsize
+    need = sum(tensor.numel for tensor in logical_tensors(config).values()) * dtype.itemsize
     free = shutil.disk_usage(nearest_existing(out.parent)).free
     if need <= free:
         return []
@@ -146,7 +147,7 @@ def write_weights(
 
     Called after ``write_configs``. One shard is in memory at a time. Raises RuntimeError where a tensor is missing.
     """
-    missing = set(tensor_shapes(config))
+    missing = set(logical_shapes(config))
     shards: list[list[str]] = []
     total_bytes = 0
     for shard in in_shards(hf_tensors(tensors, config, dtype, missing), shard_bytes):

@@ -20,7 +20,7 @@ from launcher.errors import UserError
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config, start_folder
 from launcher.training.run_parts import CONFIG
 from modeling.decoder import Decoder, build_decoder
-from modeling.families.weights import tensor_shapes
+from modeling.logical import logical_shapes
 from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
@@ -128,7 +128,7 @@ def check_model(checkpoint: Checkpoint, config: RunConfig, run: Path | None) -> 
 
     Raises UserError where it is the run directory's config that is another model's: the checkpoint's own copy says so.
     """
-    found = differences(checkpoint.manifest, tensor_shapes(config.model))
+    found = differences(checkpoint.manifest, logical_shapes(config.model))
     if not found:
         return
     more = f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""

@@ -43,9 +43,9 @@ def look_for_checkpoint(config: RunConfig) -> Resumption:
 
 def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
     """The line of a checkpoint that is not of this model, or nothing."""
-    from modeling.families.weights import tensor_shapes
+    from modeling.logical import logical_shapes
 
-    found = differences(manifest, tensor_shapes(config.model))
+    found = differences(manifest, logical_shapes(config.model))
     if not found:
         return ()
     more = f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""

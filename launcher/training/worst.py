@@ -39,7 +39,7 @@ def worst_gradient(engine: Engine) -> Worst:
     mine = (engine.mesh.place, held_sums(engine))
     everyone = [mine] * engine.mesh.world_size
     dist.all_gather_object(everyone, mine, group=engine.mesh.control)
-    names = [name for name in engine.shapes.parameters if any(name in held for _, held in everyone)]
+    names = [name for name in engine.layout if any(name in held for _, held in everyone)]
     total = {name: add_up([held[name] for _, held in everyone if name in held]) for name in names}
     bad = [name for name in names if total[name].n_nonfinite]
     worst = bad[-1] if bad else max(names, key=lambda name: ratio(total[name]))

@@ -7,18 +7,10 @@ import torch
 from torch import Tensor
 
 from modeling.config import BiasBalance, ModelConfig
-from modeling.decoder import build_decoder
 from modeling.families.family import family_of
+from modeling.logical import logical_shapes
 
 LAYER = re.compile(r"(?<=^layers\.)\d+")
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Every logical tensor of the model, parameters and router biases, in the order of the layers."""
-    with torch.device("meta"):
-        model = build_decoder(config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return shapes | {name: buffer.shape for name, buffer in model.named_buffers()}
 
 
 def hf_template(config: ModelConfig, name: str) -> str:
@@ -54,14 +46,14 @@ def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> Iterato
 
     ValueError where a shape differs, or where transformers' router has a selection bias that the config has not.
     """
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in logical_shapes(config).items():
         template = hf_template(config, name)
         if "{expert}" in template:
             tensor = torch.stack([get_tensor(template.replace("{expert}", str(expert))) for expert in range(shape[0])])
         else:
             tensor = get_tensor(template)
         if tensor.shape != shape:
-            raise ValueError(f"{template} has shape {tuple(tensor.shape)}, but {name} has {tuple(shape)}")
+            raise ValueError(f"{template} has shape {tuple(tensor.shape)}, but {name} has {shape}")
         if lacks_bias(config, name):
             bias_name = hf_template(config, name.replace("router.weight", "router.bias"))
             if get_tensor(bias_name).any():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import Box, whole
 from parallel.checkpoint.folder import MANIFEST, Folder, open_folder
 from parallel.checkpoint.manifest import (
@@ -280,7 +281,7 @@ def _read_together(engine: Engine, checkpoint: Checkpoint, kinds: Collection[str
 
 def _check_tensors(engine: Engine, checkpoint: Checkpoint) -> None:
     """Raises DamagedCheckpoint where the manifest's tensors are not those of the engine's model."""
-    differing = differences(checkpoint.manifest, engine.shapes.parameters | engine.shapes.buffers)
+    differing = differences(checkpoint.manifest, logical_shapes(engine.model_config))
     if differing:
         raise DamagedCheckpoint(f"{checkpoint.folder.path(MANIFEST)} has {differing[0]}")
 

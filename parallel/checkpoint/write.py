@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from modeling.logical import logical_tensors
 from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.folder import Folder, Store, open_store, step_name
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, Manifest, certify, decode_manifest, encode_manifest
@@ -60,10 +61,12 @@ def build_manifest(
     engine: Engine, step: int, scalars: dict[str, Any], shards: Sequence[tuple[list[Piece], FileRecords]]
 ) -> Manifest:
     """The manifest of all ranks' shards."""
-    parameters = {name: list(shape) for name, shape in engine.shapes.parameters.items()}
-    buffers = {name: list(shape) for name, shape in engine.shapes.buffers.items()}
-    kinds = {kind: list(parameters) for kind in (WEIGHT, *engine.state_names)} | {BUFFER: list(buffers)}
-    manifest = Manifest(step=step, scalars=scalars, tensors=parameters | buffers, kinds=kinds)
+    tensors = logical_tensors(engine.model_config)
+    parameters = [name for name, tensor in tensors.items() if not tensor.is_buffer]
+    kinds = {kind: list(parameters) for kind in (WEIGHT, *engine.state_names)}
+    kinds[BUFFER] = [name for name, tensor in tensors.items() if tensor.is_buffer]
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    manifest = Manifest(step=step, scalars=scalars, tensors=shapes, kinds=kinds)
     for pieces, files in shards:
         manifest.pieces += pieces
         manifest.files |= files

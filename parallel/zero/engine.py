@@ -76,9 +76,7 @@ class Engine:
         self.before_change: list[Callable[[], None]] = []
         make_sharding = sharding_for(parallel.zero, precision)
         self.sharding = make_sharding(mesh, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
-        self.model, self.shapes = build_part(
-            mesh, model_config, parallel, DTYPES[precision], self.sharding.adopt, sizes, recompute
-        )
+        self.model = build_part(mesh, model_config, parallel, DTYPES[precision], self.sharding.adopt, sizes, recompute)
         self.weights = describe_weights(
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )

@@ -25,7 +25,8 @@ from modeling.config import FAMILIES, FamilyName, ModelConfig, NoBalance
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, to_config_json
-from modeling.families.weights import from_hf, tensor_shapes, to_hf
+from modeling.families.weights import from_hf, to_hf
+from modeling.logical import logical_shapes
 from saved_runs import save_run
 from small_models import build, configs, example_config, tensors_of
 from warnings_seen import no_warnings
@@ -45,7 +46,7 @@ def test_names_there_and_back(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family))
     def check(config: ModelConfig) -> None:
-        tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
+        tensors = {name: torch.randn(shape) for name, shape in logical_shapes(config).items()}
         theirs = {hf: part for name, tensor in tensors.items() for hf, part in to_hf(config, name, tensor)}
         back = dict(from_hf(config, theirs.__getitem__))
         assert back.keys() == tensors.keys()
@@ -169,7 +170,7 @@ def test_shapes_are_checked_on_reading() -> None:
     config = example_config("llama")
     wrong = {
         hf: torch.zeros(3)
-        for name, shape in tensor_shapes(config).items()
+        for name, shape in logical_shapes(config).items()
         for hf, _ in to_hf(config, name, torch.zeros(shape))
     }
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has shape"):

@@ -16,6 +16,7 @@ from data.order import take
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.prove.reference import PlainBatch, ReferenceTrainer
 from modeling.config import ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.logical import logical_shapes
 from modeling.optimizers.config import OptimizerConfig, SGDConfig
 from modeling.schedules import ConstantSchedule
 from parallel.checkpoint.boxes import Box, coverage_error
@@ -135,7 +136,7 @@ def rank_result(engine: Any, rows: list[dict[str, Any]]) -> RankResult:
             parts = flat.clone().split([box.numel for box in fragment.boxes()])
             pieces += [(kind, fragment.name, box, part) for box, part in zip(fragment.boxes(), parts, strict=True)]
     buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-    return RankResult(rows, pieces, engine.shapes.parameters, buffers)
+    return RankResult(rows, pieces, logical_shapes(engine.model_config), buffers)
 
 
 def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> LayoutResult:

@@ -12,7 +12,7 @@ from byte_tokenizer import save_byte_tokenizer
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
-from modeling.families.weights import tensor_shapes
+from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import Box
 from parallel.checkpoint.folder import LocalFolder
 from parallel.checkpoint.manifest import SEAL_BYTES, WEIGHT, Manifest, hash_file, seal, write_manifest
@@ -33,7 +33,7 @@ def write_run(run: Path, step: int = 1) -> Path:
     save_byte_tokenizer(directory / "tokenizer")
     (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL)))
     (directory / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    shapes = {name: list(shape) for name, shape in tensor_shapes(MODEL).items()}
+    shapes = {name: list(shape) for name, shape in logical_shapes(MODEL).items()}
     manifest = Manifest(step=step, scalars=SCALARS, tensors=shapes, kinds={WEIGHT: list(shapes)})
     for number, shard in enumerate(SHARDS):
         pieces = [piece_of(name, shape, shard) for name, shape in list(shapes.items())[number::2]]
