@@ -30,7 +30,7 @@ from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
 from modeling.generate import generate
-from modeling.router import Router, Routing
+from modeling.router import SCORES, Router, Routing
 from small_models import LENGTHS, Rows, build, configs, example_config, expressible, packed_rows, tensors_of
 from tokenizers_of_kinds import KINDS, TEXTS, save_tokenizer_of
 from transformers_judge import NEW_TOKENS, judge
@@ -63,15 +63,11 @@ class Case:
 
 
 def least_gap(model: Decoder, rows: Rows) -> float:
-    """By how little the last expert chosen leads the first that was not, over all tokens and layers."""
+    """By how little a choice of experts, or of groups, leads the next one, over all tokens and layers."""
     gaps = [float("inf")]
 
     def hook(router: Router, _: object, routing: Routing) -> None:
-        scores_TE = routing.logits_TE.softmax(-1) if router.score == "softmax" else routing.logits_TE.sigmoid()
-        biased_TE = scores_TE if router.bias is None else scores_TE + router.bias
-        ranked_TE = biased_TE.sort(-1, descending=True).values
-        if router.top_k < ranked_TE.shape[1]:
-            gaps.append(float((ranked_TE[:, router.top_k - 1] - ranked_TE[:, router.top_k]).min()))
+        gaps.append(float(router.gap(SCORES[router.score].of(routing.logits_TE)).min()))
 
     hooks = [module.register_forward_hook(hook) for module in model.modules() if isinstance(module, Router)]
     with torch.no_grad():
@@ -96,9 +92,18 @@ def rounded(model: Decoder, dtype: torch.dtype) -> Decoder:
     return model
 
 
+def without_negative_biases(model: Decoder) -> Decoder:
+    """The model as version 4 can choose its experts: it gives those of left-out groups a score of 0, not of -inf, so that
+    they would come before an expert of a chosen group whose score and bias add up to less than 0."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.bias is not None and module.n_groups > 1:
+            module.bias.abs_()
+    return model
+
+
 def make_case(name: str, config: ModelConfig, folder: Path, dtype: Precision = "fp32", kind: str | None = None) -> Case:
     """Exports a model of ``config``, with a tokenizer of ``kind`` as a run would keep it, and writes the questions."""
-    model = rounded(build(config, 5), DTYPES[dtype])
+    model = without_negative_biases(rounded(build(config, 5), DTYPES[dtype]))
     drawn = (packed_rows(config.vocab_size, seed, LENGTHS) for seed in count())
     rows = next(rows for rows in drawn if least_gap(model, rows) > TIE_GAP)
     tokenizer = None
