@@ -40,7 +40,7 @@ import torch.distributed as dist
 from launcher.training.state import TrainState
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig
-from parallel.checkpoint.folder import BLOCK_BYTES, LocalStore
+from parallel.checkpoint.local import BLOCK_BYTES, LocalStore
 from parallel.checkpoint.read import load_state, open_together
 from parallel.checkpoint.saver import Saver, host_buffer
 from parallel.checkpoint.write import collect_pieces

@@ -36,7 +36,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SourceManifest:
     """A prepared source. ``train`` and ``heldout`` list its token files in order."""
 
     format: int
@@ -90,18 +90,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_source_manifest(folder: Path, manifest: SourceManifest) -> None:
     """The last act of preparing a source."""
     write_json(folder / MANIFEST, asdict(manifest))
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_source_manifest(folder: Path) -> SourceManifest | None:
     """The folder's manifest, or None where preparation has not finished. Raises DataError where it is damaged."""
     path = folder / MANIFEST
     try:
         tree = json.loads(path.read_text())
         train, heldout = (tuple(FileRecord(**record) for record in tree.pop(key)) for key in ("train", "heldout"))
-        manifest = Manifest(train=train, heldout=heldout, **tree)
+        manifest = SourceManifest(train=train, heldout=heldout, **tree)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
-def size_problems(folder: Path, manifest: Manifest) -> list[str]:
+def size_problems(folder: Path, manifest: SourceManifest) -> list[str]:
     """One line for each token file that is missing or whose size is not the recorded one. Reads no contents."""
     found = []
     for record in manifest.files():
@@ -125,7 +125,7 @@ def size_problems(folder: Path, manifest: Manifest) -> list[str]:
     return found
 
 
-def hash_problems(folder: Path, manifest: Manifest) -> list[str]:
+def hash_problems(folder: Path, manifest: SourceManifest) -> list[str]:
     """One line for each token file whose bytes do not hash to what was recorded. Reads everything."""
     found = size_problems(folder, manifest)
     if found:

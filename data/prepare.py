@@ -16,12 +16,12 @@ from data.errors import DataError, refuse
 from data.manifest import (
     FORMAT,
     INPUTS,
-    Manifest,
+    SourceManifest,
     hash_file,
-    read_manifest,
+    read_source_manifest,
     remove_abandoned,
     write_json,
-    write_manifest,
+    write_source_manifest,
 )
 from data.places import nearest_existing
 from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder
@@ -35,7 +35,7 @@ from data.tokenizer_setup import set_up_tokenizer
 from data.workers import write_shards
 
 BYTES_PER_TOKEN = 2.5  # of text, at least, whatever the tokenizer; for the estimate of disk only
-Progress = Callable[[int, int, int, int], None]  # bytes of text done, bytes in all (0: unknown), documents, tokens
+Report = Callable[[int, int, int, int], None]  # bytes of text done, bytes in all (0: unknown), documents, tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
 
 
 def prepare(
-    config: DataConfig, *, vocab_size: int, progress: Progress | None = None, task: tuple[int, int] | None = None
+    config: DataConfig, *, vocab_size: int, progress: Report | None = None, task: tuple[int, int] | None = None
 ) -> Prepared | None:
     """Prepares what is missing of the tokenizer and the raw sources' token files.
 
@@ -75,7 +75,7 @@ def prepare(
 
 
 def _carry_out(
-    config: DataConfig, plans: list[Plan], vocab_size: int, progress: Progress | None, task: tuple[int, int]
+    config: DataConfig, plans: list[Plan], vocab_size: int, progress: Report | None, task: tuple[int, int]
 ) -> Prepared | None:
     """The tokenizer, this task's shards, the manifests."""
     tokenizer = set_up_tokenizer(config, vocab_size, [(plan.source, plan.shards, plan.key) for plan in plans])
@@ -135,7 +135,7 @@ def _is_finished(config: DataConfig, source: SourceConfig, vocab_size: int, key:
     if folder is None or not folder.is_dir():
         return False
     check_inputs(folder, source, key)
-    return read_manifest(folder) is not None
+    return read_source_manifest(folder) is not None
 
 
 def _folder_if_known(config: DataConfig, source: SourceConfig, vocab_size: int) -> Path | None:
@@ -176,7 +176,7 @@ def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> lis
     ]
 
 
-def _write_missing(tasks: list[ShardTask], workers: int | None, progress: Progress | None) -> None:
+def _write_missing(tasks: list[ShardTask], workers: int | None, progress: Report | None) -> None:
     """Writes the shards that have no record, telling ``progress`` of them and of the finished ones."""
     records = [read_record(task.folder, task.number) for task in tasks]
     done = [record for record in records if record is not None]
@@ -207,14 +207,14 @@ def _finish_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> bo
         write_shards([moved], config.workers, lambda *_: None)
         there[moved.number] = _expect_record(folder, moved.number)
     files = [file for record in there for file in record.files]
-    manifest = Manifest(
+    manifest = SourceManifest(
         format=FORMAT,
         inputs_xxh3=hash_file(folder / INPUTS),
         largest_id=max(file.largest_id for file in files),
         train=tuple(record.train for record in there if record.train is not None),
         heldout=tuple(record.heldout for record in there if record.heldout is not None),
     )
-    write_manifest(folder, manifest)
+    write_source_manifest(folder, manifest)
     return True
 
 

@@ -18,7 +18,7 @@ import xxhash
 
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
-from data.manifest import FORMAT, INPUTS, Manifest, hash_problems, read_manifest
+from data.manifest import FORMAT, INPUTS, SourceManifest, hash_problems, read_source_manifest
 from data.sources import HUGGING_FACE, InputFile, expand_path, input_files, is_hugging_face, is_raw, reads_files
 from data.tokenizer import read_info, tokenizer_folder
 
@@ -29,7 +29,7 @@ class PreparedSource:
 
     source: SourceConfig
     path: Path
-    manifest: Manifest | None  # None: ``path`` is the prefix of token files that were not written here
+    manifest: SourceManifest | None  # None: ``path`` is the prefix of token files that were not written here
 
     def prefixes(self, split: str) -> list[Path]:
         """The token files of "train" or "heldout"; existing token files are all for training."""
@@ -94,7 +94,7 @@ def locate(config: DataConfig, vocab_size: int) -> Prepared | None:
             continue
         assert tokenizer is not None
         folder = source_folder(config, source, tokenizer)
-        manifest = read_manifest(folder)
+        manifest = read_source_manifest(folder)
         if manifest is None:
             return None
         sources.append(PreparedSource(source, folder, manifest))

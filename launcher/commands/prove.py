@@ -16,7 +16,7 @@ from launcher.errors import UserError
 from launcher.limits import check_local_ranks
 from launcher.prove.diagnose import diagnose
 from launcher.prove.judge import judge
-from launcher.prove.progress import Progress
+from launcher.prove.progress import ProofProgress
 from launcher.prove.proof import SGD, run_proof
 from launcher.prove.report import TABLE_WIDTH, Outcome, print_outcome, to_json
 from launcher.prove.shrink import default_ranks, least_ranks, shrink
@@ -36,7 +36,7 @@ def prove_config(path: Path, overrides: Sequence[str], ranks: int | None, steps:
     console = open_console(width=None if open_console().is_terminal else TABLE_WIDTH)
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="roundtable-prove-") if keep else stack.enter_context(scratch_folder()))
-        progress = stack.enter_context(Progress(folder))
+        progress = stack.enter_context(ProofProgress(folder))
         outcome = prove_in(folder, config, n_ranks, steps, keep=keep, tell=progress.tell)
     if as_json:
         say(to_json(outcome))

@@ -26,7 +26,8 @@ from launcher.slurm.queue import runs_of
 from launcher.tables import plain_table, size_text, wide_console
 from launcher.training.run_dir import saved_config
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, METRICS
-from parallel.checkpoint.folder import in_order, is_remote, local_path, step_of
+from parallel.checkpoint.places import is_remote, local_path
+from parallel.checkpoint.store import in_order, step_of
 
 RUNS_DIR = "runs"
 PARTS_OF_A_RUN = (CONFIG, METRICS, CHECKPOINTS, LOCK, "slurm")

@@ -21,9 +21,10 @@ from launcher.training.run_dir import checkpoints_of, refusing_unreachable, save
 from launcher.training.run_parts import CONFIG
 from modeling.decoder import Decoder, build_decoder
 from modeling.logical import logical_shapes
-from parallel.checkpoint.folder import MANIFEST, Folder, is_remote, open_folder
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
+from parallel.checkpoint.places import is_remote, open_folder
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
+from parallel.checkpoint.store import MANIFEST, Folder
 from parallel.checkpoint.write import list_checkpoints
 
 OTHER_CHECKPOINT = "give another checkpoint"

@@ -4,7 +4,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel.checkpoint.folder import open_store, step_of
+from parallel.checkpoint.places import open_store
+from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
 from parallel.processes.stop import STOPPED
 

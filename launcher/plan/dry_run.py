@@ -24,7 +24,7 @@ from launcher.training.start import (
     room_needed,
     start_checks,
 )
-from parallel.checkpoint.folder import is_remote, local_path
+from parallel.checkpoint.places import is_remote, local_path
 from parallel.mesh import Degrees
 from parallel.processes.world import world_size_from_environment
 
@@ -239,8 +239,8 @@ def to_prepare(config: RunConfig) -> list[dict[str, Any]]:
 
 def describe_resume(config: RunConfig) -> dict[str, Any]:
     """The step that the run would go on from (0: the start), and checkpoints that look damaged."""
-    from parallel.checkpoint.folder import step_of
     from parallel.checkpoint.retention import looks_whole
+    from parallel.checkpoint.store import step_of
     from parallel.checkpoint.write import list_checkpoints
 
     damaged = []

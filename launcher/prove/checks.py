@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from launcher.prove.compare.boxes import TensorBox, Uncovered, assemble
 from launcher.prove.compare.errors import execution_order, norm, tensor_errors, total_norm
-from launcher.prove.compare.pieces import Piece, Uncovered, assemble
 from launcher.prove.compare.routing import Replayed
 from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
 from launcher.prove.reference import ReferenceStep
@@ -56,7 +56,7 @@ class Check:
 
 
 def whole_or_failed(
-    phase: str, name: str, pieces: Iterable[Piece], shapes: Shapes
+    phase: str, name: str, pieces: Iterable[TensorBox], shapes: Shapes
 ) -> tuple[dict[str, Tensor] | None, Check | None]:
     """The logical tensors put together from all ranks' pieces, or the check that fails: they do not cover them."""
     try:
@@ -66,7 +66,7 @@ def whole_or_failed(
 
 
 def check_tensors(
-    phase: str, name: str, pieces: Iterable[Piece], theirs: Mapping[str, Tensor], bound: float, step: str = ""
+    phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapping[str, Tensor], bound: float, step: str = ""
 ) -> Check:
     """Every logical tensor against one process's, relative to its own norm; the worst is shown."""
     pieces = list(pieces)
@@ -83,7 +83,9 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
-def copy_errors(pieces: Iterable[Piece], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+def copy_errors(
+    pieces: Iterable[TensorBox], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> dict[str, float]:
     """How far ``ours`` are from ``theirs`` when copies (pieces that are not the owner's) take their places."""
     copied: dict[str, Tensor] = {}
     for piece in pieces:
@@ -110,7 +112,7 @@ def check_gradients(phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[Refe
     return failed[0] if failed else max(checks, key=lambda check: check.error)
 
 
-def check_exact(phase: str, name: str, pieces: Iterable[Piece], theirs: Mapping[str, Tensor]) -> Check:
+def check_exact(phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapping[str, Tensor]) -> Check:
     """Every logical tensor bit for bit; the first that differs in execution order is shown, with its difference."""
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
@@ -253,7 +255,7 @@ def check_choices(phase: str, replayed: Sequence[Replayed]) -> Check:
 def check_updates(
     phase: str,
     name: str,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorBox],
     theirs: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
     bound: float,
@@ -283,7 +285,7 @@ def without_gradient(steps: Sequence[ReferenceStep]) -> list[str]:
 
 def check_noisy_gradients(
     phase: str,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorBox],
     low: Mapping[str, Tensor],
     exact: Mapping[str, Tensor],
     step: str,
@@ -339,7 +341,7 @@ def check_overflow(phase: str, ranks: Sequence[RankSeen]) -> Check:
     return Check(phase, "overflow on one rank", wrong[0] if wrong else "skipped by all", float(len(wrong)), 0.0)
 
 
-def step_pieces(ranks: Sequence[PhaseSeen], step: Callable[[PhaseSeen], StepSeen | None]) -> list[Piece]:
+def step_boxes(ranks: Sequence[PhaseSeen], step: Callable[[PhaseSeen], StepSeen | None]) -> list[TensorBox]:
     """All ranks' gradients in one step."""
     return [piece for rank in ranks for seen in [step(rank)] if seen is not None for piece in seen.gradients]
 

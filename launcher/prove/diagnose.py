@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, check_heldout, copy_errors, relative, step_pieces
+from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, check_heldout, copy_errors, relative, step_boxes
+from launcher.prove.compare.boxes import Uncovered, assemble
 from launcher.prove.compare.errors import (
     Factor,
     execution_order,
@@ -18,7 +19,6 @@ from launcher.prove.compare.errors import (
     norm,
     tensor_errors,
 )
-from launcher.prove.compare.pieces import Uncovered, assemble
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.judge import heldout_losses, heldout_truth, phase_of
 from launcher.prove.plain import PlainState, samples_of_step
@@ -111,7 +111,7 @@ def diagnose_loss(proof: Proof, step: int) -> list[str]:
 def diagnose_gradients(proof: Proof, step: int) -> list[str]:
     """The first tensor in execution order whose gradient differs, its axis, the ratio, and what the ratio says."""
     theirs = proof.plain.sgd.steps[step].gradients
-    pieces = step_pieces(phase_of(proof, SGD), lambda phase: phase.steps[step])
+    pieces = step_boxes(phase_of(proof, SGD), lambda phase: phase.steps[step])
     try:
         ours = assemble(pieces, {name: tuple(value.shape) for name, value in theirs.items()})
     except Uncovered:

@@ -10,7 +10,7 @@ from torch import Tensor
 from launcher.prove import checks
 from launcher.prove.checkpoints import read_plain_checkpoint
 from launcher.prove.checks import Check
-from launcher.prove.compare.pieces import Piece
+from launcher.prove.compare.boxes import TensorBox
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.plain import PlainRun, PlainState, apply_gradients, samples_of_step
 from launcher.prove.proof import ADAMW, SGD, Proof, own_phase
@@ -46,7 +46,7 @@ def phase_of(proof: Proof, name: str) -> list[PhaseSeen]:
     return [rank.phases[name] for rank in proof.ranks]
 
 
-def all_pieces(phases: Sequence[PhaseSeen], of: Callable[[PhaseSeen], list[Piece]]) -> Iterable[Piece]:
+def all_boxes(phases: Sequence[PhaseSeen], of: Callable[[PhaseSeen], list[TensorBox]]) -> Iterable[TensorBox]:
     """All ranks' pieces."""
     return (piece for phase in phases for piece in of(phase))
 
@@ -57,7 +57,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
     rows = [step.row for step in seen[0].steps]
     start, end = plain.states[0], plain.states[steps]
     found = [
-        checks.check_exact(SGD, "weights at step 0", all_pieces(seen, lambda phase: phase.initial), start.weights),
+        checks.check_exact(SGD, "weights at step 0", all_boxes(seen, lambda phase: phase.initial), start.weights),
         checks.check_samples(SGD, proof.ranks, [expected_samples(proof, step) for step in range(steps)]),
         check_outputs(SGD, proof.ranks, plain),
         checks.check_series(SGD, "loss", [row["loss"] for row in rows], [step.loss for step in plain.steps]),
@@ -82,7 +82,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
         checks.check_tensors(
             SGD,
             f"weights after {steps} steps",
-            all_pieces(seen, lambda phase: phase.weights),
+            all_boxes(seen, lambda phase: phase.weights),
             end.weights,
             checks.WEIGHT_BOUND,
         ),
@@ -132,9 +132,9 @@ def judge_adamw(proof: Proof) -> list[Check]:
     seen, plain, steps = phase_of(proof, ADAMW), proof.plain.adamw, proof.steps
     optimizer = adamw_for(proof.config.optimizer)
     start, end = plain.states[0], plain.states[steps]
-    gradients = [checks.step_pieces(seen, lambda phase, step=step: phase.steps[step]) for step in range(steps)]
+    gradients = [checks.step_boxes(seen, lambda phase, step=step: phase.steps[step]) for step in range(steps)]
     applied = [pieces for pieces, step in zip(gradients, plain.steps, strict=False) if not step.skipped]
-    weights = list(all_pieces(seen, lambda phase: phase.weights))
+    weights = list(all_boxes(seen, lambda phase: phase.weights))
     return [
         checks.check_tensors(
             ADAMW, "gradients", gradients[0], plain.steps[0].gradients, checks.GRADIENT_BOUND, " (step 1)"
@@ -159,8 +159,8 @@ def check_applied(
     name: str,
     optimizer: OptimizerConfig,
     start: PlainState,
-    gradients: Sequence[list[Piece] | None],
-    weights: Iterable[Piece],
+    gradients: Sequence[list[TensorBox] | None],
+    weights: Iterable[TensorBox],
     done: int = 0,
 ) -> Check:
     """The ranks' weights against what the plain optimizer makes of the ranks' own gradients (None: a step skipped).
@@ -195,9 +195,9 @@ def judge_saved(proof: Proof) -> list[Check]:
         proof.heldout, proof.config.train.eval_sequences, proof.plain.adamw.heldout[proof.steps].choices
     )
     plain = trainer.step(torch.tensor(proof.samples_after).numpy(), proof.plain.adamw.choices[proof.steps])
-    gradients = checks.step_pieces(seen, lambda phase: phase.after_save)
+    gradients = checks.step_boxes(seen, lambda phase: phase.after_save)
     after = [phase.after_save for phase in seen if phase.after_save is not None]
-    weights = list(all_pieces(seen, lambda phase: phase.weights))
+    weights = list(all_boxes(seen, lambda phase: phase.weights))
     return [
         checks.check_exact(SAVED, "weights as saved", weights, state.weights),
         *check_saved_biases(proof, SAVED, lambda rank: rank.phases[ADAMW].buffers, state),
@@ -211,7 +211,7 @@ def judge_saved(proof: Proof) -> list[Check]:
             optimizer,
             state,
             [] if plain.skipped else [gradients],
-            all_pieces(seen, lambda phase: phase.after_save_weights),
+            all_boxes(seen, lambda phase: phase.after_save_weights),
             proof.steps,
         ),
     ]
@@ -231,9 +231,9 @@ def judge_loaded(proof: Proof) -> list[Check]:
     seen, optimizer = phase_of(proof, ADAMW), adamw_for(proof.config.optimizer)
     state, plain = proof.checkpoint_state, proof.plain.adamw.steps[proof.steps]
     heldout = proof.plain.adamw.heldout[proof.steps]
-    gradients = checks.step_pieces(seen, lambda phase: phase.after_load)
+    gradients = checks.step_boxes(seen, lambda phase: phase.after_load)
     after = [phase.after_load for phase in seen if phase.after_load is not None]
-    loaded = all_pieces(seen, lambda phase: phase.loaded)
+    loaded = all_boxes(seen, lambda phase: phase.loaded)
     choices = checks.check_choices(LOADED, [phase.replayed_after_load for phase in seen])
     return [
         checks.check_exact(LOADED, "weights as saved", loaded, state.weights),
@@ -249,7 +249,7 @@ def judge_loaded(proof: Proof) -> list[Check]:
             optimizer,
             state,
             [] if plain.skipped else [gradients],
-            all_pieces(seen, lambda phase: phase.after_load_weights),
+            all_boxes(seen, lambda phase: phase.after_load_weights),
             proof.steps,
         ),
     ]
@@ -274,7 +274,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
         *check_evaluations(proof, phase_name, exact, checks.NOISE_FACTOR, heldout_noise),
         checks.check_noisy_gradients(
             phase_name,
-            checks.step_pieces(seen, lambda phase: phase.steps[first]),
+            checks.step_boxes(seen, lambda phase: phase.steps[first]),
             low.steps[first].gradients,
             exact.steps[first].gradients,
             f" (step {first + 1})",
@@ -285,7 +285,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
         ),
         checks.check_noisy_gradients(
             phase_name,
-            checks.step_pieces(seen, lambda phase: phase.after_load),
+            checks.step_boxes(seen, lambda phase: phase.after_load),
             low.steps[steps].gradients,
             exact.steps[steps].gradients,
             "",
@@ -302,10 +302,10 @@ def check_own_updates(proof: Proof, phase: str) -> Check:
     """The fp32 masters in the run's own precision against what its optimizer makes of the ranks' own gradients."""
     seen, optimizer = phase_of(proof, phase), proof.config.optimizer
     gradients = [
-        None if row.get("skipped") else checks.step_pieces(seen, lambda each, step=step: each.steps[step])
+        None if row.get("skipped") else checks.step_boxes(seen, lambda each, step=step: each.steps[step])
         for step, row in enumerate(step.row for step in seen[0].steps)
     ]
-    name, weights = f"{optimizer.name} of these gradients", all_pieces(seen, lambda each: each.weights)
+    name, weights = f"{optimizer.name} of these gradients", all_boxes(seen, lambda each: each.weights)
     return check_applied(proof, phase, name, optimizer, proof.plain.sgd.states[0], gradients, weights)
 
 
@@ -313,11 +313,11 @@ def check_accumulation(proof: Proof, phase: str) -> list[Check]:
     """Equal rounds of micro-batches, accumulated, against one: fp32 sums keep what 16 bits would round away."""
     seen, name = phase_of(proof, phase), "accumulated gradients"
     shapes = checks.shapes_of(proof.plain.sgd.states[0].weights)
-    once, failed = checks.whole_or_failed(phase, name, all_pieces(seen, lambda each: each.once), shapes)
+    once, failed = checks.whole_or_failed(phase, name, all_boxes(seen, lambda each: each.once), shapes)
     if once is None:
         assert failed is not None
         return [failed]
-    repeated = all_pieces(seen, lambda each: each.repeated)
+    repeated = all_boxes(seen, lambda each: each.repeated)
     bound = checks.ACCUMULATION_BOUNDS[proof.config.train.precision]
     return [checks.check_tensors(phase, name, repeated, once, bound)]
 

@@ -13,7 +13,7 @@ from launcher.prove.rank import PROGRESS
 POLL_SECONDS = 0.2
 
 
-class Progress:
+class ProofProgress:
     """Shows lines on stderr: those it is told, and those that rank 0 writes into the proof's folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -24,7 +24,7 @@ class Progress:
         self.stopping = threading.Event()
         self.watcher = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProofProgress":
         if self.status is not None:
             self.status.start()
         self.watcher.start()

@@ -13,9 +13,9 @@ from torch import Tensor
 from data.batch import Batch
 from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
-from launcher.prove.compare.gradients import gradient_pieces
+from launcher.prove.compare.boxes import TensorBox, weight_boxes
+from launcher.prove.compare.gradients import gradient_boxes
 from launcher.prove.compare.outputs import record_outputs
-from launcher.prove.compare.pieces import Piece, weight_pieces
 from launcher.prove.compare.routing import (
     TIE_GAP,
     ChoiceReplay,
@@ -95,7 +95,7 @@ class StepSeen:
     """One update as one rank saw it."""
 
     row: dict[str, Any]  # of metrics.jsonl
-    gradients: list[Piece]  # reduced, before clipping
+    gradients: list[TensorBox]  # reduced, before clipping
     samples: dict[int, str]  # sample number -> hash of the batch row that this rank read
     outputs: list[OutputSeen] = field(default_factory=list)  # of the first step, where the plan asks for them
 
@@ -122,22 +122,22 @@ class EvaluationSeen:
 class PhaseSeen:
     """One phase as one rank saw it."""
 
-    initial: list[Piece]
+    initial: list[TensorBox]
     steps: list[StepSeen] = field(default_factory=list)
-    weights: list[Piece] = field(default_factory=list)  # after them
+    weights: list[TensorBox] = field(default_factory=list)  # after them
     buffers: dict[str, Tensor] = field(default_factory=dict)
     replayed: Replayed = field(default_factory=Replayed)
     evaluations: dict[str, EvaluationSeen] = field(default_factory=dict)  # when -> what came of it
     overflows: list[OverflowSeen] = field(default_factory=list)
-    once: list[Piece] = field(default_factory=list)  # gradients of one round of micro-batches
-    repeated: list[Piece] = field(default_factory=list)  # of REPEATS equal rounds
+    once: list[TensorBox] = field(default_factory=list)  # gradients of one round of micro-batches
+    repeated: list[TensorBox] = field(default_factory=list)  # of REPEATS equal rounds
     after_save: StepSeen | None = None
-    after_save_weights: list[Piece] = field(default_factory=list)
-    loaded: list[Piece] = field(default_factory=list)
+    after_save_weights: list[TensorBox] = field(default_factory=list)
+    loaded: list[TensorBox] = field(default_factory=list)
     loaded_buffers: dict[str, Tensor] = field(default_factory=dict)
     replayed_after_load: Replayed = field(default_factory=Replayed)
     after_load: StepSeen | None = None
-    after_load_weights: list[Piece] = field(default_factory=list)
+    after_load_weights: list[TensorBox] = field(default_factory=list)
 
 
 @dataclass
@@ -165,7 +165,7 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
     tell("build")
     rank = PhaseRank(plan, mesh)
     rank.engine.initialize_weights(plan.config.seed)
-    seen = PhaseSeen(weight_pieces(rank.engine), replayed=rank.replayed, evaluations=rank.evaluations)
+    seen = PhaseSeen(weight_boxes(rank.engine), replayed=rank.replayed, evaluations=rank.evaluations)
     rank.evaluate(BEFORE_STEPS)
     if plan.repeats:
         tell(f"accumulate {REPEATS} times")
@@ -175,7 +175,7 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
         watched = rank.step_watched if plan.watches and step == 0 else rank.step
         seen.steps.append(watched(plan.choices[step]))
     rank.evaluate(AFTER_STEPS)
-    seen.weights = weight_pieces(rank.engine)
+    seen.weights = weight_boxes(rank.engine)
     seen.buffers = rank.buffers()
     if plan.overflows:
         tell("overflow on one rank")
@@ -184,15 +184,15 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
         tell("save")
         save(folder / LAYOUT_CHECKPOINTS, rank.engine, rank.state, None, Retention(keep_last=1))
         seen.after_save = rank.step(plan.choices[plan.steps])
-        seen.after_save_weights = weight_pieces(rank.engine)
+        seen.after_save_weights = weight_boxes(rank.engine)
     if plan.loads:
         tell("load")
         rank.load(folder / PLAIN_CHECKPOINT)
-        seen.loaded, seen.loaded_buffers = weight_pieces(rank.engine), rank.buffers()
+        seen.loaded, seen.loaded_buffers = weight_boxes(rank.engine), rank.buffers()
         rank.replay.seen = seen.replayed_after_load
         rank.evaluate(AFTER_LOAD)
         seen.after_load = rank.step(plan.choices[plan.steps], plan.tie_bound_after_load)
-        seen.after_load_weights = weight_pieces(rank.engine)
+        seen.after_load_weights = weight_boxes(rank.engine)
     return seen
 
 
@@ -214,16 +214,16 @@ class Teller:
 class WatchedEngine(Engine):
     """The real engine, which copies the gradients of each step before it applies or drops them."""
 
-    pieces_of_gradients: list[Piece]  # of the last step
+    boxes_of_gradients: list[TensorBox]  # of the last step
 
     def step(self, lr: float) -> StepResult:
         """The engine's step."""
-        self.pieces_of_gradients = gradient_pieces(self)
+        self.boxes_of_gradients = gradient_boxes(self)
         return super().step(lr)
 
     def discard(self) -> StepResult:
         """The end of a step that is dropped: one in whose batch no target counts."""
-        self.pieces_of_gradients = gradient_pieces(self)
+        self.boxes_of_gradients = gradient_boxes(self)
         return super().discard()
 
 
@@ -262,7 +262,7 @@ class PhaseRank:
             for indices, batch in self.dataset.reads
             for number, sample in enumerate(indices)
         }
-        return StepSeen(row, self.engine.pieces_of_gradients, samples)
+        return StepSeen(row, self.engine.boxes_of_gradients, samples)
 
     def step_watched(self, choices: StepChoices | None) -> StepSeen:
         """The same, with the outputs of the modules."""
@@ -303,7 +303,7 @@ class PhaseRank:
             state[f"gradient of {name}"] = None if weight.grad is None else weight.grad.clone()
         return state
 
-    def accumulate(self, repeats: int) -> list[Piece]:
+    def accumulate(self, repeats: int) -> list[TensorBox]:
         """The mean gradient of one round of micro-batches, accumulated ``repeats`` times; then it is dropped.
 
         The rounds are equal, and so are their gradients, bit for bit: what differs from one round's is the sum's
@@ -316,7 +316,7 @@ class PhaseRank:
         self.replay.start_step(None, 0.0)
         samples = np.tile(round_of_samples, repeats)
         accumulate_gradients(self.engine, self.dataset, samples, size, StopRequest())
-        pieces = gradient_pieces(self.engine)
+        pieces = gradient_boxes(self.engine)
         self.engine.discard()
         return pieces
 

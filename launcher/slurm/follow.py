@@ -14,7 +14,7 @@ from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require, r
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, SLURM, check_parts
 from launcher.watch.metrics import read_metrics
-from parallel.checkpoint.folder import open_store
+from parallel.checkpoint.places import open_store
 
 POLL_SECONDS = 0.5  # between two looks at a log that is followed
 JOB_POLL_SECONDS = 15  # between two questions to Slurm whether its job still lives

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from launcher.config.tree import RunConfig
-from parallel.checkpoint.folder import Folder, open_store
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, differences, read_manifest
+from parallel.checkpoint.places import open_store
+from parallel.checkpoint.store import Folder
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from launcher.slurm.submit import hand_over, write_config
 from launcher.slurm.sweep import Sweep, in_runs, load_sweep
 from launcher.training.run_parts import CONFIG, LOGS, SLURM, check_parts
 from launcher.training.start import room_free_gib, room_needed
-from parallel.checkpoint.folder import is_remote
+from parallel.checkpoint.places import is_remote
 
 
 def submit_sweep(file: Path, path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool) -> int:

@@ -16,8 +16,8 @@ from launcher.console import tell
 from launcher.errors import UserError
 from launcher.slurm.resumption import whole_manifest
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
-from parallel.checkpoint.folder import is_remote, open_folder, open_store
 from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.places import is_remote, open_folder, open_store
 from parallel.checkpoint.read import Checkpoint, load_weights, open_together
 from parallel.zero.engine import Engine
 

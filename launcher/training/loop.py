@@ -37,10 +37,10 @@ from modeling.metrics import logged, metrics_of
 from modeling.moe import RoutingStats
 from modeling.router_biases import move_router_biases
 from modeling.schedules import lr_factor
+from parallel.batch import MicroBatch
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Saved
 from parallel.mesh import Mesh, close_mesh, open_mesh
-from parallel.pipeline.stages import MicroBatch
 from parallel.processes.stop import STOPPED, StopRequest
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.engine import Engine, StepResult

@@ -20,7 +20,7 @@ from launcher.errors import UserError
 from launcher.guard.fence import Fence, raise_fence
 from launcher.slurm.queue import has_ended, slurm_job
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, STARTED_IN, check_parts
-from parallel.checkpoint.folder import is_remote, local_path, open_store
+from parallel.checkpoint.places import is_remote, local_path, open_store
 from parallel.processes.environment import number
 
 # Where token files lie and how many processes make them does not change which tokens come next.

@@ -23,7 +23,7 @@ from launcher.training.run_dir import (
     enter_start_folder,
     refusing_unreachable,
 )
-from parallel.checkpoint.folder import is_remote, local_path, open_store
+from parallel.checkpoint.places import is_remote, local_path, open_store
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.start import RankError, run_ranks, tell_launcher
 from parallel.processes.stop import hearing

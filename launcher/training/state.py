@@ -15,8 +15,8 @@ from launcher.training.init_from import set_first_weights
 from launcher.training.run_parts import CONFIG
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.checkpoint.errors import IncompleteSave
-from parallel.checkpoint.folder import open_store
 from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.places import open_store
 from parallel.checkpoint.read import load_state, open_together
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Hooks, Saver

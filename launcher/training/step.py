@@ -15,14 +15,11 @@ from torch import Tensor
 from data.batch import IGNORED, PADDING
 from data.dataset import Dataset
 from modeling.config import ModelConfig
-from modeling.context import Context
 from modeling.decoder import Output
 from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
-from parallel.context_parallel.context import split_context
-from parallel.context_parallel.part import take_share
+from parallel.batch import MicroBatch, cut_micro_batch, share_of_batch
 from parallel.mesh import Mesh, max_over_ranks, sum_over_ranks
-from parallel.pipeline.stages import MicroBatch
 from parallel.processes.stop import StopRequest, elected
 from parallel.zero.engine import Engine
 
@@ -37,17 +34,6 @@ class Totals:
     stop_signal: int | None  # that some rank was asked to stop by
 
 
-def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
-    """This rank's samples, (n, micro_batch_size): a batch's micro-batches are dealt to the ranks of dp in turn."""
-    return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
-
-
-def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
-    """Of ``seq_len`` positions, those that this rank of tp holds between layers."""
-    part = seq_len // mesh.tp.degree
-    return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
-
-
 def read_micro_batch(
     dataset: Dataset,
     indices: np.ndarray,
@@ -57,25 +43,19 @@ def read_micro_batch(
     *,
     expects_padding: bool = False,
 ) -> MicroBatch:
-    """The samples on the device, cut to this rank's share of the positions: cp cuts them here, tp between layers.
+    """This rank's share of the samples, on its device. Ranks of cp, tp and pp read the same samples.
 
-    Ranks of cp, tp and pp read the same samples. The scales are what the auxiliary losses weigh. ``expects_padding``:
-    the model takes the way around padding where there is none, too.
+    The scales are what the auxiliary losses weigh. ``expects_padding``: the model takes the way around padding where
+    there is none, too.
     """
     batch = dataset.read(indices)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-    tensors = [torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays]
-    tokens_BS, targets_BS, positions_BS, documents_BS = tensors
+    tokens_BS, targets_BS, positions_BS, documents_BS = (
+        torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays
+    )
     has_padding = expects_padding or bool((batch.documents_BS == PADDING).any())
-    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
-    if mesh.cp.degree > 1:
-        context = split_context(context, mesh.cp)
-        tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
-    if mesh.tp.degree > 1:
-        part = part_of_sequence(tokens_BS.shape[1], mesh)
-        positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
-        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
-    return MicroBatch(tokens_BS, targets_BS, context)
+    scales = (balance_scale, z_scale)
+    return cut_micro_batch(tokens_BS, targets_BS, positions_BS, documents_BS, mesh, *scales, has_padding=has_padding)
 
 
 def accumulate_gradients(

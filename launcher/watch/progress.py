@@ -38,7 +38,7 @@ class Trace:
         self._pending.clear()
 
 
-class Progress:
+class RunProgress:
     """A run as rows of metrics.jsonl describe it; ``observe`` takes them as they come."""
 
     def __init__(

@@ -24,7 +24,7 @@ from rich.text import Text
 from launcher.console import Unheard, drop_output, open_console, say
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
 from launcher.watch.moe import layer_of, load_keys
-from launcher.watch.progress import Progress, event_text
+from launcher.watch.progress import RunProgress, event_text
 
 REFRESHES_PER_SECOND = 2
 PLAIN_SECONDS = 10.0  # at least one line in so many seconds
@@ -67,7 +67,7 @@ def open_view(total_steps: int, first_step: int, name: str, run_dir: Path, every
     of multiples of it, of the first and of the last update are shown; None: each in the live view, and so many plain
     lines that a log shows that the run lives.
     """
-    progress = Progress(total_steps, first_step, name, run_dir, every_steps)
+    progress = RunProgress(total_steps, first_step, name, run_dir, every_steps)
     console = open_console()
     if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(progress, console)
@@ -77,7 +77,7 @@ def open_view(total_steps: int, first_step: int, name: str, run_dir: Path, every
 class PlainView(View):
     """One line for the first and the last step, in between as asked, or often enough to see that the run lives."""
 
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
+    def __init__(self, progress: RunProgress, stream: TextIO) -> None:
         self._progress = progress
         self._stream: TextIO | None = stream
         self._printed_at = -PLAIN_SECONDS
@@ -127,7 +127,7 @@ class PlainView(View):
 class LiveView(View):
     """Progress, the latest numbers, the loss as a sparkline and the experts' load, redrawn in place."""
 
-    def __init__(self, progress: Progress, console: Console) -> None:
+    def __init__(self, progress: RunProgress, console: Console) -> None:
         self._progress = progress
         self._console = console
         self._live = Live(
@@ -159,7 +159,7 @@ class LiveView(View):
         return render(self._progress, self._console.width, self._console.height, bars)
 
 
-def update_line(progress: Progress) -> str:
+def update_line(progress: RunProgress) -> str:
     """The latest update as one plain line."""
     left = progress.seconds_left()
     parts = [
@@ -171,7 +171,7 @@ def update_line(progress: Progress) -> str:
     return "  ".join(parts)
 
 
-def render(progress: Progress, width: int, height: int, bars: str = BARS) -> RenderableType:
+def render(progress: RunProgress, width: int, height: int, bars: str = BARS) -> RenderableType:
     """The live view's frame, at most ``height`` lines of ``width`` columns."""
     lines: list[RenderableType] = [_title(progress), _bar(progress), _number_line(progress)]
     if progress.losses.means:
@@ -196,13 +196,13 @@ def _numbers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, form.format(row[key])) for key, label, form in formats if row.get(key) is not None]
 
 
-def _title(progress: Progress) -> Text:
+def _title(progress: RunProgress) -> Text:
     return Text.assemble(
         (progress.name, "bold"), ("  " + str(progress.run_dir), "dim"), no_wrap=True, overflow="ellipsis"
     )
 
 
-def _bar(progress: Progress) -> Table:
+def _bar(progress: RunProgress) -> Table:
     done = progress.step / progress.total_steps
     left = progress.seconds_left()
     grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
@@ -217,7 +217,7 @@ def _bar(progress: Progress) -> Table:
     return grid
 
 
-def _number_line(progress: Progress) -> Text:
+def _number_line(progress: RunProgress) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     if progress.update and progress.update["step"] != progress.step:  # only every so many steps' numbers are shown
         line.append(f"step {progress.update['step']}  ", style="dim")
@@ -226,7 +226,7 @@ def _number_line(progress: Progress) -> Text:
     return line if line.plain else Text("waiting for the first step", style="dim")
 
 
-def _loss_line(progress: Progress, width: int, bars: str) -> Text:
+def _loss_line(progress: RunProgress, width: int, bars: str) -> Text:
     first = progress.losses.first
     ends = f"  {first:.3f} to {progress.update['loss']:.3f}"
     line = sparkline(progress.losses.means, max(width - len("loss      ") - len(ends), 1), bars)
@@ -261,7 +261,7 @@ def _load_style(load: float) -> str:
     return "green" if load <= 1.5 else "yellow" if load <= 2 else "red"
 
 
-def _landmarks(progress: Progress) -> Text:
+def _landmarks(progress: RunProgress) -> Text:
     """The last evaluation and the last checkpoint."""
     parts = []
     if progress.evaluation:

@@ -13,9 +13,11 @@ from typing import Any
 import xxhash
 
 from parallel.checkpoint.boxes import Box, coverage_error
-from parallel.checkpoint.folder import MANIFEST, Folder, LocalFolder, open_folder, step_of, sync_directory
+from parallel.checkpoint.local import LocalFolder, sync_directory
+from parallel.checkpoint.places import open_folder
 from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.schema import FORMAT, LARGEST_MANIFEST_BYTES, Malformed, Piece, parse_body
+from parallel.checkpoint.store import MANIFEST, Folder, step_of
 
 ELEMENT_BYTES = 4  # every tensor is fp32
 WEIGHT = "weight"  # the kind of a parameter's values

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import fsspec
 
-from parallel.checkpoint.folder import MANIFEST, Folder, Input, Output, at_most, in_order
 from parallel.checkpoint.regular import UnfitFile
+from parallel.checkpoint.store import MANIFEST, Folder, Input, Output, at_most, in_order
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
 VERSION_KEYS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")

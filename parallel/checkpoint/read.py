@@ -15,7 +15,6 @@ from torch import Tensor
 
 from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import Box, whole
-from parallel.checkpoint.folder import MANIFEST, Folder, open_folder
 from parallel.checkpoint.manifest import (
     BUFFER,
     WEIGHT,
@@ -28,10 +27,12 @@ from parallel.checkpoint.manifest import (
     hash_problem,
     read_manifest,
 )
+from parallel.checkpoint.places import open_folder
 from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.safetensors_stream import NotSafetensors
 from parallel.checkpoint.scatter import ShardReader, Target, span_of
 from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.store import MANIFEST, Folder
 from parallel.mesh import Mesh
 from parallel.zero.engine import Engine
 

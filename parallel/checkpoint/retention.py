@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallel.checkpoint.folder import Folder, Store, open_store
 from parallel.checkpoint.manifest import DamagedCheckpoint, Location, Manifest, check_sizes, read_manifest
+from parallel.checkpoint.places import open_store
+from parallel.checkpoint.store import Folder, Store
 
 HELDOUT = "heldout"  # the manifest's scalar: (step, held-out loss after that update), or None
 

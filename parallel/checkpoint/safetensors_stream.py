@@ -15,8 +15,9 @@ import xxhash
 from torch import Tensor
 
 from parallel.checkpoint.errors import IncompleteSave
-from parallel.checkpoint.folder import BLOCK_BYTES, Folder, Input
+from parallel.checkpoint.local import BLOCK_BYTES
 from parallel.checkpoint.schema import LARGEST_HEADER_BYTES, Malformed, parse_header, shorten
+from parallel.checkpoint.store import Folder, Input
 
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from parallel.checkpoint import write
 from parallel.checkpoint.errors import BrokenSave, IncompleteSave
-from parallel.checkpoint.folder import Store, step_name
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES, chunks_of, copy_all, staged
 from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.store import Store, step_name
 from parallel.checkpoint.write import build_manifest, certified, write_attachments, write_shard
 from parallel.zero.engine import Engine
 

@@ -8,7 +8,6 @@ import xxhash
 from torch import Tensor
 
 from parallel.checkpoint.boxes import Box, boxes_of_range
-from parallel.checkpoint.folder import Folder, Input
 from parallel.checkpoint.safetensors_stream import (
     CHUNK_BYTES,
     ELEMENT_BYTES,
@@ -19,6 +18,7 @@ from parallel.checkpoint.safetensors_stream import (
     read_into,
 )
 from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.store import Folder, Input
 
 SMALLEST_RUN = 1 << 16  # bytes that get a read of their own
 LARGEST_GAP = 1 << 20  # bytes that are read although nobody wants them, rather than sought past

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from parallel.checkpoint.folder import MANIFEST, Folder, open_folder
 from parallel.checkpoint.manifest import (
     ELEMENT_BYTES,
     MOST_PROBLEMS,
@@ -14,9 +13,11 @@ from parallel.checkpoint.manifest import (
     check_files,
     read_manifest,
 )
+from parallel.checkpoint.places import open_folder
 from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.safetensors_stream import NotSafetensors, read_header
 from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.store import MANIFEST, Folder
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from modeling.logical import logical_tensors
 from parallel.checkpoint.errors import IncompleteSave
-from parallel.checkpoint.folder import Folder, Store, open_store, step_name
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, Manifest, certify, decode_manifest, encode_manifest
+from parallel.checkpoint.places import open_store
 from parallel.checkpoint.safetensors_stream import write_hashed, write_tensors
 from parallel.checkpoint.schema import LARGEST_MANIFEST_BYTES, Malformed, Piece
+from parallel.checkpoint.store import Folder, Store, step_name
 from parallel.zero.engine import Engine
 
 FileRecords = dict[str, dict[str, Any]]  # file -> bytes, xxh3_128: as in the manifest

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from modeling.decoder import Decoder, Output
+from parallel.batch import MicroBatch
 from parallel.mesh import Axis
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.schedule import build_schedule
-from parallel.pipeline.stages import MicroBatch, Part, Stage, merge_outputs, meta_example
+from parallel.pipeline.stages import Part, Stage, merge_outputs, meta_example
 
 AfterBackward = Callable[[nn.Module], None]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from modeling.config import ModelConfig
-from modeling.context import Context
 from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, Output
+from parallel.batch import MicroBatch
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 
 EMBEDDING_SHARE = 0.05  # of the head's cost: a look-up moves the same rows but multiplies nothing
@@ -38,15 +38,6 @@ class Part:
     def has_head(self) -> bool:
         """Whether the final norm, the head and the loss are here."""
         return self.stage == self.n_stages - 1
-
-
-@dataclass
-class MicroBatch:
-    """Some sequences and their surroundings. Every pp rank has the same ones, so only hidden states are sent."""
-
-    tokens_BS: Tensor
-    targets_BS: Tensor
-    context: Context
 
 
 def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_cost: float) -> list[int]:

@@ -17,20 +17,22 @@ from modeling.init import initial_tensor
 from modeling.logical import logical_tensors
 from modeling.optimizers.config import OptimizerConfig
 from parallel.apply import build_part
+from parallel.batch import MicroBatch
 from parallel.collectives import sum_together
 from parallel.config import ParallelConfig
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.run import Pipeline
-from parallel.pipeline.stages import MicroBatch, is_second_copy, rank_parts, tied_weight
+from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
 from parallel.pipeline.tied import add_other_copy
 from parallel.recompute import Recompute
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.fragments import Fragment, make_states, owned_fragments
 from parallel.zero.groups import optimizer_groups
 from parallel.zero.norm import global_norm
-from parallel.zero.sharding import Precision, sharding_for
+from parallel.zero.sharding import Precision
+from parallel.zero.ways import sharding_for
 from parallel.zero.weights import describe_weights
 
 Gradient = tuple[nn.Parameter, Tensor, float]  # a weight, what this rank holds of its gradient, and its share

@@ -1,4 +1,4 @@
-"""How DeepSpeed holds a model's state: what every way of it offers to the engine, and the choice between them.
+"""How DeepSpeed holds a model's state: what every way of it offers to the engine.
 
 Between two steps a rank holds weights in the model's dtype, fp32 masters and optimizer states; during a step, gradients
 too. Which part of each, and under which of DeepSpeed's names, is the business of one class for each way.
@@ -160,23 +160,3 @@ class Sharding(ABC):
     def kept(self, parameter: nn.Parameter) -> Tensor:
         """What this rank keeps of a weight between steps, in the model's dtype."""
         return parameter.detach()
-
-
-def sharding_for(zero: int, precision: Precision) -> type[Sharding]:
-    """The way in which DeepSpeed holds state under this ZeRO stage and precision."""
-    from parallel.zero.replicated import Replicated
-    from parallel.zero.zero1_bf16 import Zero1Bf16
-    from parallel.zero.zero3 import Zero3
-    from parallel.zero.zero12 import Zero1, Zero2
-
-    match zero, precision:
-        case 0, _:
-            return Replicated
-        case 1, "bf16":
-            return Zero1Bf16
-        case 1, _:
-            return Zero1
-        case 2, _:
-            return Zero2
-        case _:
-            return Zero3

@@ -25,7 +25,7 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.errors import DataError
 from data.hub import open_hub
-from data.manifest import read_manifest
+from data.manifest import read_source_manifest
 from data.prepare import prepare
 from data.prepared import Prepared, find_prepared, verify
 from data.tokenfile import TokenFile
@@ -154,7 +154,7 @@ def test_killed_and_started_again(tmp_path: Path, tokenizer: str) -> None:
     for _ in range(3):
         kept.append(_kill_midway([sys.executable, str(script), json.dumps(asdict(config))]))
         folder = next(p for p in Path(config.token_dir).iterdir() if p.name.startswith("a-jsonl"))
-        assert read_manifest(folder) is None
+        assert read_source_manifest(folder) is None
         assert find_prepared(config, VOCAB) is None
     assert kept == sorted(kept)  # finished shards are kept: each start reports them at once
     assert kept[-1] > 0

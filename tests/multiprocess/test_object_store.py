@@ -18,7 +18,8 @@ from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
-from parallel.checkpoint.folder import Store, open_store
+from parallel.checkpoint.places import open_store
+from parallel.checkpoint.store import Store
 from parallel.checkpoint.verify import problems_of
 
 

@@ -15,7 +15,7 @@ from launcher.cli import main
 from launcher.guard.restarts import FRUITLESS_STARTS, Restart, Restarts, restart_by_torchrun
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
-from parallel.checkpoint.folder import step_name
+from parallel.checkpoint.store import step_name
 from parallel.config import ParallelConfig
 
 

@@ -11,7 +11,8 @@ from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 from modeling.optimizers.config import AdamWConfig
-from parallel.checkpoint.folder import LocalStore, step_of
+from parallel.checkpoint.local import LocalStore
+from parallel.checkpoint.store import step_of
 
 
 def test_milestones_and_the_best_stay_over_a_restart(tmp_path):

@@ -13,7 +13,7 @@ from launcher.config.load import load_config
 from launcher.slurm.checks import notes
 from launcher.slurm.resumption import look_for_checkpoint
 from layout_runs import write_tokens
-from parallel.checkpoint.folder import step_name
+from parallel.checkpoint.store import step_name
 from sealed import reseal
 
 

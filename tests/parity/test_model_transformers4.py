@@ -93,8 +93,11 @@ def rounded(model: Decoder, dtype: torch.dtype) -> Decoder:
 
 
 def without_negative_biases(model: Decoder) -> Decoder:
-    """The model as version 4 can choose its experts: it gives those of left-out groups a score of 0, not of -inf, so that
-    they would come before an expert of a chosen group whose score and bias add up to less than 0."""
+    """The model with biases by which version 4 chooses the same experts.
+
+    It gives those of left-out groups a score of 0, not of -inf: they would come before an expert of a chosen group
+    whose score and bias add up to less than 0.
+    """
     for module in model.modules():
         if isinstance(module, Router) and module.bias is not None and module.n_groups > 1:
             module.bias.abs_()

@@ -53,13 +53,13 @@ def plant(fault: str | None) -> None:
             deal = step.share_of_batch
             step.share_of_batch = lambda indices, size, mesh: deal(indices, size, mesh)[:-1]
         case "balance loss times dp":
-            import launcher.training.step as step
+            import parallel.batch as parallel_batch
             from modeling.context import Context
 
             def scaled(positions: Any, documents: Any, balance_scale: float, *rest: Any) -> Context:
                 return Context(positions, documents, balance_scale * 2, *rest)
 
-            step.Context = scaled
+            parallel_batch.Context = scaled
         case "weights drawn by rank":
             import os
 

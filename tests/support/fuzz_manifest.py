@@ -8,8 +8,8 @@ from typing import Any
 
 import xxhash
 
-from parallel.checkpoint.folder import MANIFEST
 from parallel.checkpoint.manifest import DamagedCheckpoint, check_sizes, encode_manifest, read_manifest
+from parallel.checkpoint.store import MANIFEST
 from parallel.checkpoint.verify import bytes_of, tensor_bytes
 
 MOST_SECONDS = 5.0

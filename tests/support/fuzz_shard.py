@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from parallel.checkpoint.boxes import whole
-from parallel.checkpoint.folder import LocalFolder
+from parallel.checkpoint.local import LocalFolder
 from parallel.checkpoint.safetensors_stream import NotSafetensors, encode_header, read_header
 from parallel.checkpoint.scatter import ShardReader, Target
 from parallel.checkpoint.schema import LONGEST_NAME, Piece

@@ -39,7 +39,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     from parallel.recompute import apply_recompute
     from parallel.sizes import DEFAULT_SIZES
     from parallel.zero.norm import global_norm
-    from parallel.zero.sharding import sharding_for
+    from parallel.zero.ways import sharding_for
     from parallel.zero.weights import describe_weights
 
     mesh = open_mesh(SimpleNamespace(pp=case.pp), 60)

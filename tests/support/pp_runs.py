@@ -120,7 +120,7 @@ def reference(case: Case) -> Seen:
 
 def micro_batches(parts: list[ReferenceBatch], scale: float = 1.0) -> tuple[list[Any], int]:
     """The pipeline's micro-batches with their contexts, and the number of targets. ``scale`` multiplies all losses."""
-    from parallel.pipeline.stages import MicroBatch
+    from parallel.batch import MicroBatch
 
     n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in parts)
     n_tokens = sum(int((part.documents_BS != PADDING).sum()) for part in parts)

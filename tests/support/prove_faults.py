@@ -300,23 +300,23 @@ def plant(title: str) -> None:
             exchange = expert.exchange_counts
             expert.exchange_counts = lambda counts_E, axis: exchange(counts_E, axis).flip(1)
         case "attention across documents under cp (all-to-all)" | "attention across documents under cp (ring)":
-            import launcher.training.step as step
+            import parallel.batch as batch
 
-            split = step.split_context
-            step.split_context = lambda whole, axis: split(
+            split = batch.split_context
+            batch.split_context = lambda whole, axis: split(
                 replace(whole, documents_BS=whole.documents_BS.clamp(max=0)), axis
             )
         case "positions of the wrong chunk under cp":
-            import launcher.training.step as step
+            import parallel.batch as batch
 
-            split_right = step.split_context
+            split_right = batch.split_context
 
             def split_wrong(whole: Any, axis: Any) -> Any:
                 context = split_right(whole, axis)
                 context.positions_BS = whole.positions_BS.chunk(axis.degree, 1)[axis.rank]
                 return context
 
-            step.split_context = split_wrong
+            batch.split_context = split_wrong
         case "keys' and values' gradients not summed over tp":
             change_engines(gradients.keep_gradient_at_home)
         case "grouped queries: keys' gradient of one query head":

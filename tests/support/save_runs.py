@@ -21,7 +21,8 @@ from launcher.watch.metrics import MetricsFile
 from parallel.checkpoint import saver as saver_module
 from parallel.checkpoint import write
 from parallel.checkpoint.errors import BrokenSave
-from parallel.checkpoint.folder import LocalStore, open_store
+from parallel.checkpoint.local import LocalStore
+from parallel.checkpoint.places import open_store
 from parallel.checkpoint.saver import Hooks, Saved, Saver
 from parallel.checkpoint.schema import Piece
 from parallel.mesh import close_mesh, open_mesh

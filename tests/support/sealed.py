@@ -14,7 +14,7 @@ from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
 from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import Box
-from parallel.checkpoint.folder import LocalFolder
+from parallel.checkpoint.local import LocalFolder
 from parallel.checkpoint.manifest import SEAL_BYTES, WEIGHT, Manifest, hash_file, seal, write_manifest
 from parallel.checkpoint.safetensors_stream import chunks_of, write_tensors
 from parallel.checkpoint.schema import Piece

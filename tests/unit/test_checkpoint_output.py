@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.checkpoint.folder import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput
+from parallel.checkpoint.local import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput
 from parallel.checkpoint.saver import host_buffer
 
 LARGE = SMALLEST_DIRECT + 3 * BLOCK_BYTES

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from parallel.checkpoint import scatter
 from parallel.checkpoint.boxes import Box, boxes_of_range, whole
-from parallel.checkpoint.folder import LocalFolder
+from parallel.checkpoint.local import LocalFolder
 from parallel.checkpoint.manifest import hash_file
 from parallel.checkpoint.safetensors_stream import NotSafetensors, read_header, staged, write_tensors
 from parallel.checkpoint.scatter import ShardReader, Target, span_of

@@ -19,7 +19,7 @@ from rich.text import Text
 from data.errors import DataError
 from launcher.cli import main
 from launcher.console import escaped, in_a_line, open_console, say, show_exception, text_column
-from launcher.watch.progress import Progress
+from launcher.watch.progress import RunProgress
 from launcher.watch.terminal import LiveView, PlainView
 from sealed import reseal, write_run
 
@@ -85,7 +85,7 @@ def test_tables_bars_and_texts_with_styles_show_it():
 
 
 def test_views_and_errors_show_it(capsys, tmp_path):
-    progress = Progress(10, 1, NASTY, tmp_path / NASTY)
+    progress = RunProgress(10, 1, NASTY, tmp_path / NASTY)
     view = PlainView(progress, sys.stdout)
     view.update({"step": 1, "event": NASTY, "message": NASTY})
     out = io.StringIO()

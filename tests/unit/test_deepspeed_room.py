@@ -177,7 +177,7 @@ ASKS_FOR_THE_STAGE = (
     "launcher/prove/matrix.py",
     "launcher/prove/traffic/",
     "parallel/pipeline/rules.py",
-    "parallel/zero/sharding.py",
+    "parallel/zero/ways.py",
 )
 
 

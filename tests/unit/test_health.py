@@ -11,7 +11,7 @@ from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import HealthConfig
 from launcher.training.health import Health, robust_z
 from launcher.watch.metrics import MetricsFile, read_metrics
-from launcher.watch.progress import TRACE_POINTS, Progress, event_text
+from launcher.watch.progress import TRACE_POINTS, RunProgress, event_text
 
 LOSSES = [4.0, 4.1, 3.9, 4.05, 3.95]
 
@@ -101,7 +101,7 @@ def test_a_file_goes_back_but_keeps_its_events(tmp_path):
 
 @pytest.mark.parametrize("n", [5, 3 * TRACE_POINTS])
 def test_the_view_goes_back(tmp_path, n):
-    progress = Progress(4 * n, 1, "run", tmp_path)
+    progress = RunProgress(4 * n, 1, "run", tmp_path)
     for step in range(1, n + 1):
         progress.observe({"step": step, "loss": float(step)})
     progress.rewind(n - 2)

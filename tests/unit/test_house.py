@@ -5,6 +5,7 @@ import os
 import re
 import tomllib
 from dataclasses import MISSING
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,43 @@ def test_a_module_begins_with_a_docstring_and_is_not_too_long(path):
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), "the first line says what the module holds"
     assert len(text.splitlines()) <= 500
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """Those of the modules that a file imports, at its top or later; not those for the type checker alone."""
+    tree = ast.parse(path.read_text())
+    for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    unseen = {node for each in for_types for node in ast.walk(each)}
+    found = set()
+    for node in ast.walk(tree):
+        if node in unseen:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & modules
+
+
+def circle_among(files: dict[str, Path]) -> list[str]:
+    """Modules that import each other in turn, or nothing."""
+    try:
+        TopologicalSorter({name: imports_of(path, set(files)) for name, path in files.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other():
+    """Imports inside functions count: they hide a circle, and do not undo it."""
+    files = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in SOURCES}
+    assert circle_among({name: path for name, path in files.items() if path.name != "__init__.py"}) == []
+
+
+def test_planted_a_circle_is_seen(tmp_path):
+    (tmp_path / "one.py").write_text("def f():\n    from two import g\n")
+    (tmp_path / "two.py").write_text("import one\n")
+    assert set(circle_among({name: tmp_path / f"{name}.py" for name in ("one", "two")})) == {"one", "two"}
 
 
 def test_folders_under_tests_carry_no_init():

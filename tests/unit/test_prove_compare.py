@@ -17,6 +17,7 @@ from launcher.prove.checks import (
     check_updates,
     without_gradient,
 )
+from launcher.prove.compare.boxes import TensorBox, Uncovered, assemble
 from launcher.prove.compare.errors import (
     execution_order,
     explain_norm,
@@ -25,7 +26,6 @@ from launcher.prove.compare.errors import (
     tensor_errors,
     total_norm,
 )
-from launcher.prove.compare.pieces import Piece, Uncovered, assemble
 from launcher.prove.compare.routing import (
     NO_CHOICE,
     ChoiceReplay,
@@ -99,7 +99,7 @@ def test_a_norm_is_explained_by_what_it_miscounts():
 
 
 def piece(name, start, shape, value, is_owner=True):
-    return Piece(name, Box(start, shape), torch.full(shape, float(value)), is_owner)
+    return TensorBox(name, Box(start, shape), torch.full(shape, float(value)), is_owner)
 
 
 def test_pieces_make_whole_tensors():
@@ -131,7 +131,7 @@ def test_planted_single_wrong_bit_is_seen():
     theirs = {"a": torch.ones(4), "b": torch.ones(4)}
     value = torch.ones(4)
     value[2] = torch.nextafter(value[2], torch.tensor(2.0))
-    pieces = [piece("a", (0,), (4,), 1), Piece("b", Box((0,), (4,)), value)]
+    pieces = [piece("a", (0,), (4,), 1), TensorBox("b", Box((0,), (4,)), value)]
     failed = check_exact("p", "weights", pieces, theirs)
     assert not failed.passed and failed.worst == "b"
 
@@ -287,7 +287,7 @@ def test_updates_by_rounding_alone_are_left_out_and_named():
     theirs = {name: torch.full((4,), 1e-3) for name in start}
     ours = theirs | {"router": torch.full((4,), -1e-3)}
     box = Box((0,), (4,))
-    pieces = [Piece(name, box, value, is_owner=True) for name, value in ours.items()]
+    pieces = [TensorBox(name, box, value, is_owner=True) for name, value in ours.items()]
     left_out = check_updates("adamw", "weights", pieces, theirs, start, 1e-2, names)
     assert left_out.passed
     assert left_out.note == "left out, for a gradient of rounding alone: router"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from launcher.watch import terminal
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bars, sparkline, split_evenly
-from launcher.watch.progress import TRACE_POINTS, Progress, Trace
+from launcher.watch.progress import TRACE_POINTS, RunProgress, Trace
 from launcher.watch.terminal import LiveView, PlainView, open_view, render
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -32,7 +32,7 @@ def update(step: int, n_layers: int = 2, n_experts: int = 8) -> dict:
     return row
 
 
-def frame(progress: Progress, width: int, height: int = 24, bars: str = BARS) -> list[str]:
+def frame(progress: RunProgress, width: int, height: int = 24, bars: str = BARS) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as capture:
         console.print(render(progress, width, height, bars))
@@ -63,7 +63,7 @@ def test_a_slow_run_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPa
     now = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    view = PlainView(Progress(100_000, 1, "long", Path("runs/long")), stream)
+    view = PlainView(RunProgress(100_000, 1, "long", Path("runs/long")), stream)
     for step in range(1, 31):
         now[0] = 4.0 * step
         view.update(update(step))
@@ -81,7 +81,7 @@ def test_plain_lines_come_as_often_as_asked(
     now = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    view = PlainView(Progress(30, 3, "run", Path("runs/run"), every_steps), stream)
+    view = PlainView(RunProgress(30, 3, "run", Path("runs/run"), every_steps), stream)
     for step in range(3, 31):
         now[0] = 60.0 * step
         view.update(update(step))
@@ -93,7 +93,7 @@ def test_plain_lines_come_as_often_as_asked(
 
 
 def test_the_live_view_shows_the_numbers_as_often_as_asked() -> None:
-    progress = Progress(100, 1, "run", Path("runs/run"), 20)
+    progress = RunProgress(100, 1, "run", Path("runs/run"), 20)
     for step in range(1, 56):
         progress.observe(update(step))
     text = "\n".join(frame(progress, 80))
@@ -107,14 +107,14 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    view = PlainView(Progress(10, 1, "run", Path("runs/run")), Gone())
+    view = PlainView(RunProgress(10, 1, "run", Path("runs/run")), Gone())
     view.update(update(1))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize(("n_layers", "n_experts"), [(0, 8), (4, 8), (61, 256)])
 def test_the_frame_fits_the_terminal(width: int, n_layers: int, n_experts: int) -> None:
-    progress = Progress(200, 1, "quickstart", Path("runs/quickstart"))
+    progress = RunProgress(200, 1, "quickstart", Path("runs/quickstart"))
     assert len(frame(progress, width)) <= 24
     for step in range(1, 101):
         progress.observe(update(step, n_layers, n_experts))
@@ -137,7 +137,7 @@ def test_the_frame_fits_the_terminal(width: int, n_layers: int, n_experts: int) 
 
 
 def test_a_layer_shows_its_experts_load() -> None:
-    progress = Progress(2, 1, "run", Path("runs/run"))
+    progress = RunProgress(2, 1, "run", Path("runs/run"))
     progress.observe(update(1, n_layers=1, n_experts=4))
     (line,) = [line for line in frame(progress, 80) if line.startswith("layer 0")]
     assert line.rstrip() == "layer 0   ▇ ▄ ▄ ▄   load 0.80 to 1.60"
@@ -148,7 +148,7 @@ def test_the_live_view_gives_the_cursor_back(error: type[BaseException] | None) 
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
     stdout = sys.stdout
     try:
-        with LiveView(Progress(10, 1, "run", Path("runs/run")), console) as view:
+        with LiveView(RunProgress(10, 1, "run", Path("runs/run")), console) as view:
             view.update(update(1))
             view.event("hello")
             if error is not None:
@@ -193,7 +193,7 @@ def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back() -> None:
 def test_the_pace_gives_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    progress = Progress(50, 11, "run", Path("runs/run"))
+    progress = RunProgress(50, 11, "run", Path("runs/run"))
     assert progress.seconds_left() is None
     for step in (11, 12):
         now[0] += 3.0

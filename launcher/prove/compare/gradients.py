@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from launcher.prove.compare.pieces import Piece, fragment_pieces
+from launcher.prove.compare.boxes import TensorBox, fragment_boxes
 from parallel.zero.engine import Engine
 
 
-def gradient_pieces(engine: Engine) -> list[Piece]:
+def gradient_boxes(engine: Engine) -> list[TensorBox]:
     """This rank's part of the gradients, the loss scale divided out. Across ranks each element appears once.
 
     To be called between the last micro-batch's backward pass and the step. A fragment without a gradient gives zeros.
@@ -17,5 +17,5 @@ def gradient_pieces(engine: Engine) -> list[Piece]:
         key = id(fragment.flat)
         if key not in flats:
             flats[key] = engine.flat_gradient(fragment.flat) / engine.loss_scale
-        pieces += fragment_pieces(fragment, fragment.view(flats[key]))
+        pieces += fragment_boxes(fragment, fragment.view(flats[key]))
     return pieces

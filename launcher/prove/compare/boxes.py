@@ -12,7 +12,7 @@ from parallel.zero.fragments import Fragment
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorBox:
     """The elements ``box`` of the logical tensor ``name``; ``value`` is fp32, on the CPU, of the box's shape.
 
     Where tp replicates a tensor, one rank's piece is the owner's; the others are copies, which have to be equal.
@@ -28,28 +28,26 @@ class Uncovered(Exception):
     """The ranks' pieces do not hold every element of a logical tensor exactly once; the message names the tensor."""
 
 
-def fragment_pieces(fragment: Fragment, flat: Tensor) -> Iterator[Piece]:
+def fragment_boxes(fragment: Fragment, flat: Tensor) -> Iterator[TensorBox]:
     """A fragment's elements, given flat, as boxes of the logical tensor. The values are copies."""
     done = 0
     for box in fragment.boxes():
         value = flat.narrow(0, done, box.numel).to("cpu", torch.float32, copy=True)
-        yield Piece(fragment.name, box, value.view(box.shape), fragment.is_owner)
+        yield TensorBox(fragment.name, box, value.view(box.shape), fragment.is_owner)
         done += box.numel
 
 
-def weight_pieces(engine: Engine, kind: str = "weight") -> list[Piece]:
+def weight_boxes(engine: Engine, kind: str = "weight") -> list[TensorBox]:
     """This rank's part of the fp32 weights, or of an optimizer state."""
-    return [
-        piece for fragment in engine.fragments for piece in fragment_pieces(fragment, engine.pieces(fragment)[kind])
-    ]
+    return [piece for fragment in engine.fragments for piece in fragment_boxes(fragment, engine.pieces(fragment)[kind])]
 
 
-def assemble(pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def assemble(pieces: Iterable[TensorBox], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Whole logical tensors from all ranks' own pieces (copies are left out), in the order of ``shapes``.
 
     Raises Uncovered unless the pieces hold every element of every tensor exactly once.
     """
-    by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
+    by_name: dict[str, list[TensorBox]] = {name: [] for name in shapes}
     for piece in pieces:
         if piece.name not in by_name:
             raise Uncovered(f"{piece.name} is not a tensor of this model")
@@ -58,7 +56,7 @@ def assemble(pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]]) -> 
     return {name: _whole(name, shapes[name], parts) for name, parts in by_name.items()}
 
 
-def _whole(name: str, shape: tuple[int, ...], parts: list[Piece]) -> Tensor:
+def _whole(name: str, shape: tuple[int, ...], parts: list[TensorBox]) -> Tensor:
     problem = coverage_error(shape, [part.box for part in parts])
     if problem is not None:
         raise Uncovered(f"{name}: {problem}")

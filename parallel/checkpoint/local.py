@@ -1,195 +1,22 @@
-"""Where checkpoints lie: folders of files, and the acts that make a folder a checkpoint or take it away again.
-
-One interface, two kinds: a file system (here), where the commit is a rename, and an object store (objects.py), where it
-is the put of the manifest.
-"""
+"""Checkpoints on a file system: the commit is a rename, and large writes go past the page cache."""
 
 import errno
 import fcntl
 import io
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
-from parallel.checkpoint.regular import UnfitFile, look, open_regular
+from parallel.checkpoint.regular import look, open_regular
+from parallel.checkpoint.store import MANIFEST, Folder, Input, Output, at_most, in_order
 
-MANIFEST = "manifest.json"
-LOCAL_SCHEMES = ("file://", "local://")
 BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
-MOST_DIGITS = 18  # of a step's number
 AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
-
-
-class Output(Protocol):
-    """A file being written, a context manager: durable when it is left, dropped when it is left by an exception."""
-
-    def write(self, data: Any) -> None:
-        """Appends all bytes of a buffer."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
-
-
-class Input(Protocol):
-    """A file being read, a context manager."""
-
-    def seek(self, offset: int, /) -> Any:
-        """The next read begins at this byte."""
-        ...
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        """Fills the buffer as far as one read goes; the bytes read, 0 at the end."""
-        ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
-
-
-class Folder(Protocol):
-    """The files of one checkpoint. What goes wrong is an OSError; a missing file is FileNotFoundError."""
-
-    name: str
-    location: str  # what a user would type
-
-    def path(self, file: str) -> str:
-        """Where the file lies, for messages."""
-        ...
-
-    def size(self, file: str) -> int | None:
-        """Its bytes, or None where it is missing. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
-        ...
-
-    def stamp(self, file: str) -> Any:
-        """A value that changes when the file is written to or replaced. Raises as ``open``."""
-        ...
-
-    def read_bytes(self, file: str, most: int) -> bytes:
-        """The whole content, for small files. Raises UnfitFile as well where it has more than ``most`` bytes."""
-        ...
-
-    def open(self, file: str) -> Input:
-        """For reading in pieces. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
-        ...
-
-    def create(self, file: str) -> Output:
-        """For writing in pieces; folders in its name are made."""
-        ...
-
-    def files(self) -> list[str]:
-        """All that is below but folders, with paths from here, sorted; links are not followed."""
-        ...
-
-
-class Store(Protocol):
-    """A place that holds checkpoints by name: step-00000100 and so on.
-
-    An attempt is one try at writing one, its tag unlike all others' in this place; nothing of it is visible before the
-    commit. One rank commits, discards, sets aside, removes and sweeps.
-    """
-
-    location: str
-
-    def folder(self, name: str) -> Folder:
-        """The checkpoint of this name, there or not."""
-        ...
-
-    def names(self) -> list[str]:
-        """The checkpoints that were committed, in the order of their steps; neither damaged ones nor attempts."""
-        ...
-
-    def begin(self, name: str, attempt: str) -> tuple[Folder, str]:
-        """The folder that an attempt writes to, and what precedes its files' names. Every rank may call it."""
-        ...
-
-    def commit(self, name: str, attempt: str, manifest: bytes) -> None:
-        """Writes the manifest and makes the attempt the checkpoint, in one atomic act."""
-        ...
-
-    def discard(self, name: str, attempt: str) -> None:
-        """Removes what the attempt wrote."""
-        ...
-
-    def set_aside(self, name: str) -> str:
-        """Makes a damaged checkpoint one no longer, keeping its files; returns where they are."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Deletes a checkpoint; cut short, it leaves something that ``sweep`` removes, never half a checkpoint."""
-        ...
-
-    def set_aside_ones(self) -> list[Folder]:
-        """The damaged ones."""
-        ...
-
-    def leftovers(self) -> list[Folder]:
-        """What attempts and removals left that were cut short, or are writing now."""
-        ...
-
-    def sweep(self) -> list[str]:
-        """Removes the leftovers; returns their names. No attempt may be under way."""
-        ...
-
-
-def step_name(step: int) -> str:
-    """The name of the checkpoint after update ``step``."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """The step of a checkpoint's name; None for any other name."""
-    digits = name.removeprefix("step-")
-    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS
-    return int(digits) if digits != name and is_number else None
-
-
-def in_order(names: Sequence[str]) -> list[str]:
-    """Those of the names that are checkpoints', by step."""
-    return sorted((name for name in names if step_of(name) is not None), key=lambda name: step_of(name) or 0)
-
-
-def is_remote(location: str | Path) -> bool:
-    """Whether fsspec is to find it: a URL like s3://bucket/prefix. ``file://`` and ``local://`` are local."""
-    return "://" in str(location) and not str(location).startswith(LOCAL_SCHEMES)
-
-
-def open_store(location: str | Path) -> Store:
-    """The checkpoints at a path or a URL; it need not exist yet. Raises ValueError or ImportError for a foreign URL."""
-    if is_remote(location):
-        from parallel.checkpoint.objects import ObjectStore
-
-        return ObjectStore(str(location))
-    return LocalStore(local_path(location))
-
-
-def open_folder(location: "str | Path | Folder") -> Folder:
-    """One checkpoint's folder at a path or a URL; a Folder is given back as it is."""
-    if not isinstance(location, str | Path):
-        return location
-    if is_remote(location):
-        from parallel.checkpoint.objects import ObjectFolder
-
-        return ObjectFolder.at(str(location))
-    return LocalFolder(local_path(location))
-
-
-def local_path(location: str | Path) -> Path:
-    """The path of a location that is not remote."""
-    for scheme in LOCAL_SCHEMES:
-        location = str(location).removeprefix(scheme)
-    return Path(location)
 
 
 class LocalOutput:
@@ -270,13 +97,6 @@ class LocalInput(io.FileIO):
                 os.posix_fadvise(self.fileno(), position, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
                 self.asked_until = position + AHEAD_BYTES
         return got
-
-
-def at_most(content: bytes, most: int) -> bytes:
-    """The content; raises UnfitFile where it is longer than ``most`` bytes."""
-    if len(content) > most:
-        raise UnfitFile(f"has more than the {most} bytes that such a file may have")
-    return content
 
 
 class LocalFolder:

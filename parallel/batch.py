@@ -1,0 +1,61 @@
+"""What of a batch each rank takes: dp deals out micro-batches, cp cuts their positions, and tp those between layers.
+
+Shape letters: B micro-batch, S sequence.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from modeling.context import Context
+from parallel.context_parallel.context import split_context
+from parallel.context_parallel.part import take_share
+from parallel.mesh import Mesh
+
+
+@dataclass
+class MicroBatch:
+    """Some sequences and their surroundings. Every pp rank has the same ones, so only hidden states are sent."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    context: Context
+
+
+def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
+    """This rank's samples, (n, micro_batch_size): a batch's micro-batches are dealt to the ranks of dp in turn."""
+    return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
+
+
+def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
+    """Of ``seq_len`` positions, those that this rank of tp holds between layers."""
+    part = seq_len // mesh.tp.degree
+    return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
+
+
+def cut_micro_batch(
+    tokens_BS: Tensor,
+    targets_BS: Tensor,
+    positions_BS: Tensor,
+    documents_BS: Tensor,
+    mesh: Mesh,
+    balance_scale: float = 0.0,
+    z_scale: float = 0.0,
+    *,
+    has_padding: bool,
+) -> MicroBatch:
+    """This rank's share of whole sequences, integers of any width: cp cuts them here, tp between layers.
+
+    Ranks of cp, tp and pp give the same sequences. The scales are what the auxiliary losses weigh. ``has_padding``:
+    the model takes the way around padding; looking for it here would make a CUDA device's host wait.
+    """
+    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+    if mesh.cp.degree > 1:
+        context = split_context(context, mesh.cp)
+        tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
+    if mesh.tp.degree > 1:
+        part = part_of_sequence(tokens_BS.shape[1], mesh)
+        positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
+        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+    return MicroBatch(tokens_BS, targets_BS, context)

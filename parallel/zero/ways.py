@@ -1,0 +1,22 @@
+"""Which of DeepSpeed's ways of holding state a run takes."""
+
+from parallel.zero.replicated import Replicated
+from parallel.zero.sharding import Precision, Sharding
+from parallel.zero.zero1_bf16 import Zero1Bf16
+from parallel.zero.zero3 import Zero3
+from parallel.zero.zero12 import Zero1, Zero2
+
+
+def sharding_for(zero: int, precision: Precision) -> type[Sharding]:
+    """The way in which DeepSpeed holds state under this ZeRO stage and precision."""
+    match zero, precision:
+        case 0, _:
+            return Replicated
+        case 1, "bf16":
+            return Zero1Bf16
+        case 1, _:
+            return Zero1
+        case 2, _:
+            return Zero2
+        case _:
+            return Zero3
