@@ -21,16 +21,6 @@ def attend(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, win
     return masked_attention(q_BSHC, k_BSGC, v_BSGC, context.mask_BSS(window))
 
 
-def attend_reference(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
-    """The same by the formula, softmax in fp32: what the fast versions are compared with."""
-    groups = q_BSHC.shape[2] // k_BSGC.shape[2]
-    k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
-    scores_BHQS = torch.einsum("bqhc,bshc->bhqs", q_BSHC.float(), k_BSHC.float()) * q_BSHC.shape[-1] ** -0.5
-    scores_BHQS = scores_BHQS.masked_fill(~context.mask_BSS(window)[:, None], float("-inf"))
-    out_BQHC = torch.einsum("bhqs,bshc->bqhc", scores_BHQS.softmax(-1), v_BSHC.float())
-    return out_BQHC.to(q_BSHC.dtype)
-
-
 def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor) -> Tensor:
     """Attention's output (B, Q, H, C) where ``mask_BQS`` tells which keys each query may see."""
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]

@@ -1,4 +1,4 @@
-"""The experts' SwiGLU over tokens sorted by expert: a reference and a grouped version with one signature.
+"""The experts' SwiGLU over tokens sorted by expert, as grouped matrix products.
 
 Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), E experts, D d_model, F d_ff.
 """
@@ -13,20 +13,6 @@ from torch.nn import functional as F
 CPU_ROW_MULTIPLE = 64
 
 
-def experts_reference(
-    hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
-) -> Tensor:
-    """Each token's weighted sum of its experts' SwiGLUs (T, D), one expert after another."""
-    out_TD = torch.zeros_like(hidden_TD)
-    for expert in range(gate_EFD.shape[0]):
-        tokens, slots = (indices_TK == expert).nonzero(as_tuple=True)
-        chosen_RD = hidden_TD[tokens]
-        inner_RF = F.silu(F.linear(chosen_RD, gate_EFD[expert])) * F.linear(chosen_RD, up_EFD[expert])
-        result_RD = F.linear(inner_RF, down_EDF[expert]) * weights_TK[tokens, slots, None].to(hidden_TD.dtype)
-        out_TD = out_TD.index_add(0, tokens, result_RD)
-    return out_TD
-
-
 def experts_grouped(
     hidden_TD: Tensor,
     indices_TK: Tensor,
@@ -36,9 +22,10 @@ def experts_grouped(
     down_EDF: Tensor,
     row_multiple: int | None = None,
 ) -> Tensor:
-    """The same by one grouped matrix product for all experts; deterministic in both directions.
+    """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
 
-    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device).
+    Deterministic in both directions. Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the
+    device).
     """
     counts_E = torch.bincount(indices_TK.flatten(), minlength=gate_EFD.shape[0])
     if row_multiple is None:

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import modeling.moe
+from kernel_references import attend_reference, experts_reference
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters, flops_per_token, forward_flops_per_token
 from modeling.decoder import Decoder, DecoderLayer, build_decoder
-from modeling.kernels.attention import attend_reference
-from modeling.kernels.experts import experts_reference
 from modeling.moe import MoE
 from small_models import build, configs, example_config, next_tokens, packed_rows
 

@@ -61,7 +61,7 @@ class Answer:
 
 def reference(case: Case) -> Answer:
     """One process, by the formula, in fp32 on the same (rounded) inputs."""
-    from modeling.kernels.attention import attend_reference
+    from kernel_references import attend_reference
 
     *heads, grad = (tensor.float() for tensor in case.tensors())
     heads = [tensor.requires_grad_() for tensor in heads]

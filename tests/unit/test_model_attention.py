@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernel_references import attend_reference
 from modeling.context import PADDING, Context, attention_mask
-from modeling.kernels.attention import attend, attend_reference, widened
+from modeling.kernels.attention import attend, widened
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modeling.kernels.experts import experts_grouped, experts_reference, place_rows
+from kernel_references import experts_reference
+from modeling.kernels.experts import experts_grouped, place_rows
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -3,9 +3,26 @@
 from pathlib import Path
 
 from launcher.config.load import load_config
-from launcher.prove.matrix import fit, layouts, markdown_rows
+from launcher.prove.matrix import Layout, fit, layouts
 
 QUICKSTART = "configs/quickstart.yaml"
+
+
+def markdown_rows() -> list[str]:
+    """The table as docs/layouts.md has it: a line for each set of axes."""
+    together: dict[str, list[Layout]] = {}
+    for layout in layouts():
+        parallel, n_ranks = layout.parallel, layout.n_ranks
+        dp = n_ranks // (parallel.tp * parallel.cp * parallel.pp)
+        degrees = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "dp": dp}
+        named = ", ".join(f"{axis} 2" for axis, degree in degrees.items() if degree == 2)
+        together.setdefault(f"{named} | {n_ranks}", []).append(layout)
+    rows = []
+    for words, group in together.items():
+        schedules = dict.fromkeys(layout.parallel.pipeline.name for layout in group if layout.parallel.pp > 1)
+        attentions = dict.fromkeys(layout.parallel.cp_attention for layout in group if layout.parallel.cp > 1)
+        rows.append(f"| {words} | {', '.join(schedules)} | {', '.join(attentions)} | {len(group)} |")
+    return rows
 
 
 def degrees(layout):

@@ -1,0 +1,35 @@
+"""Attention and the experts by their formulas: what the kernels of modeling/kernels/ are compared with.
+
+Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head; T tokens, K top_k, E experts,
+D d_model, F d_ff, R the rows of one expert.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modeling.context import Context
+
+
+def attend_reference(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
+    """Attention's output (B, S, H, C), with the softmax in fp32."""
+    groups = q_BSHC.shape[2] // k_BSGC.shape[2]
+    k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
+    scores_BHQS = torch.einsum("bqhc,bshc->bhqs", q_BSHC.float(), k_BSHC.float()) * q_BSHC.shape[-1] ** -0.5
+    scores_BHQS = scores_BHQS.masked_fill(~context.mask_BSS(window)[:, None], float("-inf"))
+    out_BQHC = torch.einsum("bhqs,bshc->bqhc", scores_BHQS.softmax(-1), v_BSHC.float())
+    return out_BQHC.to(q_BSHC.dtype)
+
+
+def experts_reference(
+    hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+) -> Tensor:
+    """Each token's weighted sum of its experts' SwiGLUs (T, D), one expert after another."""
+    out_TD = torch.zeros_like(hidden_TD)
+    for expert in range(gate_EFD.shape[0]):
+        tokens, slots = (indices_TK == expert).nonzero(as_tuple=True)
+        chosen_RD = hidden_TD[tokens]
+        inner_RF = F.silu(F.linear(chosen_RD, gate_EFD[expert])) * F.linear(chosen_RD, up_EFD[expert])
+        result_RD = F.linear(inner_RF, down_EDF[expert]) * weights_TK[tokens, slots, None].to(hidden_TD.dtype)
+        out_TD = out_TD.index_add(0, tokens, result_RD)
+    return out_TD
