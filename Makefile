@@ -24,7 +24,11 @@ demo: $(STAMP)
 	$(BIN)/python -m launcher.commands.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m 'not slow and not slurm'
+	$(AT_ONCE) tests -m 'not slow and not slurm'
+
+# What waits for nothing but its own processes runs two at a time; WORKERS=0 runs one after another, and tells more.
+WORKERS ?= 2
+AT_ONCE = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # make prove BUDGET=25: no test is begun after 25 minutes, and it is said how many were not. So for test-slow, test-slurm.
 BUDGETED := $(if $(BUDGET),--budget-minutes=$(BUDGET) --begin-at=$(shell git rev-parse HEAD 2>/dev/null))
@@ -42,7 +46,7 @@ slurm-packages:
 # The rest of the layout matrix: what `make test` leaves out to fit in its time.
 MATRIX := $(addprefix tests/multiprocess/,test_layouts.py test_prove.py test_prove_matrix.py)
 prove: $(STAMP)
-	$(BIN)/python -m pytest $(MATRIX) -m slow $(BUDGETED)
+	$(AT_ONCE) $(MATRIX) -m slow $(BUDGETED)
 
 # Everything else that takes minutes: each pair of layouts over a checkpoint, each rank's overflow, hangs, restarts.
 test-slow: $(STAMP)
@@ -76,7 +80,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit -m 'not slow' --quiet
+	$(AT_ONCE) tests/unit -m 'not slow' --quiet
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
