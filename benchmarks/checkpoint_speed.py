@@ -40,8 +40,8 @@ import torch.distributed as dist
 from launcher.training.state import TrainState
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig
+from parallel.checkpoint.load import load_state, open_together
 from parallel.checkpoint.local import BLOCK_BYTES, LocalStore
-from parallel.checkpoint.read import load_state, open_together
 from parallel.checkpoint.saver import Saver, host_buffer
 from parallel.checkpoint.write import collect_pieces
 from parallel.config import ParallelConfig

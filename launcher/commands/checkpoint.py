@@ -16,11 +16,10 @@ from launcher.errors import UserError
 from launcher.tables import plain_table, size_text, wide_console
 from launcher.training.run_dir import CHECKPOINTS, checkpoints_of, refusing_unreachable
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, is_there, read_manifest
-from parallel.checkpoint.places import is_remote, open_folder, open_store
+from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder, open_store
 from parallel.checkpoint.retention import heldout_loss
 from parallel.checkpoint.store import Folder
 from parallel.checkpoint.verify import Findings, bytes_of, examine, tensor_bytes
-from parallel.checkpoint.write import list_checkpoints
 
 MOST_NOTES = 5  # lines about files that are not in a manifest
 STEP_NAME = re.compile(r"\.?step-\d+(\.damaged(-\d+)?|(\.[\w-]+)?\.partial)?")

@@ -22,10 +22,9 @@ from launcher.training.run_parts import CONFIG
 from modeling.decoder import Decoder, build_decoder
 from modeling.logical import logical_shapes
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
-from parallel.checkpoint.places import is_remote, open_folder
+from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import MANIFEST, Folder
-from parallel.checkpoint.write import list_checkpoints
 
 OTHER_CHECKPOINT = "give another checkpoint"
 

@@ -239,9 +239,9 @@ def to_prepare(config: RunConfig) -> list[dict[str, Any]]:
 
 def describe_resume(config: RunConfig) -> dict[str, Any]:
     """The step that the run would go on from (0: the start), and checkpoints that look damaged."""
+    from parallel.checkpoint.places import list_checkpoints
     from parallel.checkpoint.retention import looks_whole
     from parallel.checkpoint.store import step_of
-    from parallel.checkpoint.write import list_checkpoints
 
     damaged = []
     for folder in reversed(list_checkpoints(config.checkpoint_location)):

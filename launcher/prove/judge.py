@@ -27,7 +27,7 @@ from launcher.prove.shrink import adamw_for
 from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
-from parallel.checkpoint.write import step_directory
+from parallel.checkpoint.places import step_directory
 
 SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue ADAMW's phase
 AGREED = ("loss", "grad_norm", "moe/balance_loss", "moe/z_loss")

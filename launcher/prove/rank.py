@@ -28,7 +28,8 @@ from launcher.prove.tokens import WatchedDataset
 from launcher.training.loop import build_engine, heldout_loss, run_step
 from launcher.training.state import TrainState, save
 from launcher.training.step import accumulate_gradients
-from parallel.checkpoint.read import load_state, open_checkpoint
+from parallel.checkpoint.load import load_state
+from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.retention import Retention
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.processes.stop import StopRequest

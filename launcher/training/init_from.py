@@ -17,9 +17,8 @@ from launcher.errors import UserError
 from launcher.slurm.resumption import whole_manifest
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
 from parallel.checkpoint.manifest import DamagedCheckpoint
-from parallel.checkpoint.places import is_remote, open_folder, open_store
-from parallel.checkpoint.read import Checkpoint, load_weights, open_together
-from parallel.zero.engine import Engine
+from parallel.checkpoint.places import is_remote, open_store
+from parallel.checkpoint.read import Checkpoint
 
 # What shapes training alone may be another's: the weights mean the same.
 FREE_MODEL_KEYS = ("model.init_std", "model.moe.z_loss", "model.moe.balance.coefficient", "model.moe.balance.rate")
@@ -99,20 +98,3 @@ def tokenizer_problems(config: RunConfig, source: Checkpoint) -> Iterator[str]:
     ours = load_tokenizer(config.data, config.model.vocab_size)
     if ours is not None and ours.get_vocab() != vocab:
         yield f"{told} must have the ids that init_from={config.init_from} was trained with; {remedy}"
-
-
-def set_first_weights(engine: Engine, seed: int, init_from: str | None) -> None:
-    """The weights before step 1: drawn from ``seed``, or those of the checkpoint ``init_from``. All ranks call it.
-
-    Where that is damaged, all ranks end with exit code 2, of which rank 0 says why.
-    """
-    if init_from is None:
-        engine.initialize_weights(seed)
-        return
-    try:
-        load_weights(engine, open_together(open_folder(init_from), engine.mesh))
-    except DamagedCheckpoint as error:
-        if engine.mesh.rank != 0:
-            raise SystemExit(2) from None
-        line = f"init_from={init_from} is damaged ({error}); name another checkpoint"
-        raise UserError([line]) from None

@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
+from launcher.errors import UserError
 from launcher.guard.fence import Fence
 from launcher.guard.watchdog import Watchdog
-from launcher.training.init_from import set_first_weights
 from launcher.training.run_parts import CONFIG
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.checkpoint.errors import IncompleteSave
+from parallel.checkpoint.load import load_state, load_weights, open_together
 from parallel.checkpoint.manifest import DamagedCheckpoint
-from parallel.checkpoint.places import open_store
-from parallel.checkpoint.read import load_state, open_together
+from parallel.checkpoint.places import open_folder, open_store
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Hooks, Saver
 from parallel.zero.engine import Engine
@@ -134,3 +134,20 @@ def save(checkpoints: Path, engine: Engine, state: TrainState, tokenizer: Path |
         (saved,) = saver.wait()
     if saved.error is not None:
         raise IncompleteSave(saved.error)
+
+
+def set_first_weights(engine: Engine, seed: int, init_from: str | None) -> None:
+    """The weights before step 1: drawn from ``seed``, or those of the checkpoint ``init_from``. All ranks call it.
+
+    Where that is damaged, all ranks end with exit code 2, of which rank 0 says why.
+    """
+    if init_from is None:
+        engine.initialize_weights(seed)
+        return
+    try:
+        load_weights(engine, open_together(open_folder(init_from), engine.mesh))
+    except DamagedCheckpoint as error:
+        if engine.mesh.rank != 0:
+            raise SystemExit(2) from None
+        line = f"init_from={init_from} is damaged ({error}); name another checkpoint"
+        raise UserError([line]) from None

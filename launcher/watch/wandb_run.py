@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from data.errors import reason_of
 from launcher.config.tree import WandbConfig
 from launcher.console import tell
+from launcher.watch.null_run import NullRun
 from launcher.watch.wandb_import import wandb
 
 INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
@@ -31,16 +32,6 @@ RUN_ID_FILE = "run_id"
 WITHOUT = "training goes on, metrics.jsonl has every number"
 
 Announce = Callable[[str], None]
-
-
-class NullRun:
-    """No W&B: mode disabled, a rank other than 0, or not even an offline run could be opened."""
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Does nothing."""
 
 
 class WandbRun:

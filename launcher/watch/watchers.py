@@ -4,20 +4,23 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from launcher.config.tree import RunConfig
 from launcher.guard.fence import Fence
 from launcher.training.run_parts import LEDGER, METRICS
 from launcher.watch.metrics import MetricsFile, plain_row
+from launcher.watch.null_run import NullRun
 from launcher.watch.terminal import View, open_view
-from launcher.watch.wandb_run import NullRun, WandbRun, open_wandb
+
+if TYPE_CHECKING:
+    from launcher.watch.wandb_run import WandbRun
 
 
 class Watchers:
     """metrics.jsonl, the terminal and W&B, in this order, each given the same row; and the ledger. Exists on rank 0."""
 
-    def __init__(self, metrics: MetricsFile, ledger: MetricsFile, view: View, wandb_run: WandbRun | NullRun) -> None:
+    def __init__(self, metrics: MetricsFile, ledger: MetricsFile, view: View, wandb_run: "WandbRun | NullRun") -> None:
         self.metrics = metrics
         self.ledger = ledger
         self.view = view
@@ -135,6 +138,10 @@ def open_watchers(
         ledger = opened.enter_context(MetricsFile.resume(run_dir / LEDGER, restored_step, guard))
         every_steps = config.metrics.terminal_every_steps
         view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir, every_steps))
-        wandb_run = open_wandb(config.metrics.wandb, run_config, run_dir, config.name, announce=view.event)
+        wandb_run: WandbRun | NullRun = NullRun()
+        if config.metrics.wandb.mode != "disabled":
+            from launcher.watch.wandb_run import open_wandb  # takes a second, which no other rank and run needs
+
+            wandb_run = open_wandb(config.metrics.wandb, run_config, run_dir, config.name, announce=view.event)
         opened.pop_all()
     return Watchers(metrics, ledger, view, wandb_run)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from parallel.checkpoint.local import LocalFolder, LocalStore
 from parallel.checkpoint.objects import ObjectFolder, ObjectStore
-from parallel.checkpoint.store import Folder, Store
+from parallel.checkpoint.store import Folder, Store, step_name
 
 LOCAL_SCHEMES = ("file://", "local://")
 
@@ -35,3 +35,14 @@ def local_path(location: str | Path) -> Path:
     for scheme in LOCAL_SCHEMES:
         location = str(location).removeprefix(scheme)
     return Path(location)
+
+
+def list_checkpoints(checkpoints: Path | str | Store) -> list[Folder]:
+    """The checkpoints at a path or a URL, oldest first. Damaged and partial ones are not among them."""
+    store = open_store(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
+    return [store.folder(name) for name in store.names()]
+
+
+def step_directory(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint after update ``step`` lies on a file system."""
+    return checkpoints / step_name(step)

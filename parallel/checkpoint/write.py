@@ -9,10 +9,9 @@ from torch import Tensor
 from modeling.logical import logical_tensors
 from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, Manifest, certify, decode_manifest, encode_manifest
-from parallel.checkpoint.places import open_store
 from parallel.checkpoint.safetensors_stream import write_hashed, write_tensors
 from parallel.checkpoint.schema import LARGEST_MANIFEST_BYTES, Malformed, Piece
-from parallel.checkpoint.store import Folder, Store, step_name
+from parallel.checkpoint.store import Folder
 from parallel.zero.engine import Engine
 
 FileRecords = dict[str, dict[str, Any]]  # file -> bytes, xxh3_128: as in the manifest
@@ -86,14 +85,3 @@ def certified(manifest: Manifest) -> bytes:
     if problems:
         raise IncompleteSave(f"the coverage certificate of step {manifest.step} fails: " + "; ".join(problems[:5]))
     return content
-
-
-def list_checkpoints(checkpoints: Path | str | Store) -> list[Folder]:
-    """The checkpoints at a path or a URL, oldest first. Damaged and partial ones are not among them."""
-    store = open_store(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
-    return [store.folder(name) for name in store.names()]
-
-
-def step_directory(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint after update ``step`` lies on a file system."""
-    return checkpoints / step_name(step)

@@ -29,7 +29,6 @@ PRELOAD = [
     "parallel.processes.tied",  # first, so that a launcher's end is seen while the others are imported
     "torch",
     "torch._dynamo",
-    "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
     "parallel.zero.patches",
 ]

@@ -16,8 +16,8 @@ from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.boxes import Box
+from parallel.checkpoint.places import list_checkpoints
 from parallel.checkpoint.read import open_checkpoint
-from parallel.checkpoint.write import list_checkpoints
 from parallel.config import ParallelConfig
 from parallel.processes.start import run_ranks
 from save_runs import (

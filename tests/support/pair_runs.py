@@ -10,9 +10,9 @@ from data.dataset import open_dataset
 from launcher.config.tree import RunConfig
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState, restore, save
+from parallel.checkpoint.places import step_directory
 from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.retention import Retention
-from parallel.checkpoint.write import step_directory
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.processes.start import run_ranks
 from parallel.zero.engine import Engine

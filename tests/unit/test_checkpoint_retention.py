@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from parallel.checkpoint.places import list_checkpoints, step_directory
 from parallel.checkpoint.retention import Retention, steps_to_delete
-from parallel.checkpoint.write import list_checkpoints, step_directory
 
 losses = st.floats(allow_nan=True, allow_infinity=True)
 

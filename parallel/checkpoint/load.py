@@ -1,0 +1,161 @@
+"""Loading into an engine, whatever layout wrote the checkpoint and whatever layout the engine has."""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from modeling.logical import logical_shapes
+from parallel.checkpoint.boxes import whole
+from parallel.checkpoint.manifest import (
+    BUFFER,
+    WEIGHT,
+    DamagedCheckpoint,
+    check_sizes,
+    differences,
+    read_manifest,
+)
+from parallel.checkpoint.read import Checkpoint, Targets, Wanted
+from parallel.checkpoint.scatter import Target, span_of
+from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.store import MANIFEST, Folder
+from parallel.mesh import Mesh
+from parallel.zero.engine import Engine
+
+
+def open_together(folder: Folder, mesh: Mesh) -> Checkpoint:
+    """A checkpoint whose manifest, certificate and files' sizes hold; ``load_state`` checks the hashes as it reads.
+
+    All ranks call it, and share the looking; all raise DamagedCheckpoint together.
+    """
+    checkpoint = together(mesh, lambda: _checked(folder, mesh))
+    assert checkpoint is not None
+    read: list[str] = [""] * mesh.world_size
+    mine = xxhash.xxh3_128_hexdigest(json.dumps(checkpoint.manifest.files).encode())
+    dist.all_gather_object(read, mine, group=mesh.control)
+    if len(set(read)) > 1:
+        raise OSError(f"{checkpoint.folder.path(MANIFEST)} was replaced while the ranks read it; start again")
+    return checkpoint
+
+
+def _checked(folder: Folder, mesh: Mesh) -> Checkpoint:
+    manifest = read_manifest(folder)
+    problems = check_sizes(manifest, folder, sorted(manifest.files)[mesh.rank :: mesh.world_size])
+    if problems:
+        raise DamagedCheckpoint("; ".join(problems))
+    return Checkpoint(folder, manifest)
+
+
+def together(mesh: Mesh, work: Callable[[], Any]) -> Any:
+    """This rank's result of ``work``; if it raised DamagedCheckpoint or OSError on any rank, it raises on all."""
+    result = damage = failure = None
+    try:
+        result = work()
+    except DamagedCheckpoint as error:
+        damage = str(error)
+    except OSError as error:
+        failure = f"{mesh.place}: {type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, (damage, failure), group=mesh.control)
+    failures = [text for _, text in everyone if text is not None]
+    if failures:  # a disk that cannot be read is no reason to set a checkpoint aside
+        raise OSError("; ".join(failures))
+    damages = [text for text, _ in everyone if text is not None]
+    if damages:
+        raise DamagedCheckpoint("; ".join(dict.fromkeys("; ".join(damages).split("; "))))
+    return result
+
+
+@torch.no_grad()
+def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Fills the engine's masters, optimizer states, buffers, step and loss scale. All ranks call it.
+
+    A state that the checkpoint lacks (momentum switched on since) starts at zero. Raises DamagedCheckpoint on all
+    ranks where a file does not match its hash; the engine's state is then undefined, and must be loaded again.
+    """
+    together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
+    names = [fragment.name for fragment in engine.fragments]
+    complete = [kind for kind in engine.state_names if all((kind, name) in checkpoint.pieces for name in names)]
+    engine.reset_states(int(checkpoint.manifest.scalars["updates"]), kept=complete)
+    _read_together(engine, checkpoint)
+    engine.restore_loss_scaler(checkpoint.manifest.scalars["loss_scaler"])
+    engine.publish_weights()
+
+
+@torch.no_grad()
+def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Fills the engine's masters and buffers, as before a first step: the optimizer's states are zero.
+
+    All ranks call it. Raises DamagedCheckpoint as ``load_state`` does.
+    """
+    together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
+    engine.reset_states(0)
+    _read_together(engine, checkpoint, kinds=(WEIGHT,))
+    engine.publish_weights()
+
+
+def _read_together(engine: Engine, checkpoint: Checkpoint, kinds: Collection[str] | None = None) -> None:
+    """Reads ``kinds`` (None: all) and the model's buffers into the engine, the hashes checked. All ranks call it."""
+    targets, buffers = _targets(engine, checkpoint, kinds)
+    wanted = checkpoint.wanted(targets)
+    hashed = [] if checkpoint.is_verified else _share_hashing(checkpoint, wanted, engine.mesh)
+    together(engine.mesh, lambda: checkpoint.hold({*wanted, *hashed}))
+    together(engine.mesh, lambda: _fill(checkpoint, wanted, hashed))
+    checkpoint.is_verified = True
+    for name, buffer in engine.model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def _check_tensors(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Raises DamagedCheckpoint where the manifest's tensors are not those of the engine's model."""
+    differing = differences(checkpoint.manifest, logical_shapes(engine.model_config))
+    if differing:
+        raise DamagedCheckpoint(f"{checkpoint.folder.path(MANIFEST)} has {differing[0]}")
+
+
+def _fill(checkpoint: Checkpoint, wanted: Wanted, hashed: Sequence[str]) -> None:
+    problems = checkpoint.fill(wanted, hashed)
+    if problems:
+        raise DamagedCheckpoint("; ".join(problems))
+
+
+def _targets(
+    engine: Engine, checkpoint: Checkpoint, kinds: Collection[str] | None
+) -> tuple[Targets, dict[str, Tensor]]:
+    """Everything that this rank needs: views of the engine's own tensors, and new tensors for the model's buffers."""
+    targets: dict[tuple[str, str], list[Target]] = {}
+    for fragment in engine.fragments:
+        boxes = fragment.boxes()
+        for kind, flat in engine.pieces(fragment).items():
+            if (kind, fragment.name) in checkpoint.pieces and (kinds is None or kind in kinds):
+                done = 0
+                for box in boxes:
+                    values = flat.narrow(0, done, box.numel).view(box.shape)
+                    targets.setdefault((kind, fragment.name), []).append(Target(box, values))
+                    done += box.numel
+    buffers = {name: torch.empty(buffer.shape) for name, buffer in engine.model.named_buffers()}
+    for name, values in buffers.items():
+        targets[BUFFER, name] = [Target(whole(tuple(values.shape)), values)]
+    return targets, buffers
+
+
+def _share_hashing(checkpoint: Checkpoint, wanted: Wanted, mesh: Mesh) -> list[str]:
+    """The files that this rank is to hash: each goes to the rank that reads most of it. All ranks call it."""
+    mine = {file: sum(_bytes_of(*each) for each in pairs) for file, pairs in wanted.items()}
+    everyone: list[dict[str, int]] = [{} for _ in range(mesh.world_size)]
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    loads, hashed = [0] * mesh.world_size, []
+    for file, record in sorted(checkpoint.manifest.files.items(), key=lambda item: (-item[1]["bytes"], item[0])):
+        rank = min(range(mesh.world_size), key=lambda rank: (-everyone[rank].get(file, 0), loads[rank], rank))
+        loads[rank] += record["bytes"]
+        hashed += [file] if rank == mesh.rank else []
+    return hashed
+
+
+def _bytes_of(piece: Piece, target: Target) -> int:
+    span = span_of(piece, target.box)
+    return 0 if span is None else span[1] - span[0]
