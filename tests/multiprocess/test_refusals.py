@@ -15,6 +15,7 @@ import pytest
 
 from data.config import DataConfig, SourceConfig
 from data_reference import write_token_file
+from forked_command import run_forked
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.training.run_dir import claim
@@ -44,6 +45,7 @@ class Case:
     command: str = "train"
     config: str = "config.yaml"
     environment: dict[str, str] = field(default_factory=dict)
+    is_real: bool = False  # asked of a new interpreter
 
 
 def small_config() -> RunConfig:
@@ -99,6 +101,7 @@ CASES = {
     "unknown key": Case(
         [("train.global_batchsize=8", "is not a known key", "; did you mean train.global_batch_size?")],
         ["train.global_batchsize=8"],
+        is_real=True,
     ),
     "wrong type": Case([("train.steps='ten'", "must be an integer", "; write")], ["train.steps=ten"]),
     "missing config": Case([NO_FILE], config="none.yaml"),
@@ -109,7 +112,7 @@ CASES = {
         arrange=overwrite("tokens.idx", b"MMXDIDX"),
     ),
     "truncated bin": Case([SHORT_BIN], arrange=cut("tokens.bin", 100)),
-    "truncated bin in a job": Case([SHORT_BIN], arrange=cut("tokens.bin", 100), environment=JOB),
+    "truncated bin in a job": Case([SHORT_BIN], arrange=cut("tokens.bin", 100), environment=JOB, is_real=True),
     "two damaged files": Case(
         [SHORT_BIN, ("held.idx has 2 bytes", "takes 34", REWRITE)],
         ["data.heldout_path=held", "train.eval_every_steps=2"],
@@ -184,6 +187,7 @@ CASES = {
         ["data.sources=[{path: corpus.png}]", LARGER_VOCABULARY],
         overwrite("corpus.png", b"\x89PNG\0"),
         command="prepare",
+        is_real=True,
     ),
     "prepare: unknown key": Case(
         [("data.seqlen=8", "is not a known key", "; did you mean data.seq_len?")], ["data.seqlen=8"], command="prepare"
@@ -236,18 +240,18 @@ def fill(folder: Path) -> None:
     (folder / "config.yaml").write_text(dump_config(small_config()))
 
 
+def run_real(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
 def ask(folder: Path, case: Case) -> Answer:
     """Runs the command in ``folder``, with a snapshot of it and of what is beside it before and after."""
     ranks = ["--ranks", "2"] if case.command == "train" else []
     before = snapshot(folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher", case.command, case.config, *case.overrides, *ranks],
-        cwd=folder,
-        env={**ENVIRONMENT, **case.environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    arguments = [case.command, case.config, *case.overrides, *ranks]
+    environment = {**ENVIRONMENT, **case.environment}
+    done = run_real(arguments, folder, environment) if case.is_real else run_forked(arguments, folder, environment)
     return Answer(done.returncode, done.stdout, done.stderr.splitlines(), before, snapshot(folder))
 
 
@@ -265,7 +269,7 @@ def assert_refused(answer: Answer, case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, Answer]:
-    """Every case's answer, some at a time: each command takes seconds to start."""
+    """Every case's answer, some at a time."""
     folders = [tmp_path_factory.mktemp("case") for _ in CASES]
     for folder, case in zip(folders, CASES.values(), strict=True):
         fill(folder)
