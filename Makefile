@@ -28,7 +28,7 @@ test: $(STAMP)
 
 # What waits for nothing but its own processes runs two at a time; WORKERS=0 runs one after another, and tells more.
 WORKERS ?= 2
-AT_ONCE = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+AT_ONCE = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # make prove BUDGET=25: no test is begun after 25 minutes, and it is said how many were not. So for test-slow, test-slurm.
 BUDGETED := $(if $(BUDGET),--budget-minutes=$(BUDGET) --begin-at=$(shell git rev-parse HEAD 2>/dev/null))

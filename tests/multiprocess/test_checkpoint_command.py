@@ -21,6 +21,8 @@ from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from parallel.config import ParallelConfig
 
+pytestmark = pytest.mark.xdist_group("checkpoint command")  # what its tests share takes long to make
+
 MODEL = dataclasses.replace(MOE_MODEL, moe=dataclasses.replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -23,6 +23,8 @@ from launcher.config.tree import MetricsConfig, WandbConfig
 from launcher.training.run_parts import MOVE_AWAY, PARTS, Part
 from layout_runs import run_config, write_tokens
 
+pytestmark = pytest.mark.xdist_group("damaged run")  # what its tests share takes long to make
+
 CONTENTS = {
     "config.yaml": [b"\x89PNG\r\n\0", b"[1, 2]", b"a: [", b"model: {layers: 3}\n"],
     "metrics.jsonl": [

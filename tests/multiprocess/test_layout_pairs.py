@@ -24,7 +24,10 @@ from pair_runs import ODD_SCALER, STEPS, Loaded, Saved, Work, load_under, save_u
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
 
-pytestmark = pytest.mark.timeout(3600)  # the first test of a matrix saves under all of its layouts
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.xdist_group("layout pairs"),
+]  # the first test of a matrix saves under all of its layouts
 
 BOUND = 1e-6
 MOE = dataclasses.replace(MOE_MODEL, n_layers=4)

@@ -33,7 +33,11 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize("overrides", SOUND, ids=lambda overrides: " ".join(overrides)[:60])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(overrides, marks=[pytest.mark.slow] if number % 3 else []) for number, overrides in enumerate(SOUND)],
+    ids=lambda overrides: " ".join(overrides)[:60],
+)
 def test_sound_layout_is_proven(tmp_path, overrides):
     outcome = prove(tmp_path, overrides)
     assert outcome.proven, failures(outcome)
@@ -43,7 +47,9 @@ def test_sound_layout_is_proven(tmp_path, overrides):
     "overrides",
     [
         ("parallel.tp=2", "parallel.ep=4"),
-        ("parallel.cp=2", "parallel.ep=2", "parallel.cp_attention=ring", "parallel.zero=3"),
+        pytest.param(
+            ("parallel.cp=2", "parallel.ep=2", "parallel.cp_attention=ring", "parallel.zero=3"), marks=pytest.mark.slow
+        ),
         ("parallel.pp=2", "parallel.ep=2", "parallel.zero=2", "train.precision=bf16"),
     ],
     ids=str,
@@ -85,7 +91,7 @@ def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=[pytest.mark.slow] if number % 3 else []) for number, fault in enumerate(FAULTS)],
+    [pytest.param(fault, marks=[pytest.mark.slow] if number % 9 else []) for number, fault in enumerate(FAULTS)],
     ids=lambda fault: fault.title,
 )
 def test_planted_fault_is_caught_and_named(tmp_path, fault):

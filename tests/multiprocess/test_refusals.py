@@ -22,6 +22,8 @@ from launcher.training.run_dir import claim
 from layout_runs import MOE_MODEL, VOCAB_SIZE, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
 
+pytestmark = pytest.mark.xdist_group("refusals")  # what its tests share takes long to make
+
 AT_ONCE = 2
 JOB_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}

@@ -29,6 +29,8 @@ from layout_runs import write_tokens
 from parallel.config import ParallelConfig
 from parallel.processes.stop import KILLED, REPEAT_SECONDS, STOPPED
 
+pytestmark = pytest.mark.xdist_group("stop")  # what its tests share takes long to make
+
 STEPS = 400  # far more than are reached before the signal
 LAST_STEP = 12  # of the runs that are compared
 PP = ParallelConfig(pp=2)

@@ -93,7 +93,7 @@ def slow(*values: Any) -> Any:
         slow(2, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **FP16}, {"zero": 3, **SELECTIVE}]),
         slow(4, {"ep": 4}, ODD, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3, **FP16}]),
         slow(4, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3, **FP16}]),
-        (4, {"tp": 2, "ep": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **SELECTIVE}]),
+        slow(4, {"tp": 2, "ep": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **SELECTIVE}]),
         slow(4, {"tp": 2, "ep": 4}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3}]),
         slow(2, {"pp": 2}, FOUR_LAYERS, [{"zero": 0}, {"zero": 1, "pipeline": Interleaved(), **FULL}]),
         slow(4, {"pp": 4}, FOUR_LAYERS, [{"zero": 1}, {"zero": 1, **BF16, **FULL}]),
@@ -120,7 +120,7 @@ def slow(*values: Any) -> Any:
             ],
         ),
         slow(8, {"tp": 2, "pp": 2, "ep": 4}, FOUR_LAYERS, [{"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3}]),
-        (4, {"tp": 2, "cp": 2}, LATENT, [{"zero": 1}, {"zero": 2, **RING, **FULL}]),
+        slow(4, {"tp": 2, "cp": 2}, LATENT, [{"zero": 1}, {"zero": 2, **RING, **FULL}]),
         slow(4, {"ep": 2}, LARGE, [{"zero": 3}, {"zero": 3, **BF16, **FULL, "micro_batch_size": 1}]),
         slow(4, {}, LARGE_UNTIED, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **SELECTIVE}]),
         slow(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")  # what its tests share takes long to make
+
 ROOT = Path(__file__).parents[2]
 CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\ntrain: {global_batch_size: 96}\n"
 # What the build reads; pip would leave its own folders in the tree.
@@ -42,7 +44,9 @@ def roundtable(packages: Path, folder: Path, *arguments: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("cluster", ["generic", "infiniband", "container"])
+@pytest.mark.parametrize(
+    "cluster", ["generic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("infiniband", "container"))]
+)
 def test_a_wheel_submits_as_the_source_tree_does(site, tmp_path, cluster):
     (tmp_path / "config.yaml").write_text(CONFIG)
     arguments = ("submit", "config.yaml", "--dry-run", "--cluster", cluster)

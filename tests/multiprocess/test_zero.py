@@ -81,6 +81,17 @@ def test_low_precision_equals_one_process_in_that_precision(tokens, zero, precis
     assert errors["loss"] <= 1e-4 and errors["grad_norm"] <= 1e-3 and errors["weight"] <= 2e-3, errors
 
 
+def for_faults(tokens, model):
+    return run_config(tokens, model=model, zero=1, optimizer=SGDConfig(lr=0.5, momentum=0.9, clip_norm=None))
+
+
+@pytest.mark.parametrize("model", [MOE_MODEL, BIAS_MODEL], ids=["balance loss", "router bias"])
+def test_what_faults_are_planted_in_is_sound(tokens, model):
+    config = for_faults(tokens, model)
+    errors = largest_error(run_layout(config, 2), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors
+
+
 @pytest.mark.parametrize(
     ("fault", "model", "check"),
     [
@@ -97,10 +108,7 @@ def test_low_precision_equals_one_process_in_that_precision(tokens, zero, precis
     ],
 )
 def test_planted_fault_is_seen(tokens, fault, model, check):
-    config = run_config(tokens, model=model, zero=1, optimizer=SGDConfig(lr=0.5, momentum=0.9, clip_norm=None))
-    reference = run_reference(config)
-    sound = largest_error(run_layout(config, 2), reference)
-    assert max(sound.values()) <= BOUND, sound
-    broken = largest_error(run_layout(config, 2, fault), reference)
+    config = for_faults(tokens, model)
+    broken = largest_error(run_layout(config, 2, fault), run_reference(config))
     assert broken[check] > 10 * BOUND, broken
     assert not torch.tensor(list(broken.values())).isnan().any()

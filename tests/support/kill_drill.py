@@ -65,7 +65,7 @@ MODEL = replace(MOE_MODEL, moe=replace(MOE_MODEL.moe, balance=BiasBalance(rate=0
 MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after that the kill comes, at most, in seconds
     "step": ("launcher.training.loop", "run_step", 0.3),
     "save": ("parallel.checkpoint.saver", "write_shard", 0.03),
-    "commit": ("parallel.checkpoint.folder", "LocalStore.commit", 0.02),
+    "commit": ("parallel.checkpoint.local", "LocalStore.commit", 0.02),
     "cleanup": ("parallel.checkpoint.retention", "Retention.apply", 0.01),
     "load": ("launcher.training.loop", "restore", 0.04),
 }
