@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from launcher.config.tree import RunConfig
-from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, differences, read_manifest
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, differences, whole_manifest
 from parallel.checkpoint.places import open_store
-from parallel.checkpoint.store import Folder
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,3 @@ def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
         f"{config.checkpoint_location} has {found[0]}{more}; "
         "set model back, or choose another run_dir or checkpoint.dir",
     )
-
-
-def whole_manifest(folder: Folder) -> Manifest:
-    """The manifest; raises DamagedCheckpoint where it, its certificate or a file's size is wrong. Reads no tensor."""
-    manifest = read_manifest(folder)
-    problems = check_sizes(manifest, folder, sorted(manifest.files))
-    if problems:
-        raise DamagedCheckpoint(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
-    return manifest

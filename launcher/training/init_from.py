@@ -14,9 +14,8 @@ from launcher.config.tree import RunConfig
 from launcher.config.words import show
 from launcher.console import tell
 from launcher.errors import UserError
-from launcher.slurm.resumption import whole_manifest
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
-from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.manifest import DamagedCheckpoint, whole_manifest
 from parallel.checkpoint.places import is_remote, open_store
 from parallel.checkpoint.read import Checkpoint
 

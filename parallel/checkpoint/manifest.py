@@ -194,6 +194,15 @@ def seal_of(content: bytes) -> bytes:
 SEAL_BYTES = len(seal_of(b""))
 
 
+def whole_manifest(folder: Folder) -> Manifest:
+    """The manifest; raises DamagedCheckpoint where it, its certificate or a file's size is wrong. Reads no tensor."""
+    manifest = read_manifest(folder)
+    problems = check_sizes(manifest, folder, sorted(manifest.files))
+    if problems:
+        raise DamagedCheckpoint(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
+    return manifest
+
+
 def check_sizes(manifest: Manifest, location: Location, files: Iterable[str]) -> list[str]:
     """Which of these files are missing, no files of their own, or of another size, one line each."""
     folder, problems = open_folder(location), []

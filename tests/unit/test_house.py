@@ -112,6 +112,18 @@ def test_links_in_the_docs_lead_somewhere(path):
     assert missing == []
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path.parent.name != "decisions"], ids=lambda path: path.name
+)
+def test_files_named_in_the_docs_are_there(path):
+    """A page of docs/decisions/ may name what was there before it."""
+    text = path.read_text()
+    files = re.findall(rf"`((?:{'|'.join(PACKAGES)}|tests|configs|benchmarks|slurm)/[a-z0-9_/.]+)`", text)
+    missing = [file for file in files if not (ROOT / file).exists()]
+    tests = [name for name in re.findall(r"`(test_[a-z0-9_]+\.py)`", text) if not any((ROOT / "tests").rglob(name))]
+    assert missing + tests == []
+
+
 def test_constraints_pin_every_library_that_is_named():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
