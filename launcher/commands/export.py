@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.places import nearest_existing
+from data.places import nearest_existing, why_not_writable
 from data.tokenizer import INFO
 from data.tokenizer_files import load_folder
 from launcher.commands.trained import load_tokenizer, open_trained
@@ -85,7 +85,8 @@ def out_problems(out: Path) -> list[str]:
         return [
             f"OUT={out} exists and is not an empty folder, and nothing is overwritten; give another path or remove it"
         ]
-    return []
+    rule = why_not_writable(out.absolute().parent)
+    return [f"OUT={out} {rule}; choose another place"] if rule is not None else []
 
 
 def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:

@@ -95,6 +95,7 @@ def open_wandb(
     except OSError as error:
         announce(f"W&B: {wandb_dir} cannot be written: {error.strerror}; {WITHOUT}")
         return NullRun()
+    give_cache(wandb_dir / "cache")
     remove_temporary_folders(run_dir)  # those of a run that was killed
     arguments = {"project": config.project, "entity": config.entity, "id": run_id, "name": name, "dir": str(run_dir)}
     run = _init(mode, arguments, run_config, announce)
@@ -105,6 +106,18 @@ def open_wandb(
     where = run.url if not run.offline else f"offline; `wandb sync {wandb_dir}/offline-run-*` uploads it"
     announce(f"W&B: {where}")
     return WandbRun(run, run_dir, announce)
+
+
+def give_cache(folder: Path) -> None:
+    """Has W&B's service write its own log and cache to ``folder`` where this user has no home to take them.
+
+    It would write every line of the log to stderr instead.
+    """
+    usual = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME", "/dev/null"), ".cache")
+    try:
+        os.makedirs(os.path.join(usual, "wandb", "logs"), exist_ok=True)  # as the service would
+    except OSError:
+        os.environ["XDG_CACHE_HOME"] = str(folder.absolute())
 
 
 def remove_temporary_folders(run_dir: Path) -> None:

@@ -4,17 +4,19 @@ Imported by the fork server, so that no rank waits for it, and before any use of
 method. tests/multiprocess/test_deepspeed_room.py runs an engine of each kind and sees that DeepSpeed calls all of it.
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import parallel.zero.quiet  # noqa: F401  (before all else of DeepSpeed)
+
+# isort: split
+
 import deepspeed.ops
 import deepspeed.runtime.engine
 import deepspeed.runtime.superoffload.superoffload_stage3  # before a class that it inherits from is replaced
 import deepspeed.utils
-import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.moe.layer import MoE
@@ -25,25 +27,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-
-@contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """torch.compile as a decorator that leaves functions as they are."""
-    real = torch.compile
-    torch.compile = lambda *_, **__: lambda function: function
-    try:
-        yield
-    finally:
-        torch.compile = real
-
-
-# Every ZeRO optimizer imports DeepSpeed's Muon, which no run takes and whose decorator imports torch's compiler: 2 s of
-# processor time in each process (2 cores, 2026-11-22).
-with _nothing_compiled():
-    import deepspeed.runtime.zero.muon.muon_optimizer
-
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-deepspeed.utils.logger.setLevel(logging.ERROR)
 
 
 def print_nothing(*_: Any, **__: Any) -> None:
