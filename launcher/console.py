@@ -53,12 +53,12 @@ def escaped(text: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """The same, newlines and tabs escaped as well."""
+    """``escaped``, with newlines and tabs escaped as well: what is shown within a line."""
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def refusal(text: str) -> str:
-    """The same as ``in_a_line``, the middle left out where it is long: a value may be as long as a user makes it."""
+    """``in_a_line``, the middle left out where it is long: a value may be as long as a user makes it."""
     line = in_a_line(text)
     half = LONGEST_REFUSAL // 2
     return line if len(line) <= LONGEST_REFUSAL else f"{line[:half]} ... {line[-half:]}"

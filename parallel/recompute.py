@@ -82,7 +82,7 @@ Again = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a function, one
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose intermediate results are not kept for the backward pass."""
+    """``function``, whose intermediate results are not kept for the backward pass but computed again in it."""
 
     def run(*arguments: Any) -> Any:
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -21,7 +21,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def describe_config(config: RunConfig) -> str:
-    """The same YAML, each value that is not the default followed by ``# default: VALUE``."""
+    """``dump_config``'s YAML, each value that is not the default followed by ``# default: VALUE``."""
     return _write(_section_to_yaml(config, RunConfig()))
 
 

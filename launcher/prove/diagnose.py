@@ -182,7 +182,7 @@ def gradients_by_loss(proof: Proof, step: int) -> dict[str, dict[str, Tensor]]:
 
 
 def weighing(model: ModelConfig, *, balance: bool, z: bool) -> ModelConfig:
-    """The same model with some auxiliary losses switched off."""
+    """``model`` with some auxiliary losses switched off."""
     if model.moe is None:
         return model
     changes: dict[str, Any] = {} if z else {"z_loss": 0.0}

@@ -266,7 +266,7 @@ class PhaseRank:
         return StepSeen(row, self.engine.boxes_of_gradients, samples)
 
     def step_watched(self, choices: StepChoices | None) -> StepSeen:
-        """The same, with the outputs of the modules."""
+        """``step``, with the outputs of the modules beside what it returns."""
         hidden: dict[str, list[Tensor]] = {}
         end = record_outputs(self.engine.model, lambda name, output: hidden.setdefault(name, []).append(output))
         seen = self.step(choices)

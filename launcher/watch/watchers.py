@@ -83,7 +83,7 @@ class Watchers:
 
 
 class NullWatchers:
-    """The same calls on the ranks that do not speak."""
+    """What stands for ``Watchers`` on the ranks other than 0: each call does nothing."""
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Does nothing."""

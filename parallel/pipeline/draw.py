@@ -134,7 +134,7 @@ def _label(action: Action) -> str:
 
 
 def draw_svg(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
-    """The same as an SVG image."""
+    """``draw_text``'s picture of the schedule as an SVG image."""
     spans = timeline(action_orders(config, pp, n_micro_batches), durations or Durations())
     end = max(span.end for row in spans for span in row)
     title = summary(config, pp, n_micro_batches, durations)

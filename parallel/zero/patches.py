@@ -50,7 +50,7 @@ class SlowFp16(CPU_Accelerator):
     """CPUs, with fp16 allowed on all of them: where the processor has no fp16 products it is slow, not wrong."""
 
     def is_fp16_supported(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
 
@@ -117,7 +117,7 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
         return self.take_norm()
 
     def norm_with_experts(self, norm: Tensor, **_: Any) -> Tensor:
-        """The same, which has the experts' in it already."""
+        """``norm`` as it is: ``norm_of_dense`` has given that of all gradients, the experts' included."""
         return norm
 
 
