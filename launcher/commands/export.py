@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data.places import nearest_existing, why_not_writable
@@ -17,6 +16,7 @@ from data.tokenizer_files import load_folder
 from launcher.commands.trained import load_tokenizer, open_trained
 from launcher.config.rules import Precision, check_export_widths
 from launcher.errors import UserError
+from launcher.safetensors_file import save_tensors
 from modeling.config import ModelConfig
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
@@ -153,7 +153,7 @@ def write_weights(
     total_bytes = 0
     for shard in in_shards(hf_tensors(tensors, config, dtype, missing), shard_bytes):
         path = folder / f"shard-{len(shards)}"
-        save_file(shard, path, metadata={"format": "pt"})
+        save_tensors(shard, path, metadata={"format": "pt"})
         path.chmod((folder / "config.json").stat().st_mode)  # safetensors makes files that only their owner reads
         shards.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from launcher.prove.plain import PlainState
+from launcher.safetensors_file import save_tensors
 from parallel.checkpoint.manifest import BUFFER, Manifest, hash_file, write_manifest
 from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.schema import Piece
@@ -19,7 +19,7 @@ def write_plain_checkpoint(directory: Path, step: int, state: PlainState, scalar
     directory.mkdir(parents=True)
     kinds: dict[str, dict[str, Tensor]] = {"weight": state.weights, **state.states, BUFFER: state.buffers}
     tensors = {f"{kind}/{name}": value.contiguous() for kind, values in kinds.items() for name, value in values.items()}
-    save_file(tensors, directory / SHARD)
+    save_tensors(tensors, directory / SHARD)
     pieces = [
         Piece(kind, name, (0,) * value.ndim, tuple(value.shape), SHARD, f"{kind}/{name}")
         for kind, values in kinds.items()
