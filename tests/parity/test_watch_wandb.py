@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -290,6 +290,47 @@ def test_an_unreachable_server_does_not_stop_training(
     out, err = capfd.readouterr()
     assert out.count("online does not work") == 1
     assert "connection refused" in out
+    assert err == ""
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server that knows no key; with ``delay`` it does not answer in time either."""
+
+    delay = 0.0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(self.delay)
+        with suppress(OSError):  # nobody waits any more
+            self.send_response(403)  # 401 is asked again until the time is over
+            self.end_headers()
+            self.wfile.write(b'{"errors": [{"message": "invalid api key"}]}')
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("delay", "told"), [(0.0, "error 403"), (8.0, "deadline exceeded")], ids=["refused", "hanging"]
+)
+def test_a_refused_key_does_not_stop_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    delay: float,
+    told: str,
+) -> None:
+    monkeypatch.setattr(Refusing, "delay", delay)
+    monkeypatch.setattr(wandb_run, "INIT_SECONDS", 3.0)
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        train(tmp_path, "auto", 1, 5)
+        server.shutdown()
+    assert_same(read_history(wandb_files(tmp_path)[-1]), read_metrics(tmp_path / "metrics.jsonl"))
+    out, err = capfd.readouterr()
+    assert out.count("online does not work") == 1 and told in out
     assert err == ""
 
 
