@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow test-slurm test-transformers4 slurm-packages prove drill fuzz sweep check format bench clean
+.PHONY: install demo test test-slow test-slurm test-transformers4 slurm-packages prove drill fuzz sweep lint check format bench clean
 
 install: $(STAMP)
 
@@ -75,11 +75,13 @@ sweep: $(STAMP)
 drill: $(STAMP)
 	$(BIN)/python tests/support/kill_drill.py --runs 200
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+check: lint
 	$(AT_ONCE) tests/unit -m 'not slow' --quiet
 
 format: $(STAMP)

@@ -316,6 +316,11 @@ def test_a_run_whose_files_are_taken_away_ends_and_says_so(run, part):
     assert "taken away" in errors[0]
 
 
+def hear_interrupts() -> None:
+    """A shell's background jobs, these tests' among them, inherit SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every_steps", ["1", "null"])
 def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
@@ -323,7 +328,13 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
     overrides = ["train.steps=100000", f"checkpoint.every_steps={every_steps}"]
     command = [sys.executable, "-m", "launcher", "train", "small.yaml", *overrides, "--ranks", "1"]
     training = subprocess.Popen(
-        command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+        command,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_interrupts,
     )
     deadline = time.monotonic() + 240
     while not (run / "ledger.jsonl").exists() or '"step": 3' not in (run / "ledger.jsonl").read_text():
