@@ -328,7 +328,8 @@ def test_a_refused_key_does_not_stop_training(
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         train(tmp_path, "auto", 1, 5)
         server.shutdown()
-    assert_same(read_history(wandb_files(tmp_path)[-1]), read_metrics(tmp_path / "metrics.jsonl"))
+    (offline,) = (path for path in wandb_files(tmp_path) if "offline-run" in path.parent.name)
+    assert_same(read_history(offline), read_metrics(tmp_path / "metrics.jsonl"))
     out, err = capfd.readouterr()
     assert out.count("online does not work") == 1 and told in out
     assert err == ""

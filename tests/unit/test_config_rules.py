@@ -36,6 +36,7 @@ from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
 from modeling.optimizers.sgd import SGDConfig
 from modeling.schedules import lr_factor
+from pace import is_within
 
 
 def base(name: FamilyName) -> list[str]:
@@ -323,14 +324,14 @@ def test_any_number_ends_in_a_line_or_a_config_within_two_seconds(load, imported
                 assert room_needed(config)[0] > 0
                 assert render(job_script("train"), config, "python")
         assert all(line.isprintable() and "; " in line and len(line) < 500 for line in lines)
-        assert time.process_time() - begun < 2
+        assert is_within(time.process_time() - begun, 2)
 
 
 @pytest.mark.parametrize("ranks", [2**31, 2**63, 10**30])
 def test_any_number_of_processes_gets_an_answer(load, ranks):
     begun = time.process_time()
     assert check(load("parallel.tp=3", "parallel.pp=2"), ranks)
-    assert time.process_time() - begun < 2
+    assert is_within(time.process_time() - begun, 2)
 
 
 def test_token_files_have_no_held_out_split(load, tmp_path):
