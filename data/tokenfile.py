@@ -157,7 +157,7 @@ class TokenFile:
         if len(wrong):
             raise self._contradiction(int(wrong[0]))
         indices = np.array(self._indices)
-        if (np.diff(indices) < 0).any():  # the first is 0 and the last n_sequences
+        if (indices[1:] < indices[:-1]).any():  # the first is 0 and the last n_sequences; a difference could overflow
             rule = "must number its documents' sequences within the file, ascending"
             raise refuse(str(idx_path(self.prefix)), rule, REWRITE)
         starts = np.unique(pointers[indices[:-1]] // self.dtype.itemsize)
