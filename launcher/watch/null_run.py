@@ -5,7 +5,7 @@ from typing import Any
 
 
 class NullRun:
-    """No W&B: mode disabled, a rank other than 0, or not even an offline run could be opened."""
+    """No W&B: mode disabled, or not even an offline run could be opened."""
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Does nothing."""

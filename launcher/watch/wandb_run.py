@@ -84,10 +84,11 @@ def open_wandb(
     not work, the run is opened offline.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb's own telemetry writes to stderr when it fails
+    wandb_dir = run_dir / "wandb"
+    give_cache(wandb_dir / "cache")
     mode = choose_mode(config.mode)
     if mode == "disabled":
         return NullRun()
-    wandb_dir = run_dir / "wandb"
     try:
         wandb_dir.mkdir(parents=True, exist_ok=True)
         run_id = resume_id or saved_run_id(run_dir) or secrets.token_hex(4)
@@ -95,7 +96,6 @@ def open_wandb(
     except OSError as error:
         announce(f"W&B: {wandb_dir} cannot be written: {error.strerror}; {WITHOUT}")
         return NullRun()
-    give_cache(wandb_dir / "cache")
     remove_temporary_folders(run_dir)  # those of a run that was killed
     arguments = {"project": config.project, "entity": config.entity, "id": run_id, "name": name, "dir": str(run_dir)}
     run = _init(mode, arguments, run_config, announce)
@@ -111,7 +111,7 @@ def open_wandb(
 def give_cache(folder: Path) -> None:
     """Has W&B's service write its own log and cache to ``folder`` where this user has no home to take them.
 
-    It would write every line of the log to stderr instead.
+    It would write every line of the log to stderr instead. For before the service starts, as ``choose_mode`` may do.
     """
     usual = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME", "/dev/null"), ".cache")
     try:

@@ -5,25 +5,30 @@ Each of its ZeRO optimizers imports its Muon, which no run takes and whose decor
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
+def _leave_as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """torch.compile, as a decorator with or without arguments, that compiles nothing."""
+    return function if function is not None else lambda decorated: decorated
+
+
 @contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """torch.compile as a decorator that leaves functions as they are."""
-    real = torch.compile
-    torch.compile = lambda *_, **__: lambda function: function
+def _quiet_and_uncompiled() -> Iterator[None]:
+    compile_, level = torch.compile, logging.root.manager.disable
+    torch.compile = _leave_as_it_is
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        torch.compile = real
+        logging.disable(level)
+        torch.compile = compile_
 
 
-logging.disable(logging.WARNING)
-with _nothing_compiled():
+with _quiet_and_uncompiled():
     import deepspeed.runtime.zero.muon.muon_optimizer
-logging.disable(logging.NOTSET)
 deepspeed.utils.logger.setLevel(logging.ERROR)

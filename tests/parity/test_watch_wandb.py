@@ -219,19 +219,19 @@ def test_nothing_is_printed_but_one_line(tmp_path: Path, capfd: pytest.CaptureFi
     assert "wandb sync" in err
 
 
-@pytest.mark.parametrize("home", [None, "/proc", "/nowhere/at/all"])
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+@pytest.mark.parametrize("home", [None, "/proc", f"{__file__}/home"])
 def test_a_user_without_a_home_hears_nothing_of_the_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], home: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], home: str | None, mode: str
 ) -> None:
-    """Containers have such users. Root may make any folder, so here the last home is one beneath a file."""
+    """Containers have such users. Root may make any folder, but none beneath a file."""
     wandb_run.tear_down()  # the service of an earlier test has a home
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "")  # restored in the end, whatever the run sets
     if home is None:
         monkeypatch.delenv("HOME")
     else:
-        monkeypatch.setenv("HOME", str(Path(__file__) / "home") if home == "/nowhere/at/all" else home)
-    run = open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "run", announce=lambda line: None)
+        monkeypatch.setenv("HOME", home)
+    run = open_wandb(WandbConfig(mode=mode), {}, tmp_path, "run", announce=lambda line: None)
     run.log({"step": 1, "loss": 1.0})
     run.finish()
     assert capfd.readouterr() == ("", "")

@@ -13,7 +13,6 @@ from launcher.cli import main
 from launcher.commands.runs import holds_lock, last_lines, list_runs, summarize
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, RunConfig, TrainConfig
-from pace import is_within
 from parallel.config import ParallelConfig
 
 
@@ -199,6 +198,6 @@ def test_hundreds_of_long_runs_are_listed_quickly(tmp_path, has_evaluation):
             file.write(b"\n" + row * 20 + (b'{"step": 9, "eval_loss": 2.0}\n' if has_evaluation else b""))
     started = time.process_time()
     found = list_runs([str(tmp_path / "runs")])
-    assert is_within(time.process_time() - started, 2.0)
+    assert time.process_time() - started < 2.0
     assert {(run.step, run.loss, run.eval_loss) for run in found} == {(9, 1.0, 2.0 if has_evaluation else None)}
     assert {run.layout for run in found} == {"2 ranks, tp 2, ZeRO 1"}

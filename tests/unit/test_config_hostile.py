@@ -15,7 +15,6 @@ from launcher.config.load import load_config
 from launcher.config.yaml_text import MAX_BYTES, MAX_PROBLEMS, parse_yaml, read_yaml_file
 from launcher.errors import UserError
 from launcher.training.run_dir import saved_config
-from pace import is_within
 
 SECONDS = 4.0  # of processor time, for what takes one on an idle machine: a neighbor on the same core slows it
 
@@ -85,7 +84,7 @@ def refused_in_time(path: Path, *overrides: str) -> list[str]:
     begun = time.process_time()
     with pytest.raises(UserError) as caught:
         load_config(path, overrides)
-    assert is_within(time.process_time() - begun, SECONDS)
+    assert time.process_time() - begun < SECONDS
     assert all(line.isprintable() and len(line) < 500 for line in caught.value.problems)
     return caught.value.problems
 

@@ -10,7 +10,7 @@ HEAVY = ("torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "transforme
 
 def brought_along(modules: str) -> set[str]:
     """Those of HEAVY that are there once a new interpreter has imported ``modules``."""
-    code = f"import sys, {modules}\nprint(*({HEAVY} & sys.modules.keys()))".replace(str(HEAVY), f"set({HEAVY})")
+    code = f"import sys, {modules}\nprint(*set({HEAVY}) & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(result.stdout.split("\n")[-2].split())
 
