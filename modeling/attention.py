@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from modeling.config import ModelConfig
+from modeling.config import MLAConfig, ModelConfig
 from modeling.context import Context
 from modeling.kernels.attention import attend
 from modeling.kv_cache import LayerCache
 from modeling.linear import Linear
 from modeling.norm import RMSNorm
 from modeling.positions import ALL_POSITIONS
-from modeling.rope import rotate
+from modeling.rope import Rotary, rotate, score_factor
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: transformers' class has it so
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None], Tensor]
@@ -31,20 +31,19 @@ class Attention(nn.Module):
 
     o: Linear
 
-    def __init__(self, sliding_window: int | None) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.sliding_window = sliding_window
+        self.sliding_window = config.window_of(layer)
+        self.rotary = Rotary(config.rope_dim, config.rope_theta, config.rope_scaling)
         self.core: AttentionCore = attend
         self.positions = ALL_POSITIONS
 
-    def forward(
-        self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
-        heads = self.heads(self.positions.gather(hidden_BSD), rope)
+        heads = self.heads(self.positions.gather(hidden_BSD), context.rope_tables(self.rotary))
         core = self.core if cache is None else cache.attend
         out_BSHC = core(*heads, context, self.sliding_window)
-        return self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
+        return self.o.add_bias(self.positions.scatter_sum(self.o.product(out_BSHC.flatten(-2))))
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""
@@ -54,25 +53,16 @@ class Attention(nn.Module):
 class GroupedQueryAttention(Attention):
     """Query heads that share fewer key-value heads (Ainslie et al. 2023, arXiv:2305.13245), optional QK norm, RoPE."""
 
-    def __init__(
-        self,
-        *,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        d_head: int,
-        qk_norm: bool,
-        sliding_window: int | None,
-        norm_eps: float,
-    ) -> None:
-        super().__init__(sliding_window)
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        d_model, d_head, bias = config.d_model, config.head_dim, config.qkv_bias
         self.d_head = d_head
-        self.q = Linear(n_heads * d_head, d_model, ("heads", "d_model"))
-        self.k = Linear(n_kv_heads * d_head, d_model, ("kv_heads", "d_model"))
-        self.v = Linear(n_kv_heads * d_head, d_model, ("kv_heads", "d_model"))
-        self.o = Linear(d_model, n_heads * d_head, ("d_model", "heads"), is_residual=True)
-        self.q_norm = RMSNorm(d_head, norm_eps, "d_head") if qk_norm else None
-        self.k_norm = RMSNorm(d_head, norm_eps, "d_head") if qk_norm else None
+        self.q = Linear(config.n_heads * d_head, d_model, ("heads", "d_model"), bias=bias)
+        self.k = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
+        self.v = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
+        self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), bias=config.o_bias, is_residual=True)
+        self.q_norm = RMSNorm(d_head, config.norm_eps, "d_head") if config.qk_norm else None
+        self.k_norm = RMSNorm(d_head, config.norm_eps, "d_head") if config.qk_norm else None
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC), the first two normed and turned."""
@@ -90,20 +80,12 @@ class LatentAttention(Attention):
     Shape letters besides: N d_nope, R d_rope, L kv_lora_rank; a query's and a key's C are N + R.
     """
 
-    def __init__(
-        self,
-        *,
-        d_model: int,
-        n_heads: int,
-        kv_lora_rank: int,
-        q_lora_rank: int | None,
-        d_nope: int,
-        d_rope: int,
-        d_v: int,
-        sliding_window: int | None,
-    ) -> None:
-        super().__init__(sliding_window)
+    def __init__(self, config: ModelConfig, mla: MLAConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        d_model, n_heads, q_lora_rank = config.d_model, config.n_heads, mla.q_lora_rank
+        kv_lora_rank, d_nope, d_rope, d_v = mla.kv_lora_rank, mla.d_nope, mla.d_rope, mla.d_v
         self.kv_lora_rank, self.d_nope, self.d_rope, self.d_v = kv_lora_rank, d_nope, d_rope, d_v
+        self.score_factor = score_factor(config.rope_scaling)
         q_width = n_heads * (d_nope + d_rope)
         if q_lora_rank is None:
             self.q = Linear(q_width, d_model, ("heads", "d_model"))
@@ -126,7 +108,8 @@ class LatentAttention(Attention):
         k_BSHN, v_BSHC = kv.split([self.d_nope, self.d_v], dim=-1)
         q_BSHR = rotate(pairs_to_halves(q_BSHR), rope)
         k_BSHR = rotate(pairs_to_halves(k_BSR[:, :, None]), rope).expand_as(q_BSHR)
-        return torch.cat([q_BSHN, q_BSHR], dim=-1), torch.cat([k_BSHN, k_BSHR], dim=-1), v_BSHC
+        q_BSHC, k_BSHC = torch.cat([q_BSHN, q_BSHR], dim=-1), torch.cat([k_BSHN, k_BSHR], dim=-1)
+        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, k_BSHC, v_BSHC
 
 
 def pairs_to_halves(heads_BSHR: Tensor) -> Tensor:
@@ -135,25 +118,7 @@ def pairs_to_halves(heads_BSHR: Tensor) -> Tensor:
 
 
 def build_attention(config: ModelConfig, layer: int) -> Attention:
-    """The attention of layer number ``layer`` (from 0); today that of every layer alike."""
-    mla = config.mla
-    if mla is not None:
-        return LatentAttention(
-            d_model=config.d_model,
-            n_heads=config.n_heads,
-            kv_lora_rank=mla.kv_lora_rank,
-            q_lora_rank=mla.q_lora_rank,
-            d_nope=mla.d_nope,
-            d_rope=mla.d_rope,
-            d_v=mla.d_v,
-            sliding_window=config.sliding_window,
-        )
-    return GroupedQueryAttention(
-        d_model=config.d_model,
-        n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        d_head=config.head_dim,
-        qk_norm=config.qk_norm,
-        sliding_window=config.sliding_window,
-        norm_eps=config.norm_eps,
-    )
+    """The attention of layer number ``layer`` (from 0)."""
+    if config.mla is not None:
+        return LatentAttention(config, config.mla, layer)
+    return GroupedQueryAttention(config, layer)

@@ -12,8 +12,10 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Interval
 
+from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
+
 # The one list of families; each is told by its module in modeling/families.
-FamilyName = Literal["llama", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+FamilyName = Literal["llama", "mistral", "qwen2", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 Count = Annotated[int, Interval(ge=1, le=2**16)]
@@ -139,6 +141,9 @@ class MLAConfig:
             )
 
 
+Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A pre-norm decoder. ``family`` names the `transformers` architecture that an export becomes."""
@@ -155,9 +160,17 @@ class ModelConfig:
     d_ff: Width = 1408  # width of a dense feed-forward layer
     tie_embeddings: bool = False  # the head is the embedding's weight
     qk_norm: bool = False  # RMSNorm on each head's queries and keys
+    qkv_bias: bool = False  # the projections to queries, keys and values have biases
+    o_bias: bool = False  # attention's output projection has a bias
+    ff_bias: bool = False  # dense feed-forward layers' projections have biases
     # a token sees itself and so many less one before it; None: all
     sliding_window: Width | None = field(default=None, metadata={"usual": 1024})
+    # layers (from 0) whose tokens see all before them all the same
+    full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     rope_theta: Annotated[float, Interval(ge=1.0, le=1e12)] = 10000.0  # base of the rotary frequencies
+    # so large a part of a head's channels turns, the first ones
+    rope_fraction: Annotated[float, Interval(ge=1e-3, le=1.0)] = 1.0
+    rope_scaling: RopeScaling | None = None
     # the bound is where fp32 loses it
     norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square in RMSNorm
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
@@ -187,7 +200,7 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Channels of a head that the rotary embedding turns."""
-        return self.head_dim if self.mla is None else self.mla.d_rope
+        return int(self.head_dim * self.rope_fraction) if self.mla is None else self.mla.d_rope
 
     @property
     def widest(self) -> int:
@@ -206,6 +219,8 @@ class ModelConfig:
 
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields of an optional section, and about it, that is broken."""
+        yield from self.window_problems()
+        yield from self.rope_problems()
         if self.mla is not None:
             if self.n_kv_heads != self.n_heads:
                 yield (
@@ -215,6 +230,41 @@ class ModelConfig:
             yield from self.mla.problems()
         if self.moe is not None:
             yield from self.moe.problems()
+
+    def window_problems(self) -> Iterator[str]:
+        """One line for each rule about the layers with and without a sliding window that is broken."""
+        told = f"model.full_attention_layers={list(self.full_attention_layers)}"
+        if self.sliding_window is None and self.full_attention_layers:
+            yield f"{told} must be [] where model.sliding_window=null (no layer has a window); remove it"
+        elif list(self.full_attention_layers) != sorted({*self.full_attention_layers}):
+            yield f"{told} must name each layer once, ascending; try {sorted({*self.full_attention_layers})}"
+        elif self.full_attention_layers and self.full_attention_layers[-1] >= self.n_layers:
+            fitting = [layer for layer in self.full_attention_layers if layer < self.n_layers]
+            yield f"{told} must name layers below model.n_layers={self.n_layers} (the first is 0); try {fitting}"
+
+    def rope_problems(self) -> Iterator[str]:
+        """One line for each rule about the rotary frequencies that is broken."""
+        scaling = self.rope_scaling
+        if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            yield (
+                f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be above "
+                f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}; try {4 * scaling.low_freq_factor}"
+            )
+        if isinstance(scaling, YarnScaling):
+            if scaling.beta_fast <= scaling.beta_slow:
+                yield (
+                    f"model.rope_scaling.beta_fast={scaling.beta_fast} must be above "
+                    f"model.rope_scaling.beta_slow={scaling.beta_slow}; try {32 * scaling.beta_slow}"
+                )
+            if self.rope_theta <= 1:
+                yield (
+                    f"model.rope_theta={self.rope_theta} must be above 1 where model.rope_scaling.name=yarn "
+                    "(its frequencies must differ); try 10000.0"
+                )
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens one of layer ``layer`` (from 0) sees, itself included; None: all before it."""
+        return None if layer in self.full_attention_layers else self.sliding_window
 
     def layer_kind(self, layer: int) -> bool:
         """Equal for layers (from 0) that are built alike."""

@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from modeling.rope import Rotary
+
 PADDING = -1  # the document number of a position that holds no token
 
 
@@ -65,6 +67,17 @@ class Context:
                 self.positions_BS, self.documents_BS, self.positions_BS, self.documents_BS, window
             )
         return self.masks[window]
+
+    @cached_property
+    def rope(self) -> dict[Rotary, tuple[Tensor, Tensor]]:
+        """Cosines and sines already computed."""
+        return {}
+
+    def rope_tables(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions' angles, fp32 (B, S, R/2). Once for all layers that turn alike."""
+        if rotary not in self.rope:
+            self.rope[rotary] = rotary.tables(self.positions_BS)
+        return self.rope[rotary]
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, int]:

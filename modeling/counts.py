@@ -58,11 +58,11 @@ def multiplied_by_layer(config: ModelConfig) -> list[int]:
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of one token's forward pass in a sequence of ``seq_len`` tokens, head included."""
-    keys = seq_len if config.sliding_window is None else min(seq_len, config.sliding_window)
+    keys = sum(min(seq_len, config.window_of(layer) or seq_len) for layer in range(config.n_layers))
     # Queries times keys, and probabilities times values.
     scores_and_sums = 2 * keys * config.n_heads * (config.qk_head_dim + config.v_head_dim)
     multiplied = config.vocab_size * config.d_model + sum(multiplied_by_layer(config))
-    return float(2 * multiplied + config.n_layers * scores_and_sums)
+    return float(2 * multiplied + scores_and_sums)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -20,7 +20,6 @@ from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
 from modeling.norm import RMSNorm
-from modeling.rope import rope_tables
 
 
 @dataclass
@@ -68,10 +67,10 @@ class DecoderLayer(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(
-        self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
+        self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """hidden_BSD after this layer, and its router's statistics if it has one."""
-        hidden_BSD = hidden_BSD + self.attention(self.attention_norm(hidden_BSD), rope, context, cache)
+        hidden_BSD = hidden_BSD + self.attention(self.attention_norm(hidden_BSD), context, cache)
         return self.add_feed_forward(hidden_BSD, context)
 
     def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
@@ -99,21 +98,18 @@ class Decoder(nn.Module):
         layers: list[DecoderLayer],
         final_norm: RMSNorm | None,
         head: Head | None,
-        rope_dim: int,
-        rope_theta: float,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
         self.register_module("final_norm", final_norm)
         self.register_module("head", head)
-        self.rope = (rope_dim, rope_theta)
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""
         shared = [self.layers[str(layer)] for layer in layers]
         norm, head = (self.final_norm, self.head) if has_head else (None, None)
-        return Decoder(self.embed if has_embedding else None, cast(list[DecoderLayer], shared), norm, head, *self.rope)
+        return Decoder(self.embed if has_embedding else None, cast(list[DecoderLayer], shared), norm, head)
 
     def forward(
         self, inputs: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
@@ -122,13 +118,12 @@ class Decoder(nn.Module):
 
         ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder has no embedding.
         """
-        rope = rope_tables(context.positions_BS, *self.rope)
         hidden_BSD = inputs if self.embed is None else self.embed(inputs)
         output = Output(None, None)
         for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
             layer_cache = None if cache is None else cache.layers[layer.layer]
-            hidden_BSD, stats = layer(hidden_BSD, rope, context, layer_cache)
+            hidden_BSD, stats = layer(hidden_BSD, context, layer_cache)
             if stats is not None:
                 output.stats[layer.layer] = stats
         if self.head is None:
@@ -153,9 +148,7 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     if config.tie_embeddings:
         head.weight = embed.weight
     final_norm = RMSNorm(config.d_model, config.norm_eps)
-    return Decoder(
-        embed, [build_layer(config, layer) for layer in numbers], final_norm, head, config.rope_dim, config.rope_theta
-    )
+    return Decoder(embed, [build_layer(config, layer) for layer in numbers], final_norm, head)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
@@ -163,6 +156,6 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     if config.moe is not None and config.is_moe_layer(layer):
         feed_forward = build_moe(config.moe, config.d_model)
     else:
-        feed_forward = SwiGLU(config.d_model, config.d_ff)
+        feed_forward = SwiGLU(config.d_model, config.d_ff, bias=config.ff_bias)
     norms = [RMSNorm(config.d_model, config.norm_eps) for _ in range(2)]
     return DecoderLayer(layer, norms[0], build_attention(config, layer), norms[1], feed_forward)

@@ -11,15 +11,16 @@ from modeling.positions import ALL_POSITIONS
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)). ``positions`` is the seam of tensor parallelism."""
 
-    def __init__(self, d_model: int, d_ff: int, inner: Dim = "d_ff") -> None:
+    def __init__(self, d_model: int, d_ff: int, inner: Dim = "d_ff", *, bias: bool = False) -> None:
         """``inner`` is the name of the dim of size ``d_ff``."""
         super().__init__()
-        self.gate = Linear(d_ff, d_model, (inner, "d_model"))
-        self.up = Linear(d_ff, d_model, (inner, "d_model"))
-        self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
+        self.gate = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
+        self.up = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
+        self.down = Linear(d_model, d_ff, ("d_model", inner), bias=bias, is_residual=True)
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
-        return self.positions.scatter_sum(self.down(F.silu(self.gate(hidden)) * self.up(hidden)))
+        inner = F.silu(self.gate(hidden)) * self.up(hidden)
+        return self.down.add_bias(self.positions.scatter_sum(self.down.product(inner)))

@@ -1,21 +1,104 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotating the two halves of a head as Llama does.
 
-Shape letters: B batch, S sequence, H heads, C rope_dim.
+Shape letters: B batch, S sequence, H heads, C channels of a head, R those of them that turn.
 """
+
+import math
+from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
+from modeling.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
-def rope_tables(positions_BS: Tensor, rope_dim: int, rope_theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each position's angles: two fp32 tensors (B, S, C/2)."""
-    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32, device=positions_BS.device) / rope_dim
-    angles_BSC = positions_BS[..., None].float() * (1.0 / rope_theta**exponents)
-    return angles_BSC.cos(), angles_BSC.sin()
+
+@dataclass(frozen=True)
+class Rotary:
+    """By what angle each pair of a head's channels turns from one position to the next."""
+
+    dim: int  # channels that turn, even
+    theta: float  # base of the frequencies
+    scaling: RopeScaling | None = None
+
+    def tables(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each position's angles: two fp32 tensors (B, S, R/2)."""
+        angles_BSR = positions_BS[..., None].float() * self.frequencies(positions_BS.device)
+        if not isinstance(self.scaling, YarnScaling):
+            return angles_BSR.cos(), angles_BSR.sin()
+        factor = cosine_factor(self.scaling)
+        return angles_BSR.cos() * factor, angles_BSR.sin() * factor
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians of each pair from one position to the next: fp32 (R/2,)."""
+        exponents_R = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
+        plain_R = 1.0 / self.theta**exponents_R
+        match self.scaling:
+            case None:
+                return plain_R
+            case LinearScaling(factor=factor):
+                return plain_R / factor
+            case Llama3Scaling() as scaling:
+                return mixed(plain_R, scaling.factor, llama3_kept(plain_R, scaling))
+            case YarnScaling() as scaling:
+                return mixed(plain_R, scaling.factor, self.yarn_kept(plain_R, scaling))
+            case _:
+                assert_never(self.scaling)
+
+    def yarn_kept(self, plain_R: Tensor, scaling: YarnScaling) -> Tensor:
+        """How much of each frequency is kept: a ramp over the channels between those of beta_fast and beta_slow."""
+
+        def channel(turns: float) -> float:  # at which a pair makes so many turns in the original sequence
+            ratio = scaling.original_seq_len / (turns * 2 * math.pi)
+            return self.dim * math.log(ratio) / (2 * math.log(self.theta))
+
+        low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001  # as transformers has it
+        channels_R = torch.arange(len(plain_R), dtype=torch.float32, device=plain_R.device)
+        return 1 - ((channels_R - low) / (high - low)).clamp(0, 1)
+
+
+def mixed(plain_R: Tensor, factor: float, kept_R: Tensor) -> Tensor:
+    """Between the frequencies divided by ``factor``, where ``kept_R`` is 0, and themselves, where it is 1."""
+    return plain_R / factor * (1 - kept_R) + plain_R * kept_R
+
+
+def llama3_kept(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """How much of each frequency is kept: a ramp over the turns that it makes in the original sequence."""
+    turns_R = scaling.original_seq_len * plain_R / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns_R - low) / (high - low)).clamp(0, 1)
+
+
+def cosine_factor(scaling: YarnScaling) -> float:
+    """What YaRN multiplies cosines and sines by, and so the scores of the channels that turn by its square."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return mscale(scaling.factor, scaling.mscale) / mscale(scaling.factor, scaling.mscale_all_dim)
+    return mscale(scaling.factor, 1.0)
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What DeepSeek's latent attention multiplies all scores by."""
+    if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
+        return 1.0
+    return mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's growth of the scores' scale with the length (section 3.4, eq. 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 def rotate(heads_BSHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """``heads_BSHC`` with channel pairs (c, c + C/2) turned by their position's angle; same shape and dtype."""
+    """``heads_BSHC`` with channel pairs (c, c + R/2) of the first R turned by their position's angle."""
     cos, sin = (table[:, :, None, :].to(heads_BSHC.dtype) for table in tables)
-    first, second = heads_BSHC.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    n_turning = 2 * cos.shape[-1]
+    first, second = heads_BSHC[..., :n_turning].chunk(2, dim=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*turned, heads_BSHC[..., n_turning:]], dim=-1)

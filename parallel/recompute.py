@@ -62,12 +62,10 @@ class RecomputedLayer(DecoderLayer):
 class FullyRecomputedLayer(RecomputedLayer):
     """Keeps its input alone."""
 
-    def forward(
-        self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor], context: Context, cache: LayerCache | None = None
-    ) -> Passed:
+    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
         """As DecoderLayer."""
         whole = super().forward
-        return self.run(lambda hidden_BSD, context: whole(hidden_BSD, rope, context, cache), hidden_BSD, context)
+        return self.run(lambda hidden_BSD, context: whole(hidden_BSD, context, cache), hidden_BSD, context)
 
 
 class HalfRecomputedLayer(RecomputedLayer):

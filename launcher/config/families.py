@@ -38,6 +38,13 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         for value in _values(model, key):
             if value is not None and value < minimum:
                 yield f"model.{key}={value} is not possible {told} needs at least {minimum}; try {minimum}"
+    for first, second in family.equal:
+        values = [value for key in (first, second) for value in _values(model, key)]
+        if len(set(values)) > 1:
+            yield (
+                f"model.{second}={_plain(values[1])} must be model.{first}={_plain(values[0])} {told} has one key for "
+                f"both; try {_plain(values[0])}"
+            )
     if family.heads_divide_d_model and model.d_head is not None and model.d_model % max(1, model.n_heads):
         near = -(-model.d_model // model.n_heads) * model.n_heads
         yield (

@@ -14,7 +14,6 @@ from launcher.config.words import join_or, show
 from launcher.slurm.rules import check_slurm
 from modeling.config import ModelConfig
 from modeling.counts import count_parameters
-from modeling.families.family import family_of
 from modeling.schedules import WSDSchedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -126,15 +125,28 @@ def _check_attention(config: RunConfig) -> Iterator[str]:
     if n_heads % n_kv_heads:
         tries = join_or(list(map(str, _divisors_near(n_heads, n_kv_heads))))
         yield f"model.n_kv_heads={n_kv_heads} must divide model.n_heads={n_heads}; try {tries}"
-    if "d_head" not in family_of(model.family).told:
-        return  # other fields tell how wide its heads are
+    if model.mla is not None:
+        return  # which tells how wide its heads are
     if d_head is not None and d_head % 2:
         yield f"model.d_head={d_head} must be even (rotary embedding turns channels in pairs); try {d_head + 1}"
+    if model.rope_fraction < 1 and (d_head is not None or d_model % n_heads == 0):
+        yield from _check_turning_part(model)
     if d_head is None and d_model % (2 * n_heads):
         yield (
             f"model.d_model={d_model} must be a multiple of 2 x model.n_heads={n_heads} = {2 * n_heads} where "
             f"model.d_head=null (rotary embedding turns channels in pairs); "
             f"try {_nearest_multiple(d_model, _d_model_step(config))}, or set model.d_head"
+        )
+
+
+def _check_turning_part(model: ModelConfig) -> Iterator[str]:
+    """A fraction of a head's channels is a number of pairs."""
+    turning = model.rope_dim
+    if turning < 2 or turning % 2:
+        fitting = max(2, 2 * (turning // 2)) / model.head_dim
+        yield (
+            f"model.rope_fraction={model.rope_fraction} of a head's {model.head_dim} channels is {turning}, and must "
+            f"be an even number, at least 2 (rotary embedding turns channels in pairs); try {fitting}"
         )
 
 

@@ -126,11 +126,18 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         n_kv_heads=n_kv_heads,
         d_head=2 * D_HEAD if has_own_d_head else (None if model.d_head is None else d_model // n_heads),
         d_ff=_up_to(D_FF, WIDTH_UNIT * degrees.tp),
+        full_attention_layers=shrink_full_layers(model, n_layers),
         init_std=min(
             model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5
         ),  # layers' outputs keep their size
         **sections,
     )
+
+
+def shrink_full_layers(model: ModelConfig, n_layers: int) -> tuple[int, ...]:
+    """The last layer where some layers of the model have no window, none or all where none or all have none."""
+    n_full = len(model.full_attention_layers)
+    return tuple(range(n_layers)) if n_full == model.n_layers else tuple(range(n_layers)[-1:]) if n_full else ()
 
 
 def shrink_section(section: Any) -> Any:

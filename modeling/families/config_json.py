@@ -1,13 +1,13 @@
 """A model's config.json of Hugging Face transformers, written (as 4 and 5 read it) and read."""
 
-import json
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from modeling.config import FAMILIES, BiasBalance, ModelConfig, NoBalance
 from modeling.families.family import Family, Key, family_of, section_types
+from modeling.families.rope_json import from_rope_json, longest, to_rope_json
+from modeling.families.values import checked, hints_of, shown
 
 # Keys that any config.json may have besides: they change nothing of what the model computes, or are read here.
 EVERYWHERE = frozenset(
@@ -20,7 +20,6 @@ EVERYWHERE = frozenset(
     }
 )
 REMEDY = "give another model"
-MOST_SHOWN = 60  # characters of a value that a message shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +42,18 @@ class InexpressibleConfig(ValueError):
 def to_config_json(config: ModelConfig, seq_len: int, special: SpecialTokens, dtype: str) -> dict[str, Any]:
     """config.json: what `AutoConfig` reads. ``dtype`` is torch's name of it, e.g. "bfloat16".
 
-    transformers 5 looks for the rotary embedding's numbers in rope_parameters, and 4 beside the other keys: it passes
-    over rope_parameters and takes its classes' defaults, in silence. Both forms are written, of dtype too.
+    transformers 4 passes over some of what 5 reads and takes its classes' defaults, in silence. So dtype and the rotary
+    positions (``rope_json``) are written in both forms.
     """
     family = family_of(config.family)
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta}
-    if "partial_rotary_factor" in family.defaults:  # the class would turn a part of the channels
-        rope["partial_rotary_factor"] = 1.0
     return {
         "architectures": [family.architecture],
         "model_type": config.family,
         **{name: written(config, key) for name, key in family.keys.items()},
         **family.constants,
         **family.ignored,
-        **rope,
-        "rope_parameters": {"rope_type": "default", **rope},
-        "max_position_embeddings": seq_len,
+        **to_rope_json(config, family),
+        "max_position_embeddings": longest(config, seq_len),
         "dtype": dtype,
         "torch_dtype": dtype,
         "bos_token_id": special.bos,
@@ -90,11 +85,13 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
         raise InexpressibleConfig([f"config.json: model_type={shown(name)} must be one of {known}; {REMEDY}"])
     family, told = family_of(name), f"with model.family={name}"
     content = {family.aliases.get(key, key): value for key, value in content.items()} | dict(content)
+    if family.completed is not None:
+        content = family.completed(content)
     problems = [*constant_problems(family, content), *unknown_problems(family, content)]
     values: dict[str, Any] = {key: only[0] for key, only in family.expressible().items() if len(only) == 1}
     values["family"] = name
     try:
-        values["rope_theta"] = rope_theta(family, content)
+        values |= from_rope_json(content, family)
     except ValueError as error:
         problems.append(f"config.json: {error}; {REMEDY}")
     for hf_key, key in family.keys.items():
@@ -132,30 +129,6 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
         )
 
 
-def rope_theta(family: Family, content: Mapping[str, Any]) -> float:
-    """The base of the rotary frequencies. ValueError where they are scaled, or turn a part of the channels.
-
-    transformers 4 has it beside the other keys, and 5 in rope_parameters, which counts where there are both.
-    """
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    given = content.get(key) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{key}={shown(given)} must be a table")
-    default_part = content.get("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
-    part = given.get("partial_rotary_factor", default_part)
-    if part != 1:
-        raise ValueError(f"partial_rotary_factor={shown(part)} is not possible, all channels turn")
-    kind = given.get("rope_type", given.get("type", "default"))
-    extra = given.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if kind != "default" or extra:
-        raise ValueError(f"{key}={shown(given)} is not possible, frequencies are not scaled")
-    theta = given.get("rope_theta", content.get("rope_theta", family.defaults["rope_theta"]))
-    try:
-        return checked(theta, float)
-    except ValueError as error:
-        raise ValueError(f"rope_theta={shown(theta)} is not possible: {error}") from None
-
-
 def read(value: Any, key: str | Key) -> dict[str, Any]:
     """Our fields that one key of config.json tells. ValueError where its value is none of theirs."""
     fields = {key: value} if isinstance(key, str) else key.read(value)
@@ -165,18 +138,7 @@ def read(value: Any, key: str | Key) -> dict[str, Any]:
 def hint_of(name: str) -> Any:
     """The type of a dotted field below `model`."""
     section, _, leaf = name.rpartition(".")
-    return get_type_hints(section_types()[section] if section else ModelConfig)[leaf]
-
-
-def checked(value: Any, hint: Any) -> Any:
-    """``value`` if it is of the type, an integer made a float where one is wanted. ValueError otherwise."""
-    members = get_args(hint) or (hint,)
-    if type(value) is int and int not in members and float in members:
-        return float(value)
-    if type(value) not in members:
-        names = " or ".join("null" if member is types.NoneType else member.__name__ for member in members)
-        raise ValueError(f"it must be {names}")
-    return value
+    return hints_of(section_types()[section] if section else ModelConfig)[leaf]
 
 
 def built(values: Mapping[str, Any]) -> ModelConfig:
@@ -186,12 +148,6 @@ def built(values: Mapping[str, Any]) -> ModelConfig:
         inside = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
         own[section] = kind(**inside) if inside else None
     return ModelConfig(**own)
-
-
-def shown(value: Any) -> str:
-    """``value`` as JSON, on one line, cut where it is long."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
 
 
 def generation_config(special: SpecialTokens) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from modeling.families.shared import (
     SHARED_EXPERT_KEYS,
     SHARED_EXPERTS,
 )
+from modeling.rope_scaling import YarnScaling
 
 LATENT_ATTENTION = {
     "layers.{layer}.attention.q.weight": "model.layers.{layer}.self_attn.q_proj.weight",  # where q_lora_rank is null
@@ -98,7 +99,7 @@ FAMILY = Family(
     # shared_experts are always built; only causal masks; first_k_dense_replace counts the dense layers.
     allowed={"sliding_window": (None,), "moe.score": ("sigmoid",)},
     at_least={"moe.n_experts": 2, "moe.n_shared_experts": 1},
-    # Its sizes. The published model scales its rotary frequencies (YaRN), and its files hold 8-bit weights.
+    # The published files hold 8-bit weights.
     published={
         "DeepSeek-V3": ModelConfig(
             family="deepseek_v3",
@@ -108,6 +109,7 @@ FAMILY = Family(
             n_heads=128,
             n_kv_heads=128,
             d_ff=18432,
+            rope_scaling=YarnScaling(factor=40.0, original_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
             mla=MLAConfig(kv_lora_rank=512, q_lora_rank=1536, d_nope=128, d_rope=64, d_v=128),
             moe=MoEConfig(
                 n_experts=256,

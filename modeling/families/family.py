@@ -39,6 +39,10 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
     at_least: Mapping[str, int] = field(default_factory=dict)  # our field -> the smallest number that works
     heads_divide_d_model: bool = False  # also where d_head is given
+    equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that one key tells
+    turns_a_part: bool = False  # the class reads partial_rotary_factor
+    # a config.json with keys filled in whose values follow from others, as the class does it
+    completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     published: Mapping[str, ModelConfig]  # the sizes of well-known models
 
     @property
@@ -50,7 +54,7 @@ class Family:
     def told(self) -> set[str]:
         """Our fields that config.json tells, dotted."""
         told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
-        return told | {"family", "rope_theta"}
+        return told | {"family", "rope_theta", "rope_scaling"} | ({"rope_fraction"} if self.turns_a_part else set())
 
     def has(self, section: str) -> bool:
         """Whether the class has the part of a model that an optional section of our config describes, such as "moe"."""
@@ -84,10 +88,12 @@ def family_of(name: str) -> Family:
 
 @cache
 def section_types() -> dict[str, type]:
-    """The optional sections of ModelConfig, such as "moe", and their dataclasses."""
-    hints = get_type_hints(ModelConfig)
-    members = [(name, member) for name, hint in hints.items() for member in get_args(hint)]
-    return {name: member for name, member in members if isinstance(member, type) and is_dataclass(member)}
+    """The optional sections of ModelConfig, such as "moe", and their dataclasses. None is one of several kinds."""
+    found = {
+        name: [each for each in get_args(hint) if is_dataclass(each)]
+        for name, hint in get_type_hints(ModelConfig).items()
+    }
+    return {name: kinds[0] for name, kinds in found.items() if len(kinds) == 1 and isinstance(kinds[0], type)}
 
 
 @cache

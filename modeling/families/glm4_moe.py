@@ -14,6 +14,7 @@ from modeling.families.shared import (
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
     QK_NORM,
+    QKV_BIAS,
     SELECTION_BIAS,
     SHARED_EXPERT_KEYS,
     SHARED_EXPERTS,
@@ -21,20 +22,31 @@ from modeling.families.shared import (
 
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
-    weights={**DECODER, **ATTENTION, **QK_NORM, **FEED_FORWARD, **EXPERTS, **SELECTION_BIAS, **SHARED_EXPERTS},
+    weights={
+        **DECODER,
+        **ATTENTION,
+        **QKV_BIAS,
+        **QK_NORM,
+        **FEED_FORWARD,
+        **EXPERTS,
+        **SELECTION_BIAS,
+        **SHARED_EXPERTS,
+    },
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,
         **FEED_FORWARD_KEYS,
         **EXPERT_KEYS,
         **SHARED_EXPERT_KEYS,
+        "attention_bias": "qkv_bias",
         "use_qk_norm": "qk_norm",
     },
-    constants={**DECODER_CONSTANTS, "attention_bias": False, "n_group": 1, "topk_group": 1},
+    constants={**DECODER_CONSTANTS, "n_group": 1, "topk_group": 1},
     # Modules that predict further tokens are no part of the class's forward pass.
     ignored={"num_nextn_predict_layers": 0, "output_router_logits": False},
     defaults={
         **DECODER_DEFAULTS,
+        "attention_bias": False,
         "first_k_dense_replace": 1,
         "hidden_size": 4096,
         "intermediate_size": 10944,
@@ -57,7 +69,7 @@ FAMILY = Family(
     # experts; shared_experts are always built; only causal masks; first_k_dense_replace counts the dense layers.
     allowed={"sliding_window": (None,), "moe.score": ("sigmoid",)},
     at_least={"moe.n_experts": 2, "moe.n_shared_experts": 1},
-    # Their sizes. The published weights have biases of q, k and v besides, and turn half of each head's channels.
+    turns_a_part=True,
     published={
         "GLM-4.5": ModelConfig(
             family="glm4_moe",
@@ -69,7 +81,9 @@ FAMILY = Family(
             d_head=128,
             d_ff=12288,
             qk_norm=True,
+            qkv_bias=True,
             rope_theta=1e6,
+            rope_fraction=0.5,
             norm_eps=1e-5,
             moe=MoEConfig(
                 n_experts=160,
@@ -91,7 +105,9 @@ FAMILY = Family(
             n_kv_heads=8,
             d_head=128,
             d_ff=10944,
+            qkv_bias=True,
             rope_theta=1e6,
+            rope_fraction=0.5,
             norm_eps=1e-5,
             moe=MoEConfig(
                 n_experts=128,

@@ -1,7 +1,7 @@
 """Llama (arXiv:2302.13971): the dense decoder."""
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family
+from modeling.families.family import Family, Key
 from modeling.families.shared import (
     ATTENTION,
     DECODER,
@@ -9,20 +9,36 @@ from modeling.families.shared import (
     DECODER_DEFAULTS,
     DECODER_KEYS,
     FEED_FORWARD,
+    FEED_FORWARD_BIAS,
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
+    O_BIAS,
+    QKV_BIAS,
 )
+from modeling.rope_scaling import Llama3Scaling
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
-    weights={**DECODER, **ATTENTION, **FEED_FORWARD},
-    keys={**DECODER_KEYS, **HEAD_KEYS, **FEED_FORWARD_KEYS},
-    constants={**DECODER_CONSTANTS, "attention_bias": False, "mlp_bias": False},
+    weights={**DECODER, **ATTENTION, **QKV_BIAS, **O_BIAS, **FEED_FORWARD, **FEED_FORWARD_BIAS},
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        **FEED_FORWARD_KEYS,
+        "attention_bias": Key(
+            ours=("qkv_bias", "o_bias"),
+            write=lambda config: config.qkv_bias,
+            read=lambda has: {"qkv_bias": has, "o_bias": has},
+        ),
+        "mlp_bias": "ff_bias",
+    },
+    constants=DECODER_CONSTANTS,
     ignored={},
     defaults={
         **DECODER_DEFAULTS,
+        "attention_bias": False,
         "hidden_size": 4096,
         "intermediate_size": 11008,
+        "mlp_bias": False,
         "num_attention_heads": 32,
         "num_hidden_layers": 32,
         "num_key_value_heads": None,
@@ -31,6 +47,7 @@ FAMILY = Family(
     # models/llama: LlamaConfig itself demands hidden_size % num_attention_heads == 0.
     allowed={"qk_norm": (False,), "sliding_window": (None,)},
     heads_divide_d_model=True,
+    equal=(("qkv_bias", "o_bias"),),
     published={
         "Llama-2-7B": ModelConfig(
             family="llama",
@@ -51,6 +68,32 @@ FAMILY = Family(
             n_kv_heads=8,
             d_ff=14336,
             rope_theta=500000.0,
+            norm_eps=1e-5,
+        ),
+        "Llama-3.1-405B": ModelConfig(
+            family="llama",
+            vocab_size=128256,
+            d_model=16384,
+            n_layers=126,
+            n_heads=128,
+            n_kv_heads=8,
+            d_ff=53248,
+            rope_theta=500000.0,
+            rope_scaling=Llama3Scaling(),
+            norm_eps=1e-5,
+        ),
+        "Llama-3.2-1B": ModelConfig(
+            family="llama",
+            vocab_size=128256,
+            d_model=2048,
+            n_layers=16,
+            n_heads=32,
+            n_kv_heads=8,
+            d_head=64,
+            d_ff=8192,
+            tie_embeddings=True,
+            rope_theta=500000.0,
+            rope_scaling=Llama3Scaling(factor=32.0),
             norm_eps=1e-5,
         ),
     },

@@ -1,6 +1,6 @@
 """What several families have in common: names of weights, keys of config.json, limits."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from modeling.families.family import Key, moe_of
@@ -24,10 +24,21 @@ QK_NORM = {
     "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
     "layers.{layer}.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
 }
+QKV_BIAS = {
+    "layers.{layer}.attention.q.bias": "model.layers.{layer}.self_attn.q_proj.bias",
+    "layers.{layer}.attention.k.bias": "model.layers.{layer}.self_attn.k_proj.bias",
+    "layers.{layer}.attention.v.bias": "model.layers.{layer}.self_attn.v_proj.bias",
+}
+O_BIAS = {"layers.{layer}.attention.o.bias": "model.layers.{layer}.self_attn.o_proj.bias"}
 FEED_FORWARD = {
     "layers.{layer}.feed_forward.gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
     "layers.{layer}.feed_forward.up.weight": "model.layers.{layer}.mlp.up_proj.weight",
     "layers.{layer}.feed_forward.down.weight": "model.layers.{layer}.mlp.down_proj.weight",
+}
+FEED_FORWARD_BIAS = {
+    "layers.{layer}.feed_forward.gate.bias": "model.layers.{layer}.mlp.gate_proj.bias",
+    "layers.{layer}.feed_forward.up.bias": "model.layers.{layer}.mlp.up_proj.bias",
+    "layers.{layer}.feed_forward.down.bias": "model.layers.{layer}.mlp.down_proj.bias",
 }
 EXPERTS = {
     "layers.{layer}.feed_forward.router.weight": "model.layers.{layer}.mlp.gate.weight",
@@ -108,4 +119,28 @@ LEADING_LAYERS = Key(
     ours=("moe.n_dense_layers",),
     write=lambda config: list(range(moe_of(config).n_dense_layers)),
     read=leading_layers,
+)
+
+
+def layer_types(n_layers: int, full: Iterable[int]) -> list[str]:
+    """The list that transformers has of what each layer's attention is; ``full``: the layers without a window."""
+    without = {*full}
+    return ["full_attention" if layer in without else "sliding_attention" for layer in range(n_layers)]
+
+
+def full_layers(types: Any) -> Mapping[str, Any]:
+    """What the list means for our fields; ValueError where it names other kinds of attention."""
+    kinds = {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or not all(isinstance(each, str) and each in kinds for each in types):
+        raise ValueError(f"it must be a list of {' and '.join(sorted(kinds))}")
+    full = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
+    return {"full_attention_layers": full} if len(full) < len(types) else {"sliding_window": None}
+
+
+LAYER_TYPES = Key(  # after sliding_window: where no layer has it, it is not looked at
+    ours=("full_attention_layers", "sliding_window"),
+    write=lambda config: layer_types(
+        config.n_layers, range(config.n_layers) if config.sliding_window is None else config.full_attention_layers
+    ),
+    read=full_layers,
 )

@@ -66,10 +66,9 @@ def test_flops(family: FamilyName) -> None:
     @given(config=configs(family), seed=st.integers(0, 99))
     def check(config: ModelConfig, seed: int) -> None:
         model = build(config, seed)
-        masked_keys = (
-            0 if config.sliding_window is None else max(0, 12 - config.sliding_window)
-        )  # computed, not counted
-        unseen = 4 * masked_keys * config.n_layers * config.n_heads * config.head_dim
+        windows = [config.window_of(layer) for layer in range(config.n_layers)]
+        masked_keys = sum(max(0, 12 - window) for window in windows if window is not None)  # computed, not counted
+        unseen = 4 * masked_keys * config.n_heads * config.head_dim
         assert counted_flops(model, config, training=False) == forward_flops_per_token(config, 12) + unseen
         assert counted_flops(model, config, training=True) == flops_per_token(config, 12) + 3 * unseen
 

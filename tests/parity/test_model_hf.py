@@ -244,7 +244,8 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
     """
     if config.moe is not None and config.moe.normalize_top_k and config.moe.top_k == 1 and "router" in name:
         return True
-    return config.sliding_window == 1 and any(part in name for part in (".q.", ".k.", "q_norm", "k_norm"))
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
+    return config.window_of(layer) == 1 and any(part in name for part in (".q.", ".k.", "q_norm", "k_norm"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -289,8 +290,10 @@ def test_planted_rope_halves(family: FamilyName, monkeypatch: pytest.MonkeyPatch
 
     def rotate_neighbors(heads_BSHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = (table[:, :, None, :] for table in tables)
-        even, odd = heads_BSHC[..., ::2], heads_BSHC[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+        turning, rest = heads_BSHC.split([2 * cos.shape[-1], heads_BSHC.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+        even, odd = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+        return torch.cat([turned, rest], dim=-1)
 
     monkeypatch.setattr(modeling.attention, "rotate", rotate_neighbors)
     fails_logits(model, theirs, config, rows)

@@ -180,16 +180,17 @@ def worst(answers: Sequence[Answer], references: Sequence[Answer]) -> dict[str, 
 def layer(case: Case) -> Any:
     """An attention layer for the case's heads; its weights are a function of the seed."""
     from modeling.attention import GroupedQueryAttention
+    from modeling.config import ModelConfig
 
-    attention = GroupedQueryAttention(
+    config = ModelConfig(
         d_model=16,
         n_heads=case.n_heads,
         n_kv_heads=case.n_kv_heads,
         d_head=D_HEAD,
         qk_norm=True,
         sliding_window=case.window,
-        norm_eps=1e-6,
     )
+    attention = GroupedQueryAttention(config, 0)
     generator = torch.Generator().manual_seed(case.seed)
     for weight in attention.parameters():
         torch.nn.init.normal_(weight, std=0.3, generator=generator)
@@ -209,10 +210,8 @@ def layer_reference(case: Case) -> dict[str, Tensor]:
 
 
 def layer_results(attention: Any, hidden_BSD: Tensor, grad_BSD: Tensor, context: Context) -> dict[str, Tensor]:
-    from modeling.rope import rope_tables
-
     hidden_BSD.requires_grad_()
-    out_BSD = attention(hidden_BSD, rope_tables(context.positions_BS, D_HEAD, 1e4), context)
+    out_BSD = attention(hidden_BSD, context)
     out_BSD.backward(grad_BSD)
     grads = {name: weight.grad for name, weight in attention.named_parameters()}
     return {"out": out_BSD.detach(), "input": hidden_BSD.grad, **grads}

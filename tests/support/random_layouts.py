@@ -9,6 +9,7 @@ from launcher.config.layout_rules import dp_of
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from modeling.config import FAMILIES, BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
@@ -109,6 +110,12 @@ def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> Mo
         d_ff=parallel.tp * pick([11, 16, 24]),
         tie_embeddings=pick([True, False]),
         qk_norm=pick([True, False]),
-        sliding_window=pick([None, None, 5]),
+        qkv_bias=pick([True, False]),
+        o_bias=pick([True, False]),
+        ff_bias=pick([True, False]),
+        sliding_window=(window := pick([None, None, 5])),
+        full_attention_layers=pick([(), (n_layers - 1,)]) if window is not None else (),
+        rope_fraction=pick([1.0, 2 / d_head]),
+        rope_scaling=pick([None, LinearScaling(factor=3.0), Llama3Scaling(original_seq_len=20), YarnScaling()]),
         moe=moe,
     )

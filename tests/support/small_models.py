@@ -20,11 +20,11 @@ from modeling.config import (
 )
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
+from modeling.dims import stated_weights
 from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
-from modeling.moe import MoE
-from modeling.norm import RMSNorm
+from modeling.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
@@ -47,27 +47,76 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
     has_mla = family_of(family).has("mla")
     n_heads = n_kv_heads * (1 if has_mla else draw(st.sampled_from([1, 2, 3])))
     n_layers = draw(st.integers(1, 3))
-    has_even_heads = family_of(family).heads_divide_d_model
+    widths = [each for each in expressible(family, "d_head", [4, 8, 16]) if each]
+    has_even_heads = family_of(family).heads_divide_d_model or not (widths or has_mla)
     d_model = n_heads * draw(st.sampled_from([4, 8, 12])) if has_even_heads else 4 * draw(st.integers(2, 12))
-    has_window = bool(expressible(family, "sliding_window", [5]))
-    return ModelConfig(
-        family=family,
-        vocab_size=draw(st.integers(11, 90)),
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        # with 2, QK norm's gradient nearly cancels and rounding shows
-        d_head=draw(st.sampled_from(expressible(family, "d_head", [4, 8, 16]) or [None])),
-        d_ff=4 * draw(st.integers(1, 12)),
-        tie_embeddings=draw(st.booleans()),
-        qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
-        sliding_window=draw(st.none() | st.integers(1, 9)) if has_window else None,
-        rope_theta=draw(st.sampled_from([100.0, 10000.0, 1e6])),
-        norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
-        init_std=0.7 * d_model**-0.5,
-        mla=draw(mla_configs()) if has_mla else None,
-        moe=draw(moe_configs(family, n_layers)) if family in MOE_FAMILIES else None,
+    window = draw(st.none() | st.integers(1, 9)) if expressible(family, "sliding_window", [5]) else None
+    has_patterns = window is not None and bool(expressible(family, "full_attention_layers", [(0,)]))
+    return with_equal_fields(
+        ModelConfig(
+            family=family,
+            vocab_size=draw(st.integers(11, 90)),
+            d_model=d_model,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            # with 2, QK norm's gradient nearly cancels and rounding shows
+            d_head=draw(st.sampled_from(widths or [None])),
+            d_ff=4 * draw(st.integers(1, 12)),
+            tie_embeddings=draw(st.booleans()),
+            qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
+            qkv_bias=draw(st.sampled_from(expressible(family, "qkv_bias", [False, True]))),
+            o_bias=draw(st.sampled_from(expressible(family, "o_bias", [False, True]))),
+            ff_bias=draw(st.sampled_from(expressible(family, "ff_bias", [False, True]))),
+            sliding_window=window,
+            full_attention_layers=tuple(draw(some_of(range(n_layers)))[: n_layers - 1]) if has_patterns else (),
+            rope_theta=draw(st.sampled_from([100.0, 10000.0, 1e6])),
+            rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
+            rope_scaling=draw(rope_scalings()),
+            norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
+            init_std=0.7 * d_model**-0.5,
+            mla=draw(mla_configs()) if has_mla else None,
+            moe=draw(moe_configs(family, n_layers)) if family in MOE_FAMILIES else None,
+        )
+    )
+
+
+def with_equal_fields(config: ModelConfig) -> ModelConfig:
+    """The config with those fields equal that the family's class tells by one key."""
+    return replace(config, **{second: getattr(config, first) for first, second in family_of(config.family).equal})
+
+
+def some_of(numbers: Sequence[int]) -> st.SearchStrategy[list[int]]:
+    """Some of ``numbers``, ascending."""
+    return st.sets(st.sampled_from(numbers)).map(sorted)
+
+
+def rope_scalings() -> st.SearchStrategy[RopeScaling | None]:
+    """Every kind of scaled rotary frequencies; short original sequences, so that small models differ."""
+    factors, lengths, weights = (
+        st.sampled_from([1.0, 2.0, 5.5]),
+        st.sampled_from([4, 32, 100]),
+        st.none() | st.just(0.7),
+    )
+    return st.one_of(
+        st.none(),
+        st.builds(LinearScaling, factor=factors),
+        st.builds(
+            Llama3Scaling,
+            factor=st.sampled_from([2.0, 5.5]),
+            original_seq_len=lengths,
+            high_freq_factor=st.sampled_from([1.5, 4.0]),
+        ),
+        st.builds(
+            YarnScaling,
+            factor=factors,
+            original_seq_len=lengths,
+            beta_fast=st.sampled_from([4.0, 32.0]),
+            attention_factor=weights,
+            mscale=st.none() | st.just(0.8),
+            mscale_all_dim=weights,
+            truncate=st.booleans(),
+        ),
     )
 
 
@@ -136,6 +185,10 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         d_head=expressible(family, "d_head", [16, None])[0],
         d_ff=40,
         qk_norm=expressible(family, "qk_norm", [True, False])[0],
+        qkv_bias=expressible(family, "qkv_bias", [True, False])[0],
+        o_bias=expressible(family, "o_bias", [True, False])[0],
+        ff_bias=expressible(family, "ff_bias", [True, False])[0],
+        rope_fraction=expressible(family, "rope_fraction", [0.5, 1.0])[0],
         init_std=0.12,
         mla=MLAConfig(kv_lora_rank=20, q_lora_rank=28, d_nope=12, d_rope=8, d_v=10) if has_mla else None,
         moe=moe if family in MOE_FAMILIES else None,
@@ -144,16 +197,15 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
 
 
 def build(config: ModelConfig, seed: int) -> Decoder:
-    """Our model in fp32, its norms and selection biases away from one and zero so that leaving one out shows."""
+    """Our model in fp32, what starts at ones or zeros moved away from there so that leaving one out shows."""
     with torch.device("meta"):
         model = build_decoder(config)
     materialize(model, config, seed, "cpu", torch.float32)
     with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data += draw_normal(seed, f"{name} shift", module.weight.shape, 0.3)
-            if isinstance(module, MoE) and module.router.bias is not None:
-                module.router.bias += draw_normal(seed, f"{name} shift", module.router.bias.shape, 0.2)
+        tensors = tensors_of(model)
+        for name, weight in stated_weights(model).items():
+            if weight.init in ("ones", "zeros"):
+                tensors[name] += draw_normal(seed, f"{name} shift", tensors[name].shape, 0.25)
     return model
 
 

@@ -118,9 +118,17 @@ CASES = [
     ("llama", "train.eval_every_steps=30 checkpoint.every_steps=40 checkpoint.keep_best=1", 1, "checkpoint.keep_best=1 needs a held-out loss at each checkpoint: checkpoint.every_steps=40 must be a multiple of train.eval_every_steps=30; try checkpoint.every_steps=30", "checkpoint.every_steps=30"),
     ("llama", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
     ("llama", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=llama, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
+    ("llama", "model.qkv_bias=true", 1, "model.o_bias=false must be model.qkv_bias=true with model.family=llama, whose `transformers` class has one key for both; try true", "model.o_bias=true"),
+    ("qwen2", "model.full_attention_layers=[0]", 1, "model.full_attention_layers=[0] must be [] where model.sliding_window=null (no layer has a window); remove it", "model.full_attention_layers=[]"),
+    ("qwen2", "model.sliding_window=8 model.full_attention_layers=[3,1]", 1, "model.full_attention_layers=[3, 1] must name each layer once, ascending; try [1, 3]", "model.full_attention_layers=[1,3]"),
+    ("qwen2", "model.sliding_window=8 model.full_attention_layers=[3,9]", 1, "model.full_attention_layers=[3, 9] must name layers below model.n_layers=8 (the first is 0); try [3]", "model.full_attention_layers=[3]"),
+    ("llama", "model.rope_scaling={name: llama3, high_freq_factor: 1.0}", 1, "model.rope_scaling.high_freq_factor=1.0 must be above model.rope_scaling.low_freq_factor=1.0; try 4.0", "model.rope_scaling.high_freq_factor=4.0"),
+    ("llama", "model.rope_scaling={name: yarn, beta_fast: 1.0}", 1, "model.rope_scaling.beta_fast=1.0 must be above model.rope_scaling.beta_slow=1.0; try 32.0", "model.rope_scaling.beta_fast=32.0"),
+    ("llama", "model.rope_theta=1 model.rope_scaling={name: yarn}", 1, "model.rope_theta=1.0 must be above 1 where model.rope_scaling.name=yarn (its frequencies must differ); try 10000.0", "model.rope_theta=10000.0"),
+    ("glm4_moe", "model.rope_fraction=0.3", 1, "model.rope_fraction=0.3 of a head's 64 channels is 19, and must be an even number, at least 2 (rotary embedding turns channels in pairs); try 0.28125", "model.rope_fraction=0.28125"),
     ("llama", "model.moe.n_experts=8", 1, "model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family=mixtral, qwen3_moe, glm4_moe or deepseek_v3", "model.family=mixtral"),
     ("llama", "model.d_head=64 model.d_model=250", 1, "model.d_model=250 must be a multiple of model.n_heads=8 with model.family=llama, whose `transformers` class demands it even where model.d_head=64 is given; try 256", "model.d_model=256"),
-    ("mixtral", "model.moe=null", 1, "model.moe=null is not possible with model.family=mixtral, whose `transformers` class has experts; try model.moe.n_experts=8, or model.family=llama", "model.moe.n_experts=8"),
+    ("mixtral", "model.moe=null", 1, "model.moe=null is not possible with model.family=mixtral, whose `transformers` class has experts; try model.moe.n_experts=8, or model.family=llama, mistral or qwen2", "model.moe.n_experts=8"),
     ("mixtral", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=mixtral, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
     ("mixtral", "model.moe.top_k=5", 1, "model.moe.top_k=5 must be at most model.moe.n_experts=4; try 4, or more experts", "model.moe.top_k=4"),
     ("mixtral", "model.moe.top_k=0", 1, "model.moe.top_k=0 must be at least 1; try 1", "model.moe.top_k=1"),
@@ -142,7 +150,7 @@ CASES = [
     ("glm4_moe", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("glm4_moe", "model.moe.n_groups=2", 1, "model.moe.n_groups=2 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try 1", "model.moe.n_groups=1"),
     ("glm4_moe", "model.mla.kv_lora_rank=64", 1, "model.mla.kv_lora_rank=64 is not possible with model.family=glm4_moe, whose `transformers` class has no latent attention; try model.mla=null, or model.family=deepseek_v3", "model.mla=null"),
-    ("deepseek_v3", "model.mla=null", 1, "model.mla=null is not possible with model.family=deepseek_v3, whose `transformers` class has latent attention; try model.mla.kv_lora_rank=512, or model.family=llama, mixtral, qwen3_moe or glm4_moe", "model.mla.kv_lora_rank=512"),
+    ("deepseek_v3", "model.mla=null", 1, "model.mla=null is not possible with model.family=deepseek_v3, whose `transformers` class has latent attention; try model.mla.kv_lora_rank=512, or model.family=llama, mistral, qwen2, mixtral, qwen3_moe or glm4_moe", "model.mla.kv_lora_rank=512"),
     ("deepseek_v3", "model.d_head=64", 1, "model.d_head=64 is not possible with model.family=deepseek_v3, whose `transformers` class cannot express it; try null", "model.d_head=null"),
     ("deepseek_v3", "model.n_kv_heads=4", 1, "model.n_kv_heads=4 must be model.n_heads=8 where model.mla is given (every head has keys and values of its own); try 8", "model.n_kv_heads=8"),
     ("deepseek_v3", "model.mla.d_rope=63", 1, "model.mla.d_rope=63 must be even (rotary embedding turns channels in pairs); try 64", "model.mla.d_rope=64"),
@@ -163,8 +171,8 @@ def load(tmp_path_factory) -> Callable[..., RunConfig]:
 
 
 def split_overrides(text: str) -> list[str]:
-    """The overrides of a case: parted by blanks, unless the value is a mapping."""
-    return [text] if "{" in text else text.split()
+    """The overrides of a case: parted by blanks, but for those in a mapping."""
+    return re.split(r" (?![^{]*})", text)
 
 
 @pytest.mark.parametrize("family", BASES)
@@ -197,14 +205,19 @@ def base_of(key: str) -> list[str]:
         if "n_shared" in key
         else "glm4_moe"
         if ".moe." in key
-        else "mixtral"
-        if "sliding" in key
+        else "qwen2"
+        if "sliding" in key or "full_attention" in key
         else "llama"
     )
     base = list(BASES[family])
     base += ["optimizer={name: sgd}"] if "momentum" in key else ["schedule={name: wsd}"] if "decay_steps" in key else []
     base += ["checkpoint.every_steps=100"] if "keep_every" in key else []
     base += ["model.moe.balance={name: sequence_aux}"] if "coefficient" in key else []
+    base += ["model.sliding_window=8"] if "full_attention" in key else []
+    base += ["model.rope_scaling={name: llama3}"] if "freq_factor" in key or "original" in key else []
+    base += (
+        ["model.rope_scaling={name: yarn}"] if any(part in key for part in ("beta_", "attention_f", "mscale")) else []
+    )
     base += ["parallel.pipeline.name=interleaved"] if "n_chunks" in key else []
     return base + (["data.sources=[{path: a}]"] if "data.sources" in key else [])
 
@@ -214,6 +227,7 @@ def place_of(key: str) -> str:
     return {
         "data.sources.weight": "data.sources[0].weight",
         "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
+        "model.full_attention_layers": "model.full_attention_layers[0]",
     }.get(key, key)
 
 
@@ -240,7 +254,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 78
+    assert len(RANGES) == 89
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -423,6 +437,8 @@ def test_any_config_gets_an_answer_of_plain_lines(config, world_size):
 
 NOT_ALONE = (
     "decay",
+    "full_attention",
+    "original_seq_len",
     "parallel.pipeline",
     "data.",
     "train.global_batch_size",
@@ -444,6 +460,7 @@ SMALL_VALUES = {
     "model.d_model": [12, 24, 36, 48],
     "model.d_head": ["null", 4, 5, 6],
     "model.sliding_window": ["null", 4],
+    "model.rope_fraction": [0.1, 0.5, 1.0],
     "model.qk_norm": ["true", "false"],
 }
 
@@ -488,6 +505,7 @@ def assert_sound(config: RunConfig, world_size: int) -> None:
     assert model.n_heads % model.n_kv_heads == 0
     assert model.head_dim > 0
     assert model.head_dim % 2 == 0
+    assert model.rope_dim >= 2 and model.rope_dim % 2 == 0
     if model.moe is not None:
         assert 1 <= model.moe.top_k <= model.moe.n_experts
         assert model.moe.n_dense_layers <= model.n_layers

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -84,8 +84,8 @@ def test_a_stated_init_is_what_it_says():
 class Nameless(GroupedQueryAttention):
     """With a matrix that nobody has named."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
         self.mix = nn.Parameter(torch.empty(3, 3))
 
 

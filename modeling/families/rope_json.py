@@ -1,0 +1,103 @@
+"""Rotary positions in a config.json, written (as transformers 4 and 5 read them) and read.
+
+Version 4 has the base and the turning part beside the other keys and the scaling in rope_scaling; version 5 has all in
+rope_parameters, but for rope_scaling counting where there are both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+from modeling.config import ModelConfig
+from modeling.families.family import Family
+from modeling.families.values import checked, hints_of, shown
+from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
+
+SCALINGS = {kind().name: kind for kind in get_args(RopeScaling)}  # transformers has the same names
+ORIGINAL = {"original_seq_len": "original_max_position_embeddings"}  # our field -> the key, where they differ
+PLAIN = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of config.json that tell the rotary positions."""
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if family.turns_a_part:
+        rope["partial_rotary_factor"] = config.rope_fraction
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        scaling["rope_type"] = config.rope_scaling.name
+        for each in fields(config.rope_scaling):
+            value = getattr(config.rope_scaling, each.name)
+            if each.name != "name" and value is not None and value is not True:  # which is what left out means
+                scaling[ORIGINAL.get(each.name, each.name)] = value
+    told = {} if config.rope_scaling is None else {"rope_scaling": scaling}
+    return {**rope, **told, "rope_parameters": {**scaling, **rope}}
+
+
+def longest(config: ModelConfig, seq_len: int) -> int:
+    """max_position_embeddings of a model trained on ``seq_len`` tokens: those its scaled frequencies are made for."""
+    match config.rope_scaling:
+        case YarnScaling(factor=factor, original_seq_len=original):  # transformers warns of any other number
+            return round(factor * original)
+        case Llama3Scaling(factor=factor, original_seq_len=original):
+            return max(seq_len, round(factor * original))
+        case _:
+            return seq_len
+
+
+def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Our fields that the keys mean. Raises ValueError where they mean none of ours."""
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    given = content.get(key) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}={shown(given)} must be a table")
+    values = {"rope_theta": number(given, content, "rope_theta", family.defaults["rope_theta"])}
+    part = number(given, content, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
+    if family.turns_a_part:
+        values["rope_fraction"] = part
+    elif part != 1:
+        raise ValueError(f"partial_rotary_factor={shown(part)} is not possible, all channels turn")
+    kind = given.get("rope_type", given.get("type", "default"))
+    extra = {name: value for name, value in given.items() if name not in PLAIN}
+    if kind == "default" and not extra:
+        return values
+    try:
+        return {**values, "rope_scaling": read_scaling(kind, extra, content)}
+    except ValueError as error:
+        raise ValueError(f"{key}={shown(given)} is not possible: {error}") from None
+
+
+def number(given: Mapping[str, Any], content: Mapping[str, Any], name: str, default: float) -> float:
+    """One number of the rotary positions; ``given`` counts before ``content``."""
+    value = given.get(name, content.get(name, default))
+    try:
+        return checked(value, float)
+    except ValueError as error:
+        raise ValueError(f"{name}={shown(value)} is not possible: {error}") from None
+
+
+def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]) -> RopeScaling:
+    """The scaling with these keys. A factor that is left out is the longest sequence over the original one."""
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type must be one of default, {', '.join(SCALINGS)}")
+    scaling = SCALINGS[kind]
+    names = {ORIGINAL.get(each.name, each.name): each.name for each in fields(scaling) if each.name != "name"}
+    unknown = sorted(given.keys() - names.keys())
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not known with rope_type={kind}")
+    values = {names[key]: value for key, value in given.items() if value is not None}
+    n_positions = content.get("max_position_embeddings")
+    if "factor" not in values and "original_seq_len" in values and isinstance(n_positions, int):
+        values["factor"] = n_positions / checked(values["original_seq_len"], int)
+    needed = {"factor", "original_seq_len", "low_freq_factor", "high_freq_factor"} & {*names.values()}
+    missing = sorted(ORIGINAL.get(name, name) for name in needed - values.keys())
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    hints = hints_of(scaling)
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = checked(value, hints[name])
+        except ValueError as error:
+            raise ValueError(f"of {ORIGINAL.get(name, name)}: {error}") from None
+    return scaling(**found)

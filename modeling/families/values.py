@@ -1,0 +1,30 @@
+"""Values of a config.json: checked against the types of our fields, and shown in messages."""
+
+import json
+import types
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+MOST_SHOWN = 60  # characters of a value that a message shows
+hints_of = cache(get_type_hints)  # of a dataclass: field -> type
+
+
+def checked(value: Any, hint: Any) -> Any:
+    """``value`` if it is of the type, an integer made a float where one is wanted. ValueError otherwise."""
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError("it must be a list")
+        return tuple(checked(each, get_args(hint)[0]) for each in value)
+    members = get_args(hint) or (hint,)
+    if type(value) is int and int not in members and float in members:
+        return float(value)
+    if type(value) not in members:
+        names = " or ".join("null" if member is types.NoneType else member.__name__ for member in members)
+        raise ValueError(f"it must be {names}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """``value`` as JSON, on one line, cut where it is long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."

@@ -1,0 +1,54 @@
+"""How rotary frequencies are changed for sequences longer than those first trained on: plain values, no torch.
+
+``modeling.rope`` has the formulas.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+Factor = Annotated[float, Interval(ge=1.0, le=1e6)]
+Rotations = Annotated[float, Interval(ge=1e-3, le=1e6)]
+Length = Annotated[int, Interval(ge=1, le=2**40)]
+Scale = Annotated[float, Interval(ge=1e-3, le=1000.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """All frequencies divided by one factor: positions are interpolated (Chen et al. 2023, arXiv:2306.15595)."""
+
+    # linear: all frequencies are divided by factor; llama3: the low ones; yarn: the low ones, and attention is sharper
+    name: Literal["linear"] = "linear"
+    factor: Factor = 8.0  # by which the sequence may be longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Low frequencies divided by a factor, high ones kept (Llama 3.1, arXiv:2407.21783, as its code has it)."""
+
+    name: Literal["llama3"] = "llama3"
+    factor: Factor = 8.0
+    low_freq_factor: Rotations = 1.0  # turns in original_seq_len; slower frequencies are divided by the whole factor
+    high_freq_factor: Rotations = 4.0  # turns in original_seq_len; faster frequencies are kept
+    original_seq_len: Length = 8192  # tokens of the sequences first trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3): by parts, and attention scores scaled up."""
+
+    name: Literal["yarn"] = "yarn"
+    factor: Factor = 8.0
+    original_seq_len: Length = 8192
+    beta_fast: Rotations = 32.0  # turns in original_seq_len; faster frequencies are kept
+    beta_slow: Rotations = 1.0  # turns in original_seq_len; slower frequencies are divided by the whole factor
+    # factor of the cosines and sines; None: 0.1 ln(factor) + 1, or by mscale and mscale_all_dim where both are given
+    attention_factor: Scale | None = field(default=None, metadata={"usual": 1.0})
+    mscale: Scale | None = field(default=None, metadata={"usual": 1.0})  # DeepSeek's weight of ln(factor)
+    # DeepSeek's weight of ln(factor) in all channels: latent attention's scores are scaled by it
+    mscale_all_dim: Scale | None = field(default=None, metadata={"usual": 1.0})
+    truncate: bool = True  # the bounds between the parts fall on whole channels
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
