@@ -61,17 +61,31 @@ class GroupedQueryAttention(Attention):
         self.k = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
         self.v = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
         self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), bias=config.o_bias, is_residual=True)
-        self.q_norm = RMSNorm(d_head, config.norm_eps, "d_head") if config.qk_norm else None
-        self.k_norm = RMSNorm(d_head, config.norm_eps, "d_head") if config.qk_norm else None
+        self.norms_all_heads = config.qk_norm_over == "all_heads"
+        self.q_norm = self.k_norm = None
+        if config.qk_norm and self.norms_all_heads:
+            self.q_norm = RMSNorm(config.n_heads * d_head, config.norm_eps, "heads")
+            self.k_norm = RMSNorm(config.n_kv_heads * d_head, config.norm_eps, "kv_heads")
+        elif config.qk_norm:
+            self.q_norm = RMSNorm(d_head, config.norm_eps, "d_head")
+            self.k_norm = RMSNorm(d_head, config.norm_eps, "d_head")
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC), the first two normed and turned."""
-        q_BSHC = self.q(hidden_BSD).unflatten(-1, (-1, self.d_head))
-        k_BSGC = self.k(hidden_BSD).unflatten(-1, (-1, self.d_head))
+        q, k = self.q(hidden_BSD), self.k(hidden_BSD)
+        if self.norms_all_heads:
+            q, k = self.normed(q, k)
+        q_BSHC, k_BSGC = q.unflatten(-1, (-1, self.d_head)), k.unflatten(-1, (-1, self.d_head))
         v_BSGC = self.v(hidden_BSD).unflatten(-1, (-1, self.d_head))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSHC, k_BSGC = self.q_norm(q_BSHC), self.k_norm(k_BSGC)
+        if not self.norms_all_heads:
+            q_BSHC, k_BSGC = self.normed(q_BSHC, k_BSGC)
         return rotate(q_BSHC, rope), rotate(k_BSGC, rope), v_BSGC
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, each normed over its last dim where there are norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 class LatentAttention(Attention):

@@ -15,7 +15,10 @@ from annotated_types import Interval
 from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
-FamilyName = Literal["llama", "mistral", "qwen2", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+FamilyName = Literal[
+    *("llama", "mistral", "qwen2", "olmo2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"),
+]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 Count = Annotated[int, Interval(ge=1, le=2**16)]
@@ -55,7 +58,7 @@ Balance = SequenceAuxBalance | BiasBalance | NoBalance
 class MoEConfig:
     """The mixture-of-experts feed-forward layers. Routing is dropless: every token reaches its top_k experts.
 
-    ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width n_shared_experts * d_ff.
+    ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width ``shared_width``.
     """
 
     noun: ClassVar[str] = "experts"  # what a model with this section has, in messages
@@ -65,17 +68,28 @@ class MoEConfig:
     d_ff: Width = 512  # width of one expert
     # experts that every token goes to
     n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = field(default=0, metadata={"small": 2})
+    # width of all shared experts together; None: n_shared_experts x d_ff
+    shared_d_ff: Width | None = field(default=None, metadata={"usual": 2048})
+    shared_gate: bool = False  # the shared experts' output is multiplied by a sigmoid of a projection to one number
     # so many leading layers have no experts, but a width of model.d_ff
     n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
-    # groups of experts; a token's top_k are in the top_k_groups whose best two experts have the largest sum of scores
+    # groups of experts; a token's top_k are in the top_k_groups of the largest scores
     n_groups: Count = field(default=1, metadata={"small": 4})
     top_k_groups: Count = field(default=1, metadata={"small": 2})  # groups among which a token's experts are chosen
+    group_score: Literal["best_two", "best"] = "best_two"  # of a group: the sum of its best two experts', or the best's
     score: ScoreName = "softmax"  # of the router's logits
     normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
     routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output
     balance: Balance = field(default_factory=SequenceAuxBalance)
     # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
+
+    @property
+    def shared_width(self) -> int:
+        """Width of all shared experts together; 0 where there are none."""
+        if self.n_shared_experts == 0 or self.shared_d_ff is None:
+            return self.n_shared_experts * self.d_ff
+        return self.shared_d_ff
 
     @property
     def choosable(self) -> int:
@@ -146,7 +160,7 @@ Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder. ``family`` names the `transformers` architecture that an export becomes."""
+    """A decoder. ``family`` names the `transformers` architecture that an export becomes."""
 
     # the `transformers` architecture that an export becomes
     family: FamilyName = "llama"
@@ -159,7 +173,10 @@ class ModelConfig:
     d_head: Count | None = field(default=None, metadata={"usual": 64})
     d_ff: Width = 1408  # width of a dense feed-forward layer
     tie_embeddings: bool = False  # the head is the embedding's weight
-    qk_norm: bool = False  # RMSNorm on each head's queries and keys
+    # where a block is normed: its input, or its output before that joins the residual stream
+    norm_placement: Literal["pre", "post"] = "pre"
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    qk_norm_over: Literal["head", "all_heads"] = "head"  # which channels a norm of queries or keys is over
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
     o_bias: bool = False  # attention's output projection has a bias
     ff_bias: bool = False  # dense feed-forward layers' projections have biases
@@ -205,7 +222,7 @@ class ModelConfig:
     @property
     def widest(self) -> int:
         """No side of a layer's matrix is longer."""
-        experts = (1 + self.moe.n_shared_experts) * self.moe.d_ff if self.moe is not None else 0
+        experts = self.moe.d_ff + self.moe.shared_width if self.moe is not None else 0
         heads, latents = self.n_heads * self.qk_head_dim, 0
         if self.mla is not None:
             heads = max(heads, self.n_heads * (self.mla.d_nope + self.mla.d_v))

@@ -49,7 +49,7 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each normed before or after and added to the residual stream."""
 
     def __init__(
         self,
@@ -58,6 +58,8 @@ class DecoderLayer(nn.Module):
         attention: Attention,
         feed_forward_norm: RMSNorm,
         feed_forward: SwiGLU | MoE,
+        *,
+        norms_outputs: bool,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -65,21 +67,26 @@ class DecoderLayer(nn.Module):
         self.attention = attention
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        self.norms_outputs = norms_outputs
 
     def forward(
         self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """hidden_BSD after this layer, and its router's statistics if it has one."""
-        hidden_BSD = hidden_BSD + self.attention(self.attention_norm(hidden_BSD), context, cache)
+        if self.norms_outputs:
+            hidden_BSD = hidden_BSD + self.attention_norm(self.attention(hidden_BSD, context, cache))
+        else:
+            hidden_BSD = hidden_BSD + self.attention(self.attention_norm(hidden_BSD), context, cache)
         return self.add_feed_forward(hidden_BSD, context)
 
     def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
         """The second half of the layer."""
-        normed_BSD = self.feed_forward_norm(hidden_BSD)
+        in_BSD, stats = hidden_BSD if self.norms_outputs else self.feed_forward_norm(hidden_BSD), None
         if isinstance(self.feed_forward, MoE):
-            out_BSD, stats = self.feed_forward(normed_BSD, context.between_layers, self.layer)
-            return hidden_BSD + out_BSD, stats
-        return hidden_BSD + self.feed_forward(normed_BSD), None
+            out_BSD, stats = self.feed_forward(in_BSD, context.between_layers, self.layer)
+        else:
+            out_BSD = self.feed_forward(in_BSD)
+        return hidden_BSD + (self.feed_forward_norm(out_BSD) if self.norms_outputs else out_BSD), stats
 
 
 class Decoder(nn.Module):
@@ -158,4 +165,11 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     else:
         feed_forward = SwiGLU(config.d_model, config.d_ff, bias=config.ff_bias)
     norms = [RMSNorm(config.d_model, config.norm_eps) for _ in range(2)]
-    return DecoderLayer(layer, norms[0], build_attention(config, layer), norms[1], feed_forward)
+    return DecoderLayer(
+        layer,
+        norms[0],
+        build_attention(config, layer),
+        norms[1],
+        feed_forward,
+        norms_outputs=config.norm_placement == "post",
+    )

@@ -30,6 +30,7 @@ Dim = Literal[
     "shared_d_ff",  # n_shared_experts times moe.d_ff
     "experts",  # one entry an expert
     "expert_d_ff",
+    "one",  # a single number
     "scores",  # the router's outputs, one an expert: never cut, since every token is scored against every expert
 ]
 DIMS: tuple[Dim, ...] = get_args(Dim)
@@ -68,9 +69,9 @@ def units_of(config: ModelConfig) -> dict[Dim, Unit]:
         units["d_ff"] = Unit("model.d_ff", config.d_ff)
     if moe is not None:
         units["experts"] = Unit("model.moe.n_experts", moe.n_experts)
-        if moe.n_shared_experts > 0:
-            key = "model.moe.n_shared_experts x model.moe.d_ff"
-            units["shared_d_ff"] = Unit(key, moe.n_shared_experts * moe.d_ff)
+        if moe.shared_width > 0:
+            key = "model.moe.n_shared_experts x model.moe.d_ff" if moe.shared_d_ff is None else "model.moe.shared_d_ff"
+            units["shared_d_ff"] = Unit(key, moe.shared_width)
     return units
 
 

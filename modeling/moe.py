@@ -16,6 +16,7 @@ from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import SwiGLU
 from modeling.kernels.experts import experts_grouped
+from modeling.linear import Linear
 from modeling.metrics import Metric
 from modeling.router import Router, Routing, build_router
 
@@ -69,12 +70,20 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, *, router: Router, experts: Experts, shared: SwiGLU | None, balance_coefficient: float, z_loss: float
+        self,
+        *,
+        router: Router,
+        experts: Experts,
+        shared: SwiGLU | None,
+        shared_gate: Linear | None,
+        balance_coefficient: float,
+        z_loss: float,
     ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.shared_gate = shared_gate
         self.balance_coefficient = balance_coefficient
         self.z_loss = z_loss
         self.add_sequence_sums: Callable[[Tensor], Tensor] = lambda sums_BX: sums_BX
@@ -91,7 +100,10 @@ class MoE(nn.Module):
             out_TD = torch.zeros_like(hidden_TD).index_copy(0, valid_T, out_TD)
         out_BSD = out_TD.view_as(hidden_BSD)
         if self.shared is not None:
-            out_BSD = out_BSD + self.shared(hidden_BSD)
+            shared_BSD = self.shared(hidden_BSD)
+            if self.shared_gate is not None:
+                shared_BSD = self.shared_gate(hidden_BSD).sigmoid() * shared_BSD
+            out_BSD = out_BSD + shared_BSD
         return out_BSD, stats
 
     def add_auxiliary_losses(self, routing: Routing, context: Context) -> tuple[Tensor, RoutingStats]:
@@ -128,11 +140,12 @@ class MoE(nn.Module):
 
 def build_moe(config: MoEConfig, d_model: int) -> MoE:
     """One MoE feed-forward layer."""
-    width = config.n_shared_experts * config.d_ff
+    width = config.shared_width
     return MoE(
         router=build_router(config, d_model),
         experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
         shared=SwiGLU(d_model, width, "shared_d_ff") if width else None,
+        shared_gate=Linear(1, d_model, ("one", "d_model")) if width and config.shared_gate else None,
         balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
         z_loss=config.z_loss,
     )

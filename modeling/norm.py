@@ -18,5 +18,9 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden``."""
         hidden_fp32 = hidden.float()
-        scale = torch.rsqrt(hidden_fp32.pow(2).mean(-1, keepdim=True) + self.norm_eps)
+        scale = torch.rsqrt(self.mean_square(hidden_fp32) + self.norm_eps)
         return self.weight * (hidden_fp32 * scale).to(hidden.dtype)
+
+    def mean_square(self, hidden_fp32: Tensor) -> Tensor:
+        """The mean of the last dim's squares (..., 1). A seam of tensor parallelism, which may cut that dim."""
+        return hidden_fp32.pow(2).mean(-1, keepdim=True)

@@ -49,8 +49,9 @@ class Router(nn.Module):
     """Top-k routing by one of SCORES (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
 
     With ``n_groups`` above one, a token's experts are in its best ``top_k_groups`` groups: those with the largest sums
-    of their best two scores. With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never
-    to the weights; it moves by ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
+    of their ``n_best`` best scores (two in DeepSeek-V3; one in DeepSeek-V2, arXiv:2405.04434, section 2.2.2). With
+    ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves by
+    ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
 
     ``settle(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made, and
     replays another's where it was a tie.
@@ -64,6 +65,7 @@ class Router(nn.Module):
         top_k: int,
         n_groups: int = 1,
         top_k_groups: int = 1,
+        n_best: int,
         score: ScoreName,
         normalize_top_k: bool,
         routed_scale: float,
@@ -73,6 +75,7 @@ class Router(nn.Module):
         self.top_k = top_k
         self.n_groups = n_groups
         self.top_k_groups = top_k_groups
+        self.n_best = n_best
         self.score: ScoreName = score
         self.normalize_top_k = normalize_top_k
         self.routed_scale = routed_scale
@@ -106,8 +109,8 @@ class Router(nn.Module):
         return scores_TE if self.bias is None else scores_TE + self.bias
 
     def group_scores(self, biased_TE: Tensor) -> Tensor:
-        """The sum of the best two scores in each group (T, G)."""
-        return biased_TE.unflatten(1, (self.n_groups, -1)).topk(2, dim=-1).values.sum(-1)
+        """The sum of the ``n_best`` best scores in each group (T, G)."""
+        return biased_TE.unflatten(1, (self.n_groups, -1)).topk(self.n_best, dim=-1).values.sum(-1)
 
     def within_groups(self, biased_TE: Tensor) -> Tensor:
         """The scores, -inf outside each token's best groups (T, E)."""
@@ -145,6 +148,7 @@ def build_router(config: MoEConfig, d_model: int) -> Router:
         top_k=config.top_k,
         n_groups=config.n_groups,
         top_k_groups=config.top_k_groups,
+        n_best=2 if config.group_score == "best_two" else 1,
         score=config.score,
         normalize_top_k=config.normalize_top_k,
         routed_scale=config.routed_scale,

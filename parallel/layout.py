@@ -25,6 +25,7 @@ AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
     "shared_d_ff": "tp",
     "experts": "ep",
     "expert_d_ff": None,
+    "one": None,
     "scores": None,
 }
 

@@ -42,7 +42,12 @@ class RecomputedLayer(DecoderLayer):
 
     def __init__(self, layer: DecoderLayer, again: "Again") -> None:
         super().__init__(
-            layer.layer, layer.attention_norm, layer.attention, layer.feed_forward_norm, layer.feed_forward
+            layer.layer,
+            layer.attention_norm,
+            layer.attention,
+            layer.feed_forward_norm,
+            layer.feed_forward,
+            norms_outputs=layer.norms_outputs,
         )
         self.again = again
 

@@ -15,8 +15,10 @@ from modeling.attention import Attention
 from modeling.decoder import Decoder, Embedding
 from modeling.feed_forward import SwiGLU
 from modeling.loss import IGNORE, Head
+from modeling.norm import RMSNorm
 from modeling.positions import Positions
-from parallel.collectives import gather_sequence, scatter_sum_sequence
+from parallel.collectives import gather_sequence, scatter_sum_sequence, sum_both_ways
+from parallel.layout import AXIS_OF
 from parallel.mesh import Axis
 
 
@@ -26,6 +28,9 @@ def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
     for module in model.modules():
         if isinstance(module, Attention | SwiGLU):
             module.positions = shared
+        for name, child in module.named_children():
+            if isinstance(child, RMSNorm) and AXIS_OF[child.stated["weight"].dims[0]] == "tp":
+                module.register_module(name, CutRMSNorm(child, axis))
     if model.embed is not None:
         model.embed = VocabParallelEmbedding(model.embed, axis)
     if model.head is not None:
@@ -45,6 +50,22 @@ class SharedPositions(Positions):
     def scatter_sum(self, partial_BSD: Tensor) -> Tensor:
         """From each rank's summand to this rank's part of the sum. All ranks of tp call it."""
         return scatter_sum_sequence(partial_BSD, self.axis)
+
+
+class CutRMSNorm(RMSNorm):
+    """A norm over a dim of which this rank holds a part. Takes over the weight of ``norm``.
+
+    A mean crosses the axis in each direction: 2 (n-1)/n times 4 bytes a token.
+    """
+
+    def __init__(self, norm: RMSNorm, axis: Axis) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.stated, self.norm_eps = norm.weight, norm.stated, norm.norm_eps
+        self.axis = axis
+
+    def mean_square(self, hidden_fp32: Tensor) -> Tensor:
+        """The mean over all ranks' parts. All ranks of tp call it."""
+        return sum_both_ways(super().mean_square(hidden_fp32), self.axis) / self.axis.degree
 
 
 class VocabParallelEmbedding(Embedding):

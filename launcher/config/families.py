@@ -38,6 +38,10 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         for value in _values(model, key):
             if value is not None and value < minimum:
                 yield f"model.{key}={value} is not possible {told} needs at least {minimum}; try {minimum}"
+    for key in family.even:
+        for value in _values(model, key):
+            if value is not None and value % 2:
+                yield f"model.{key}={value} is not possible {told} needs an even number; try {value + 1}"
     for first, second in family.equal:
         values = [value for key in (first, second) for value in _values(model, key)]
         if len(set(values)) > 1:

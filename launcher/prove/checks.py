@@ -78,6 +78,21 @@ def check_tensors(
     return Check(phase, name, f"{worst}{step}", error, bound)
 
 
+def check_trained(
+    phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> list[Check]:
+    """Weights against one process's, those that started at zero apart: they are but the sum of a few gradients."""
+    pieces = list(pieces)
+    drawn = {key: value for key, value in theirs.items() if start[key].any()}
+    summed = {key: value for key, value in theirs.items() if key not in drawn}
+    sides = [(name, drawn, WEIGHT_BOUND), (f"{name}, from zero", summed, GRADIENT_BOUND)]
+    return [
+        check_tensors(phase, told, [piece for piece in pieces if piece.name in tensors], tensors, bound)
+        for told, tensors, bound in sides
+        if tensors
+    ]
+
+
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Each tensor's shape."""
     return {name: tuple(value.shape) for name, value in tensors.items()}

@@ -79,12 +79,12 @@ def judge_sgd(proof: Proof) -> list[Check]:
         checks.check_gradients(SGD, seen, plain.steps),
         checks.check_series(SGD, "gradient norm", norms, [step.grad_norm for step in plain.steps]),
         checks.check_rows_agree(SGD, proof.ranks, AGREED),
-        checks.check_tensors(
+        *checks.check_trained(
             SGD,
             f"weights after {steps} steps",
             all_boxes(seen, lambda phase: phase.weights),
             end.weights,
-            checks.WEIGHT_BOUND,
+            start.weights,
         ),
     ]
 

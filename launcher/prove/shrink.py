@@ -174,6 +174,7 @@ def shrink_experts(moe: MoEConfig, degrees: Degrees) -> MoEConfig:
     return replace(
         few,
         d_ff=_up_to(D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
+        shared_d_ff=None if moe.shared_d_ff is None else _up_to(2 * D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
         balance=shrink_balance(moe.balance),
         z_loss=max(moe.z_loss, Z_LOSS) if moe.z_loss else 0.0,
     )

@@ -1,13 +1,15 @@
 """Llama (arXiv:2302.13971): the dense decoder."""
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family, Key
+from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
+    ATTENTION_BIAS,
     DECODER,
     DECODER_CONSTANTS,
     DECODER_DEFAULTS,
     DECODER_KEYS,
+    EQUAL_BIASES,
     FEED_FORWARD,
     FEED_FORWARD_BIAS,
     FEED_FORWARD_KEYS,
@@ -24,11 +26,7 @@ FAMILY = Family(
         **DECODER_KEYS,
         **HEAD_KEYS,
         **FEED_FORWARD_KEYS,
-        "attention_bias": Key(
-            ours=("qkv_bias", "o_bias"),
-            write=lambda config: config.qkv_bias,
-            read=lambda has: {"qkv_bias": has, "o_bias": has},
-        ),
+        "attention_bias": ATTENTION_BIAS,
         "mlp_bias": "ff_bias",
     },
     constants=DECODER_CONSTANTS,
@@ -47,7 +45,7 @@ FAMILY = Family(
     # models/llama: LlamaConfig itself demands hidden_size % num_attention_heads == 0.
     allowed={"qk_norm": (False,), "sliding_window": (None,)},
     heads_divide_d_model=True,
-    equal=(("qkv_bias", "o_bias"),),
+    equal=EQUAL_BIASES,
     published={
         "Llama-2-7B": ModelConfig(
             family="llama",

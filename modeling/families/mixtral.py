@@ -1,13 +1,14 @@
 """Mixtral (arXiv:2401.04088): every layer has experts, chosen by a softmax whose top_k weights sum to one."""
 
 from modeling.config import ModelConfig, MoEConfig, NoBalance
-from modeling.families.family import Family, Key, moe_of
+from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
     DECODER,
     DECODER_CONSTANTS,
     DECODER_DEFAULTS,
     DECODER_KEYS,
+    EXPERTS_ALONE,
     HEAD_KEYS,
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
@@ -27,11 +28,7 @@ FAMILY = Family(
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,
-        "intermediate_size": Key(  # of the experts: no layer is dense
-            ours=("moe.d_ff", "d_ff"),
-            write=lambda config: moe_of(config).d_ff,
-            read=lambda width: {"moe.d_ff": width, "d_ff": width},
-        ),
+        "intermediate_size": EXPERTS_ALONE,
         "num_experts_per_tok": "moe.top_k",
         "num_local_experts": "moe.n_experts",
         "sliding_window": "sliding_window",

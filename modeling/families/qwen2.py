@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family, Key
+from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
     DECODER,
@@ -15,6 +15,7 @@ from modeling.families.shared import (
     FEED_FORWARD_KEYS,
     LAYER_TYPES,
     QKV_BIAS,
+    USED_WINDOW_KEYS,
     WINDOW,
     layer_types,
 )
@@ -53,10 +54,7 @@ FAMILY = Family(
         **FEED_FORWARD_KEYS,
         "sliding_window": "sliding_window",
         "layer_types": LAYER_TYPES,
-        "use_sliding_window": Key(ours=(), write=lambda config: config.sliding_window is not None, read=lambda _: {}),
-        "max_window_layers": Key(  # layer_types counts
-            ours=(), write=lambda config: config.n_layers, read=lambda _: {}
-        ),
+        **USED_WINDOW_KEYS,
     },
     constants=DECODER_CONSTANTS,
     ignored={},

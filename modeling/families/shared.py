@@ -96,6 +96,18 @@ DECODER_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
+ATTENTION_BIAS = Key(  # of q, k, v and o together; the family says so in `equal` too
+    ours=("qkv_bias", "o_bias"),
+    write=lambda config: config.qkv_bias,
+    read=lambda has: {"qkv_bias": has, "o_bias": has},
+)
+EQUAL_BIASES = (("qkv_bias", "o_bias"),)
+EXPERTS_ALONE = Key(  # of the experts: no layer is dense
+    ours=("moe.d_ff", "d_ff"),
+    write=lambda config: moe_of(config).d_ff,
+    read=lambda width: {"moe.d_ff": width, "d_ff": width},
+)
+
 # Our field -> what the class can express.
 SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
     "moe.score": ("softmax",),
@@ -144,3 +156,7 @@ LAYER_TYPES = Key(  # after sliding_window: where no layer has it, it is not loo
     ),
     read=full_layers,
 )
+USED_WINDOW_KEYS = {  # beside layer_types, which count
+    "use_sliding_window": Key(ours=(), write=lambda config: config.sliding_window is not None, read=lambda _: {}),
+    "max_window_layers": Key(ours=(), write=lambda config: config.n_layers, read=lambda _: {}),
+}

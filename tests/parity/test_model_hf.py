@@ -2,7 +2,9 @@
 
 Tolerances are the project's: logits to 2e-5 absolute (fp32, logits of deviation about 1), gradients to 1e-5 of their
 norm. Both models do the same operations in another order, so only fp32 rounding is seen: over 240 random models at most
-1.4e-6 in logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6).
+1.4e-6 in logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient is a tiny part of the whole
+(in OLMo 2 those of queries and keys can be a ten-thousandth, 4.7e-4 of 5), its rounding shows: there ours may be twice
+as far from theirs as theirs is from itself with another kernel of attention, and fp32's epsilon of the whole gradient.
 """
 
 import tempfile
@@ -228,13 +230,31 @@ def check_gradients(
         model.zero_grad()
         ours, _ = our_gradients(model, rows, targets_BS, dict(routes.indices))
     whole_norm = torch.stack([gradient.norm() for gradient in references.values()]).norm()
+    apart = {}
     for name, gradient in ours.items():
         reference = references[name]
         error, norm = (gradient - reference).norm(), reference.norm()
         if is_zero_by_algebra(config, name):
             assert max(error, norm) < 1e-6 * whole_norm, f"{name}: {norm:.1e} where zero is exact"
-        else:
-            assert error <= GRADIENT_TOLERANCE * norm, f"{name}: error {error:.1e}, norm {norm:.1e}"
+        elif error > GRADIENT_TOLERANCE * norm:
+            apart[name] = error
+    if apart:
+        rounding = their_rounding(theirs, config, rows, targets_BS, references)
+        for name, error in apart.items():
+            told = f"{name}: error {error:.1e}, norm {references[name].norm():.1e}, their rounding {rounding[name]:.1e}"
+            assert error <= 2 * rounding[name] and error < torch.finfo(torch.float32).eps * whole_norm, told
+            print(told)
+
+
+def their_rounding(
+    theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor, references: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """How far each of transformers' gradients moves when it computes attention by its plain formula instead."""
+    theirs.zero_grad()
+    theirs.set_attn_implementation("eager")
+    again, _ = their_gradients(theirs, config, rows, targets_BS)
+    theirs.set_attn_implementation("sdpa")
+    return {name: (again[name] - reference).norm() for name, reference in references.items()}
 
 
 def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:

@@ -46,6 +46,11 @@ BF16 = ("train.precision=bf16",)
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
+OLMO2 = (  # with biases, and norms over all heads
+    *("model.family=olmo2", "model.moe=null", "model.norm_placement=post", "model.qk_norm_over=all_heads"),
+    *("model.qkv_bias=true", "model.o_bias=true"),
+)
+LATENT = ("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128")
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
@@ -138,6 +143,10 @@ FAULTS = [
     Fault("evaluation: a gradient left behind", UNCHANGED, "gradient of final_norm.weight, before the steps"),
     Fault("evaluation: router counts left behind", "router counts", "layer 1 (step 1)"),
     Fault("evaluation: router biases moved", UNCHANGED, "layers.1.feed_forward.router.bias, before the steps", BIAS),
+    Fault("latent projections' gradients not summed over tp", "gradients", "layers.0.attention.kv_a", (*TP, *LATENT)),
+    Fault("a bias added on every rank of tp", "gradients", "layers.0.attention.o.bias", (*TP, *OLMO2)),
+    Fault("a norm over the heads of one rank", "modules' outputs", "layers.0.attention, sample", (*TP, *OLMO2)),
+    Fault("a norm over all heads: gradient of one rank", "gradients", EVERY_GRADIENT, (*TP, *OLMO2)),
 ]
 
 
@@ -286,6 +295,15 @@ def plant(title: str) -> None:
             change_engines(lambda engine: leave_gradients_alone(engine, ("scores", "d_model")))
         case "norms' gradients not summed over tp":
             change_engines(lambda engine: leave_gradients_alone(engine, ("d_model",)))
+        case "latent projections' gradients not summed over tp":
+            for dims in (("kv_latent_rope", "d_model"), ("q_latent", "d_model")):
+                change_engines(lambda engine, dims=dims: leave_gradients_alone(engine, dims))
+        case "a bias added on every rank of tp":
+            gradients.add_biases_before_sums()
+        case "a norm over the heads of one rank":
+            gradients.norm_own_heads()
+        case "a norm over all heads: gradient of one rank":
+            gradients.keep_norms_gradient_at_home()
         case "balance loss times tp":
             weigh_auxiliary("balance_coefficient", 2)
         case "norm counts what tp replicates on every rank":

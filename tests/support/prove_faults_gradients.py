@@ -85,3 +85,27 @@ def leave_gradients_unset(engine: Any) -> None:
     for name, weight in engine.model.named_parameters():
         if ".experts." in name:
             weight.register_hook(hook)
+
+
+def add_biases_before_sums() -> None:
+    """A bias belongs to each summand of a product that is cut over tp, instead of to the sum."""
+    from modeling.linear import Linear
+
+    Linear.product = Linear.forward
+    Linear.add_bias = lambda self, outputs: outputs
+
+
+def norm_own_heads() -> None:
+    """A norm over all heads takes the mean over those of this rank of tp."""
+    from modeling.norm import RMSNorm
+    from parallel.tensor import CutRMSNorm
+
+    CutRMSNorm.mean_square = RMSNorm.mean_square
+
+
+def keep_norms_gradient_at_home() -> None:
+    """What the mean over all heads gets back comes from this rank's heads alone, not summed over tp."""
+    import parallel.tensor as tensor
+    from parallel.collectives import sum_forward
+
+    tensor.sum_both_ways = sum_forward

@@ -64,7 +64,9 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             d_head=draw(st.sampled_from(widths or [None])),
             d_ff=4 * draw(st.integers(1, 12)),
             tie_embeddings=draw(st.booleans()),
+            norm_placement=expressible(family, "norm_placement", ["pre", "post"])[0],
             qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
+            qk_norm_over=expressible(family, "qk_norm_over", ["head", "all_heads"])[0],
             qkv_bias=draw(st.sampled_from(expressible(family, "qkv_bias", [False, True]))),
             o_bias=draw(st.sampled_from(expressible(family, "o_bias", [False, True]))),
             ff_bias=draw(st.sampled_from(expressible(family, "ff_bias", [False, True]))),
@@ -75,7 +77,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             rope_scaling=draw(rope_scalings()),
             norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
             init_std=0.7 * d_model**-0.5,
-            mla=draw(mla_configs()) if has_mla else None,
+            mla=draw(mla_configs(family)) if has_mla else None,
             moe=draw(moe_configs(family, n_layers)) if family in MOE_FAMILIES else None,
         )
     )
@@ -121,11 +123,13 @@ def rope_scalings() -> st.SearchStrategy[RopeScaling | None]:
 
 
 @st.composite
-def mla_configs(draw: st.DrawFn) -> MLAConfig:
+def mla_configs(draw: st.DrawFn, family: FamilyName) -> MLAConfig:
     """The latent attention of such a model."""
-    d_nope, d_rope = draw(st.sampled_from([3, 4, 8])), draw(st.sampled_from([2, 4, 8]))
+    even = family_of(family).even
+    d_nope = draw(st.sampled_from([2, 4, 8] if "mla.d_nope" in even else [3, 4, 8]))
+    d_rope = draw(st.sampled_from([2, 4, 8]))
     return MLAConfig(
-        kv_lora_rank=draw(st.sampled_from([4, 7, 16])),
+        kv_lora_rank=draw(st.sampled_from([4, 6, 16] if "mla.kv_lora_rank" in even else [4, 7, 16])),
         q_lora_rank=draw(st.sampled_from([None, 5, 24])),
         d_nope=d_nope,
         d_rope=d_rope,
@@ -152,6 +156,11 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
         top_k_groups=top_k_groups,
         d_ff=4 * draw(st.integers(1, 9)),
         n_shared_experts=any_of("n_shared_experts", [0, 1, 2]),
+        shared_d_ff=None
+        if expressible(family, "moe.shared_d_ff", [None, 8]) == [None]
+        else 4 * draw(st.integers(1, 9)),
+        shared_gate=any_of("shared_gate", [False, True]),
+        group_score=any_of("group_score", ["best_two", "best"]),
         n_dense_layers=any_of("n_dense_layers", range(n_layers + 1)),
         score=any_of("score", ["softmax", "sigmoid"]),
         normalize_top_k=any_of("normalize_top_k", [False, True]),
@@ -169,9 +178,12 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         top_k_groups=expressible(family, "moe.top_k_groups", [2, 1])[0],
         d_ff=24,
         n_shared_experts=expressible(family, "moe.n_shared_experts", [0, 1])[0],
+        shared_d_ff=None if expressible(family, "moe.shared_d_ff", [None, 8]) == [None] else 40,
+        shared_gate=expressible(family, "moe.shared_gate", [False, True])[0],
+        group_score=expressible(family, "moe.group_score", ["best_two", "best"])[0],
         n_dense_layers=expressible(family, "moe.n_dense_layers", [1, 0])[0],
         score=expressible(family, "moe.score", ["softmax", "sigmoid"])[0],
-        normalize_top_k=True,
+        normalize_top_k=expressible(family, "moe.normalize_top_k", [True, False])[0],
         balance=BiasBalance() if family_of(family).has_selection_bias else NoBalance(),
     )
     has_mla = family_of(family).has("mla")
@@ -184,7 +196,9 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         n_kv_heads=4 if has_mla else 2,
         d_head=expressible(family, "d_head", [16, None])[0],
         d_ff=40,
+        norm_placement=expressible(family, "norm_placement", ["pre", "post"])[0],
         qk_norm=expressible(family, "qk_norm", [True, False])[0],
+        qk_norm_over=expressible(family, "qk_norm_over", ["head", "all_heads"])[0],
         qkv_bias=expressible(family, "qkv_bias", [True, False])[0],
         o_bias=expressible(family, "o_bias", [True, False])[0],
         ff_bias=expressible(family, "ff_bias", [True, False])[0],

@@ -103,6 +103,7 @@ def router(score: Literal["softmax", "sigmoid"], *, has_bias: bool, normalize_to
         d_model=8,
         n_experts=6,
         top_k=2,
+        n_best=2,
         score=score,
         normalize_top_k=normalize_top_k,
         routed_scale=2.5,

@@ -44,9 +44,11 @@ def run_configs(draw):
         tie_embeddings=draw(st.booleans()),
         qk_norm=expressible(family, "qk_norm", [False, True])[0],
         sliding_window=draw(st.none() | st.integers(1, 5000)) if expressible(family, "sliding_window", [5]) else None,
-        mla=draw(mla_configs()) if has_mla else None,
+        mla=draw(mla_configs(family)) if has_mla else None,
         moe=moe,
     )
+    fixed = {key: values[0] for key, values in family_of(family).expressible().items() if len(values) == 1}
+    model = replace(model, **{key: value for key, value in fixed.items() if "." not in key})
     degrees = st.sampled_from([1, 2, 4, 8])
     ep = draw(degrees) if moe is not None else 1
     pipeline = draw(st.sampled_from([OneFOneB(), Interleaved(n_chunks=4), ZBV(), DualPipeV()]))

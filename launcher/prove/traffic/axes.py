@@ -35,12 +35,13 @@ def tp_traffic(step: Step) -> list[Traffic]:
         has_cut_half = layer not in step.moe_layers or bool(step.model.moe and step.model.moe.n_shared_experts)
         blocks += 1 + has_cut_half
         repeated += step.forwards("attention") - 1 + has_cut_half * (step.forwards("feed_forward") - 1)
-        last_sums += has_cut_half and step.forwards("feed_forward") > 1
+        last_sums += has_cut_half and step.forwards("feed_forward") > 1 and step.model.norm_placement == "pre"
     embedding, head = int(step.has_embedding), int(step.has_head)
     # Backward, a gather is a reduce-scatter and the other way round.
     gathers = blocks + repeated + head + blocks + embedding
     scatters = blocks + repeated - last_sums + embedding + blocks + head
     tokens = step.micro_batch_size * step.positions
+    cut_norms = 2 * len(step.layers) if step.model.qk_norm and step.model.qk_norm_over == "all_heads" else 0
 
     def term(what: str, collective: Collective, n_bytes: int) -> Traffic:
         return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))
@@ -52,6 +53,7 @@ def tp_traffic(step: Step) -> list[Traffic]:
         term("positions", "reduce-scatter", scatters * step.hidden_bytes),
         term("loss over the vocabulary", "all-reduce", 3 * FP32_BYTES * tokens * head),
         term("balance sums", "all-reduce", balance_bytes(step)),
+        term("means of cut norms", "all-reduce", cut_norms * (step.forwards("attention") + 1) * FP32_BYTES * tokens),
     ]
 
 

@@ -1,0 +1,117 @@
+"""Qwen1.5-MoE and Qwen2-MoE (arXiv:2407.10671, section 2.2.2): softmax routing, a shared expert behind a gate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.families.family import Family, Key, moe_of
+from modeling.families.shared import (
+    ATTENTION,
+    DECODER,
+    DECODER_CONSTANTS,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    EXPERT_KEYS,
+    EXPERTS,
+    FEED_FORWARD,
+    FEED_FORWARD_KEYS,
+    LAYER_TYPES,
+    LEADING_LAYERS,
+    QKV_BIAS,
+    ROUTER_LOSS,
+    SOFTMAX_ROUTER,
+    USED_WINDOW_KEYS,
+    WINDOW,
+    layer_types,
+)
+
+SHARED_EXPERT = {
+    "layers.{layer}.feed_forward.shared.gate.weight": "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
+    "layers.{layer}.feed_forward.shared.up.weight": "model.layers.{layer}.mlp.shared_expert.up_proj.weight",
+    "layers.{layer}.feed_forward.shared.down.weight": "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
+    "layers.{layer}.feed_forward.shared_gate.weight": "model.layers.{layer}.mlp.shared_expert_gate.weight",
+}
+DEFAULTS = {
+    **DECODER_DEFAULTS,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "layer_types": None,
+    "max_window_layers": 28,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With layer_types. Where they are not told, every second layer below max_window_layers has the window."""
+    values = {**DEFAULTS, **content}
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    types, n_layers = values["layer_types"], values["num_hidden_layers"]
+    if types is None and isinstance(n_layers, int):
+        last = 0 if window is None else values["max_window_layers"]
+        types = layer_types(n_layers, [layer for layer in range(n_layers) if layer % 2 or layer >= last])
+    return {**content, "sliding_window": window, "layer_types": types}
+
+
+FAMILY = Family(
+    architecture="Qwen2MoeForCausalLM",
+    weights={**DECODER, **ATTENTION, **QKV_BIAS, **FEED_FORWARD, **EXPERTS, **SHARED_EXPERT},
+    keys={
+        **DECODER_KEYS,
+        **FEED_FORWARD_KEYS,
+        **EXPERT_KEYS,
+        "sliding_window": "sliding_window",
+        "layer_types": LAYER_TYPES,
+        **USED_WINDOW_KEYS,
+        "mlp_only_layers": LEADING_LAYERS,
+        "num_experts": "moe.n_experts",
+        "qkv_bias": "qkv_bias",
+        "shared_expert_intermediate_size": Key(
+            ours=("moe.shared_d_ff",),
+            write=lambda config: moe_of(config).shared_width,
+            read=lambda width: {"moe.shared_d_ff": width},
+        ),
+    },
+    constants={**DECODER_CONSTANTS, "decoder_sparse_step": 1},
+    ignored=ROUTER_LOSS,
+    defaults=DEFAULTS,
+    aliases={"num_local_experts": "num_experts"},
+    completed=completed,
+    # models/qwen2_moe: d_model / n_heads channels a head; one shared expert of its own width, gated, in each MoE layer.
+    allowed={**SOFTMAX_ROUTER, "d_head": (None,), "moe.n_shared_experts": (1,), "moe.shared_gate": (True,)},
+    at_least=WINDOW,
+    published={
+        "Qwen1.5-MoE-A2.7B": ModelConfig(
+            family="qwen2_moe",
+            vocab_size=151936,
+            d_model=2048,
+            n_layers=24,
+            n_heads=16,
+            n_kv_heads=16,
+            d_ff=5632,
+            qkv_bias=True,
+            rope_theta=1e6,
+            moe=MoEConfig(
+                n_experts=60,
+                top_k=4,
+                d_ff=1408,
+                n_shared_experts=1,
+                shared_d_ff=5632,
+                shared_gate=True,
+                normalize_top_k=False,
+                balance=NoBalance(),
+            ),
+        ),
+    },
+)
