@@ -390,6 +390,24 @@ def export(
     say(f"{checkpoint} -> {out}")
 
 
+@app.command("import")
+def import_folder(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="HF_DIR", help="A folder of a transformers model.", show_default=False, autocompletion=offer_files
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
+    ],
+) -> None:
+    """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""
+    from launcher.commands.import_model import import_model
+
+    import_model(source, out)
+
+
 @app.command()
 def generate(
     checkpoint: CheckpointArgument,

@@ -20,7 +20,9 @@ from launcher.errors import UserError
 from launcher.guard.fence import Fence, raise_fence
 from launcher.slurm.queue import has_ended, slurm_job
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, STARTED_IN, check_parts
-from parallel.checkpoint.places import is_remote, local_path, open_store
+from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, open_store
+from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
 
 # Where token files lie and how many processes make them does not change which tokens come next.
@@ -127,11 +129,32 @@ def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 
 def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
     """What changed since the run's last start; raises UserError where that makes it another run. Reads only."""
+    check_has_trained(config)
     old = saved_config(config.run_path)
     if old is None:
         return []
     _check_same_run(old, config.run_path / CONFIG, config)
     return list(changes(old, config))
+
+
+def check_has_trained(config: RunConfig) -> None:
+    """Raises UserError where the run directory holds imported weights: a checkpoint of step 0 that no training wrote.
+
+    Reads only; a damaged checkpoint is left to loading.
+    """
+    if is_remote(config.checkpoint_location):
+        return
+    newest = list_checkpoints(local_path(config.checkpoint_location))[-1:]
+    if not newest or step_of(newest[0].name) != 0:
+        return
+    try:
+        written_by = read_manifest(newest[0]).scalars["written_by"]
+    except DamagedCheckpoint:
+        return
+    if written_by is None:
+        rule = "must be a run's, and holds imported weights, without the optimizer's states that a run goes on from"
+        remedy = f"set init_from={config.run_path}, and choose another name or run_dir"
+        raise UserError([f"run_dir={config.run_path} {rule}; {remedy}"])
 
 
 def check_newest_checkpoint(config: RunConfig) -> None:

@@ -35,6 +35,16 @@ def to_hf(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str,
         yield hf_template(config, name.replace("router.weight", "router.bias")), torch.zeros(tensor.shape[0])
 
 
+def hf_parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of each tensor in transformers' files that logical tensor ``name`` is made of, in order."""
+    template = hf_template(config, name)
+    if "{expert}" in template:
+        for expert in range(shape[0]):
+            yield template.replace("{expert}", str(expert)), shape[1:]
+    else:
+        yield template, shape
+
+
 def lacks_bias(config: ModelConfig, name: str) -> bool:
     """Whether ``name`` is the weight of a router that has a selection bias in transformers' class, but not here."""
     has_bias = config.moe is not None and isinstance(config.moe.balance, BiasBalance)

@@ -5,7 +5,7 @@ on the way. Every tensor is fp32, so any chunk boundary that is a multiple of 4 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -16,11 +16,19 @@ from torch import Tensor
 
 from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.local import BLOCK_BYTES
-from parallel.checkpoint.schema import LARGEST_HEADER_BYTES, Malformed, parse_header, shorten
+from parallel.checkpoint.schema import (
+    LARGEST_HEADER_BYTES,
+    HeaderEntry,
+    Malformed,
+    parse_any_header,
+    parse_header,
+    shorten,
+)
 from parallel.checkpoint.store import Folder, Input
 
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4
+ELEMENT_BYTES_OF = {"F32": 4, "BF16": 2, "F16": 2}  # of the dtypes that a model of anyone's may have
 CHUNK_BYTES = 1 << 18  # of one read, hash and copy: small enough to stay in the processor's cache, twice
 WRITE_BYTES = 4 << 20  # of one hash and write
 
@@ -58,13 +66,7 @@ def read_header(file: Input, file_bytes: int) -> Header:
 
     The tensors are fp32, and follow one another without gaps from the header's end to the file's.
     """
-    length = int.from_bytes(read_exactly(file, LENGTH_BYTES), "little")
-    if length > min(LARGEST_HEADER_BYTES, file_bytes):
-        raise NotSafetensors(f"has a header of {length} bytes")
-    try:
-        entries = parse_header(read_exactly(file, length))
-    except Malformed as error:
-        raise NotSafetensors(f"has a header that is not safetensors': {error}") from None
+    length, entries = _read_entries(file, file_bytes, parse_header)
     offsets, end = {}, 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype != "F32":
@@ -78,6 +80,40 @@ def read_header(file: Input, file_bytes: int) -> Header:
     if LENGTH_BYTES + length + end < file_bytes or length % ELEMENT_BYTES:
         raise NotSafetensors(f"has {file_bytes} bytes, and its header and tensors {LENGTH_BYTES + length + end}")
     return Header(offsets, {key: entry.shape for key, entry in entries.items()})
+
+
+def read_any_header(file: Input, file_bytes: int) -> tuple[int, dict[str, HeaderEntry]]:
+    """The first byte of the data and the tensors of anyone's safetensors file, of any dtypes; raises NotSafetensors.
+
+    The tensors follow one another without gaps from the header's end to the file's. Those of the dtypes in
+    ``ELEMENT_BYTES_OF`` have the bytes that their shapes need.
+    """
+    length, entries = _read_entries(file, file_bytes, parse_any_header)
+    end = 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        needed = ELEMENT_BYTES_OF.get(entry.dtype, 0) * prod(entry.shape) or stop - start
+        if start != end or stop - start != needed:
+            raise NotSafetensors(f"holds {key} at bytes {[start, stop]}, not {[end, end + needed]}")
+        end = stop
+    if LENGTH_BYTES + length + end != file_bytes:
+        whole = LENGTH_BYTES + length + end
+        rule = "ends too early: it" if whole > file_bytes else "is too long: it"
+        raise NotSafetensors(f"{rule} has {file_bytes} bytes, and its header and tensors {whole}")
+    return LENGTH_BYTES + length, entries
+
+
+def _read_entries(
+    file: Input, file_bytes: int, parse: Callable[[bytes], dict[str, HeaderEntry]]
+) -> tuple[int, dict[str, HeaderEntry]]:
+    """The header's length and what ``parse`` makes of it; raises NotSafetensors."""
+    length = int.from_bytes(read_exactly(file, LENGTH_BYTES), "little")
+    if length > min(LARGEST_HEADER_BYTES, file_bytes):
+        raise NotSafetensors(f"has a header of {length} bytes")
+    try:
+        return length, parse(read_exactly(file, length))
+    except Malformed as error:
+        raise NotSafetensors(f"has a header that is not safetensors': {error}") from None
 
 
 def read_exactly(file: Input, n_bytes: int) -> bytes:

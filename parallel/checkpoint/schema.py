@@ -132,6 +132,14 @@ class HeaderEntry:
     data_offsets: tuple[Count, Count]
 
 
+@dataclass(frozen=True)
+class Index:
+    """The JSON beside several safetensors files: each tensor's file."""
+
+    weight_map: dict[Name, Name]
+    metadata: dict[str, Any] | None = None
+
+
 @cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint)
@@ -147,14 +155,36 @@ def parse_header(content: bytes) -> dict[str, HeaderEntry]:
     return _parse(dict[Name, HeaderEntry], content)
 
 
+def parse_any_header(content: bytes) -> dict[str, HeaderEntry]:
+    """What the header of anyone's safetensors file says, by key; its metadata is passed over. Raises Malformed."""
+    _check_json(content)
+    tree = json.loads(content)
+    if not isinstance(tree, dict):
+        raise Malformed("is no object")
+    tree.pop("__metadata__", None)
+    return _parse(dict[Name, HeaderEntry], json.dumps(tree).encode())
+
+
+def parse_index(content: bytes) -> dict[str, str]:
+    """Each tensor's file, as the index beside several safetensors files has it. Raises Malformed."""
+    index: Index = _parse(Index, content)
+    return index.weight_map
+
+
 def _parse(hint: Any, content: bytes) -> Any:
+    _check_json(content)
+    try:
+        return _adapter(hint).validate_json(content, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise Malformed(_first_line(error)) from None
+
+
+def _check_json(content: bytes) -> None:
+    """Raises Malformed where the bytes are no JSON, or JSON of more values than are read."""
     if content.count(b",") + content.count(b"[") + content.count(b"{") > LARGEST_VALUES:
         raise Malformed(f"holds more than {LARGEST_VALUES:,} values")
     try:
         json.loads(content, object_pairs_hook=_check_keys)
-        return _adapter(hint).validate_json(content, strict=True, extra="forbid")
-    except ValidationError as error:
-        raise Malformed(_first_line(error)) from None
     except RecursionError:
         raise Malformed("is nested too deeply") from None
     except Malformed:

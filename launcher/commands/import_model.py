@@ -1,0 +1,118 @@
+"""`roundtable import`: from a folder that Hugging Face transformers loads to a run directory."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+from data.places import nearest_existing, why_no_path
+from launcher.commands.export import out_problems
+from launcher.config.tree import RunConfig
+from launcher.console import open_console, say, tell, text_column
+from launcher.errors import UserError
+from launcher.importing.config import PRECISIONS, read_model, run_config
+from launcher.importing.folder import folder_problems, open_model, read_config_json
+from launcher.importing.run import STEP, write_run
+from launcher.importing.tokenizer import load_tokenizer
+from launcher.importing.weights import Weights, match_weights
+from launcher.training.run_parts import CHECKPOINTS
+from modeling.logical import logical_shapes
+from parallel.checkpoint.manifest import ELEMENT_BYTES
+from parallel.checkpoint.places import is_remote, step_directory
+from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF
+
+PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+def import_model(source: Path, out: Path) -> None:
+    """Writes the model of folder ``source``, in transformers' format, to the run directory ``out``; says what there is.
+
+    The weights are fp32, whatever they were. Raises UserError or DataError, nothing created, where either folder is
+    unusable. Nothing of the source is run.
+    """
+    problems = [*folder_problems(source), *place_problems(source, out)]
+    if problems:
+        raise UserError(problems)
+    model, seq_len = read_model(source, read_config_json(source))
+    problems = room_problems(out, sum(map(prod, logical_shapes(model).values())))
+    folder = open_model(source)
+    for name in folder.ignored:
+        tell(f"{source / name} is none of the model's files, and is not read")
+    weights = match_weights(model, folder)
+    tokenizer = load_tokenizer(source, model.vocab_size)
+    if problems:
+        raise UserError(problems)
+    kept = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
+    config = run_config(model, seq_len, weights.dtype, out, kept)
+    with shown_progress(bytes_to_read(weights)) as on_bytes:
+        write_run(out, config, weights, tokenizer, on_bytes)
+    for line in summary(source, out, config, weights):
+        say(line)
+
+
+def place_problems(source: Path, out: Path) -> list[str]:
+    """Why no run directory can be made at ``out``, one line each."""
+    text = str(out)
+    rule = why_no_path(text, created=True) if text.isprintable() else "must be a path"
+    if rule is None and is_remote(text):
+        rule = "must be a folder on a file system"
+    if rule is not None:
+        return [f"OUT={out} {rule}; give another path"]
+    real, inside = os.path.realpath(out), os.path.realpath(source)
+    if f"{real}/".startswith(f"{inside}/"):
+        return [f"OUT={out} must not be in HF_DIR={source}, which is only read; give another path"]
+    return out_problems(out)
+
+
+def room_problems(out: Path, n_elements: int) -> list[str]:
+    """Why the disk cannot take the run directory, one line."""
+    need, free = n_elements * ELEMENT_BYTES, shutil.disk_usage(nearest_existing(out.parent)).free
+    if need <= free:
+        return []
+    told = f"OUT={out} needs {need / 2**30:.1f} GiB, but the disk has {free / 2**30:.1f} GiB free"
+    return [f"{told}; give a path on another disk"]
+
+
+def bytes_to_read(weights: Weights) -> int:
+    """Of all tensors in the files."""
+    parts = (part.stored for parts in weights.parts.values() for part in parts)
+    return sum(prod(stored.shape) * ELEMENT_BYTES_OF[stored.dtype] for stored in parts)
+
+
+def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Iterator[str]:
+    """What was written, and what it can be used for."""
+    dtype = PRECISIONS[weights.dtype]
+    widened = (
+        "" if dtype == "fp32" else f", {dtype} widened to fp32 (`export --dtype {dtype}` writes them as they were)"
+    )
+    tokenizer = "" if config.data.tokenizer is not None else "; no tokenizer, so no text can be made or read"
+    yield f"{source} -> {out}: {config.model.family}, {weights.elements:,} weights{widened}{tokenizer}"
+    text = "" if config.data.tokenizer is None else f"`roundtable generate {out} --prompt ...` continues text; "
+    yield f"{text}`roundtable export {out} DIR` writes it back; init_from: {out} begins a run with these weights"
+
+
+@contextmanager
+def shown_progress(n_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Takes how many more bytes are read: a bar on a terminal, a line now and then elsewhere."""
+    console = open_console(stderr=True)
+    if console.is_terminal:
+        columns = (text_column("importing"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("importing", total=n_bytes)
+            yield lambda count: progress.advance(task, count)
+        return
+    done, last = 0, time.monotonic()
+
+    def show(count: int) -> None:
+        nonlocal done, last
+        done += count
+        if time.monotonic() - last >= PLAIN_LINE_SECONDS:
+            last = time.monotonic()
+            tell(f"importing: {done / 1e9:.1f} of {n_bytes / 1e9:.1f} GB")
+
+    yield show

@@ -1,0 +1,63 @@
+"""A run's config from a model folder's config.json."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.config import DataConfig
+from launcher.config.ranges import ranges
+from launcher.config.rules import Precision, check, uneven_expert_widths
+from launcher.config.tree import RunConfig, TrainConfig
+from launcher.errors import UserError
+from launcher.importing.folder import CONFIG_JSON
+from modeling.config import ModelConfig
+from modeling.families.config_json import REMEDY, InexpressibleConfig, from_config_json
+from parallel.checkpoint.schema import shorten
+
+PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+RUNS_DIR = Path("runs")
+
+
+def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int]:
+    """The model, and the length of its sequences. Raises UserError with a line for each key that cannot be used."""
+    try:
+        model = from_config_json(content)
+    except InexpressibleConfig as error:
+        raise UserError([f"{path}/{line}" for line in error.problems]) from None
+    broken = check(RunConfig(model=model, train=TrainConfig(precision="fp32")), 1)
+    if broken:
+        told = (line.rpartition("; ")[0] or line for line in broken)
+        raise UserError([f"{path / CONFIG_JSON}: {line}; {REMEDY}" for line in told])
+    return model, read_seq_len(path, content)
+
+
+def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:
+    """max_position_embeddings, as far as data.seq_len goes; what the class takes where it is left out."""
+    limits = ranges(DataConfig)["seq_len"]
+    value = content.get("max_position_embeddings")
+    if "max_position_embeddings" not in content:
+        from transformers import AutoConfig  # takes seconds to import
+
+        value = AutoConfig.for_model(content["model_type"]).max_position_embeddings
+    if type(value) is not int or value < limits.minimum:
+        rule = "must be a whole number of at least 1"
+        raise UserError([f"{path / CONFIG_JSON}: max_position_embeddings={shorten(value)} {rule}; {REMEDY}"])
+    return min(value, int(limits.maximum))
+
+
+def run_config(model: ModelConfig, seq_len: int, dtype: str, out: Path, tokenizer: str | None) -> RunConfig:
+    """The config of run directory ``out``: the model, its sequences, its tokenizer, and the dtype that its weights had.
+
+    ``dtype`` is safetensors' word. The experts of a model whose widths do not allow half precision stay in fp32.
+    """
+    precision = PRECISIONS[dtype]
+    if any(uneven_expert_widths(model, precision)):
+        precision = "fp32"
+    return RunConfig(
+        name=out.absolute().name,
+        run_dir=None if out == RUNS_DIR / out.name else str(out),
+        model=model,
+        data=DataConfig(seq_len=seq_len, tokenizer=tokenizer),
+        train=dataclasses.replace(TrainConfig(), precision=precision),
+    )

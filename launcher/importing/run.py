@@ -1,0 +1,110 @@
+"""Writing a run directory that holds weights alone: config.yaml and a checkpoint of step 0."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from launcher.config.dump import dump_config
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.importing.tokenizer import tokenizer_attachments
+from launcher.importing.weights import Weights
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
+from launcher.training.state import tokenizer_files
+from modeling.logical import LogicalTensor, logical_tensors
+from parallel.checkpoint.local import LocalStore, sync_directory
+from parallel.checkpoint.manifest import BUFFER, ELEMENT_BYTES, WEIGHT, Manifest
+from parallel.checkpoint.safetensors_stream import bytes_of
+from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.store import step_name
+from parallel.checkpoint.write import certified, write_attachments, write_shard
+
+STEP = 0
+SHARD_BYTES = 16 << 30  # of one shard, at most (a larger tensor gets a file of its own)
+MOST_IN_SHARD = 10_000  # tensors: their header is read into memory
+SCALARS = {"consumed": 0, "skipped": [], "tokens": 0, "updates": 0, "loss_scaler": {}}
+ATTEMPT = "import"
+
+
+def write_run(
+    out: Path, config: RunConfig, weights: Weights, tokenizer: Any, on_bytes: Callable[[int], None] = lambda _: None
+) -> None:
+    """Writes the run directory ``out``, whole or not at all; ``on_bytes`` is told what was read of the weights.
+
+    Everything goes to a hidden folder beside ``out`` which is renamed at the end. Raises UserError where the source
+    turns out to be unusable while it is read.
+    """
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        text = dump_config(config)
+        (partial / CONFIG).write_text(text)
+        load_config(partial / CONFIG)
+        (partial / STARTED_IN).write_text(f"{Path.cwd()}\n")
+        write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, on_bytes)
+        sync_directory(partial)
+        partial.rename(out)
+        sync_directory(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
+
+
+def write_checkpoint(
+    checkpoints: Path,
+    config: RunConfig,
+    text: bytes,
+    weights: Weights,
+    tokenizer: Any,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Writes the checkpoint of step 0: weights and buffers, no optimizer states, the tokenizer and the config."""
+    store = LocalStore(checkpoints)
+    folder, _ = store.begin(step_name(STEP), ATTEMPT)
+    tensors = logical_tensors(config.model)
+    manifest = empty_manifest(tensors)
+    for number, names in enumerate(in_shards(tensors)):
+        file = f"shard-{number:05d}.safetensors"
+        pieces = [whole_piece(name, tensors[name], file) for name in names]
+        chunks = (bytes_of(block) for name in names for block in weights.blocks(name, on_bytes))
+        manifest.pieces += pieces
+        manifest.files |= write_shard(folder, file, pieces, chunks)
+    with tempfile.TemporaryDirectory() as beside:
+        files = tokenizer_files(tokenizer_attachments(tokenizer, Path(beside)))
+        manifest.files |= write_attachments(folder, "", {CONFIG: text, **files})
+    store.commit(step_name(STEP), ATTEMPT, certified(manifest))
+
+
+def empty_manifest(tensors: Mapping[str, LogicalTensor]) -> Manifest:
+    """The manifest of a checkpoint before any update, which has no files yet."""
+    kinds = {
+        WEIGHT: [name for name, tensor in tensors.items() if not tensor.is_buffer],
+        BUFFER: [name for name, tensor in tensors.items() if tensor.is_buffer],
+    }
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    return Manifest(step=STEP, scalars=dict(SCALARS), tensors=shapes, kinds=kinds)
+
+
+def whole_piece(name: str, tensor: LogicalTensor, file: str) -> Piece:
+    """A whole logical tensor in a file, as saving names it."""
+    kind, start = BUFFER if tensor.is_buffer else WEIGHT, (0,) * len(tensor.shape)
+    return Piece(kind, name, start, tensor.shape, file, f"{kind}/{name}/{'.'.join(map(str, start))}")
+
+
+def in_shards(tensors: Mapping[str, LogicalTensor]) -> Iterator[list[str]]:
+    """The names in groups of one shard each."""
+    names: list[str] = []
+    held = 0
+    for name, tensor in tensors.items():
+        size = ELEMENT_BYTES * prod(tensor.shape)
+        if names and (held + size > SHARD_BYTES or len(names) == MOST_IN_SHARD):
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    yield names

@@ -1,0 +1,38 @@
+"""The tokenizer of a model folder, kept as that of a run is."""
+
+from pathlib import Path
+from typing import Any
+
+from data.errors import refuse
+from data.tokenizer import count_ids, save_tokenizer
+from data.tokenizer_files import load_folder
+from launcher.importing.folder import has_tokenizer
+
+REMEDY = "mend it, or remove the tokenizer's files to import the weights alone"
+
+
+def load_tokenizer(path: Path, vocab_size: int) -> Any:
+    """The folder's tokenizer as ``transformers`` loads it; None where it has none. No code of the folder's is run.
+
+    Raises DataError where it cannot serve the model, or a run.
+    """
+    if not has_tokenizer(path):
+        return None
+    found = f"HF_DIR={path}: its tokenizer"
+    tokenizer = load_folder(path, found, REMEDY)
+    if not tokenizer.is_fast:
+        raise refuse(found, "must be a fast one (with a tokenizer.json)", "convert it, or remove its files")
+    if tokenizer.eos_token_id is None:
+        raise refuse(found, "has no eos_token, which ends each document", "set eos_token in its tokenizer_config.json")
+    n_ids = count_ids(tokenizer)
+    if n_ids > vocab_size:
+        raise refuse(found, f"has {n_ids} ids, but vocab_size={vocab_size} in config.json is smaller", REMEDY)
+    return tokenizer
+
+
+def tokenizer_attachments(tokenizer: Any, folder: Path) -> Path | None:
+    """The folder of the tokenizer's files as training would keep them, made in ``folder``; None where there is none."""
+    if tokenizer is None:
+        return None
+    save_tokenizer(tokenizer, folder / "tokenizer")
+    return folder / "tokenizer"

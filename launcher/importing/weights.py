@@ -1,0 +1,176 @@
+"""A model's weights, from the files of a model folder to fp32: matched by name first, then read in small blocks."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from math import prod
+
+import torch
+from torch import Tensor
+
+from launcher.errors import UserError
+from launcher.importing.folder import AGAIN, MOST_PROBLEMS, ModelFolder, Stored, cut
+from modeling.config import ModelConfig
+from modeling.families.family import family_of
+from modeling.families.weights import hf_parts
+from modeling.logical import logical_shapes
+from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF, NotSafetensors, read_into
+from parallel.checkpoint.schema import shorten
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BLOCK_ELEMENTS = 1 << 20  # of one read
+IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers of older files, which transformers passes over as well
+LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the files, which is a logical tensor or an expert of a stack."""
+
+    hf_name: str
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where each logical tensor of a model lies in a folder whose names, shapes and dtypes are the model's."""
+
+    folder: ModelFolder
+    parts: Mapping[str, list[Part]]  # logical name -> what it is made of, in order
+
+    @property
+    def elements(self) -> int:
+        """Of all logical tensors."""
+        return sum(prod(part.stored.shape) for parts in self.parts.values() for part in parts)
+
+    @property
+    def dtype(self) -> str:
+        """That most elements have: F32, BF16 or F16."""
+        counts: Counter[str] = Counter()
+        for parts in self.parts.values():
+            for part in parts:
+                counts[part.stored.dtype] += prod(part.stored.shape)
+        return counts.most_common(1)[0][0]
+
+    def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
+        """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` is told what was read.
+
+        Raises UserError at a value that is not finite, and where a file has changed since it was looked at.
+        """
+        for part in self.parts[name]:
+            for block in read_blocks(self.folder, part):
+                on_bytes(block.numel() * ELEMENT_BYTES_OF[part.stored.dtype])
+                if not block.isfinite().all():
+                    rule = "must hold finite numbers, and holds NaN or infinity"
+                    raise UserError([f"{self.folder.path / part.stored.file}: {part.hf_name} {rule}; {AGAIN}"])
+                yield block
+
+
+def read_blocks(folder: ModelFolder, part: Part) -> Iterator[Tensor]:
+    """The elements of one tensor of the files, in flat fp32 blocks. Raises UserError where the file has changed."""
+    stored, left = part.stored, prod(part.stored.shape)
+    try:
+        with folder.files.open(stored.file) as file:
+            file.seek(stored.start)
+            while left:
+                count = min(left, BLOCK_ELEMENTS)
+                raw = bytearray(count * ELEMENT_BYTES_OF[stored.dtype])
+                read_into(file, memoryview(raw))
+                yield torch.frombuffer(raw, dtype=DTYPES[stored.dtype]).float()
+                left -= count
+    except (NotSafetensors, FileNotFoundError):
+        rule = "must not change while it is read, and has"
+        raise UserError([f"{folder.path / stored.file} {rule}; try again"]) from None
+
+
+def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
+    """Each logical tensor's place in the files. Raises UserError with every name, shape and dtype that does not fit."""
+    shapes = logical_shapes(config)
+    missing = list(islice(missing_lines(config, shapes, folder), MOST_PROBLEMS + 1))
+    if len(missing) > MOST_PROBLEMS:
+        raise UserError([*missing[:MOST_PROBLEMS], "and more such problems"])
+    parts = {
+        name: [
+            Part(hf_name, folder.tensors[hf_name])
+            for hf_name, _ in hf_parts(config, name, shape)
+            if hf_name in folder.tensors
+        ]
+        for name, shape in shapes.items()
+    }
+    used = {part.hf_name for each in parts.values() for part in each}
+    problems = [*missing, *unfit_lines(config, shapes, folder), *unread_lines(config, folder, used)]
+    if problems:
+        raise UserError(cut(problems))
+    weights = Weights(folder, parts)
+    check_tied_head(config, weights)
+    return weights
+
+
+def missing_lines(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> Iterator[str]:
+    """A line for each tensor of the model that no file has."""
+    for name, shape in shapes.items():
+        for hf_name, wanted in hf_parts(config, name, shape):
+            if hf_name not in folder.tensors:
+                yield f"HF_DIR={folder.path} must hold {hf_name} [{_show(wanted)}], and no file does; {AGAIN}"
+
+
+def unfit_lines(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> Iterator[str]:
+    """A line for each tensor of another shape than config.json makes it, or of a dtype that is not read."""
+    for name, shape in shapes.items():
+        for hf_name, wanted in hf_parts(config, name, shape):
+            stored = folder.tensors.get(hf_name)
+            if stored is None:
+                continue
+            told = f"{folder.path / stored.file}: {hf_name}"
+            if stored.shape != wanted:
+                yield f"{told} must be [{_show(wanted)}] by config.json, and is [{_show(stored.shape)}]; {AGAIN}"
+            if stored.dtype not in DTYPES:
+                rule = f"must be {', '.join(DTYPES)}, and is {shorten(stored.dtype)}"
+                yield f"{told} {rule}; convert the model to one of these"
+
+
+def unread_lines(config: ModelConfig, folder: ModelFolder, used: set[str]) -> Iterator[str]:
+    """A line for each tensor of the files that is none of the model's; those of one layer too many share a line."""
+    beyond: Counter[int] = Counter()
+    for name, stored in sorted(folder.tensors.items()):
+        layer = LAYER.match(name)
+        if name in used or IGNORED.search(name) or name == tied_head(config):
+            continue
+        if layer is not None and int(layer[1]) >= config.n_layers:
+            beyond[int(layer[1])] += 1
+        else:
+            yield f"{folder.path / stored.file}: {name} is no tensor of this model, and would not be read; remove it"
+    for number, count in sorted(beyond.items()):
+        yield (
+            f"HF_DIR={folder.path} holds model.layers.{number} ({count:,} tensors), and num_hidden_layers="
+            f"{config.n_layers}; a module that predicts further tokens is not read: remove its tensors"
+        )
+
+
+def tied_head(config: ModelConfig) -> str | None:
+    """The name of the head in the files where it is tied to the embedding, so that files need not have it."""
+    return family_of(config.family).weights["head.weight"] if config.tie_embeddings else None
+
+
+def check_tied_head(config: ModelConfig, weights: Weights) -> None:
+    """Raises UserError where a tied head is in the files all the same, and is not the embedding.
+
+    transformers then warns, and computes with the two of them, untied.
+    """
+    name = tied_head(config)
+    stored = weights.folder.tensors.get(name) if name is not None else None
+    if name is None or stored is None:
+        return
+    (embedding,) = weights.parts["embed.weight"]
+    is_equal = stored.shape == embedding.stored.shape and stored.dtype in DTYPES
+    blocks = zip_longest(read_blocks(weights.folder, Part(name, stored)), weights.blocks("embed.weight"))
+    if not is_equal or not all(torch.equal(head, embed) for head, embed in blocks):
+        rule = f"must be equal to {embedding.hf_name}, since config.json has tie_word_embeddings=true, and is not"
+        remedy = "set tie_word_embeddings=false there, or remove the tensor"
+        raise UserError([f"{weights.folder.path / stored.file}: {name} {rule}; {remedy}"])
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
