@@ -393,13 +393,19 @@ def export(
 @app.command("import")
 def import_folder(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="HF_DIR", help="A folder of a transformers model.", show_default=False, autocompletion=offer_files
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="OUT",
+            help="The run directory to write; must not exist.",
+            show_default=False,
+            autocompletion=offer_files,
+        ),
     ],
 ) -> None:
     """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""

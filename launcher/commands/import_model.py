@@ -29,13 +29,14 @@ from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-def import_model(source: Path, out: Path) -> None:
-    """Writes the model of folder ``source``, in transformers' format, to the run directory ``out``; says what there is.
+def import_model(hf_dir: str, run_dir: str) -> None:
+    """Writes the model of folder ``hf_dir``, in transformers' format, to the run directory ``run_dir``, and says so.
 
     The weights are fp32, whatever they were. Raises UserError or DataError, nothing created, where either folder is
     unusable. Nothing of the source is run.
     """
-    problems = [*folder_problems(source), *place_problems(source, out)]
+    source, out = Path(hf_dir), Path(run_dir)
+    problems = [*folder_problems(hf_dir), *place_problems(run_dir)] or overlap_problems(source, out)
     if problems:
         raise UserError(problems)
     model, seq_len = read_model(source, read_config_json(source))
@@ -55,18 +56,20 @@ def import_model(source: Path, out: Path) -> None:
         say(line)
 
 
-def place_problems(source: Path, out: Path) -> list[str]:
+def place_problems(out: str) -> list[str]:
     """Why no run directory can be made at ``out``, one line each."""
-    text = str(out)
-    rule = why_no_path(text, created=True) if text.isprintable() else "must be a path"
-    if rule is None and is_remote(text):
+    rule = why_no_path(out, created=True) if out and out.isprintable() else "must be a path"
+    if rule is None and is_remote(out):
         rule = "must be a folder on a file system"
-    if rule is not None:
-        return [f"OUT={out} {rule}; give another path"]
-    real, inside = os.path.realpath(out), os.path.realpath(source)
-    if f"{real}/".startswith(f"{inside}/"):
-        return [f"OUT={out} must not be in HF_DIR={source}, which is only read; give another path"]
-    return out_problems(out)
+    return [f"OUT={out} {rule}; give another path"] if rule is not None else out_problems(Path(out))
+
+
+def overlap_problems(source: Path, out: Path) -> list[str]:
+    """That the one folder is in the other, one line."""
+    inside, real = os.path.realpath(source), os.path.realpath(out)
+    if not f"{real}/".startswith(f"{inside}/"):
+        return []
+    return [f"OUT={out} must not be in HF_DIR={source}, which is only read; give another path"]
 
 
 def room_problems(out: Path, n_elements: int) -> list[str]:

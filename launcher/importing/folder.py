@@ -54,12 +54,12 @@ class ModelFolder:
         return LocalFolder(Path(os.path.realpath(self.path)))
 
 
-def folder_problems(path: Path) -> list[str]:
-    """Why nothing can be imported from ``path``, one line each; what its files hold is not looked at."""
-    if not os.path.isdir(path):
-        return [
-            f"HF_DIR={path} is not a folder; give one with {CONFIG_JSON} and {ONE_FILE}, as downloaded from the hub"
-        ]
+def folder_problems(given: str) -> list[str]:
+    """Why nothing can be imported from this path, one line each; what its files hold is not looked at."""
+    if not os.path.isdir(given):
+        rule = f"is not a folder; give one with {CONFIG_JSON} and {ONE_FILE}, as downloaded from the hub"
+        return [f"HF_DIR={given} {rule}"]
+    path = Path(given)
     if not os.path.lexists(path / CONFIG_JSON):
         return [f"HF_DIR={path} must hold {CONFIG_JSON}, and has none; give a folder of a transformers model"]
     names = [name for name in os.listdir(path) if _is_read(name)]

@@ -1,0 +1,247 @@
+"""Models as transformers saves them, imported: the same logits, and the same files when they are exported again.
+
+Logits are compared in fp32, to 2e-5 absolute as those of exports are; weights bit for bit.
+"""
+
+import dataclasses
+import json
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import launcher.importing.weights
+from data.tokenizer import read_info
+from hf_folders import SEQ_LEN, save_hf_model
+from launcher.cli import main
+from launcher.commands.trained import Trained, load_decoder, load_tokenizer, open_trained
+from launcher.config.load import load_config
+from launcher.training.init_from import open_source
+from modeling.config import FAMILIES, FamilyName, ModelConfig
+from modeling.context import Context
+from modeling.families.config_json import SpecialTokens, to_config_json
+from modeling.families.weights import hf_parts
+from modeling.logical import logical_shapes
+from parallel.checkpoint.manifest import BUFFER, WEIGHT
+from small_models import MOE_FAMILIES, configs, example_config
+from warnings_seen import no_warnings
+
+LOGITS_TOLERANCE = 2e-5
+# What an export says otherwise than the class does by default, and what changes nothing that is computed.
+FREE_KEYS = {"_name_or_path", "transformers_version", "router_aux_loss_coef", "pad_token_id", "bos_token_id"}
+SMALL_SHARDS = "20KB"
+FEW = settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def imported(source: Path, out: Path) -> Trained:
+    assert main(["import", str(source), str(out)]) == 0
+    return open_trained(out)
+
+
+def loaded(source: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def difference(source: Path, out: Path) -> float:
+    """The largest difference between the logits of transformers' model in ``source`` and ours in ``out``, in fp32."""
+    trained = open_trained(out)
+    generator = torch.Generator().manual_seed(1)
+    tokens_BS = torch.randint(trained.config.model.vocab_size, (2, 24), generator=generator)
+    positions_BS = torch.arange(24).expand(2, 24)
+    ours = load_decoder(trained, "cpu", torch.float32)
+    with torch.no_grad():
+        theirs_BSV = loaded(source)(tokens_BS).logits
+        ours_BSV = ours(tokens_BS, Context(positions_BS, torch.zeros_like(positions_BS))).logits_BSV
+    assert theirs_BSV.std() > 0.05
+    return float((theirs_BSV - ours_BSV).abs().max())
+
+
+def said(config: ModelConfig) -> dict[str, object]:
+    """What config.json says of a model: fields that its family does not use are not in it."""
+    return to_config_json(config, SEQ_LEN, SpecialTokens(), "float32")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors in a folder's files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("shard", ["5GB", SMALL_SHARDS], ids=["one file", "shards"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(family: FamilyName, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
+    """Logits are transformers', and an export is the source again: each tensor bit for bit, the config, the tokens."""
+    source, out, again = tmp_path / "source", tmp_path / "runs/one", tmp_path / "again"
+    save_hf_model(source, example_config(family, vocab_size=257), dtype, shard)
+    assert (len(list(source.glob("*.safetensors"))) > 1) == (shard == SMALL_SHARDS)
+    trained = imported(source, out)
+    assert said(trained.config.model) == said(example_config(family, vocab_size=257))
+    assert trained.config.data.seq_len == SEQ_LEN
+    assert trained.config.train.precision == ("fp32" if dtype == torch.float32 else "bf16")
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again), "--dtype", trained.config.train.precision]) == 0
+    before, after = stored(source), stored(again)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name].to(before[name].dtype))] == []
+    others = {name for name in before if before[name].dtype != after[name].dtype}
+    assert all(name.endswith("e_score_correction_bias") for name in others)
+    configs_read = [AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict() for folder in (source, again)]
+    old, new = ({key: value for key, value in each.items() if key not in FREE_KEYS} for each in configs_read)
+    assert old == new
+    texts = [AutoTokenizer.from_pretrained(folder).encode("naïve\n  def") for folder in (source, again)]
+    assert texts[0] == texts[1] and len(texts[0]) > 9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_models(family: FamilyName) -> None:
+    @FEW
+    @given(config=configs(family))
+    def check(config: ModelConfig) -> None:
+        assume(config.sliding_window != 1)  # which no config may have
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            save_hf_model(folder / "source", config, seed=5, tokenizer=False)
+            assert said(imported(folder / "source", folder / "run").config.model) == said(config)
+            assert difference(folder / "source", folder / "run") <= LOGITS_TOLERANCE
+
+    check()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_hf_model(tmp_path / "source", example_config("glm4_moe", vocab_size=257), shard=SMALL_SHARDS)
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_planted_two_experts_swapped_are_seen(
+    family: FamilyName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swapped(config: ModelConfig, name: str, shape: tuple[int, ...]):
+        parts = list(hf_parts(config, name, shape))
+        if "experts" in name:
+            parts[0], parts[1] = parts[1], parts[0]
+        return iter(parts)
+
+    save_hf_model(tmp_path / "source", example_config(family, vocab_size=257))
+    monkeypatch.setattr(launcher.importing.weights, "hf_parts", swapped)
+    imported(tmp_path / "source", tmp_path / "run")
+    assert difference(tmp_path / "source", tmp_path / "run") > 100 * LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.attention_norm.weight", "layers.1.feed_forward.router.bias", "embed.weight"]
+)
+def test_planted_one_tensor_of_ones_is_seen(name: str, source: Path, tmp_path: Path, monkeypatch) -> None:
+    blocks = launcher.importing.weights.Weights.blocks
+
+    def planted(self, named, on_bytes):
+        return (block.fill_(1.0) if named == name else block for block in blocks(self, named, on_bytes))
+
+    monkeypatch.setattr(launcher.importing.weights.Weights, "blocks", planted)
+    imported(source, tmp_path / "run")
+    assert difference(source, tmp_path / "run") > 100 * LOGITS_TOLERANCE
+
+
+def test_half_precision_is_widened_exactly(tmp_path: Path) -> None:
+    """Every finite fp16 value, subnormal ones too, and both zeros."""
+    config = example_config("llama", vocab_size=2048, tie_embeddings=True)
+    model = save_hf_model(tmp_path / "source", config, torch.float16, tokenizer=False)
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.view(-1).copy_(values.where(values.isfinite(), torch.zeros(())))
+    model.save_pretrained(tmp_path / "source")
+    read = imported(tmp_path / "source", tmp_path / "run").read("embed.weight")
+    assert torch.equal(read.half().view(torch.int16), model.model.embed_tokens.weight.view(torch.int16))
+    assert read.abs()[read != 0].min() == 2.0**-24
+
+
+def test_what_is_ignored_as_transformers_does(tmp_path: Path) -> None:
+    """Rotary buffers of old files, and the head of a tied model where it is the embedding."""
+    config = example_config("llama", vocab_size=257, tie_embeddings=True)
+    save_hf_model(tmp_path / "source", config)
+    path = tmp_path / "source/model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8, dtype=torch.int64)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with no_warnings():
+        loaded(tmp_path / "source")
+    trained = imported(tmp_path / "source", tmp_path / "run")
+    assert "head.weight" not in trained.checkpoint.names()
+    assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
+
+
+def test_the_run_directory_and_its_checkpoint(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """What training would have written at step 0 but for the optimizer's states; every command takes it."""
+    monkeypatch.chdir(tmp_path)
+    trained = imported(Path("source"), Path("runs/one"))
+    assert {path.name for path in Path("runs").iterdir()} == {"one"}
+    assert {path.name for path in Path("runs/one").iterdir()} == {"config.yaml", "checkpoints", ".started_in"}
+    config = load_config("runs/one/config.yaml")
+    assert (config.name, config.run_dir, str(config.run_path)) == ("one", None, "runs/one")
+    manifest = trained.checkpoint.manifest
+    assert (manifest.step, manifest.scalars["updates"], manifest.scalars["written_by"]) == (0, 0, None)
+    assert manifest.kinds.keys() == {WEIGHT, BUFFER}
+    assert list(manifest.tensors) == list(logical_shapes(config.model))
+    assert trained.tokenizer is not None and read_info(trained.tokenizer).eos_id == 0
+    assert load_tokenizer(trained).decode([70, 71]) == AutoTokenizer.from_pretrained(source).decode([70, 71])
+    assert open_source("runs/one")[1] == config
+    Path("text.txt").write_text("a text of some words\n")
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("source -> runs/one: glm4_moe, ") and "generate runs/one" in out
+    for command in (
+        ["checkpoint", "verify", "runs/one"],
+        ["checkpoint", "show", "runs/one"],
+        ["checkpoint", "show", "runs/one/checkpoints/step-00000000"],
+        ["generate", "runs/one", "--prompt", "a", "--max-new-tokens", "2"],
+        ["eval", "runs/one", "--text", "text.txt"],
+        ["runs"],
+    ):
+        assert main(command) == 0, command
+    assert "runs/one" in capsys.readouterr().out
+
+
+def test_no_training_goes_on_from_weights_alone(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    imported(source, Path("runs/one"))
+    Path("text.txt").write_text("a text of some words\n")
+    capsys.readouterr()
+    for place in ([], ["train.precision=fp32", "optimizer.name=sgd"]):
+        assert main(["train", "runs/one/config.yaml", "data.sources=[{path: text.txt}]", "--ranks", "1", *place]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("run_dir=runs/one must be a run's, and holds imported weights, without the optimizer's")
+        assert line.endswith("; set init_from=runs/one, and choose another name or run_dir")
+    assert {path.name for path in Path("runs/one").iterdir()} == {"config.yaml", "checkpoints", ".started_in"}
+
+
+def test_a_tensor_is_read_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python and numpy hold no more than a few blocks, however large the model."""
+    config = dataclasses.replace(example_config("llama", vocab_size=2**15), d_model=64)
+    save_hf_model(tmp_path / "source", config, tokenizer=False)
+    imported(tmp_path / "source", tmp_path / "first")  # what is imported and kept for good is there then
+    monkeypatch.setattr(launcher.importing.weights, "BLOCK_ELEMENTS", 1 << 12)
+    tracemalloc.start()
+    try:
+        assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "source/model.safetensors").stat().st_size > 16 << 20
+    assert peak < 2 << 20
+
+
+def test_a_length_that_is_left_out_is_the_class_s(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "source", example_config("llama"), tokenizer=False)
+    path = tmp_path / "source/config.json"
+    content = json.loads(path.read_text())
+    del content["max_position_embeddings"]
+    path.write_text(json.dumps(content))
+    assert imported(tmp_path / "source", tmp_path / "run").config.data.seq_len == 2048

@@ -1,0 +1,37 @@
+"""Folders of small models as Hugging Face transformers itself saves them."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from byte_tokenizer import save_byte_tokenizer
+from modeling.config import ModelConfig
+from modeling.families.config_json import SpecialTokens, to_config_json
+
+SEQ_LEN = 96
+
+
+def save_hf_model(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    shard: str = "5GB",
+    seed: int = 0,
+    tokenizer: bool = True,
+) -> PreTrainedModel:
+    """transformers' own class with random weights, saved by ``save_pretrained``; with ``tokenizer``, that of bytes."""
+    logging.disable_progress_bar()
+    special = SpecialTokens(eos=0) if tokenizer else SpecialTokens()
+    written = to_config_json(config, SEQ_LEN, special, str(dtype).removeprefix("torch."))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), dtype=dtype)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("norm.weight", "e_score_correction_bias")):
+                tensor += 0.2 * torch.randn(tensor.shape)
+    model.save_pretrained(folder, max_shard_size=shard)
+    if tokenizer:
+        save_byte_tokenizer(folder)
+    return model
