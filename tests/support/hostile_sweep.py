@@ -158,6 +158,7 @@ COMMANDS: list[list[str]] = [
         ["preflight", "config.yaml", "--ranks", "PATH"],
     ),
     *(["eval", "PATH"], ["eval", "PATH", "--json"], ["export", "PATH", "out"], ["generate", "PATH", "--prompt", "x"]),
+    *(["import", "PATH", "out"], ["import", "folder", "PATH"]),
     *(["checkpoint", "show", "PATH"], ["checkpoint", "verify", "PATH"], ["checkpoint", "show", "PATH", "--json"]),
     *(
         ["logs", "PATH"],

@@ -47,6 +47,7 @@ def complete(*words: str) -> list[str]:
         (["plot", "first", "runs/fi"], ["runs/fine-tune", "runs/first"]),
         (["eval", "runs/first/"], ["runs/first/checkpoints/step-00000010"]),
         (["train", "c."], []),  # files, by the shell
+        (["import", "c."], []),
     ],
 )
 def test_bash_is_offered(folder, words, offered):

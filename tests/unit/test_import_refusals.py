@@ -127,7 +127,7 @@ def test_each_key_that_is_not_ours_has_a_line(here: Path, capsys: pytest.Capture
         (b"[" * 100_000, "must be JSON, and is not ("),
         (b'{"rms_norm_eps": NaN}', "must be JSON, and is not (NaN is no number)"),
         (b'{"vocab_size": ' + b"9" * 5000 + b"}", "must be JSON, and is not ("),
-        (b" " * (4 << 20) + b"{}", "has more than the 4194304 bytes"),
+        (b" " * (4 << 20) + b"{}", "has more than the 1048576 bytes"),
     ],
     ids=["cut", "list", "bytes", "nested", "nan", "digits", "long"],
 )
