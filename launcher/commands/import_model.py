@@ -21,7 +21,6 @@ from launcher.importing.run import STEP, write_run
 from launcher.importing.tokenizer import load_tokenizer
 from launcher.importing.weights import Weights, match_weights
 from launcher.training.run_parts import CHECKPOINTS
-from modeling.logical import logical_shapes
 from parallel.checkpoint.manifest import ELEMENT_BYTES
 from parallel.checkpoint.places import is_remote, step_directory
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF
@@ -40,16 +39,16 @@ def import_model(hf_dir: str, run_dir: str) -> None:
     if problems:
         raise UserError(problems)
     model, seq_len = read_model(source, read_config_json(source))
-    problems = room_problems(out, sum(map(prod, logical_shapes(model).values())))
     folder = open_model(source)
     for name in folder.ignored:
         tell(f"{source / name} is none of the model's files, and is not read")
     weights = match_weights(model, folder)
     tokenizer = load_tokenizer(source, model.vocab_size)
+    problems = room_problems(out, weights.elements)
     if problems:
         raise UserError(problems)
     kept = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
-    config = run_config(model, seq_len, weights.dtype, out, kept)
+    config = run_config(model, seq_len, weights.dtypes[0], out, kept)
     with shown_progress(bytes_to_read(weights)) as on_bytes:
         write_run(out, config, weights, tokenizer, on_bytes)
     for line in summary(source, out, config, weights):
@@ -61,6 +60,8 @@ def place_problems(out: str) -> list[str]:
     rule = why_no_path(out, created=True) if out and out.isprintable() else "must be a path"
     if rule is None and is_remote(out):
         rule = "must be a folder on a file system"
+    if rule is None and Path(out).name in ("", ".."):
+        rule = "must end in the name of a new folder"
     return [f"OUT={out} {rule}; give another path"] if rule is not None else out_problems(Path(out))
 
 
@@ -89,10 +90,9 @@ def bytes_to_read(weights: Weights) -> int:
 
 def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Iterator[str]:
     """What was written, and what it can be used for."""
-    dtype = PRECISIONS[weights.dtype]
-    widened = (
-        "" if dtype == "fp32" else f", {dtype} widened to fp32 (`export --dtype {dtype}` writes them as they were)"
-    )
+    dtypes = " and ".join(PRECISIONS[dtype] for dtype in weights.dtypes)
+    again = f" (`export --dtype {dtypes}` writes them as they were)" if len(weights.dtypes) == 1 else ""
+    widened = "" if dtypes == "fp32" else f", {dtypes} widened to fp32{again}"
     tokenizer = "" if config.data.tokenizer is not None else "; no tokenizer, so no text can be made or read"
     yield f"{source} -> {out}: {config.model.family}, {weights.elements:,} weights{widened}{tokenizer}"
     text = "" if config.data.tokenizer is None else f"`roundtable generate {out} --prompt ...` continues text; "

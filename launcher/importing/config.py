@@ -54,9 +54,10 @@ def run_config(model: ModelConfig, seq_len: int, dtype: str, out: Path, tokenize
     precision = PRECISIONS[dtype]
     if any(uneven_expert_widths(model, precision)):
         precision = "fp32"
+    name = out.absolute().name
     return RunConfig(
-        name=out.absolute().name,
-        run_dir=None if out == RUNS_DIR / out.name else str(out),
+        name=name if "\\" not in name else RunConfig.name,
+        run_dir=None if out == RUNS_DIR / name else str(out),
         model=model,
         data=DataConfig(seq_len=seq_len, tokenizer=tokenizer),
         train=dataclasses.replace(TrainConfig(), precision=precision),

@@ -15,7 +15,7 @@ from launcher.importing.folder import AGAIN, MOST_PROBLEMS, ModelFolder, Stored,
 from modeling.config import ModelConfig
 from modeling.families.family import family_of
 from modeling.families.weights import hf_parts
-from modeling.logical import logical_shapes
+from modeling.logical import logical_parameters, logical_shapes
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF, NotSafetensors, read_into
 from parallel.checkpoint.schema import shorten
 
@@ -38,6 +38,7 @@ class Weights:
     """Where each logical tensor of a model lies in a folder whose names, shapes and dtypes are the model's."""
 
     folder: ModelFolder
+    config: ModelConfig
     parts: Mapping[str, list[Part]]  # logical name -> what it is made of, in order
 
     @property
@@ -46,13 +47,13 @@ class Weights:
         return sum(prod(part.stored.shape) for parts in self.parts.values() for part in parts)
 
     @property
-    def dtype(self) -> str:
-        """That most elements have: F32, BF16 or F16."""
+    def dtypes(self) -> list[str]:
+        """Those of the trained weights, of F32, BF16 and F16: the one that most elements have comes first."""
         counts: Counter[str] = Counter()
-        for parts in self.parts.values():
-            for part in parts:
+        for name in logical_parameters(self.config):
+            for part in self.parts[name]:
                 counts[part.stored.dtype] += prod(part.stored.shape)
-        return counts.most_common(1)[0][0]
+        return [dtype for dtype, _ in counts.most_common()]
 
     def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
         """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` is told what was read.
@@ -103,7 +104,7 @@ def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
     problems = [*missing, *unfit_lines(config, shapes, folder), *unread_lines(config, folder, used)]
     if problems:
         raise UserError(cut(problems))
-    weights = Weights(folder, parts)
+    weights = Weights(folder, config, parts)
     check_tied_head(config, weights)
     return weights
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from command_runs import ENVIRONMENT, command, train, write_config
+from launcher.cli import main
 from launcher.config.load import load_config
+from launcher.errors import UserError
 from launcher.prove.reference import ReferenceTrainer
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_reference, write_tokens
@@ -97,6 +99,22 @@ def test_fp32_masters_are_the_sources_bit_for_bit(zero, source, other_tokens, tm
     )
     for name in theirs.names():
         assert torch.equal(ours.read(name), theirs.read(name)), name
+
+
+def test_imported_weights_are_the_masters_bit_for_bit(source, other_tokens, tmp_path):
+    """Of a run that was exported, and imported from there; its directory itself trains no further."""
+    assert main(["export", str(source), str(tmp_path / "exported")]) == 0
+    assert main(["import", str(tmp_path / "exported"), str(tmp_path / "imported")]) == 0
+    model = dataclasses.replace(BIAS_MODEL, d_head=BIAS_MODEL.head_dim)  # config.json always says it
+    optimizer = SGDConfig(lr=0.0)
+    config = begin(tmp_path / "imported", other_tokens, tmp_path, "new", steps=1, model=model, optimizer=optimizer)
+    train(config, 2)
+    ours, theirs = (
+        open_checkpoint(run / f"checkpoints/step-{step:08}") for run, step in ((tmp_path / "new", 1), (source, 4))
+    )
+    assert [name for name in theirs.names() if not torch.equal(ours.read(name), theirs.read(name))] == []
+    with pytest.raises(UserError, match="holds imported weights"):
+        train(config, 1, f"run_dir={tmp_path / 'imported'}", "init_from=null")
 
 
 def test_it_is_on_record_and_ignored_on_resume(source, other_tokens, tmp_path):

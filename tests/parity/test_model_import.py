@@ -162,6 +162,21 @@ def test_half_precision_is_widened_exactly(tmp_path: Path) -> None:
     assert read.abs()[read != 0].min() == 2.0**-24
 
 
+def test_a_folder_of_two_dtypes_keeps_every_bit(source: Path, tmp_path: Path, capsys) -> None:
+    """The fp32 masters hold both; no one --dtype gives the source again, and none is named."""
+    before = stored(source)
+    for path in source.glob("*.safetensors"):
+        halved = {name: t.bfloat16() if t.ndim == 2 else t for name, t in load_file(path).items()}
+        save_file(halved, path, metadata={"format": "pt"})
+    assert imported(source, tmp_path / "run").config.train.precision == "bf16"
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "bf16 and fp32 widened to fp32" in first and "--dtype" not in first
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    after = stored(tmp_path / "again")
+    halved = {name: t.bfloat16().float() if t.ndim == 2 else t for name, t in before.items()}
+    assert [name for name in halved if not torch.equal(after[name], halved[name])] == []
+
+
 def test_what_is_ignored_as_transformers_does(tmp_path: Path) -> None:
     """Rotary buffers of old files, and the head of a tied model where it is the embedding."""
     config = example_config("llama", vocab_size=257, tie_embeddings=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from byte_tokenizer import save_byte_tokenizer
 from launcher.cli import main
-from launcher.commands.export import write_export
+from launcher.commands.export import SHARD_BYTES, write_export
 from launcher.importing.folder import INDEX, MOST_PROBLEMS, ONE_FILE
 from small_models import build, example_config, tensors_of
 
@@ -30,8 +30,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_byte_tokenizer(folder / "tokenizer")
     config = example_config("glm4_moe", vocab_size=257)
     tensors = tensors_of(build(config, 3))
-    for name, options in (("one", {}), ("shards", {"shard_bytes": 48_000})):
-        write_export(tensors.items(), config, 64, folder / "tokenizer", folder / name, **options)
+    for name, shard_bytes in (("one", SHARD_BYTES), ("shards", 48_000)):
+        write_export(tensors.items(), config, 64, folder / "tokenizer", folder / name, shard_bytes=shard_bytes)
     assert (folder / "shards" / LAST).exists()
     return folder
 
@@ -155,8 +155,8 @@ def cut_short(n_bytes: int) -> Callable[[], None]:
     return lambda: os.truncate(f"shards/{LAST}", n_bytes)
 
 
-def put(content: bytes) -> Callable[[], None]:
-    return lambda: Path(f"shards/{LAST}").write_bytes(content) and None
+def put(content: bytes) -> Callable[[], object]:
+    return lambda: Path(f"shards/{LAST}").write_bytes(content)
 
 
 def link_out(name: str) -> Callable[[], None]:
@@ -385,6 +385,7 @@ FOLDERS: dict[str, tuple[Callable[[], object], list[str], str]] = {
     "within": (lambda: None, ["one", "one/run"], "OUT=one/run must not be in HF_DIR=one, which is only read; "),
     "below a file": (lambda: None, ["one", "one/../shards/config.json/x"], "OUT=one/../shards/config.json/x must be a"),
     "a URL": (lambda: None, ["one", "s3://bucket/x"], "OUT=s3://bucket/x must be a folder on a file system; give"),
+    "above a new one": (lambda: None, ["one", "new/.."], "OUT=new/.. must end in the name of a new folder; give"),
     "a variable": (lambda: None, ["one", "$RUNS/x"], "OUT=$RUNS/x must be written out, since variables are not"),
     "unprintable": (lambda: None, ["one", "a\x1b[2Jb"], "OUT=a\\x1b[2Jb must be a path; give another path"),
     "a NUL": (lambda: None, ["one", "a\0b"], "OUT=a\\x00b must be a path; give another path"),
