@@ -380,14 +380,26 @@ def export(
         Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.", show_default=False)
     ],
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-) -> None:
+    shard_gb: Annotated[float, typer.Option("--shard-gb", help="The most that a file of weights has, in GB.")] = 5.0,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Load it with transformers, and compare logits; takes twice the model's memory."),
+    ] = False,
+) -> int:
     """Write a checkpoint as a folder that Hugging Face transformers loads."""
     if dtype not in ("fp32", "bf16", "fp16"):
         raise UserError([f"--dtype={dtype} must be fp32, bf16 or fp16; fp32 keeps every bit of the trained weights"])
+    if not 1e-6 <= shard_gb <= 1e6:
+        raise UserError(
+            [f"--shard-gb={shard_gb} must be at least 1e-6 and at most 1e6; leave it out for files of 5 GB"]
+        )
     from launcher.commands.export import export as write_export
 
-    write_export(checkpoint, out, dtype)
-    say(f"{checkpoint} -> {out}")
+    code = write_export(checkpoint, out, dtype, int(shard_gb * 1e9), verified=verify)
+    if code == 0:
+        verified = ", and transformers computes the same from it" if verify else ""
+        say(f"{checkpoint} -> {out}{verified}")
+    return code
 
 
 @app.command("import")

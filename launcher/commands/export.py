@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from data.places import nearest_existing, why_not_writable
 from data.tokenizer import INFO
 from data.tokenizer_files import load_folder
 from launcher.commands.trained import load_tokenizer, open_trained
+from launcher.commands.verify_export import DifferentExport, check_export
 from launcher.config.rules import Precision, check_export_widths
+from launcher.console import tell
 from launcher.errors import UserError
 from launcher.safetensors_file import save_tensors
 from modeling.config import ModelConfig
@@ -26,11 +29,19 @@ from modeling.logical import logical_shapes, logical_tensors
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
 
-def export(checkpoint: Path | str, out: Path, dtype: Precision | None = None) -> None:
-    """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format.
+def export(
+    checkpoint: Path | str,
+    out: Path,
+    dtype: Precision | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    verified: bool = False,
+) -> int:
+    """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format; returns 0.
 
-    ``dtype`` None keeps the fp32 masters as they are. Raises UserError, nothing created, where the checkpoint or
-    ``out`` is unusable.
+    ``dtype`` None keeps the fp32 masters as they are. ``verified``: transformers then computes from the folder what we
+    compute; where it does not, nothing is kept, why is told, and 1 is returned. Raises UserError, nothing created,
+    where the checkpoint or ``out`` is unusable.
     """
     problems = out_problems(out)
     if problems:
@@ -40,7 +51,15 @@ def export(checkpoint: Path | str, out: Path, dtype: Precision | None = None) ->
     if trained.tokenizer is not None:
         load_tokenizer(trained)
     tensors = ((name, trained.read(name)) for name in logical_shapes(config.model))
-    write_export(tensors, config.model, config.data.seq_len, trained.tokenizer, out, dtype)
+    check = partial(check_export, trained=trained, dtype=dtype or "fp32") if verified else None
+    try:
+        write_export(
+            tensors, config.model, config.data.seq_len, trained.tokenizer, out, dtype, shard_bytes, check=check
+        )
+    except DifferentExport as error:
+        tell(f"OUT={out} {error}; nothing was kept: please report it with the run's config.yaml")
+        return 1
+    return 0
 
 
 def write_export(
@@ -51,10 +70,12 @@ def write_export(
     out: Path,
     dtype: Precision | None = None,
     shard_bytes: int = SHARD_BYTES,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
     Everything goes to a hidden folder beside ``out`` which is renamed at the end, so ``out`` is whole or absent.
+    ``check`` looks at it before that; what it raises leaves nothing behind.
     """
     problems = [*out_problems(out), *check_export_widths(config, dtype or "fp32")]
     problems = problems or room_problems(out, config, DTYPES[dtype or "fp32"])
@@ -63,18 +84,20 @@ def write_export(
     special = special_tokens(tokenizer)
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
+    hidden = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    hidden.mkdir()
     try:
         if tokenizer is not None:
-            shutil.copytree(tokenizer, partial, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
-            rewrite_tokenizer_config(partial)
+            shutil.copytree(tokenizer, hidden, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
+            rewrite_tokenizer_config(hidden)
         torch_dtype = DTYPES[dtype or "fp32"]
-        write_configs(partial, config, seq_len, special, torch_dtype)
-        write_weights(partial, tensors, config, torch_dtype, shard_bytes)
-        partial.rename(out)
+        write_configs(hidden, config, seq_len, special, torch_dtype)
+        write_weights(hidden, tensors, config, torch_dtype, shard_bytes)
+        if check is not None:
+            check(hidden)
+        hidden.rename(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
+        shutil.rmtree(hidden, ignore_errors=True)  # gone already where the rename was reached
 
 
 def out_problems(out: Path) -> list[str]:

@@ -1,0 +1,74 @@
+"""`roundtable export --verify`: whether transformers computes from the written folder what we compute."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.errors import reason_of
+from launcher.commands.trained import Trained, load_decoder
+from modeling.context import Context
+from modeling.dtypes import DTYPES
+
+TOLERANCE = 2e-5  # of logits whose deviation is 1, in fp32: the same operations in another order
+ROWS, LENGTH = 8, 16  # of random tokens
+
+
+class DifferentExport(Exception):
+    """The folder is not the checkpoint's model to transformers; the message continues its name."""
+
+
+def check_export(folder: Path, trained: Trained, dtype: str) -> None:
+    """Raises DifferentExport where transformers cannot load ``folder``, or where its logits are not ours.
+
+    Both models compute in fp32, with weights rounded to ``dtype``, whole and at once in memory. Where two experts'
+    scores are equal but for rounding, each side may take another one of them: of a model with experts, one row in
+    ROWS may differ.
+    """
+    model = trained.config.model
+    length = min(LENGTH, trained.config.data.seq_len)
+    tokens_BS = torch.randint(model.vocab_size, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs_BSV = their_logits(folder, tokens_BS)
+        ours_BSV = our_logits(trained, tokens_BS, dtype)
+    differences_B = (theirs_BSV - ours_BSV).abs().flatten(1).amax(1)
+    tolerance = TOLERANCE * max(1.0, float(ours_BSV.std()))
+    beyond = int((~(differences_B <= tolerance)).sum())  # a NaN is no agreement
+    if beyond > (0 if model.moe is None else 1):
+        largest = float(differences_B.max())
+        raise DifferentExport(
+            f"has other logits in transformers than here: those of {beyond} in {ROWS} rows of tokens differ by up to "
+            f"{largest:.2g}, more than {tolerance:.2g}"
+        )
+
+
+def their_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
+    """What transformers computes (B, S, V). Raises DifferentExport where it misses a weight, or cannot load them."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        theirs, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, output_loading_info=True
+        )
+        loaded: Any = theirs.eval()
+        logits_BSV = loaded(tokens_BS, use_cache=False).logits
+    except Exception as error:  # what is wrong with files makes the libraries raise anything
+        raise DifferentExport(f"cannot be loaded by transformers ({reason_of(error)})") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    wrong = sorted(str(name) for names in info.values() for name in names)
+    if wrong:
+        raise DifferentExport(f"has weights that transformers misses or does not know: {', '.join(wrong[:5])}")
+    return logits_BSV
+
+
+def our_logits(trained: Trained, tokens_BS: Tensor, dtype: str) -> Tensor:
+    """Our logits (B, S, V), each row a document of its own."""
+    positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    ours = load_decoder(trained, "cpu", DTYPES[dtype]).float()
+    return ours(tokens_BS, Context(positions_BS, torch.zeros_like(positions_BS))).logits_BSV

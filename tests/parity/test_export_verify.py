@@ -1,0 +1,120 @@
+"""`export --verify` and `--shard-gb`, by the command line: what is planted is told, and nothing of it kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import launcher.commands.export
+from launcher.cli import main
+from launcher.config.tree import RunConfig
+from modeling.config import FAMILIES, FamilyName
+from modeling.families.weights import to_hf
+from saved_runs import save_run
+from small_models import MOE_FAMILIES, build, example_config
+
+
+def write_run(family: FamilyName) -> None:
+    config = RunConfig(model=example_config(family, vocab_size=257))
+    save_run(Path("run"), config, build(config.model, 3), 5)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(folder: Path | str = ".") -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_verified(family: FamilyName, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(family)
+    assert main(["export", "run", "out", "--verify", "--dtype", dtype]) == 0
+    assert capsys.readouterr() == ("run -> out, and transformers computes the same from it\n", "")
+    assert names() == {"run", "out"}
+
+
+def differs(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["export", "run", "out", "--verify", *options]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and names() == {"run"}
+    (line,) = told.err.splitlines()
+    assert line.endswith("; nothing was kept: please report it with the run's config.yaml")
+    return line
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_planted_two_experts_swapped_are_told(family: FamilyName, dtype: str, monkeypatch, capsys) -> None:
+    def swapped(config, name, tensor):
+        return to_hf(config, name, tensor.roll(1, 0) if name.endswith("experts.up") else tensor)
+
+    write_run(family)
+    monkeypatch.setattr(launcher.commands.export, "to_hf", swapped)
+    line = differs(capsys, "--dtype", dtype)
+    assert line.startswith("OUT=out has other logits in transformers than here: those of ")
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_parameters", "hidden_act"])
+def test_planted_another_config_is_told(key: str, monkeypatch, capsys) -> None:
+    rope = {"rope_type": "default", "rope_theta": 7.0}
+    others = {"rms_norm_eps": 0.1, "rope_parameters": rope, "hidden_act": "gelu"}
+    write_configs = launcher.commands.export.write_configs
+
+    def planted(folder: Path, *rest) -> None:
+        write_configs(folder, *rest)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: others[key]}))
+
+    write_run("llama")
+    monkeypatch.setattr(launcher.commands.export, "write_configs", planted)
+    assert differs(capsys).startswith("OUT=out has ")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_planted_another_name_is_told(name: str, monkeypatch, capsys) -> None:
+    def renamed(config, ours, tensor):
+        return ((f"{hf}.other" if hf == name else hf, part) for hf, part in to_hf(config, ours, tensor))
+
+    write_run("llama")
+    monkeypatch.setattr(launcher.commands.export, "to_hf", renamed)
+    line = differs(capsys)
+    assert line.startswith("OUT=out has weights that transformers misses or does not know: ") and name in line
+
+
+def test_planted_broken_files_are_told(monkeypatch, capsys) -> None:
+    def torn(*arguments) -> None:
+        write_weights(*arguments)
+        (arguments[0] / "model.safetensors").write_bytes(b"torn")
+
+    write_weights = launcher.commands.export.write_weights
+    write_run("llama")
+    monkeypatch.setattr(launcher.commands.export, "write_weights", torn)
+    assert differs(capsys).startswith("OUT=out cannot be loaded by transformers (")
+
+
+def test_planted_a_nan_is_no_agreement(monkeypatch, capsys) -> None:
+    def spoilt(config, name, tensor):
+        return to_hf(config, name, torch.full_like(tensor, torch.nan) if name == "final_norm.weight" else tensor)
+
+    write_run("llama")
+    monkeypatch.setattr(launcher.commands.export, "to_hf", spoilt)
+    assert "those of 8 in 8 rows of tokens differ by up to nan" in differs(capsys)
+
+
+def test_the_size_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run("llama")
+    assert main(["export", "run", "out", "--shard-gb", "0.00004", "--verify"]) == 0
+    sizes = [path.stat().st_size for path in Path("out").glob("*.safetensors")]
+    assert len(sizes) > 2 and max(sizes) < 50_000
+    capsys.readouterr()
+    for wrong in ("0", "-1", "nan", "inf"):
+        assert main(["export", "run", "no", "--shard-gb", wrong]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("--shard-gb=") and line.endswith("; leave it out for files of 5 GB")
+    assert names() == {"run", "out"}
