@@ -397,27 +397,17 @@ def export(
 
     code = write_export(checkpoint, out, dtype, int(shard_gb * 1e9), verified=verify)
     if code == 0:
-        verified = ", and transformers computes the same from it" if verify else ""
-        say(f"{checkpoint} -> {out}{verified}")
+        say(f"{checkpoint} -> {out}{', and transformers computes the same from it' if verify else ''}")
     return code
 
 
 @app.command("import")
 def import_folder(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="HF_DIR", help="A folder of a transformers model.", show_default=False, autocompletion=offer_files
-        ),
+        str, typer.Argument(metavar="HF_DIR", help="A folder of a transformers model.", show_default=False)
     ],
     out: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT",
-            help="The run directory to write; must not exist.",
-            show_default=False,
-            autocompletion=offer_files,
-        ),
+        str, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
     ],
 ) -> None:
     """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""
