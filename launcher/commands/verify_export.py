@@ -52,11 +52,11 @@ def their_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        theirs, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, output_loading_info=True
         )
-        loaded: Any = theirs.eval()
-        logits_BSV = loaded(tokens_BS, use_cache=False).logits
+        theirs, info = loaded
+        logits_BSV = theirs.eval()(tokens_BS, use_cache=False).logits
     except Exception as error:  # what is wrong with files makes the libraries raise anything
         raise DifferentExport(f"cannot be loaded by transformers ({reason_of(error)})") from error
     finally:
