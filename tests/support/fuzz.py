@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # as pytest does
 
 from mutations import mutate
 
-TARGETS = ("config", "idx", "jsonl", "manifest", "shard")
+TARGETS = ("config", "idx", "jsonl", "manifest", "model", "shard")
 CASE_SECONDS = 2.0  # of processor time; a case takes some milliseconds
 HANG_SECONDS = 30  # of wall time: then it waits for something
 CASE_MIB = 300  # by which one input may raise the process's largest memory
