@@ -102,7 +102,7 @@ def write_export(
 
 def out_problems(out: Path) -> list[str]:
     """Why nothing can be exported to ``out``, one line each."""
-    is_empty_folder = out.is_dir() and not any(out.iterdir())
+    is_empty_folder = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
     if (out.exists() or out.is_symlink()) and not is_empty_folder:
         return [
             f"OUT={out} exists and is not an empty folder, and nothing is overwritten; give another path or remove it"

@@ -192,6 +192,10 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError):
         write_example("llama", tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with pytest.raises(UserError):
+        write_example("llama", tmp_path / "link")
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
