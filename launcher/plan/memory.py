@@ -8,7 +8,7 @@ communication, of which DeepSpeed's largest, for reducing gradients, takes up to
 from dataclasses import dataclass
 
 from launcher.prove.traffic.step import FP32_BYTES, Step
-from launcher.prove.traffic.zero import flat_elements, padded, replicated
+from launcher.prove.traffic.zero import flat_elements, optimizer_groups, padded, replicated
 from parallel.sizes import DEFAULT_SIZES
 
 REDUCTION_BYTES = DEFAULT_SIZES.bucket * FP32_BYTES
@@ -34,10 +34,21 @@ def rank_memory(step: Step) -> Memory:
     whole = sum(step.weights.values())
     share = sum(_share(step, n, names) for _, n, names in replicated(step))
     weights = step.element_bytes * _weight_elements(step)
-    states = FP32_BYTES * len(step.optimizer.states)
+    states = FP32_BYTES * _state_elements(step)
     if step.parallel.zero == 0:
-        return Memory(weights, 0, states * whole, FP32_BYTES * whole)
-    return Memory(weights, FP32_BYTES * share, states * share, FP32_BYTES * _gradient_elements(step, share))
+        return Memory(weights, 0, states, FP32_BYTES * whole)
+    return Memory(weights, FP32_BYTES * share, states, FP32_BYTES * _gradient_elements(step, share))
+
+
+def _state_elements(step: Step) -> int:
+    """Elements of the optimizer's states: of whole weights under ZeRO 0, else of what this rank updates."""
+    if step.parallel.zero == 0:
+        return sum(count * len(step.states_of(name)) for name, count in step.weights.items())
+    return sum(
+        _share(step, n, group) * len(step.states_of(group[0]))
+        for _, n, names in replicated(step)
+        for group in optimizer_groups(step, names)
+    )
 
 
 def _share(step: Step, n: int, names: list[str]) -> int:

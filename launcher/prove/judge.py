@@ -13,7 +13,7 @@ from launcher.prove.checks import Check
 from launcher.prove.compare.boxes import TensorBox
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.plain import PlainRun, PlainState, apply_gradients, samples_of_step
-from launcher.prove.proof import ADAMW, SGD, Proof, own_phase
+from launcher.prove.proof import SGD, Proof, nonlinear_phase, own_phase
 from launcher.prove.rank import (
     AFTER_LOAD,
     AFTER_STEPS,
@@ -23,19 +23,19 @@ from launcher.prove.rank import (
     RankSeen,
     hash_row,
 )
-from launcher.prove.shrink import adamw_for
+from launcher.prove.shrink import nonlinear_for
 from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory
 
-SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue ADAMW's phase
+SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue the nonlinear phase
 AGREED = ("loss", "grad_norm", "moe/balance_loss", "moe/z_loss")
 
 
 def judge(proof: Proof) -> list[Check]:
     """All checks."""
-    found = [*judge_sgd(proof), *judge_adamw(proof), *judge_saved(proof), *judge_loaded(proof)]
+    found = [*judge_sgd(proof), *judge_nonlinear(proof), *judge_saved(proof), *judge_loaded(proof)]
     if proof.plain.own_exact is not None and proof.plain.own_low is not None:
         found += judge_own(proof, proof.plain.own_exact, proof.plain.own_low)
     return found
@@ -127,29 +127,29 @@ def expected_samples(proof: Proof, step: int) -> dict[int, str]:
     return {int(sample): hash_row(batch, row) for row, sample in enumerate(samples)}
 
 
-def judge_adamw(proof: Proof) -> list[Check]:
-    """fp32 with AdamW: the first step's gradients, what the optimizer makes of its gradients, and the drift."""
-    seen, plain, steps = phase_of(proof, ADAMW), proof.plain.adamw, proof.steps
-    optimizer = adamw_for(proof.config.optimizer)
+def judge_nonlinear(proof: Proof) -> list[Check]:
+    """fp32 with AdamW or the run's own rule: the first gradients, what it makes of all of them, and the drift."""
+    phase, optimizer = nonlinear_phase(proof.config), nonlinear_for(proof.config.optimizer)
+    seen, plain, steps = phase_of(proof, phase), proof.plain.nonlinear, proof.steps
     start, end = plain.states[0], plain.states[steps]
     gradients = [checks.step_boxes(seen, lambda phase, step=step: phase.steps[step]) for step in range(steps)]
     applied = [pieces for pieces, step in zip(gradients, plain.steps, strict=False) if not step.skipped]
     weights = list(all_boxes(seen, lambda phase: phase.weights))
     return [
         checks.check_tensors(
-            ADAMW, "gradients", gradients[0], plain.steps[0].gradients, checks.GRADIENT_BOUND, " (step 1)"
+            phase, "gradients", gradients[0], plain.steps[0].gradients, checks.GRADIENT_BOUND, " (step 1)"
         ),
-        check_applied(proof, ADAMW, "AdamW of these gradients", optimizer, start, applied, weights),
+        check_applied(proof, phase, f"{optimizer.name} of these gradients", optimizer, start, applied, weights),
         checks.check_updates(
-            ADAMW,
+            phase,
             f"weights after {steps} steps",
             weights,
             end.weights,
             start.weights,
-            checks.ADAMW_DRIFT_BOUND,
+            checks.DRIFT_BOUND,
             checks.without_gradient(plain.steps[:steps]),
         ),
-        checks.check_left_alone(ADAMW, proof.ranks),
+        checks.check_left_alone(phase, proof.ranks),
     ]
 
 
@@ -184,7 +184,8 @@ def check_applied(
 
 def judge_saved(proof: Proof) -> list[Check]:
     """A checkpoint that the layout saved, loaded on one process: its content, and the step that follows."""
-    seen, optimizer = phase_of(proof, ADAMW), adamw_for(proof.config.optimizer)
+    phase, optimizer = nonlinear_phase(proof.config), nonlinear_for(proof.config.optimizer)
+    seen = phase_of(proof, phase)
     try:
         state = read_plain_checkpoint(layout_checkpoint(proof))
     except DamagedCheckpoint as error:
@@ -192,16 +193,16 @@ def judge_saved(proof: Proof) -> list[Check]:
     trainer = proof.trainer(optimizer, proof.steps)
     trainer.load(state)
     heldout = trainer.evaluate(
-        proof.heldout, proof.config.train.eval_sequences, proof.plain.adamw.heldout[proof.steps].choices
+        proof.heldout, proof.config.train.eval_sequences, proof.plain.nonlinear.heldout[proof.steps].choices
     )
-    plain = trainer.step(torch.tensor(proof.samples_after).numpy(), proof.plain.adamw.choices[proof.steps])
+    plain = trainer.step(torch.tensor(proof.samples_after).numpy(), proof.plain.nonlinear.choices[proof.steps])
     gradients = checks.step_boxes(seen, lambda phase: phase.after_save)
     after = [phase.after_save for phase in seen if phase.after_save is not None]
     weights = list(all_boxes(seen, lambda phase: phase.weights))
     return [
         checks.check_exact(SAVED, "weights as saved", weights, state.weights),
-        *check_saved_biases(proof, SAVED, lambda rank: rank.phases[ADAMW].buffers, state),
-        checks.check_heldout(SAVED, heldout_losses(proof, ADAMW), {AFTER_STEPS: heldout.loss}),
+        *check_saved_biases(proof, SAVED, lambda rank: rank.phases[phase].buffers, state),
+        checks.check_heldout(SAVED, heldout_losses(proof, phase), {AFTER_STEPS: heldout.loss}),
         checks.check_series(SAVED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
         checks.check_tensors(SAVED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
         check_applied(
@@ -228,18 +229,19 @@ def check_saved_biases(
 
 def judge_loaded(proof: Proof) -> list[Check]:
     """A checkpoint that one process saved, loaded under the layout: its content, and the step that follows."""
-    seen, optimizer = phase_of(proof, ADAMW), adamw_for(proof.config.optimizer)
-    state, plain = proof.checkpoint_state, proof.plain.adamw.steps[proof.steps]
-    heldout = proof.plain.adamw.heldout[proof.steps]
+    phase, optimizer = nonlinear_phase(proof.config), nonlinear_for(proof.config.optimizer)
+    seen = phase_of(proof, phase)
+    state, plain = proof.checkpoint_state, proof.plain.nonlinear.steps[proof.steps]
+    heldout = proof.plain.nonlinear.heldout[proof.steps]
     gradients = checks.step_boxes(seen, lambda phase: phase.after_load)
     after = [phase.after_load for phase in seen if phase.after_load is not None]
     loaded = all_boxes(seen, lambda phase: phase.loaded)
     choices = checks.check_choices(LOADED, [phase.replayed_after_load for phase in seen])
     return [
         checks.check_exact(LOADED, "weights as saved", loaded, state.weights),
-        *check_saved_biases(proof, LOADED, lambda rank: rank.phases[ADAMW].loaded_buffers, state),
+        *check_saved_biases(proof, LOADED, lambda rank: rank.phases[phase].loaded_buffers, state),
         *([choices] if proof.config.model.moe is not None else []),
-        checks.check_heldout(LOADED, heldout_losses(proof, ADAMW), {AFTER_LOAD: heldout.loss}),
+        checks.check_heldout(LOADED, heldout_losses(proof, phase), {AFTER_LOAD: heldout.loss}),
         checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
         checks.check_tensors(LOADED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
         check_applied(

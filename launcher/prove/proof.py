@@ -22,12 +22,12 @@ from launcher.prove.rank import (
     RankSeen,
     prove_rank,
 )
-from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, adamw_for, sgd_for
+from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, nonlinear_for, sgd_for
 from modeling.optimizers.config import OptimizerConfig
 from parallel.mesh import Degrees
 from parallel.processes.start import run_ranks
 
-SGD, ADAMW = "fp32 sgd", "fp32 adamw"  # phases; the third is named by own_phase
+SGD = "fp32 sgd"  # a phase; the others are named by nonlinear_phase and own_phase
 PRELOAD = ("launcher.training.loop", "launcher.prove.rank")
 
 
@@ -36,7 +36,7 @@ class PlainSide:
     """What one process saw, for each phase. ``own_*`` are None where the run's own precision is fp32."""
 
     sgd: PlainRun
-    adamw: PlainRun  # one step more than the others: what follows the checkpoint
+    nonlinear: PlainRun  # one step more than the others: what follows the checkpoint
     own_exact: PlainRun | None = None  # the run's own optimizer, in fp32; the last step follows the checkpoint
     own_low: PlainRun | None = None  # the same in the run's own precision, choosing experts as own_exact did
 
@@ -60,13 +60,18 @@ class Proof:
 
     @property
     def checkpoint_state(self) -> PlainState:
-        """What the plain side saved: AdamW's state after ``steps`` updates."""
-        return self.plain.adamw.states[self.steps]
+        """What the plain side saved: the nonlinear phase's state after ``steps`` updates."""
+        return self.plain.nonlinear.states[self.steps]
 
     @property
     def samples_after(self) -> Sequence[int]:
         """The samples of the step after the checkpoint."""
         return samples_of_step(self.steps, self.config.train.global_batch_size).tolist()
+
+
+def nonlinear_phase(config: RunConfig) -> str:
+    """The name of the phase in fp32 with the run's own update rule, or AdamW where that is SGD."""
+    return f"fp32 {nonlinear_for(config.optimizer).name}"
 
 
 def own_phase(config: RunConfig) -> str:
@@ -90,14 +95,14 @@ def run_plain_side(
     tell("one process: fp32, SGD")
     trainer = plain_trainer(config, dataset, sgd_for(config.optimizer))
     sgd = run_plain(trainer, steps, size, heldout, n_sequences, (0, steps))
-    tell("one process: fp32, AdamW")
-    trainer = plain_trainer(config, dataset, adamw_for(config.optimizer))
-    adamw = run_plain(trainer, steps + 1, size, heldout, n_sequences, (steps,))
-    side = PlainSide(sgd, adamw)
+    tell(f"one process: {nonlinear_phase(config)}")
+    trainer = plain_trainer(config, dataset, nonlinear_for(config.optimizer))
+    nonlinear = run_plain(trainer, steps + 1, size, heldout, n_sequences, (steps,))
+    side = PlainSide(sgd, nonlinear)
     if config.train.precision == "fp32":
         return side
     tell(f"one process: {config.train.precision}")
-    side.own_exact, side.own_low = run_own_precision(config, dataset, heldout, steps, adamw.states[steps])
+    side.own_exact, side.own_low = run_own_precision(config, dataset, heldout, steps, nonlinear.states[steps])
     return side
 
 
@@ -126,9 +131,9 @@ def run_own_precision(
 
 
 def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePlan]:
-    """What the ranks do: SGD and AdamW in fp32, then the run's own precision.
+    """What the ranks do: SGD and the nonlinear rule in fp32, then the run's own precision.
 
-    AdamW's phase alone has the run's own sizes, so that what lies below them is computed as well.
+    The nonlinear phase alone has the run's own sizes, so that what lies below them is computed as well.
     """
 
     def fp32(optimizer: OptimizerConfig) -> RunConfig:
@@ -146,12 +151,12 @@ def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePla
             watches=True,
         ),
         PhasePlan(
-            ADAMW,
-            fp32(adamw_for(config.optimizer)),
+            nonlinear_phase(config),
+            fp32(nonlinear_for(config.optimizer)),
             steps,
-            side.adamw.choices,
-            {AFTER_STEPS: side.adamw.heldout[steps].choices, AFTER_LOAD: side.adamw.heldout[steps].choices},
-            tie_bound=math.inf,  # AdamW's weights drift, so choices may; SGD's phase judges them
+            side.nonlinear.choices,
+            {AFTER_STEPS: side.nonlinear.heldout[steps].choices, AFTER_LOAD: side.nonlinear.heldout[steps].choices},
+            tie_bound=math.inf,  # the weights drift, so choices may; SGD's phase judges them
             sizes=SAVING_SIZES,
             saves=True,
             loads=True,

@@ -191,7 +191,7 @@ def shrink_balance(balance: Balance) -> Balance:
 
 def shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     """The same update rule at a learning rate for small models; decay and clipping, where there are any, at work."""
-    lr = ADAMW_LR if isinstance(optimizer, AdamWConfig) else SGD_LR
+    lr = SGD_LR if isinstance(optimizer, SGDConfig) else ADAMW_LR
     clip_norm = None if optimizer.clip_norm is None else min(optimizer.clip_norm, CLIP_NORM)
     weight_decay = max(optimizer.weight_decay, WEIGHT_DECAY) if optimizer.weight_decay else 0.0
     return replace(optimizer, lr=lr, clip_norm=clip_norm, weight_decay=weight_decay)
@@ -205,9 +205,9 @@ def sgd_for(optimizer: OptimizerConfig) -> SGDConfig:
     return SGDConfig(lr=SGD_LR, momentum=0.9, **same)
 
 
-def adamw_for(optimizer: OptimizerConfig) -> AdamWConfig:
-    """AdamW with decay as the (shrunk) optimizer has it; where that clips, by a norm that gradients do not reach."""
-    if not isinstance(optimizer, AdamWConfig):
+def nonlinear_for(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The (shrunk) optimizer, for SGD AdamW with its decay; where that clips, by a norm that gradients do not reach."""
+    if isinstance(optimizer, SGDConfig):
         same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
         optimizer = AdamWConfig(lr=ADAMW_LR, **same)
     return replace(optimizer, clip_norm=None if optimizer.clip_norm is None else IDLE_CLIP_NORM)

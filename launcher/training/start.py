@@ -230,10 +230,10 @@ def room_free_gib(path: Path) -> float:
 
 def checkpoint_gib(config: RunConfig) -> float:
     """The size of one checkpoint: masters and the optimizer's states in fp32."""
-    from modeling.counts import count_parameters
+    from modeling.logical import logical_parameters
 
-    copies = 1 + len(config.optimizer.states)
-    return 4 * copies * count_parameters(config.model).total / 2**30
+    tensors = logical_parameters(config.model).values()
+    return sum(4 * (1 + len(config.optimizer.states_of(each.weight))) * each.numel for each in tensors) / 2**30
 
 
 def run_locally(

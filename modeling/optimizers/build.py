@@ -14,12 +14,18 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Optimizer groups from parameters and what they are; those on which weight decay falls first.
 
-    A group's learning rate is to be set to the run's times its ``lr_scale``.
+    A group's learning rate is to be set to the run's times its ``lr_scale``. Beside each of its weights the rule keeps
+    its ``states``.
     """
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, tuple[str, ...]], list[nn.Parameter]] = {}
     for parameter, weight in parameters:
         groups.setdefault(config.group(weight), []).append(parameter)
     return [
-        {"params": groups[key], "weight_decay": config.weight_decay if key[0] else 0.0, "lr_scale": key[1]}
-        for key in sorted(groups, reverse=True)
+        {
+            "params": groups[decays, lr_scale, states],
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "lr_scale": lr_scale,
+            "states": states,
+        }
+        for decays, lr_scale, states in sorted(groups, reverse=True)
     ]

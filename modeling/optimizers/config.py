@@ -1,6 +1,7 @@
 """The update rules that a config can name: each is one file here, and one member of the union."""
 
 from modeling.optimizers.adamw import AdamWConfig
+from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.sgd import SGDConfig
 
-OptimizerConfig = AdamWConfig | SGDConfig
+OptimizerConfig = AdamWConfig | SGDConfig | MuonConfig

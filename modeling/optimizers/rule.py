@@ -34,6 +34,10 @@ class UpdateRule(ABC):
     def states(self) -> tuple[str, ...]:
         """The tensors of each weight's shape that the rule keeps beside it, by torch's names; checkpoints hold them."""
 
+    def states_of(self, weight: Weight) -> tuple[str, ...]:
+        """Those of ``states`` that the rule keeps beside this weight."""
+        return self.states
+
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
         """The torch optimizer over ``groups``; ``fused`` takes torch's fused kernels (CUDA)."""
@@ -46,6 +50,6 @@ class UpdateRule(ABC):
         """What the learning rate is multiplied by for a weight."""
         return 1.0
 
-    def group(self, weight: Weight) -> tuple[bool, float]:
-        """What the weights of one optimizer group share: whether they decay, and their learning rate's scale."""
-        return self.decays(weight), self.lr_scale(weight)
+    def group(self, weight: Weight) -> tuple[bool, float, tuple[str, ...]]:
+        """What the weights of one optimizer group share: whether they decay, the learning rate's scale, the states."""
+        return self.decays(weight), self.lr_scale(weight), self.states_of(weight)

@@ -78,8 +78,9 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     ranks where a file does not match its hash; the engine's state is then undefined, and must be loaded again.
     """
     together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
-    names = [fragment.name for fragment in engine.fragments]
-    complete = [kind for kind in engine.state_names if all((kind, name) in checkpoint.pieces for name in names)]
+    kept = [(kind, each.name) for each in engine.fragments for kind in engine.rule.states_of(each.weight)]
+    missing = {kind for kind, name in kept if (kind, name) not in checkpoint.pieces}
+    complete = [kind for kind in engine.rule.states if kind not in missing]
     engine.reset_states(int(checkpoint.manifest.scalars["updates"]), kept=complete)
     _read_together(engine, checkpoint)
     engine.restore_loss_scaler(checkpoint.manifest.scalars["loss_scaler"])

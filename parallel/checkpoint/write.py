@@ -62,8 +62,10 @@ def build_manifest(
 ) -> Manifest:
     """The manifest of all ranks' shards."""
     tensors = logical_tensors(engine.model_config)
-    parameters = [name for name, tensor in tensors.items() if not tensor.is_buffer]
-    kinds = {kind: list(parameters) for kind in (WEIGHT, *engine.state_names)}
+    parameters = {name: tensor.weight for name, tensor in tensors.items() if not tensor.is_buffer}
+    kinds = {WEIGHT: list(parameters)}
+    for kind in engine.rule.states:
+        kinds[kind] = [name for name, weight in parameters.items() if kind in engine.rule.states_of(weight)]
     kinds[BUFFER] = [name for name, tensor in tensors.items() if tensor.is_buffer]
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     manifest = Manifest(step=step, scalars=scalars, tensors=shapes, kinds=kinds)

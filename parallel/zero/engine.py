@@ -69,7 +69,6 @@ class Engine:
         self.model_config = model_config
         self.layout = layout_of(model_config)
         self.rule = optimizer_config
-        self.state_names = optimizer_config.states
         self.parts = rank_parts(model_config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank)
         self.holds_second_copy = model_config.tie_embeddings and is_second_copy(self.parts)
         self.pipeline: Pipeline | None = None
@@ -241,11 +240,11 @@ class Engine:
         make_states(self.base, self.sharding.updated(self.fragments), self.rule, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
-        """The fragment's elements of the fp32 weight and of each optimizer state: flat views, writable."""
+        """The fragment's elements of the fp32 weight and of each of its optimizer states: flat views, writable."""
         self.announce_change()
         state = self.base.state[fragment.flat]
         views = {"weight": fragment.view(fragment.flat.data)}
-        return views | {name: fragment.view(state[name]) for name in self.state_names}
+        return views | {name: fragment.view(state[name]) for name in self.rule.states_of(fragment.weight)}
 
     @torch.no_grad()
     def initialize_weights(self, seed: int) -> None:
@@ -261,7 +260,7 @@ class Engine:
     @torch.no_grad()
     def publish_weights(self) -> None:
         """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
-        self.sharding.publish(self.state_names)
+        self.sharding.publish(self.rule)
 
     def updates(self) -> int:
         """How many updates the optimizer has made, where its rule counts them (Adam's step); else 0."""

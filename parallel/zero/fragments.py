@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modeling.dims import Weight
 from modeling.optimizers.rule import UpdateRule
 from parallel.checkpoint.boxes import Box, boxes_of_range
 from parallel.mesh import Axis
@@ -27,6 +28,7 @@ class Fragment:
     """
 
     name: str
+    weight: Weight  # what the logical tensor is
     shape: tuple[int, ...]  # of the logical tensor
     held: Box  # the part of it that this rank's model computes with
     start: int
@@ -72,7 +74,16 @@ def owned_fragments(weights: Iterable[HeldWeight], share_of: Callable[[HeldWeigh
         share = share_of(weight)
         if share is not None:
             place = (share.start, share.numel, share.flat, share.offset)
-            fragments.append(Fragment(weight.name, weight.place.shape, weight.held, *place, is_owner=weight.is_owner))
+            fragments.append(
+                Fragment(
+                    weight.name,
+                    weight.weight,
+                    weight.place.shape,
+                    weight.held,
+                    *place,
+                    is_owner=weight.is_owner,
+                )
+            )
     return fragments
 
 
@@ -114,20 +125,23 @@ def _zeros(flat: Tensor, old: Tensor | None, *, keeps: bool) -> Tensor:
 
 def make_states(
     base: torch.optim.Optimizer,
-    flats: Sequence[Tensor],
+    flats: Sequence[tuple[Tensor, Weight]],
     rule: UpdateRule,
     step: int,
     kept: Collection[str] = (),
 ) -> None:
     """Gives the torch optimizer zeroed state for every flat tensor, as its own first step would, at ``step``.
 
-    States of ``kept`` that are there already stay as they are.
+    Beside each flat tensor stands one of the weights in it: the weights of one group keep the same states. Those of
+    ``kept`` that are there already stay as they are.
 
     DeepSpeed's stages make states lazily or by a dummy step; here they exist, known, before anything is restored.
     """
-    for flat in flats:
+    for flat, weight in flats:
         old = base.state.get(flat, {})
-        state: dict[str, Any] = {name: _zeros(flat, old.get(name), keeps=name in kept) for name in rule.states}
+        state: dict[str, Any] = {
+            name: _zeros(flat, old.get(name), keeps=name in kept) for name in rule.states_of(weight)
+        }
         if rule.counts_updates:  # in a tensor, on the device where fused kernels need it
             fused = base.defaults.get("fused")
             state = {"step": torch.tensor(float(step), device=flat.device if fused else "cpu"), **state}

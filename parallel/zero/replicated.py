@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from modeling.dims import Weight
+from modeling.optimizers.rule import UpdateRule
 from parallel.mesh import Axis
 from parallel.zero.fragments import Fragment, Share, even_share
 from parallel.zero.sharding import HeldGradient, Sharding
@@ -35,9 +37,9 @@ class Replicated(Sharding):
         start, numel = even_share(weight.parameter.numel(), weight.replicas)
         return Share(start, numel, weight.parameter, start) if numel > 0 else None
 
-    def updated(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+    def updated(self, fragments: Sequence[Fragment]) -> list[tuple[Tensor, Weight]]:
         """Every weight, also one of which this rank's share is nothing."""
-        return list(self.model.parameters())
+        return [(parameter, weight.weight) for parameter, weight in self.weights.items()]
 
     def step(self, norm: Tensor) -> bool:
         """Clips and applies the gradients, or drops them."""
@@ -56,10 +58,11 @@ class Replicated(Sharding):
         """Drops the gradients."""
         self.deepspeed.zero_grad()
 
-    def publish(self, state_names: Sequence[str]) -> None:
+    def publish(self, rule: UpdateRule) -> None:
         """Each rank wrote its shares; the others send theirs."""
         for parameter, weight in self.weights.items():
-            for whole in (parameter, *(self.base.state[parameter][name] for name in state_names)):
+            states = self.base.state[parameter]
+            for whole in (parameter, *(states[name] for name in rule.states_of(weight.weight))):
                 complete(whole, weight.replicas)
 
 

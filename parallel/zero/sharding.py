@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from modeling.decoder import Decoder
+from modeling.dims import Weight
 from modeling.dtypes import DTYPES
+from modeling.optimizers.rule import UpdateRule
 from parallel.layout import Place
 from parallel.mesh import Mesh
 from parallel.sizes import Sizes
@@ -125,9 +127,9 @@ class Sharding(ABC):
     def share_of(self, weight: HeldWeight) -> Share | None:
         """Where the elements lie of which this rank holds the fp32 master; None where it holds none of this weight."""
 
-    def updated(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """The fp32 tensors that torch's optimizer updates on this rank."""
-        return list({id(fragment.flat): fragment.flat for fragment in fragments}.values())
+    def updated(self, fragments: Sequence[Fragment]) -> list[tuple[Tensor, Weight]]:
+        """The fp32 tensors that torch's optimizer updates on this rank, each with what one of its weights is."""
+        return list({id(fragment.flat): (fragment.flat, fragment.weight) for fragment in fragments}.values())
 
     def step(self, norm: Tensor) -> bool:
         """Clips by ``norm`` and applies the gradients, or drops them where it is not finite; whether they were dropped.
@@ -154,8 +156,8 @@ class Sharding(ABC):
         return skipped
 
     @abstractmethod
-    def publish(self, state_names: Sequence[str]) -> None:
-        """Brings the weights in line with the masters, of which each rank has written its fragments, and its states."""
+    def publish(self, rule: UpdateRule) -> None:
+        """Brings the weights in line with the masters, of which each rank has written its fragments; so with states."""
 
     def kept(self, parameter: nn.Parameter) -> Tensor:
         """What this rank keeps of a weight between steps, in the model's dtype."""

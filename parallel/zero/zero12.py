@@ -1,11 +1,12 @@
 """ZeRO 1 and 2: fp32 masters and optimizer states are sharded, under 2 reduced gradients too (not ZeRO 1 in bf16)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from modeling.optimizers.rule import UpdateRule
 from parallel.zero.fragments import Share, concatenated, mapped_share, position
 from parallel.zero.reduction import ReducedEachPass, reduced_at_the_end
 from parallel.zero.sharding import HeldGradient, Sharding
@@ -61,7 +62,7 @@ class Zero1(Sharding):
         """As DeepSpeed's own mapping says."""
         return mapped_share(weight.parameter)
 
-    def publish(self, state_names: Sequence[str]) -> None:
+    def publish(self, rule: UpdateRule) -> None:
         """Copies the masters into the weights, and gathers them."""
         self.optimizer.update_lp_params()
 

@@ -1,10 +1,9 @@
 """ZeRO 1 in bf16: fp32 masters and optimizer states are sharded; every rank holds fp32 sums of whole gradients."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
+from modeling.optimizers.rule import UpdateRule
 from parallel.zero.fragments import Share, mapped_share, position
 from parallel.zero.sharding import HeldGradient, Sharding
 from parallel.zero.weights import HeldWeight
@@ -56,6 +55,6 @@ class Zero1Bf16(Sharding):
         """As DeepSpeed's own mapping says."""
         return mapped_share(weight.parameter)
 
-    def publish(self, state_names: Sequence[str]) -> None:
+    def publish(self, rule: UpdateRule) -> None:
         """Copies the masters into the weights, and gathers them."""
         self.optimizer.update_lp_params()

@@ -1,11 +1,11 @@
 """ZeRO 3: weights are sharded too, and gathered by DeepSpeed's hooks for each module's forward and backward pass."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
+from modeling.optimizers.rule import UpdateRule
 from parallel.layout import Place
 from parallel.zero.fragments import Share, concatenated, even_share, position
 from parallel.zero.groups import mark_for_zero3
@@ -61,7 +61,7 @@ class Zero3(ReducedEachPass):
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
         return Share(start, numel, optimizer.fp32_partitioned_groups_flat[group], offset)
 
-    def publish(self, state_names: Sequence[str]) -> None:
+    def publish(self, rule: UpdateRule) -> None:
         """Copies the masters into the weights' parts, and gathers the small weights that stay whole."""
         optimizer = self.optimizer
         optimizer._partition_all_parameters()

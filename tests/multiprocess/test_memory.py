@@ -58,7 +58,7 @@ def held(engine: Any) -> Memory:
     parameters = list(engine.model.parameters())
     weights = [weight.data for weight in parameters] + [w.ds_tensor for w in parameters if hasattr(w, "ds_tensor")]
     masters = [fragment.flat for fragment in engine.fragments] if engine.zero else []
-    states = [state[name] for state in engine.base.state.values() for name in engine.state_names]
+    states = [state[name] for state in engine.base.state.values() for name in engine.rule.states if name in state]
     return Memory(bytes_of(weights), bytes_of(masters), bytes_of(states), gradients=0)
 
 

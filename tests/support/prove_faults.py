@@ -74,7 +74,7 @@ FAULTS = [
     Fault("router computed in bf16", "router choices", "layer 1"),
     Fault("tokens dropped at an expert's capacity", "modules' outputs", "layers.1.feed_forward, sample"),
     Fault("router bias from local counts", "router biases", "layers.1.feed_forward.router.bias", BIAS),
-    Fault("weight decay on norms", "AdamW of these gradients", "norm.weight"),
+    Fault("weight decay on norms", "adamw of these gradients", "norm.weight"),
     Fault("an overflow that one rank does not see", "overflow on one rank", "rank 1 (dp 1) did not skip", FP16),
     Fault(
         "stale low-precision weights after a load", "one -> layout: next loss", "from fp32, one process at most", BF16
@@ -114,7 +114,7 @@ FAULTS = [
     Fault("experts without tokens: gradient not set", "gradients", ".feed_forward.experts.", EP, starves=True),
     Fault("a rank whose experts get no tokens leaves the graph", DIES, "rank", EP, starves=True),
     Fault("router bias not restored", "router biases", "layers.1.feed_forward.router.bias on rank 0", BIAS),
-    Fault("gradients scaled up to the clipping norm", "AdamW of these gradients", "", ("parallel.zero=0",)),
+    Fault("gradients scaled up to the clipping norm", "adamw of these gradients", "", ("parallel.zero=0",)),
     Fault("a group of weights keeps the first learning rate", f"weights after {STEPS} steps", "embed.weight"),
     Fault("masters rounded to bf16 (ZeRO 2)", "adamw of these gradients", "", (*BF16, "parallel.zero=2")),
     Fault("ring: tiles beyond the 16th left out", "modules' outputs", "layers.0.attention, sample", RING),

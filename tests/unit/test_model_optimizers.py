@@ -35,10 +35,11 @@ def test_states_and_the_count_of_updates_are_torchs(rule):
     for parameter, _ in made:
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
-    for parameter, _ in made:
+    for parameter, weight in made:
         state = {name for name, value in optimizer.state[parameter].items() if value is not None}
-        assert state == {*rule.states, *(["step"] if rule.counts_updates else [])}
-        assert all(optimizer.state[parameter][name].shape == parameter.shape for name in rule.states)
+        assert set(rule.states_of(weight)) <= set(rule.states)
+        assert state == {*rule.states_of(weight), *(["step"] if rule.counts_updates else [])}
+        assert all(optimizer.state[parameter][name].shape == parameter.shape for name in rule.states_of(weight))
 
 
 class Scaled(AdamWConfig):

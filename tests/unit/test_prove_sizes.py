@@ -26,6 +26,7 @@ REASONS = {
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",
     "modeling.loss.CHUNK_LOGITS": "the default of Sizes.chunk_logits",
     "modeling.loss.IGNORE": "a mark, not a size",
+    "modeling.optimizers.orthogonal.": "the formula's: each matrix goes through all iterations, whatever its size",
     "parallel.checkpoint.local.BLOCK_BYTES": CHECKPOINT,
     "parallel.checkpoint.local.SMALLEST_DIRECT": CHECKPOINT,
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",

@@ -134,9 +134,13 @@ class Step:
     def _cut(self, place: Place) -> int:
         return 1 if place.axis is None else int(getattr(self.parallel, place.axis))
 
-    def group(self, name: str) -> tuple[bool, float]:
+    def group(self, name: str) -> tuple[bool, float, tuple[str, ...]]:
         """What the weights of one optimizer group share."""
         return self.optimizer.group(self.tensors[name].weight)
+
+    def states_of(self, name: str) -> tuple[str, ...]:
+        """What the optimizer keeps beside a weight."""
+        return self.optimizer.states_of(self.tensors[name].weight)
 
     def forwards(self, half: Literal["attention", "feed_forward"]) -> int:
         """How often half a layer's forward pass runs for one micro-batch, recomputation included."""

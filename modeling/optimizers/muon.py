@@ -1,0 +1,61 @@
+"""Muon: each hidden matrix moves by the nearest orthogonal matrix to its momentum; all other weights by AdamW."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from modeling.dims import Weight
+from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, UpdateRule, WeightDecay
+
+if TYPE_CHECKING:
+    import torch
+
+MATRIX_STATES = ("momentum_buffer",)
+ADAMW_STATES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(UpdateRule):
+    """Muon (Jordan 2024) with the decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
+
+    That scale makes an update as large as AdamW's usually is, so one learning rate serves both kinds of weights.
+    """
+
+    needs_whole_matrices: ClassVar[bool] = True
+    counts_updates: ClassVar[bool] = True  # for the bias correction of AdamW's moments
+
+    name: Literal["muon"] = "muon"
+    lr: LearningRate = 3e-4
+    weight_decay: WeightDecay = 0.1
+    decay_embeddings: bool = False
+    momentum: Beta = field(default=0.95, metadata={"usual": 0.9})  # of hidden matrices, in Nesterov's form
+    beta1: Beta = 0.9  # of all other weights, as the next two are
+    beta2: Beta = 0.95
+    eps: Epsilon = 1e-8
+    clip_norm: ClipNorm | None = 1.0
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """A hidden matrix's momentum, another weight's moments."""
+        return (*MATRIX_STATES, *ADAMW_STATES)
+
+    def states_of(self, weight: Weight) -> tuple[str, ...]:
+        """Those of its kind."""
+        return MATRIX_STATES if is_hidden_matrix(weight) else ADAMW_STATES
+
+    def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
+        """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16."""
+        from modeling.optimizers.orthogonal import Muon
+
+        told = [{**group, "is_orthogonal": group["states"] == MATRIX_STATES} for group in groups]
+        betas = (self.beta1, self.beta2)
+        return Muon(told, lr=self.lr, momentum=self.momentum, betas=betas, eps=self.eps, fused=fused)
+
+
+def is_hidden_matrix(weight: Weight) -> bool:
+    """Whether a weight is a matrix between hidden states, or a stack of experts' such matrices.
+
+    Norms and biases are not, and as in the paper neither are the embedding and the head. Nor is a router: its outputs
+    are scores, as the head's are, and where one choice weighs one its gradient is rounding alone, which would become
+    an update of full size.
+    """
+    return len(weight.dims) >= 2 and not {"vocab", "scores"} & {*weight.dims}
