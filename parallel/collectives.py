@@ -52,6 +52,20 @@ def exchange_rows(rows_RD: Tensor, sent: list[int], received: list[int], axis: A
 
 
 @torch.no_grad()
+def gather_parts(part: Tensor, dim: int, axis: Axis) -> Tensor:
+    """The whole tensor of which each rank of the axis holds an equal part along ``dim``, in their order.
+
+    Before: another part on each rank. After: the same whole on all. Bytes: x (n-1)/n.
+    """
+    if axis.degree == 1:
+        return part
+    rows, *others = part.shape
+    gathered = part.new_empty(axis.degree * rows, *others)
+    dist.all_gather_into_tensor(gathered, part.contiguous(), group=axis.group)
+    return gathered if dim == 0 else torch.cat(gathered.chunk(axis.degree), dim)
+
+
+@torch.no_grad()
 def sum_together(tensors: Sequence[Tensor], axis: Axis) -> None:
     """Replaces each tensor by its sum over the axis, in place; added up in fp32, by one collective for all of them.
 

@@ -38,12 +38,13 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_whole_matrices(config: RunConfig) -> Iterator[str]:
-    """Each rank that updates a weight has the whole of each of its matrices."""
-    told, parallel = f"optimizer.name={config.optimizer.name} needs whole matrices", config.parallel
-    if parallel.tp > 1:
-        yield f"{told}, but parallel.tp={parallel.tp} cuts them; try parallel.tp=1"
-    if parallel.zero > 0:
-        yield f"{told}, but parallel.zero={parallel.zero} deals out their elements; try parallel.zero=0"
+    """Matrices are whole or cut by tp, over which they are gathered; ZeRO cuts them anywhere."""
+    name, zero = config.optimizer.name, config.parallel.zero
+    if zero > 0:
+        yield (
+            f"optimizer.name={name} needs whole matrices, but parallel.zero={zero} deals out their elements; "
+            "try parallel.zero=0"
+        )
 
 
 def dp_of(config: RunConfig, world_size: int) -> int:

@@ -42,6 +42,10 @@ class MuonConfig(UpdateRule):
         """Those of its kind."""
         return MATRIX_STATES if is_hidden_matrix(weight) else ADAMW_STATES
 
+    def takes_whole(self, weight: Weight) -> bool:
+        """Hidden matrices."""
+        return is_hidden_matrix(weight)
+
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
         """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16."""
         from modeling.optimizers.orthogonal import Muon

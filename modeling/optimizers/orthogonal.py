@@ -6,11 +6,10 @@ enlarges an error in a small singular value by up to 3.4445^5 = 485.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at zero (Jordan 2024)
@@ -22,7 +21,8 @@ RMS = 0.2  # of an update's elements, as AdamW's usually have (arXiv:2502.16982,
 class Muon(torch.optim.Optimizer):
     """Groups with ``is_orthogonal`` get orthogonalized momentum, the others torch's AdamW; decay is decoupled in both.
 
-    ``is_orthogonal`` weights are (..., rows, columns): each matrix of a stack is updated as if it were alone.
+    ``is_orthogonal`` weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. The group's
+    ``matrices`` make a matrix whole of which a rank holds a part.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "fused": fused})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:
         """One update from the weights' gradients; a weight without one stays as it is."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        assert closure is None, "gradients are there already"
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             for weight in weights:
@@ -50,24 +50,23 @@ class Muon(torch.optim.Optimizer):
                 self.step_matrices(weights, group)
             elif weights:
                 self.step_others(weights, group)
-        return loss
 
     def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Zeros of the weight's shape, and a count of updates where torch's fused kernels look for it."""
         step = torch.zeros((), dtype=torch.float32, device=weight.device if group["fused"] else "cpu")
         return {"step": step, **{name: torch.zeros_like(weight) for name in group["states"]}}
 
-    def step_matrices(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+    def step_matrices(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
         """W <- W - lr (RMS sqrt(max(rows, columns)) orthogonal(M) + decay W), M the momentum in Nesterov's form."""
-        lr, momentum = group["lr"], group["momentum"]
+        lr, momentum, matrices = group["lr"], group["momentum"], group["matrices"]
         for weight in weights:
             assert weight.grad is not None
             state = self.state[weight]
             state["step"] += 1
             average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-            update = orthogonal(weight.grad.lerp(average, momentum))
+            update = orthogonal(matrices.whole(weight, weight.grad.lerp(average, momentum)))
             scale = RMS * math.sqrt(max(update.shape[-2:]))
-            weight.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+            weight.mul_(1 - lr * group["weight_decay"]).add_(matrices.part(weight, update), alpha=-lr * scale)
 
     def step_others(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """AdamW of torch."""
@@ -75,7 +74,8 @@ class Muon(torch.optim.Optimizer):
         adamw(
             weights,
             [weight.grad for weight in weights if weight.grad is not None],
-            *([state[name] for state in states] for name in group["states"]),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"],

@@ -24,7 +24,7 @@ ClipNorm = Annotated[float, Interval(ge=1e-12, le=1e12)]
 class UpdateRule(ABC):
     """How weights follow from gradients. The subclass is the frozen dataclass of the rule's numbers."""
 
-    needs_whole_matrices: ClassVar[bool] = False  # an element's update depends on the others of its matrix
+    needs_whole_matrices: ClassVar[bool] = False  # some weights' updates do (``takes_whole``)
     counts_updates: ClassVar[bool] = False  # torch's state holds `step`, the number of updates made
 
     decay_embeddings: bool  # a field of each rule's dataclass
@@ -37,6 +37,10 @@ class UpdateRule(ABC):
     def states_of(self, weight: Weight) -> tuple[str, ...]:
         """Those of ``states`` that the rule keeps beside this weight."""
         return self.states
+
+    def takes_whole(self, weight: Weight) -> bool:
+        """Whether an element's update depends on the others of its matrix, which ``build``'s groups' ``matrices`` give."""
+        return False
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":

@@ -70,6 +70,12 @@ def elements_summed_over_tp(step: Step) -> int:
     )
 
 
+def elements_gathered_over_tp(step: Step) -> int:
+    """Elements of the whole matrices that the optimizer's update gathers."""
+    cut = (name for name, place in step.layout.items() if place.axis == "tp")
+    return sum(step.tensors[name].numel for name in cut if step.optimizer.takes_whole(step.tensors[name].weight))
+
+
 def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
     """The weights of each optimizer group, in the model's order: flat tensors of ZeRO 1 and 2."""
     keys = sorted({step.group(name) for name in names}, reverse=True)
