@@ -21,8 +21,8 @@ RMS = 0.2  # of an update's elements, as AdamW's usually have (arXiv:2502.16982,
 class Muon(torch.optim.Optimizer):
     """Groups with ``is_orthogonal`` get orthogonalized momentum, the others torch's AdamW; decay is decoupled in both.
 
-    ``is_orthogonal`` weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. The group's
-    ``matrices`` make a matrix whole of which a rank holds a part.
+    ``is_orthogonal`` weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. Where a
+    rank holds a part of a matrix, the group's ``matrices`` make it whole.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class UpdateRule(ABC):
         return self.states
 
     def takes_whole(self, weight: Weight) -> bool:
-        """Whether an element's update depends on the others of its matrix, which ``build``'s groups' ``matrices`` give."""
+        """Whether an element's update depends on the others of its matrix, which a group's ``matrices`` make whole."""
         return False
 
     @abstractmethod

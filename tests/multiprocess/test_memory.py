@@ -9,7 +9,7 @@ from launcher.config.tree import RunConfig
 from launcher.plan.dry_run import step_of_rank
 from launcher.plan.memory import Memory, rank_memory
 from layout_runs import MOE_MODEL, VOCAB_SIZE, run_config, write_tokens
-from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
+from modeling.optimizers.config import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV
@@ -17,6 +17,7 @@ from parallel.pipeline.config import ZBV
 ODD_MODEL = dataclasses.replace(MOE_MODEL, n_layers=4, vocab_size=VOCAB_SIZE + 1)  # no group is a multiple of its ranks
 LAYOUTS = {
     "zero0": (2, "fp32", ParallelConfig(zero=0)),
+    "zero0_tp_ep": (4, "fp32", ParallelConfig(tp=2, ep=2, zero=0)),
     "zero1_fp32": (3, "fp32", ParallelConfig(zero=1)),
     "zero1_bf16": (3, "bf16", ParallelConfig(zero=1)),
     "zero2_bf16": (2, "bf16", ParallelConfig(zero=2)),
@@ -80,11 +81,14 @@ def bytes_of(tensors: list[Any]) -> int:
 
 
 QUICK = ("zero1_bf16", "zero3_bf16")
-CASES = [(name, AdamWConfig()) for name in LAYOUTS] + [("zero1_bf16", SGDConfig(momentum=0.9))]
+CASES = [(name, AdamWConfig()) for name in LAYOUTS] + [
+    ("zero1_bf16", SGDConfig(momentum=0.9)),
+    ("zero0_tp_ep", MuonConfig()),
+]
 
 
 def case_of(layout: str, optimizer: OptimizerConfig) -> Any:
-    quick = layout in QUICK and isinstance(optimizer, AdamWConfig)
+    quick = (layout in QUICK and isinstance(optimizer, AdamWConfig)) or isinstance(optimizer, MuonConfig)
     return pytest.param(layout, optimizer, id=f"{layout}-{optimizer.name}", marks=[] if quick else [pytest.mark.slow])
 
 

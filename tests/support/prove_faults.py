@@ -44,6 +44,7 @@ BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
+MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
 OLMO2 = (  # with biases, and norms over all heads
@@ -147,6 +148,9 @@ FAULTS = [
     Fault("a bias added on every rank of tp", "gradients", "layers.0.attention.o.bias", (*TP, *OLMO2)),
     Fault("a norm over the heads of one rank", "modules' outputs", "layers.0.attention, sample", (*TP, *OLMO2)),
     Fault("a norm over all heads: gradient of one rank", "gradients", EVERY_GRADIENT, (*TP, *OLMO2)),
+    Fault("Muon: a rank's experts taken as one matrix", OF_MUON, "feed_forward.experts.", (*MUON, *EP)),
+    Fault("Muon: each rank of tp orthogonalizes its own part", OF_MUON, "layers.", (*MUON, *TP)),
+    Fault("Muon: a matrix's momentum not restored", "next weights", "layers.", MUON),
 ]
 
 
@@ -351,6 +355,22 @@ def plant(title: str) -> None:
             updates.scale_to_clip_norm()
         case "a group of weights keeps the first learning rate":
             updates.keep_first_lr()
+        case "Muon: a rank's experts taken as one matrix":
+            updates.join_experts()
+        case "Muon: each rank of tp orthogonalizes its own part":
+            updates.leave_parts()
+        case "Muon: a matrix's momentum not restored":
+            from parallel.checkpoint.read import Checkpoint
+
+            fill_momentum = Checkpoint.fill
+
+            def forgetful(self: Any, wanted: Any, hashed: Any = ()) -> Any:
+                problems = fill_momentum(self, wanted, hashed)
+                for target in targets_of(wanted, lambda piece: piece.kind == "momentum_buffer"):
+                    target.values.zero_()
+                return problems
+
+            Checkpoint.fill = forgetful
         case "masters rounded to bf16 (ZeRO 2)":
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":

@@ -44,6 +44,22 @@ def keep_first_lr() -> None:
     Engine.step = late
 
 
+def join_experts() -> None:
+    """Muon takes the experts of a rank's stack as one matrix."""
+    import modeling.optimizers.orthogonal as muon
+
+    orthogonal = muon.orthogonal
+    muon.orthogonal = lambda matrices: orthogonal(matrices.flatten(0, -2)).view_as(matrices)
+
+
+def leave_parts() -> None:
+    """Muon orthogonalizes what the rank holds of a matrix that tp cuts."""
+    from parallel.matrices import CutMatrices
+
+    CutMatrices.whole = lambda self, weight, part: part
+    CutMatrices.part = lambda self, weight, whole: whole
+
+
 def round_masters() -> None:
     """Each update leaves the masters in bf16's precision."""
     from parallel.zero.engine import Engine

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import pytest
 from annotated_types import Interval
@@ -34,7 +34,6 @@ from modeling import config as model_config
 from modeling.config import FAMILIES, FamilyName
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
-from modeling.optimizers.sgd import SGDConfig
 from modeling.schedules import lr_factor
 from pace import is_within
 
@@ -361,22 +360,17 @@ def test_token_files_have_no_held_out_split(load, tmp_path):
     assert check(load(*overrides, f"data.sources.1.path={tmp_path}"), 1) == []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeMatrices(SGDConfig):
-    needs_whole_matrices: ClassVar[bool] = True
-
-
-def with_whole_matrices(config: RunConfig) -> RunConfig:
-    return dataclasses.replace(config, optimizer=WholeMatrices())
+MUON = ("optimizer={name: muon}", "train.precision=fp32")
 
 
 def test_a_rule_that_needs_whole_matrices_gets_them(load):
-    (told,) = check(with_whole_matrices(load("parallel.tp=2", "train.precision=fp32")), 2)
-    wanted = (
-        "optimizer.name=sgd needs whole matrices, but parallel.zero=1 deals out their elements; try parallel.zero=0"
-    )
-    assert told == wanted
-    assert check(with_whole_matrices(load("parallel.tp=2", "train.precision=fp32", "parallel.zero=0")), 2) == []
+    for zero in (1, 2, 3):
+        assert check(load(*MUON, "parallel.tp=2", f"parallel.zero={zero}"), 2) == [
+            f"optimizer.name=muon needs whole matrices, but parallel.zero={zero} deals out their elements; "
+            "try parallel.zero=0"
+        ]
+    for axis in ("tp", "pp", "cp"):
+        assert check(load(*MUON, f"parallel.{axis}=2", "parallel.zero=0"), 2) == []
 
 
 def test_every_line_of_the_rules_has_a_case(load, tmp_path):
@@ -391,7 +385,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a{suffix}").touch()
     cases.append((load("train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"), 1))
-    cases.append((with_whole_matrices(load("parallel.tp=2")), 2))
+    cases.append((load(*MUON), 1))
     assert wanted - set(lines_run(cases)) == set()
 
 
