@@ -17,12 +17,12 @@ class CutMatrices(Matrices):
         self.places = places
         self.tp = tp
 
-    def whole(self, weight: nn.Parameter, part: Tensor) -> Tensor:
+    def gather(self, weight: nn.Parameter, part: Tensor) -> Tensor:
         """The same matrix on every rank of tp, from what is laid out as the ranks' weights are. All of them call it."""
         dim = self._cut_dim(weight)
         return part if dim is None else gather_parts(part, dim, self.tp)
 
-    def part(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
+    def own_part(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
         """This rank's elements."""
         dim = self._cut_dim(weight)
         return whole if dim is None else whole.chunk(self.tp.degree, dim)[self.tp.rank]

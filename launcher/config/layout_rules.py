@@ -41,9 +41,10 @@ def _check_whole_matrices(config: RunConfig) -> Iterator[str]:
     """Matrices are whole or cut by tp, over which they are gathered; ZeRO cuts them anywhere."""
     name, zero = config.optimizer.name, config.parallel.zero
     if zero > 0:
+        too = "" if config.train.precision == "fp32" else " and train.precision=fp32"
         yield (
             f"optimizer.name={name} needs whole matrices, but parallel.zero={zero} deals out their elements; "
-            "try parallel.zero=0"
+            f"try parallel.zero=0{too}"
         )
 
 

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 class Matrices:
     """On one device every matrix is whole. ``parallel.matrices`` has the version that communicates."""
 
-    def whole(self, weight: nn.Parameter, part: Tensor) -> Tensor:
+    def gather(self, weight: nn.Parameter, part: Tensor) -> Tensor:
         """The whole matrices of which ``part``, of the shape of ``weight``, is held here."""
         return part
 
-    def part(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
+    def own_part(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
         """What of ``whole`` lies where ``weight`` does."""
         return whole

@@ -64,9 +64,9 @@ class Muon(torch.optim.Optimizer):
             state = self.state[weight]
             state["step"] += 1
             average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-            update = orthogonal(matrices.whole(weight, weight.grad.lerp(average, momentum)))
+            update = orthogonal(matrices.gather(weight, weight.grad.lerp(average, momentum)))
             scale = RMS * math.sqrt(max(update.shape[-2:]))
-            weight.mul_(1 - lr * group["weight_decay"]).add_(matrices.part(weight, update), alpha=-lr * scale)
+            weight.mul_(1 - lr * group["weight_decay"]).add_(matrices.own_part(weight, update), alpha=-lr * scale)
 
     def step_others(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """AdamW of torch."""

@@ -56,8 +56,8 @@ def leave_parts() -> None:
     """Muon orthogonalizes what the rank holds of a matrix that tp cuts."""
     from parallel.matrices import CutMatrices
 
-    CutMatrices.whole = lambda self, weight, part: part
-    CutMatrices.part = lambda self, weight, whole: whole
+    CutMatrices.gather = lambda self, weight, part: part
+    CutMatrices.own_part = lambda self, weight, whole: whole
 
 
 def round_masters() -> None:

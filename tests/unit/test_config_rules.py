@@ -369,6 +369,13 @@ def test_a_rule_that_needs_whole_matrices_gets_them(load):
             f"optimizer.name=muon needs whole matrices, but parallel.zero={zero} deals out their elements; "
             "try parallel.zero=0"
         ]
+    assert check(load(MUON[0]), 1) == [
+        "optimizer.name=muon needs whole matrices, but parallel.zero=1 deals out their elements; "
+        "try parallel.zero=0 and train.precision=fp32"
+    ]
+    assert check(load(MUON[0], "parallel.zero=0"), 1) == [
+        "parallel.zero=0 works with train.precision=fp32 only, not train.precision=bf16; try train.precision=fp32"
+    ]
     for axis in ("tp", "pp", "cp"):
         assert check(load(*MUON, f"parallel.{axis}=2", "parallel.zero=0"), 2) == []
 
