@@ -41,7 +41,7 @@ def complete(*words: str) -> list[str]:
     ("words", "offered"),
     [
         (["train", "c.yaml", "parallel.ze"], ["parallel.zero=", "parallel.zero=1"]),
-        (["train", "c.yaml", "optimizer.name", "="], ["adamw", "sgd"]),  # bash takes key=value apart
+        (["train", "c.yaml", "optimizer.name", "="], ["adamw", "sgd", "muon"]),  # bash takes key=value apart
         (["train", "c.yaml", "seed", "=", "1", "optimizer.name", "=", "s"], ["sgd"]),
         (["status", "fi"], ["fine-tune", "first"]),
         (["plot", "first", "runs/fi"], ["runs/fine-tune", "runs/first"]),
@@ -58,7 +58,7 @@ def test_bash_is_offered(folder, words, offered):
 def test_keys_and_values_are_those_of_the_config(folder):
     keys = all_keys()
     assert {"parallel.tp", "model.moe.balance.rate", "name", "metrics.wandb.mode"} <= set(keys)
-    assert values_of("optimizer.name") == ["adamw", "sgd"]
+    assert values_of("optimizer.name") == ["adamw", "sgd", "muon"]
     assert values_of("parallel.pipeline.name") == ["1f1b", "interleaved", "zbv", "dualpipev"]
     assert values_of("train.deterministic") == ["false", "true"]
     assert values_of("checkpoint.every_steps") == ["null"]

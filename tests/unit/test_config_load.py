@@ -117,8 +117,8 @@ def test_an_override_of_a_union_name_drops_the_old_alternatives_keys(write):
 def test_an_overrides_own_key_of_another_alternative_is_told(write, overrides):
     path = write("optimizer: {beta1: 0.5}")
     assert problems_of(path, *overrides) == [
-        "optimizer.beta1=0.9 does not belong to optimizer.name=sgd, only to optimizer.name=adamw; "
-        "remove it, or set optimizer.name=adamw"
+        "optimizer.beta1=0.9 does not belong to optimizer.name=sgd, only to optimizer.name=adamw or "
+        "optimizer.name=muon; remove it, or set optimizer.name=adamw or optimizer.name=muon"
     ]
 
 
@@ -144,8 +144,8 @@ CASES = [
     ("train: {precision: fp8}", "train.precision='fp8' must be one of fp32, bf16, fp16; try fp32"),
     ("train: {precision: bf_16}", "train.precision='bf_16' must be one of fp32, bf16, fp16; did you mean bf16?"),
     ("train: {precision: 16}", "train.precision=16 must be one of fp32, bf16, fp16; did you mean fp16?"),
-    ("optimizer: {name: adam}", "optimizer.name='adam' must be one of adamw, sgd; did you mean adamw?"),
-    ("optimizer: {name: null}", "optimizer.name=null must be one of adamw, sgd; try adamw"),
+    ("optimizer: {name: adam}", "optimizer.name='adam' must be one of adamw, sgd, muon; did you mean adamw?"),
+    ("optimizer: {name: null}", "optimizer.name=null must be one of adamw, sgd, muon; try adamw"),
     ("optimizer: sgd", "optimizer='sgd' must be a section; write optimizer.name=sgd"),
     ("metrics:", "metrics=null must be a section; write its keys below it, or leave it out for the defaults"),
     ("model: {moe: 8}", "model.moe=8 must be a section or null; write its keys below it, or leave it out for the defaults"),
@@ -159,7 +159,7 @@ CASES = [
     ("train: {d_ff: 1}", "train.d_ff=1 is not a known key; did you mean model.d_ff or model.moe.d_ff?"),
     ("parallel: {qqq: 1}", "parallel.qqq=1 is not a known key; parallel has "),
     ("train.steps: 3", "train.steps=3 is not a known key; in YAML, write each part on a line of its own, the next one indented"),
-    ("optimizer: {momentum: 0.9}", "optimizer.momentum=0.9 does not belong to optimizer.name=adamw, only to optimizer.name=sgd; remove it, or set optimizer.name=sgd"),
+    ("optimizer: {momentum: 0.9}", "optimizer.momentum=0.9 does not belong to optimizer.name=adamw, only to optimizer.name=sgd or optimizer.name=muon; remove it, or set optimizer.name=sgd or optimizer.name=muon"),
     ("schedule: {name: constant, min_ratio: 0}", "schedule.min_ratio=0 does not belong to schedule.name=constant, only to schedule.name=cosine or schedule.name=wsd; remove it, or set schedule.name=cosine or schedule.name=wsd"),
     ("name: \"\\ud800\"", "the config cannot be read: "),
 ]  # fmt: skip
