@@ -191,6 +191,8 @@ class ModelConfig:
     # the bound is where fp32 loses it
     norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square in RMSNorm
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
+    # coefficient of the z-loss on the head's logits (PaLM, arXiv:2204.02311, section 5)
+    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
 

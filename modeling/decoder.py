@@ -29,9 +29,12 @@ class Output:
     A part of a decoder that ends before the head returns the hidden states.
     """
 
-    loss: Tensor | None  # fp64, the sum of the cross-entropies of the targets that count
+    loss: (
+        Tensor | None
+    )  # fp64, the sum of the cross-entropies of the targets that count; its gradient, the z-loss's too
     logits_BSV: Tensor | None
     hidden_BSD: Tensor | None = None
+    z_loss: Tensor | None = None  # fp64, the sum of these targets' squared logsumexps, without the coefficient
     stats: dict[int, RoutingStats] = field(default_factory=dict)  # layer -> what its router did
 
 
@@ -140,7 +143,7 @@ class Decoder(nn.Module):
         if targets_BS is None:
             output.logits_BSV = result
         else:
-            output.loss = result
+            output.loss, output.z_loss = result
         return output
 
 
@@ -151,7 +154,7 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     """
     numbers = range(config.n_layers) if layers is None else layers
     embed = Embedding(config.vocab_size, config.d_model)
-    head = Head(config.vocab_size, config.d_model)
+    head = Head(config.vocab_size, config.d_model, config.z_loss)
     if config.tie_embeddings:
         head.weight = embed.weight
     final_norm = RMSNorm(config.d_model, config.norm_eps)

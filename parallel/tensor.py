@@ -16,6 +16,7 @@ from modeling.decoder import Decoder, Embedding
 from modeling.feed_forward import SwiGLU
 from modeling.loss import IGNORE, Head
 from modeling.norm import RMSNorm
+from modeling.loss import IGNORE, Head, z_slope
 from modeling.positions import Positions
 from parallel.collectives import gather_sequence, scatter_sum_sequence, sum_both_ways
 from parallel.layout import AXIS_OF
@@ -94,21 +95,26 @@ class VocabParallelHead(Head):
 
     def __init__(self, head: Head, axis: Axis) -> None:
         nn.Module.__init__(self)
-        self.weight, self.stated, self.chunk_logits = head.weight, head.stated, head.chunk_logits
+        self.weight, self.stated = head.weight, head.stated
+        self.chunk_logits, self.z_loss = head.chunk_logits, head.z_loss
         self.axis = axis
 
-    def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """The sum over all positions' targets (fp64), the same on every rank of tp; each has its part of them."""
+    def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The sums over all positions' targets (fp64), the same on every rank of tp; each has its part of them."""
         assert targets_BS is not None, "a cut vocabulary gives a loss, not logits"
         return super().forward(gather_sequence(hidden_BSD, self.axis), targets_BS)
 
-    def chunk_losses(self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def chunk_losses(
+        self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One chunk's losses and gradient, from this rank's part of the logits."""
-        return losses_and_gradient(logits_TV, targets_T, self.axis)
+        return losses_and_gradient(logits_TV, targets_T, self.axis, self.z_loss)
 
 
-def losses_and_gradient(logits_TV: Tensor, targets_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Each target's cross-entropy, and its gradient by this rank's logits, both zero where a target does not count.
+def losses_and_gradient(
+    logits_TV: Tensor, targets_T: Tensor, axis: Axis, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``modeling.loss.Losses`` of a cut vocabulary, the gradient by this rank's logits; ``z_loss`` is the coefficient.
 
     All ranks of the axis call it. Overwrites ``logits_TV``.
     """
@@ -125,6 +131,10 @@ def losses_and_gradient(logits_TV: Tensor, targets_T: Tensor, axis: Axis) -> tup
     dist.all_reduce(sums_2T, group=axis.group)
     counts_T = targets_T != IGNORE
     losses_T = (sums_2T[0].log() - sums_2T[1]) * counts_T
+    logs_T = (sums_2T[0].log() + largest_T) * counts_T
     grad_TV /= sums_2T[0][:, None]
+    slope_T = z_slope(logs_T, z_loss)
+    if slope_T is not None:
+        grad_TV.mul_(1 + slope_T[:, None])
     grad_TV.scatter_add_(1, index_T1, -here_T[:, None].to(grad_TV.dtype))
-    return losses_T, grad_TV.mul_(counts_T[:, None])
+    return losses_T, logs_T.square(), grad_TV.mul_(counts_T[:, None])

@@ -170,19 +170,23 @@ def gradients_by_loss(proof: Proof, step: int) -> dict[str, dict[str, Tensor]]:
     """One process's gradients of each loss alone, in a step of the SGD phase."""
     model, plain = proof.config.model, proof.plain.sgd
     whole = plain.steps[step].gradients
-    without_aux = gradients_of(proof, step, weighing(model, balance=False, z=False))
+    without_aux = gradients_of(proof, step, weighing(model))
     parts = {"the token loss": without_aux}
     if model.moe is not None and isinstance(model.moe.balance, SequenceAuxBalance) and model.moe.balance.coefficient:
-        with_balance = gradients_of(proof, step, weighing(model, balance=True, z=False))
+        with_balance = gradients_of(proof, step, weighing(model, balance=True))
         parts["the balance loss"] = {name: with_balance[name] - without_aux[name] for name in whole}
     if model.moe is not None and model.moe.z_loss:
-        with_z = gradients_of(proof, step, weighing(model, balance=False, z=True))
+        with_z = gradients_of(proof, step, weighing(model, z=True))
         parts["the z-loss"] = {name: with_z[name] - without_aux[name] for name in whole}
+    if model.z_loss:
+        with_head_z = gradients_of(proof, step, weighing(model, head_z=True))
+        parts["the head's z-loss"] = {name: with_head_z[name] - without_aux[name] for name in whole}
     return parts
 
 
-def weighing(model: ModelConfig, *, balance: bool, z: bool) -> ModelConfig:
-    """``model`` with some auxiliary losses switched off."""
+def weighing(model: ModelConfig, *, balance: bool = False, z: bool = False, head_z: bool = False) -> ModelConfig:
+    """``model`` with only these auxiliary losses left on."""
+    model = model if head_z else replace(model, z_loss=0.0)
     if model.moe is None:
         return model
     changes: dict[str, Any] = {} if z else {"z_loss": 0.0}

@@ -30,7 +30,7 @@ from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory
 
 SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue the nonlinear phase
-AGREED = ("loss", "grad_norm", "moe/balance_loss", "moe/z_loss")
+AGREED = ("loss", "z_loss", "grad_norm", "moe/balance_loss", "moe/z_loss")
 
 
 def judge(proof: Proof) -> list[Check]:
@@ -62,6 +62,9 @@ def judge_sgd(proof: Proof) -> list[Check]:
         check_outputs(SGD, proof.ranks, plain),
         checks.check_series(SGD, "loss", [row["loss"] for row in rows], [step.loss for step in plain.steps]),
     ]
+    if proof.config.model.z_loss:
+        theirs = [step.head_z_loss for step in plain.steps]
+        found.append(checks.check_series(SGD, "head's z-loss", [row["z_loss"] for row in rows], theirs))
     moe = proof.config.model.moe
     if moe is not None:
         found += [

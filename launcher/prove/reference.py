@@ -44,6 +44,7 @@ class ReferenceStep:
     counts: dict[int, Tensor]  # layer -> pairs sent to each expert
     skipped: bool  # nothing was updated: a gradient was not finite in fp16, or no target counts
     has_targets: bool = True
+    head_z_loss: float = 0.0  # squared logsumexp of the head's logits, mean over the targets that count
 
 
 class ReferenceTrainer:
@@ -94,6 +95,7 @@ class ReferenceTrainer:
             (output.loss * (self.loss_scale / n_targets)).backward()
             self.accumulate(result)
             result.loss += float(output.loss.detach()) / n_targets
+            result.head_z_loss += float(output.z_loss) / n_targets
             for layer, stats in output.stats.items():
                 result.balance_loss[layer] = (
                     result.balance_loss.get(layer, 0.0) + float(stats.balance_loss) / n_sequences

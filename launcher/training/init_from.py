@@ -20,7 +20,10 @@ from parallel.checkpoint.places import is_remote, open_store
 from parallel.checkpoint.read import Checkpoint
 
 # What shapes training alone may be another's: the weights mean the same.
-FREE_MODEL_KEYS = ("model.init_std", "model.moe.z_loss", "model.moe.balance.coefficient", "model.moe.balance.rate")
+FREE_MODEL_KEYS = (
+    *("model.init_std", "model.z_loss", "model.moe.z_loss"),
+    *("model.moe.balance.coefficient", "model.moe.balance.rate"),
+)
 
 
 def with_source(config: RunConfig) -> RunConfig:

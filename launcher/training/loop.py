@@ -302,6 +302,8 @@ def metrics_row(
         device=device,
     )
     row = {"step": state.step, "tokens": state.tokens, "loss": totals.loss / max(1, n_targets), "lr": lr}
+    if config.model.z_loss:
+        row |= {"z_loss": totals.z_loss / max(1, n_targets)}
     row |= {"grad_norm": update.grad_norm, **speed}
     if precision == "fp16":
         row |= {"loss_scale": update.loss_scale}

@@ -29,6 +29,7 @@ class Totals:
     """Sums and maxima over the whole global batch, the same on every rank."""
 
     loss: float  # of the targets' cross-entropies
+    z_loss: float  # of their squared logsumexps
     counts: dict[int, np.ndarray]  # layer -> token-expert pairs processed by each expert
     metrics: dict[str, dict[int, float]]  # name in RoutingStats -> layer -> sum, or largest value
     stop_signal: int | None  # that some rank was asked to stop by
@@ -130,13 +131,15 @@ class Sums:
         self.moe_layers = [layer for layer in range(config.n_layers) if config.is_moe_layer(layer)]
         self.n_experts = config.moe.n_experts if config.moe is not None else 0
         self.loss: Tensor | float = 0.0
+        self.z_loss: Tensor | float = 0.0
         self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold: summed metrics, then counts
         self.maxima: dict[int, Tensor] = {}  # the metrics of which the largest value counts
 
     def add(self, output: Output) -> None:
         """Adds one forward pass."""
         if output.loss is not None:
-            self.loss = self.loss + output.loss.detach()
+            assert output.z_loss is not None
+            self.loss, self.z_loss = self.loss + output.loss.detach(), self.z_loss + output.z_loss
         for layer, stats in output.stats.items():
             row = torch.cat([_scalars(stats, "sum"), stats.counts_E.double()])
             self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
@@ -146,10 +149,11 @@ class Sums:
     def over_ranks(self, mesh: Mesh, stop: StopRequest) -> Totals:
         """The sums over all ranks, by one all-reduce of a small fp64 vector, and by another any maxima.
 
-        All ranks call it. The ranks of tp all hold the same loss, and those of tp and cp the same sequences' sums; each
+        All ranks call it. The ranks of tp hold the same losses, and those of tp and cp the same sequences' sums; each
         counts for its share. Whether a rank was asked to stop goes along, so that all know of it after the same step.
         """
-        loss = torch.as_tensor(self.loss, dtype=torch.float64, device=mesh.device).reshape(1) / mesh.tp.degree
+        sums = [torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in (self.loss, self.z_loss)]
+        losses = torch.stack(sums) / mesh.tp.degree
         summed = metrics_of(RoutingStats, "sum")
         for row in self.layers.values():
             for column, metric in enumerate(summed.values()):
@@ -157,11 +161,12 @@ class Sums:
         n_columns = len(summed) + self.n_experts
         rows = self.on_all_layers(self.layers, n_columns, 0.0, mesh)
         votes = torch.tensor(stop.votes(), dtype=torch.float64)
-        total = sum_over_ranks(torch.cat([votes, torch.cat([loss, rows]).cpu()]), mesh)
+        total = sum_over_ranks(torch.cat([votes, torch.cat([losses, rows]).cpu()]), mesh)
         votes, total = total[: len(votes)], total[len(votes) :]
-        by_layer = dict(zip(self.moe_layers, total[1:].view(len(self.moe_layers), n_columns), strict=True))
+        by_layer = dict(zip(self.moe_layers, total[2:].view(len(self.moe_layers), n_columns), strict=True))
         return Totals(
             loss=float(total[0]),
+            z_loss=float(total[1]),
             counts={layer: row[len(summed) :].to(torch.int64).numpy() for layer, row in by_layer.items()},
             metrics=_by_name(summed, by_layer) | self.maxima_over_ranks(mesh),
             stop_signal=elected(votes.tolist()),

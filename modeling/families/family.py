@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from modeling.config import ModelConfig, MoEConfig
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
-TRAINING_ONLY = ("moe.balance", "moe.z_loss")  # fields below `model` that no transformers class needs to know
+TRAINING_ONLY = ("z_loss", "moe.balance", "moe.z_loss")  # fields below `model` that no transformers class needs to know
 
 
 @dataclass(frozen=True, kw_only=True)

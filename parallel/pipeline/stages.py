@@ -164,7 +164,7 @@ class Stage(nn.Module):
         inputs = micro_batch.tokens_BS if self.part.has_embedding else carried
         output = self.decoder(inputs, micro_batch.context, micro_batch.targets_BS)
         loss = None if output.loss is None else output.loss.detach()
-        self.outputs[index] = Output(loss, None, stats=output.stats)
+        self.outputs[index] = Output(loss, None, z_loss=output.z_loss, stats=output.stats)
         return output.hidden_BSD if output.loss is None else output.loss
 
     def open(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -185,7 +185,7 @@ def merge_outputs(outputs: Sequence[dict[int, Output]], n_micro_batches: int) ->
         for number, output in stage.items():
             merged[number].stats |= output.stats
             if output.loss is not None:
-                merged[number].loss = output.loss
+                merged[number].loss, merged[number].z_loss = output.loss, output.z_loss
     return merged
 
 

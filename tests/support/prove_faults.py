@@ -44,6 +44,7 @@ BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
+HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
@@ -148,6 +149,9 @@ FAULTS = [
     Fault("a bias added on every rank of tp", "gradients", "layers.0.attention.o.bias", (*TP, *OLMO2)),
     Fault("a norm over the heads of one rank", "modules' outputs", "layers.0.attention, sample", (*TP, *OLMO2)),
     Fault("a norm over all heads: gradient of one rank", "gradients", EVERY_GRADIENT, (*TP, *OLMO2)),
+    Fault("head's z-loss times dp", "gradients", "the head's z-loss x 2.0000 (= dp", HEAD_Z),
+    Fault("head's z-loss of the rank's own part of the vocabulary", "gradients", EVERY_GRADIENT, (*HEAD_Z, *TP)),
+    Fault("head's z-loss over targets that do not count", "head's z-loss", "step 1", HEAD_Z),
     Fault("Muon: a rank's experts taken as one matrix", OF_MUON, "feed_forward.experts.", (*MUON, *EP)),
     Fault("Muon: each rank of tp orthogonalizes its own part", OF_MUON, "layers.", (*MUON, *TP)),
     Fault("Muon: a matrix's momentum not restored", "next weights", "layers.", MUON),
@@ -355,6 +359,12 @@ def plant(title: str) -> None:
             updates.scale_to_clip_norm()
         case "a group of weights keeps the first learning rate":
             updates.keep_first_lr()
+        case "head's z-loss times dp":
+            gradients.weigh_head_z_loss(dp)
+        case "head's z-loss of the rank's own part of the vocabulary":
+            gradients.take_own_logsumexp()
+        case "head's z-loss over targets that do not count":
+            gradients.count_every_logsumexp()
         case "Muon: a rank's experts taken as one matrix":
             updates.join_experts()
         case "Muon: each rank of tp orthogonalizes its own part":

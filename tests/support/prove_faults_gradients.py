@@ -109,3 +109,36 @@ def keep_norms_gradient_at_home() -> None:
     from parallel.collectives import sum_forward
 
     tensor.sum_both_ways = sum_forward
+def weigh_head_z_loss(factor: float) -> None:
+    """The head's z-loss is trained with another coefficient."""
+    import modeling.loss as loss
+
+    slope = loss.z_slope
+    loss.z_slope = lambda logs_T, z_loss: slope(logs_T, factor * z_loss)
+
+
+def take_own_logsumexp() -> None:
+    """Under tp the z-loss takes the logits that the rank has for all of them."""
+    import parallel.tensor as tensor
+
+    make = tensor.losses_and_gradient
+
+    def own(logits_TV: Any, targets_T: Any, axis: Any, z_loss: float) -> Any:
+        logs_T, softmax_TV = logits_TV.logsumexp(-1) * (targets_T != -100), logits_TV.softmax(-1)
+        losses_T, _, grad_TV = make(logits_TV, targets_T, axis, 0.0)
+        return losses_T, logs_T.square(), grad_TV + (2 * z_loss * logs_T)[:, None] * softmax_TV
+
+    tensor.losses_and_gradient = own
+
+
+def count_every_logsumexp() -> None:
+    """The z-loss counts targets that the cross-entropy leaves out."""
+    import modeling.loss as loss
+
+    make = loss.token_losses
+
+    def all_of_them(logits_TV: Any, targets_T: Any) -> Any:
+        losses_T, _, counts_T = make(logits_TV, targets_T)
+        return losses_T, logits_TV.logsumexp(-1), counts_T
+
+    loss.token_losses = all_of_them

@@ -27,12 +27,21 @@ def plain_loss(head: Head, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def plain_z_loss(head: Head, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+    """The squared logarithms of the partition functions, of those targets that count."""
+    logits_TV = F.linear(hidden_BSD.double(), head.weight.double()).flatten(0, 1)
+    return logits_TV[targets_BS.flatten() != IGNORE].exp().sum(-1).log().square().sum()
+
+
 def compare(head: Head, hidden_BSD: Tensor, targets_BS: Tensor, scale: float) -> None:
-    """Against fp64: the sum to 1e-6 relative, gradients to 1e-6 of their norm."""
-    loss = head(hidden_BSD, targets_BS)
-    expected = plain_loss(head, hidden_BSD, targets_BS)
-    assert loss.dtype == torch.float64
+    """Against fp64: the sums to 1e-6 relative, gradients to 1e-6 of their norm."""
+    loss, z_loss = head(hidden_BSD, targets_BS)
+    expected, expected_z = (plain(head, hidden_BSD, targets_BS) for plain in (plain_loss, plain_z_loss))
+    assert loss.dtype == z_loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(z_loss, expected_z, rtol=1e-6, atol=1e-6)
+    assert not z_loss.requires_grad
+    expected = expected + head.z_loss * expected_z
     gradients = torch.autograd.grad(loss * scale, [hidden_BSD, head.weight])
     references = torch.autograd.grad(expected * scale, [hidden_BSD, head.weight])
     for gradient, reference in zip(gradients, references, strict=True):
@@ -46,10 +55,14 @@ def compare(head: Head, hidden_BSD: Tensor, targets_BS: Tensor, scale: float) ->
     chunk=st.integers(1, 45),
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 99),
+    z_loss=st.sampled_from([0.0, 1e-4, 0.5]),
 )
-def test_equals_cross_entropy(n_tokens: int, vocab_size: int, chunk: int, ignored: float, seed: int) -> None:
-    """Whatever the chunks, and wherever their boundaries lie."""
+def test_equals_cross_entropy(
+    n_tokens: int, vocab_size: int, chunk: int, ignored: float, seed: int, z_loss: float
+) -> None:
+    """Whatever the chunks, and wherever their boundaries lie, with a z-loss and without."""
     head, *batch = problem(n_tokens, vocab_size, ignored, seed)
+    head.z_loss = z_loss
     head.chunk_logits = chunk * vocab_size
     compare(head, *batch, scale=1 / 7)
 
@@ -64,10 +77,10 @@ def test_frozen_head_and_frozen_hidden() -> None:
     """Only what requires a gradient gets one."""
     head, hidden_BSD, targets_BS = problem(9, 20, 0.0, 0)
     head.weight.requires_grad_(False)
-    head(hidden_BSD, targets_BS).backward()
+    head(hidden_BSD, targets_BS)[0].backward()
     assert hidden_BSD.grad is not None
     head.weight.requires_grad_(True)
-    head(hidden_BSD.detach(), targets_BS).backward()
+    head(hidden_BSD.detach(), targets_BS)[0].backward()
     assert head.weight.grad is not None
 
 
@@ -78,7 +91,7 @@ def test_bf16_weights_get_bf16_gradients_summed_in_fp32() -> None:
     half = Head(20, 12)
     half.chunk_logits = 20
     half.weight.data = head.weight.detach().bfloat16()
-    half(hidden_BSD.detach().bfloat16(), targets_BS).backward()
+    half(hidden_BSD.detach().bfloat16(), targets_BS)[0].backward()
     assert half.weight.grad is not None
     assert half.weight.grad.dtype == torch.bfloat16
     assert (half.weight.grad.float() - reference).norm() < 1e-2 * reference.norm()
@@ -86,15 +99,16 @@ def test_bf16_weights_get_bf16_gradients_summed_in_fp32() -> None:
 
 def test_no_target_counts() -> None:
     head, hidden_BSD, targets_BS = problem(6, 20, 1.0, 0)
-    loss = head(hidden_BSD, targets_BS)
+    loss, _ = head(hidden_BSD, targets_BS)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert not hidden_BSD.grad.any()
 
 
-@pytest.mark.parametrize("fault", ["labels shifted", "ignored counted", "boundary skipped"])
+@pytest.mark.parametrize("fault", ["labels shifted", "ignored counted", "boundary skipped", "z-loss not squared"])
 def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head, hidden_BSD, targets_BS = problem(30, 20, 0.3, 0)
+    head.z_loss = 1e-4
     match fault:
         case "labels shifted":
             forward = Head.forward
@@ -105,8 +119,10 @@ def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(
                 modeling.loss,
                 "logits_gradient",
-                lambda logits, targets, counts: logits_gradient(logits, targets, torch.ones_like(counts)),
+                lambda logits, targets, counts, slope: logits_gradient(logits, targets, torch.ones_like(counts), slope),
             )
+        case "z-loss not squared":
+            monkeypatch.setattr(modeling.loss, "z_slope", lambda logs, z_loss: torch.full_like(logs, z_loss))
         case "boundary skipped":
             head.chunk_logits = 20 * 7
             monkeypatch.setattr(modeling.loss, "slice", lambda start, stop: slice(start, stop - 1), raising=False)

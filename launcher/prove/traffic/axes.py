@@ -128,7 +128,7 @@ def bookkeeping_traffic(step: Step) -> list[Traffic]:
     moe, degrees = step.model.moe, step.degrees
     n_layers = sum(step.model.is_moe_layer(layer) for layer in range(step.model.n_layers))
     n_summed, n_largest = (len(metrics_of(RoutingStats, reduce)) for reduce in ("sum", "max"))
-    sums = 1 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (n_summed + moe.n_experts))
+    sums = 2 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (n_summed + moe.n_experts))
 
     def term(axis: str, what: str, n_bytes: int, degree: int) -> Traffic:
         return Traffic(axis, what, "all-reduce", around_ring("all-reduce", n_bytes, degree))
