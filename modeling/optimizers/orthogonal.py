@@ -38,8 +38,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "fused": fused})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """One update from the weights' gradients; a weight without one stays as it is."""
+    def step(self, closure: Any = None) -> Any:
+        """One update from the weights' gradients; a weight without one stays as it is. ``closure`` has to be None."""
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
