@@ -12,7 +12,7 @@ from modeling.config import MLAConfig, ModelConfig
 from modeling.context import Context
 from modeling.kernels.attention import attend
 from modeling.kv_cache import LayerCache
-from modeling.linear import Linear
+from modeling.linear import Bias, Linear
 from modeling.norm import RMSNorm
 from modeling.positions import ALL_POSITIONS
 from modeling.rope import Rotary, rotate, score_factor
@@ -34,6 +34,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.sliding_window = config.window_of(layer)
+        self.o_bias = Bias(config.d_model, "d_model") if config.o_bias else None
         self.rotary = Rotary(config.rope_dim, config.rope_theta, config.rope_scaling)
         self.core: AttentionCore = attend
         self.positions = ALL_POSITIONS
@@ -43,7 +44,8 @@ class Attention(nn.Module):
         heads = self.heads(self.positions.gather(hidden_BSD), context.rope_tables(self.rotary))
         core = self.core if cache is None else cache.attend
         out_BSHC = core(*heads, context, self.sliding_window)
-        return self.o.add_bias(self.positions.scatter_sum(self.o.product(out_BSHC.flatten(-2))))
+        summed_BSD = self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
+        return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""
@@ -60,7 +62,7 @@ class GroupedQueryAttention(Attention):
         self.q = Linear(config.n_heads * d_head, d_model, ("heads", "d_model"), bias=bias)
         self.k = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
         self.v = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
-        self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), bias=config.o_bias, is_residual=True)
+        self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), is_residual=True)
         self.norms_all_heads = config.qk_norm_over == "all_heads"
         self.q_norm = self.k_norm = None
         if config.qk_norm and self.norms_all_heads:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modeling.dims import Dim
-from modeling.linear import Linear
+from modeling.linear import Bias, Linear
 from modeling.positions import ALL_POSITIONS
 
 
@@ -16,11 +16,12 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
         self.up = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
-        self.down = Linear(d_model, d_ff, ("d_model", inner), bias=bias, is_residual=True)
+        self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
+        self.down_bias = Bias(d_model, "d_model") if bias else None
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
-        inner = F.silu(self.gate(hidden)) * self.up(hidden)
-        return self.down.add_bias(self.positions.scatter_sum(self.down.product(inner)))
+        summed = self.positions.scatter_sum(self.down(F.silu(self.gate(hidden)) * self.up(hidden)))
+        return summed if self.down_bias is None else self.down_bias(summed)

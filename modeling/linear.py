@@ -1,4 +1,4 @@
-"""A matrix product whose weight has named dims, and a bias where asked for."""
+"""A matrix product whose weight has named dims, and biases."""
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,15 @@ class Linear(nn.Module):
         """From (..., n_in) to (..., n_out)."""
         return F.linear(inputs, self.weight, self.bias)
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """Without the bias: for a product that is a summand of the whole on each of several ranks."""
-        return F.linear(inputs, self.weight)
 
-    def add_bias(self, outputs: Tensor) -> Tensor:
-        """The bias added to what ``product`` gave."""
-        return outputs if self.bias is None else outputs + self.bias
+class Bias(nn.Module):
+    """A bias of its own, for a matrix product that is the sum over several ranks: it is added to the sum, once."""
+
+    def __init__(self, size: int, dim: Dim) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(size))
+        self.stated = {"bias": Weight((dim,), "zeros")}
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """``outputs`` (..., size) with the bias added."""
+        return outputs + self.bias

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from modeling.attention import Attention
 from modeling.decoder import Decoder, Embedding
 from modeling.feed_forward import SwiGLU
-from modeling.loss import IGNORE, Head
-from modeling.norm import RMSNorm
 from modeling.loss import IGNORE, Head, z_slope
+from modeling.norm import RMSNorm
 from modeling.positions import Positions
 from parallel.collectives import gather_sequence, scatter_sum_sequence, sum_both_ways
 from parallel.layout import AXIS_OF

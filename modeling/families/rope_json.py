@@ -78,7 +78,7 @@ def number(given: Mapping[str, Any], content: Mapping[str, Any], name: str, defa
 
 def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]) -> RopeScaling:
     """The scaling with these keys. A factor that is left out is the longest sequence over the original one."""
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(f"rope_type must be one of default, {', '.join(SCALINGS)}")
     scaling = SCALINGS[kind]
     names = {ORIGINAL.get(each.name, each.name): each.name for each in fields(scaling) if each.name != "name"}

@@ -29,7 +29,7 @@ QKV_BIAS = {
     "layers.{layer}.attention.k.bias": "model.layers.{layer}.self_attn.k_proj.bias",
     "layers.{layer}.attention.v.bias": "model.layers.{layer}.self_attn.v_proj.bias",
 }
-O_BIAS = {"layers.{layer}.attention.o.bias": "model.layers.{layer}.self_attn.o_proj.bias"}
+O_BIAS = {"layers.{layer}.attention.o_bias.bias": "model.layers.{layer}.self_attn.o_proj.bias"}
 FEED_FORWARD = {
     "layers.{layer}.feed_forward.gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
     "layers.{layer}.feed_forward.up.weight": "model.layers.{layer}.mlp.up_proj.weight",
@@ -38,7 +38,7 @@ FEED_FORWARD = {
 FEED_FORWARD_BIAS = {
     "layers.{layer}.feed_forward.gate.bias": "model.layers.{layer}.mlp.gate_proj.bias",
     "layers.{layer}.feed_forward.up.bias": "model.layers.{layer}.mlp.up_proj.bias",
-    "layers.{layer}.feed_forward.down.bias": "model.layers.{layer}.mlp.down_proj.bias",
+    "layers.{layer}.feed_forward.down_bias.bias": "model.layers.{layer}.mlp.down_proj.bias",
 }
 EXPERTS = {
     "layers.{layer}.feed_forward.router.weight": "model.layers.{layer}.mlp.gate.weight",

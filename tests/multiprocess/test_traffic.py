@@ -37,6 +37,9 @@ LATENT = dataclasses.replace(
     qk_norm=False,
     mla=MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=7),
 )
+POST_NORM = dataclasses.replace(  # norms over all heads, whose means cross tp
+    MOE_MODEL, family="olmo2", moe=None, d_head=None, norm_placement="post", qk_norm_over="all_heads", o_bias=True
+)
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 RING = {"cp_attention": "ring"}
@@ -79,6 +82,8 @@ def slow(*values: Any) -> Any:
                 {"zero": 3, **FULL, "micro_batch_size": 1},
             ],
         ),
+        (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}]),
+        slow(2, {"tp": 2}, POST_NORM, [{"zero": 1, **SELECTIVE}, {"zero": 3, **BF16}]),
         slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
         slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),
         slow(2, {"tp": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 1, **FP16, **SELECTIVE}, {"zero": 3, **BF16, **FULL}]),

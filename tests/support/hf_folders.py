@@ -26,7 +26,7 @@ def save_hf_model(
     special = SpecialTokens(eos=0) if tokenizer else SpecialTokens()
     written = to_config_json(config, SEQ_LEN, special, str(dtype).removeprefix("torch."))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), dtype=dtype, trust_remote_code=False)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("norm.weight", "e_score_correction_bias")):

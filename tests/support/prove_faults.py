@@ -146,7 +146,7 @@ FAULTS = [
     Fault("evaluation: router counts left behind", "router counts", "layer 1 (step 1)"),
     Fault("evaluation: router biases moved", UNCHANGED, "layers.1.feed_forward.router.bias, before the steps", BIAS),
     Fault("latent projections' gradients not summed over tp", "gradients", "layers.0.attention.kv_a", (*TP, *LATENT)),
-    Fault("a bias added on every rank of tp", "gradients", "layers.0.attention.o.bias", (*TP, *OLMO2)),
+    Fault("a bias added on every rank of tp", "gradients", "layers.0.attention.o_bias.bias", (*TP, *OLMO2)),
     Fault("a norm over the heads of one rank", "modules' outputs", "layers.0.attention, sample", (*TP, *OLMO2)),
     Fault("a norm over all heads: gradient of one rank", "gradients", EVERY_GRADIENT, (*TP, *OLMO2)),
     Fault("head's z-loss times dp", "gradients", "the head's z-loss x 2.0000 (= dp", HEAD_Z),

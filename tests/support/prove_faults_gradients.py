@@ -88,11 +88,10 @@ def leave_gradients_unset(engine: Any) -> None:
 
 
 def add_biases_before_sums() -> None:
-    """A bias belongs to each summand of a product that is cut over tp, instead of to the sum."""
-    from modeling.linear import Linear
+    """A bias belongs to each summand of a product that is cut over tp = 2, instead of to the sum."""
+    from modeling.linear import Bias
 
-    Linear.product = Linear.forward
-    Linear.add_bias = lambda self, outputs: outputs
+    Bias.forward = lambda self, outputs: outputs + 2 * self.bias
 
 
 def norm_own_heads() -> None:
@@ -109,6 +108,8 @@ def keep_norms_gradient_at_home() -> None:
     from parallel.collectives import sum_forward
 
     tensor.sum_both_ways = sum_forward
+
+
 def weigh_head_z_loss(factor: float) -> None:
     """The head's z-loss is trained with another coefficient."""
     import modeling.loss as loss

@@ -83,7 +83,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown family": ({"model_type": "mamba"}, 'one/config.json: model_type="mamba" must be one of llama, '),
     "a list": ({"model_type": ["llama"]}, 'one/config.json: model_type=["llama"] must be one of llama, '),
     "no family": ({"model_type": None}, "one/config.json: model_type=null must be one of llama, "),
-    "biases": ({"attention_bias": True}, "one/config.json: attention_bias=true is not possible with model.family=glm4"),
+    "groups": ({"n_group": 3}, "one/config.json: n_group=3 is not possible with model.family=glm4"),
+    "biases": ({"attention_bias": 1}, "one/config.json: attention_bias=1 is not possible with model.family=glm4"),
     "activation": ({"hidden_act": "gelu"}, 'one/config.json: hidden_act="gelu" is not possible'),
     "newer": ({"new_key": 7}, "one/config.json: new_key=7 is not known with model.family=glm4_moe; remove it if"),
     "quantized": (
@@ -113,9 +114,9 @@ def test_a_config_that_is_not_ours(case: str, here: Path, capsys: pytest.Capture
 
 
 def test_each_key_that_is_not_ours_has_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit("one/config.json", lambda content: content.update(new=1, newer=2, attention_bias=True))
+    edit("one/config.json", lambda content: content.update(new=1, newer=2, n_group=3))
     keys = [line.removeprefix("one/config.json: ").partition("=")[0] for line in refused(capsys, "one")]
-    assert sorted(keys) == ["attention_bias", "new", "newer"]
+    assert sorted(keys) == ["n_group", "new", "newer"]
 
 
 @pytest.mark.parametrize(
@@ -288,8 +289,8 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         "HF_DIR=one must hold model.layers.1.mlp.experts.5.up_proj.weight [24, 32], and no file does; download",
     ),
     "unexpected": (
-        lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
-        f"one/{ONE_FILE}: model.layers.0.self_attn.q_proj.bias is no tensor of this model, and would not be read; ",
+        lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(32)}),
+        f"one/{ONE_FILE}: model.layers.0.self_attn.o_proj.bias is no tensor of this model, and would not be read; ",
     ),
     "an expert too many": (
         lambda tensors: tensors.update({"model.layers.1.mlp.experts.6.up_proj.weight": torch.ones(24, 32)}),

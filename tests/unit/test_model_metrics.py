@@ -42,7 +42,7 @@ def test_passes_and_layers_are_combined_as_the_metric_says(monkeypatch) -> None:
         for layer in (2, 1):
             values = (1.0 * layer, -1.0 * number * layer, 3.0, 10.0 * number, float(number + layer))
             layers[layer] = Stats(torch.tensor([number, layer]), *map(torch.tensor, values))
-        sums.add(Output(logits_BSV=None, loss=torch.tensor(2.0), stats=layers))
+        sums.add(Output(torch.tensor(2.0), None, z_loss=torch.tensor(0.0), stats=layers))
     totals = sums.over_ranks(lone_mesh(torch.device("cpu")), StopRequest())
     assert totals.loss == 4.0
     assert {layer: counts.tolist() for layer, counts in totals.counts.items()} == {1: [3, 2], 2: [3, 4]}
