@@ -82,7 +82,7 @@ def write_export(
     if problems:
         raise UserError(problems)
     special = special_tokens(tokenizer)
-    out = out.absolute()
+    given, out = out, out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.name}.partial-{os.getpid()}")
     hidden.mkdir()
@@ -92,6 +92,11 @@ def write_export(
             rewrite_tokenizer_config(hidden)
         torch_dtype = DTYPES[dtype or "fp32"]
         write_configs(hidden, config, seq_len, special, torch_dtype)
+        if tokenizer is not None and (other := other_tokenizer(hidden)) is not None:
+            told = (
+                f"transformers' AutoTokenizer takes {other} for model.family={config.family}, whatever tokenizer.json"
+            )
+            tell(f"OUT={given}: {told} says, and splits text otherwise; load it by PreTrainedTokenizerFast")
         write_weights(hidden, tensors, config, torch_dtype, shard_bytes)
         if check is not None:
             check(hidden)
@@ -109,6 +114,16 @@ def out_problems(out: Path) -> list[str]:
         ]
     rule = why_not_writable(out.absolute().parent)
     return [f"OUT={out} {rule}; choose another place"] if rule is not None else []
+
+
+def other_tokenizer(folder: Path) -> str | None:
+    """The class by which transformers reads the folder's tokenizer as another one; None where it is taken as it is."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return None if json.loads(loaded.backend_tokenizer.to_str()) == json.loads(ours.to_str()) else type(loaded).__name__
 
 
 def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:

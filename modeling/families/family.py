@@ -42,6 +42,7 @@ class Family:
     heads_divide_d_model: bool = False  # also where d_head is given
     equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that one key tells
     turns_a_part: bool = False  # the class reads partial_rotary_factor
+    scales_rope: bool = True  # the class reads rope_scaling, in both versions
     # a config.json with keys filled in whose values follow from others, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     published: Mapping[str, ModelConfig]  # the sizes of well-known models
@@ -55,7 +56,8 @@ class Family:
     def told(self) -> set[str]:
         """Our fields that config.json tells, dotted."""
         told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
-        return told | {"family", "rope_theta", "rope_scaling"} | ({"rope_fraction"} if self.turns_a_part else set())
+        rope = {"rope_theta": True, "rope_fraction": self.turns_a_part, "rope_scaling": self.scales_rope}
+        return told | {"family"} | {name for name, is_told in rope.items() if is_told}
 
     def has(self, section: str) -> bool:
         """Whether the class has the part of a model that an optional section of our config describes, such as "moe"."""

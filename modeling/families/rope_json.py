@@ -61,6 +61,8 @@ def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]
     extra = {name: value for name, value in given.items() if name not in PLAIN}
     if kind == "default" and not extra:
         return values
+    if not family.scales_rope:
+        raise ValueError(f"{key}={shown(given)} is not possible, frequencies are not scaled")
     try:
         return {**values, "rope_scaling": read_scaling(kind, extra, content)}
     except ValueError as error:

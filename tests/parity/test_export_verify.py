@@ -35,7 +35,9 @@ def names(folder: Path | str = ".") -> set[str]:
 def test_what_is_written_is_verified(family: FamilyName, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(family)
     assert main(["export", "run", "out", "--verify", "--dtype", dtype]) == 0
-    assert capsys.readouterr() == ("run -> out, and transformers computes the same from it\n", "")
+    said = capsys.readouterr()
+    assert said.out == "run -> out, and transformers computes the same from it\n"
+    assert said.err == "" or (family == "qwen2" and len(said.err.splitlines()) == 1)  # of its tokenizer
     assert names() == {"run", "out"}
 
 

@@ -14,7 +14,7 @@ from modeling.decoder import Decoder, DecoderLayer, build_decoder
 from modeling.moe import MoE
 from small_models import build, configs, example_config, next_tokens, packed_rows
 
-FEW = settings(max_examples=20, deadline=None, derandomize=True)
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from byte_tokenizer import save_byte_tokenizer
 from data.tokenizer import INFO
@@ -31,7 +32,7 @@ from saved_runs import save_run
 from small_models import build, configs, example_config, tensors_of
 from warnings_seen import no_warnings
 
-FEW = settings(max_examples=20, deadline=None, derandomize=True)
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 def write_example(family: FamilyName, out: Path, **options: object) -> tuple[ModelConfig, Decoder]:
@@ -68,7 +69,8 @@ def test_config_means_in_transformers_what_it_says(family: FamilyName) -> None:
             if key in ("dtype", "torch_dtype"):
                 assert read.dtype == torch.bfloat16
             else:
-                assert getattr(read, key) == value, key
+                seen = getattr(read, key)
+                assert seen == value or (key == "sliding_window" and not seen and value is None), key
 
     check()
 
@@ -109,7 +111,7 @@ def test_half_precision(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) ->
 @pytest.mark.parametrize(("d_model", "d_ff"), [(16, 24), (20, 24), (16, 12), (12, 4)])
 def test_widths_that_a_dtype_cannot_have(family: FamilyName, d_model: int, d_ff: int, tmp_path: Path) -> None:
     """What is refused really fails in transformers, what is not runs; nothing is left of what is refused."""
-    config = example_config(family, d_model=d_model)
+    config = example_config(family, d_model=d_model, n_heads=2, n_kv_heads=2)
     if config.moe is not None:
         config = replace(config, moe=replace(config.moe, d_ff=d_ff))
     tensors = tensors_of(build(config, 3))
@@ -164,6 +166,25 @@ def test_tokenizer_and_generation(family: FamilyName, tmp_path: Path) -> None:
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id == 0
     assert model.config.max_position_embeddings == 64
     assert not (tmp_path / "out" / INFO).exists()  # ours alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tokenizer_that_transformers_replaces_is_told(
+    family: FamilyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For qwen2, version 5 splits text by that model's own rule, whatever tokenizer.json says."""
+    corpus = ["def f(x):\n    return 12345", "naïve café"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=90, special_tokens=["<|end|>"]))
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer/tokenizer.json"))
+    config = example_config(family, vocab_size=200)
+    write_export(tensors_of(build(config, 3)).items(), config, 64, tmp_path / "tokenizer", tmp_path / "out")
+    said = capsys.readouterr().err
+    assert ("takes Qwen2Tokenizer for model.family=qwen2" in said) == (family == "qwen2")
+    plain = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    assert [plain(text)["input_ids"] for text in corpus] == [tokenizer.encode(text).ids for text in corpus]
 
 
 def test_shapes_are_checked_on_reading() -> None:

@@ -50,7 +50,7 @@ from warnings_seen import no_warnings
 LOGITS_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-5
 TIE_GAP = 1e-5  # DESIGN.md section 2.8
-FEW = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True)

@@ -222,8 +222,8 @@ def test_loading_is_silent_and_complete(cases: list[Case], version: str) -> None
 def test_tokenizers(cases: list[Case], version: str) -> None:
     """Each text's ids, with special tokens and without, and the text from them, are the run's own tokenizer's."""
     for case in cases:
-        if case.tokenizer is None:
-            continue
+        if case.tokenizer is None or (case.config.family == "qwen2" and version == "installed"):
+            continue  # for qwen2 version 5 takes a class of its own, as the export says: test_model_export.py
         _, found = case.seen(version)
         ours = Tokenizer.from_file(str(case.tokenizer / "tokenizer.json"))
         loaded = load_origin(str(case.tokenizer))

@@ -14,10 +14,13 @@ from launcher.config.rules import check
 from launcher.prove.shrink import FEW_RANKS
 from launcher.slurm.profile import read_profile
 from launcher.slurm.sweep import load_sweep
+from modeling.config import FAMILIES
 from modeling.counts import count_parameters
+from modeling.families.family import family_of
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+MODELS = {path.stem: path for path in sorted((ROOT / "configs" / "models").glob("*.yaml"))}
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
 RUN = re.compile(r"^# Run: roundtable (train|submit) (configs/\S+)(.*)$", re.MULTILINE)
 
@@ -91,3 +94,20 @@ def test_the_sizes_that_the_comments_name():
     moe = count_parameters(load_config(ROOT / "configs" / "moe_four_nodes.yaml").model)
     assert round(dense.total / 1e6) == 101
     assert (round(moe.total / 1e9), round(moe.active / 1e9, 1)) == (10, 1.6)
+
+
+def test_each_published_size_has_its_file():
+    """Its model is the one that its family's table has, and the comment has its counts."""
+    published = {
+        name.lower().replace(".", "-"): (name, model)
+        for family in FAMILIES
+        for name, model in family_of(family).published.items()
+    }
+    assert MODELS.keys() == published.keys()
+    for stem, path in MODELS.items():
+        name, model = published[stem]
+        config, counts = load_config(path), count_parameters(model)
+        assert config.name == stem and config.model == model
+        assert check(config, 1) == []
+        active = "" if counts.active == counts.total else f", {counts.active:,} active"
+        assert path.read_text().startswith(f"# {name}: {counts.total:,} parameters{active}.\n")
