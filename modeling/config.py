@@ -16,8 +16,17 @@ from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal[
-    *("llama", "mistral", "qwen2", "olmo2"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"),
+    "llama",
+    "mistral",
+    "qwen2",
+    "olmo2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
