@@ -15,13 +15,11 @@ from modeling.families.shared import (
     EXPERTS,
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
-    LAYER_TYPES,
     LEADING_LAYERS,
     QKV_BIAS,
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
-    USED_WINDOW_KEYS,
-    WINDOW,
+    full_layers,
     layer_types,
 )
 
@@ -31,37 +29,13 @@ SHARED_EXPERT = {
     "layers.{layer}.feed_forward.shared.down.weight": "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
     "layers.{layer}.feed_forward.shared_gate.weight": "model.layers.{layer}.mlp.shared_expert_gate.weight",
 }
-DEFAULTS = {
-    **DECODER_DEFAULTS,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "layer_types": None,
-    "max_window_layers": 28,
-    "mlp_only_layers": None,
-    "moe_intermediate_size": 1408,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "qkv_bias": True,
-    "shared_expert_intermediate_size": 5632,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
 
 
-def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, every second layer below max_window_layers has the window."""
-    values = {**DEFAULTS, **content}
-    window = values["sliding_window"] if values["use_sliding_window"] else None
-    types, n_layers = values["layer_types"], values["num_hidden_layers"]
-    if types is None and isinstance(n_layers, int):
-        last = 0 if window is None else values["max_window_layers"]
-        types = layer_types(n_layers, [layer for layer in range(n_layers) if layer % 2 or layer >= last])
-    return {**content, "sliding_window": window, "layer_types": types}
+def all_full(types: Any) -> Mapping[str, Any]:
+    """No field of ours: no layer has a window. ValueError where one does."""
+    if types is not None and "full_attention_layers" in full_layers(types):
+        raise ValueError("every layer must be full_attention, since versions 4 and 5 differ in the others")
+    return {}
 
 
 FAMILY = Family(
@@ -71,9 +45,9 @@ FAMILY = Family(
         **DECODER_KEYS,
         **FEED_FORWARD_KEYS,
         **EXPERT_KEYS,
-        "sliding_window": "sliding_window",
-        "layer_types": LAYER_TYPES,
-        **USED_WINDOW_KEYS,
+        "layer_types": Key(
+            ours=(), write=lambda config: layer_types(config.n_layers, range(config.n_layers)), read=all_full
+        ),
         "mlp_only_layers": LEADING_LAYERS,
         "num_experts": "moe.n_experts",
         "qkv_bias": "qkv_bias",
@@ -83,14 +57,34 @@ FAMILY = Family(
             read=lambda width: {"moe.shared_d_ff": width},
         ),
     },
-    constants={**DECODER_CONSTANTS, "decoder_sparse_step": 1},
-    ignored=ROUTER_LOSS,
-    defaults=DEFAULTS,
+    constants={**DECODER_CONSTANTS, "decoder_sparse_step": 1, "use_sliding_window": False},
+    ignored={**ROUTER_LOSS, "sliding_window": None, "max_window_layers": 28},  # of a window that is not used
+    defaults={
+        **DECODER_DEFAULTS,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "layer_types": None,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "shared_expert_intermediate_size": 5632,
+        "vocab_size": 151936,
+    },
     aliases={"num_local_experts": "num_experts"},
-    completed=completed,
     # models/qwen2_moe: d_model / n_heads channels a head; one shared expert of its own width, gated, in each MoE layer.
-    allowed={**SOFTMAX_ROUTER, "d_head": (None,), "moe.n_shared_experts": (1,), "moe.shared_gate": (True,)},
-    at_least=WINDOW,
+    allowed={
+        **SOFTMAX_ROUTER,
+        "sliding_window": (None,),
+        "d_head": (None,),
+        "moe.n_shared_experts": (1,),
+        "moe.shared_gate": (True,),
+    },
     published={
         "Qwen1.5-MoE-A2.7B": ModelConfig(
             family="qwen2_moe",

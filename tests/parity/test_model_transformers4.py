@@ -30,6 +30,7 @@ from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
 from modeling.generate import generate
+from modeling.rope_scaling import YarnScaling
 from modeling.router import SCORES, Router, Routing
 from small_models import LENGTHS, Rows, build, configs, example_config, expressible, packed_rows, tensors_of
 from tokenizers_of_kinds import KINDS, TEXTS, save_tokenizer_of
@@ -42,6 +43,7 @@ LOGITS_TOLERANCE = 2e-5
 TIE_GAP = 1e-4  # far above what rounding moves
 RANDOM_MODELS = 6  # of each family
 VERSIONS = ["4", "installed"]
+UNPACKED_IN_4 = ("qwen2_moe", "olmoe")  # of these, version 4 does not read from position_ids where documents begin
 
 
 @dataclass
@@ -126,8 +128,10 @@ def make_case(name: str, config: ModelConfig, folder: Path, dtype: Precision = "
 
 
 def is_allowed(config: ModelConfig) -> bool:
-    """Whether a run could have such a model."""
-    return not any(check_family(config))
+    """Whether a run could have such a model, and both versions compute the same of it (docs/families.md)."""
+    scaling = config.rope_scaling
+    scales_scores = isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None
+    return not any(check_family(config)) and not (config.family == "deepseek_v2" and scales_scores)
 
 
 def random_configs(family: FamilyName) -> list[ModelConfig]:
@@ -203,11 +207,13 @@ def test_logits_and_generation(cases: list[Case], version: str) -> None:
         assert found["version"].startswith("4.") == (version == "4")
         alone, packed = unpacked(case.rows), case.rows
         for name, rows in (("logits_BSV", alone), ("packed_BSV", packed)):
+            if name == "packed_BSV" and version == "4" and case.config.family in UNPACKED_IN_4:
+                continue
             error = close(seen[name], case.model(rows.tokens_BS, rows.context()).logits_BSV)
             problems += [f"{case.name}: {name} differ by {error:.1e}"] if error > LOGITS_TOLERANCE else []
         greedy_BS = generate(case.model, packed.tokens_BS[:, :7], NEW_TOKENS, temperature=0.0)
         problems += [] if torch.equal(seen["greedy_BS"], greedy_BS) else [f"{case.name}: other tokens generated"]
-    assert problems == []
+    assert not problems, "\n".join(problems)
 
 
 def test_loading_is_silent_and_complete(cases: list[Case], version: str) -> None:
