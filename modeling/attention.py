@@ -35,7 +35,9 @@ class Attention(nn.Module):
         super().__init__()
         self.sliding_window = config.window_of(layer)
         self.o_bias = Bias(config.d_model, "d_model") if config.o_bias else None
-        self.rotary = Rotary(config.rope_dim, config.rope_theta, config.rope_scaling)
+        is_local = self.sliding_window is not None and config.local_rope_theta is not None
+        theta = config.local_rope_theta if is_local and config.local_rope_theta is not None else config.rope_theta
+        self.rotary = Rotary(config.rope_dim, theta, None if is_local else config.rope_scaling)
         self.core: AttentionCore = attend
         self.positions = ALL_POSITIONS
 
@@ -64,13 +66,15 @@ class GroupedQueryAttention(Attention):
         self.v = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
         self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), is_residual=True)
         self.norms_all_heads = config.qk_norm_over == "all_heads"
+        self.score_factor = 1.0 if config.score_channels is None else (d_head / config.score_channels) ** 0.5
         self.q_norm = self.k_norm = None
+        adds_one = config.norm_adds_one
         if config.qk_norm and self.norms_all_heads:
-            self.q_norm = RMSNorm(config.n_heads * d_head, config.norm_eps, "heads")
-            self.k_norm = RMSNorm(config.n_kv_heads * d_head, config.norm_eps, "kv_heads")
+            self.q_norm = RMSNorm(config.n_heads * d_head, config.norm_eps, "heads", adds_one=adds_one)
+            self.k_norm = RMSNorm(config.n_kv_heads * d_head, config.norm_eps, "kv_heads", adds_one=adds_one)
         elif config.qk_norm:
-            self.q_norm = RMSNorm(d_head, config.norm_eps, "d_head")
-            self.k_norm = RMSNorm(d_head, config.norm_eps, "d_head")
+            self.q_norm = RMSNorm(d_head, config.norm_eps, "d_head", adds_one=adds_one)
+            self.k_norm = RMSNorm(d_head, config.norm_eps, "d_head", adds_one=adds_one)
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC), the first two normed and turned."""
@@ -81,7 +85,8 @@ class GroupedQueryAttention(Attention):
         v_BSGC = self.v(hidden_BSD).unflatten(-1, (-1, self.d_head))
         if not self.norms_all_heads:
             q_BSHC, k_BSGC = self.normed(q_BSHC, k_BSGC)
-        return rotate(q_BSHC, rope), rotate(k_BSGC, rope), v_BSGC
+        q_BSHC = rotate(q_BSHC, rope)
+        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, rotate(k_BSGC, rope), v_BSGC
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, each normed over its last dim where there are norms."""

@@ -20,6 +20,7 @@ FamilyName = Literal[
     "mistral",
     "qwen2",
     "olmo2",
+    "gemma3_text",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
@@ -33,6 +34,8 @@ FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Count = Annotated[int, Interval(ge=1, le=2**16)]
 Width = Annotated[int, Interval(ge=1, le=2**24)]
 Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
+Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
+ActivationName = Literal["silu", "gelu_tanh"]  # modeling.feed_forward.ACTIVATIONS has each one's formula
 ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
 
 
@@ -182,18 +185,25 @@ class ModelConfig:
     d_head: Count | None = field(default=None, metadata={"usual": 64})
     d_ff: Width = 1408  # width of a dense feed-forward layer
     tie_embeddings: bool = False  # the head is the embedding's weight
-    # where a block is normed: its input, or its output before that joins the residual stream
-    norm_placement: Literal["pre", "post"] = "pre"
+    # where a block is normed: its input, its output before that joins the residual stream, or both
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_adds_one: bool = False  # norms multiply by one and their weight, which starts at zero
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "all_heads"] = "head"  # which channels a norm of queries or keys is over
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
     o_bias: bool = False  # attention's output projection has a bias
     ff_bias: bool = False  # dense feed-forward layers' projections have biases
+    activation: ActivationName = "silu"  # of the gates in dense feed-forward layers and shared experts
+    embedding_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor of the embedded tokens
+    # attention's scores are divided by its root; None: channels of a head
+    score_channels: Annotated[float, Interval(ge=1e-6, le=1e12)] | None = field(default=None, metadata={"usual": 64.0})
     # a token sees itself and so many less one before it; None: all
     sliding_window: Width | None = field(default=None, metadata={"usual": 1024})
     # layers (from 0) whose tokens see all before them all the same
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
-    rope_theta: Annotated[float, Interval(ge=1.0, le=1e12)] = 10000.0  # base of the rotary frequencies
+    rope_theta: Theta = 10000.0  # base of the rotary frequencies
+    # base of the frequencies in layers with a sliding window, which are not scaled; None: rope_theta, scaled as in all
+    local_rope_theta: Theta | None = field(default=None, metadata={"usual": 10000.0})
     # so large a part of a head's channels turns, the first ones
     rope_fraction: Annotated[float, Interval(ge=1e-3, le=1.0)] = 1.0
     rope_scaling: RopeScaling | None = None

@@ -15,7 +15,7 @@ from modeling.attention import Attention, build_attention
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.dims import Weight
-from modeling.feed_forward import SwiGLU
+from modeling.feed_forward import GatedFeedForward
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
@@ -52,7 +52,10 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each normed before or after and added to the residual stream."""
+    """Attention and feed-forward, each normed and added to the residual stream.
+
+    The norms are of their inputs, or with ``norms_outputs`` of what they put out. With post norms it is both.
+    """
 
     def __init__(
         self,
@@ -60,9 +63,11 @@ class DecoderLayer(nn.Module):
         attention_norm: RMSNorm,
         attention: Attention,
         feed_forward_norm: RMSNorm,
-        feed_forward: SwiGLU | MoE,
+        feed_forward: GatedFeedForward | MoE,
         *,
         norms_outputs: bool,
+        attention_post_norm: RMSNorm | None = None,
+        feed_forward_post_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -71,16 +76,17 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
         self.norms_outputs = norms_outputs
+        self.attention_post_norm = attention_post_norm
+        self.feed_forward_post_norm = feed_forward_post_norm
 
     def forward(
         self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """hidden_BSD after this layer, and its router's statistics if it has one."""
-        if self.norms_outputs:
-            hidden_BSD = hidden_BSD + self.attention_norm(self.attention(hidden_BSD, context, cache))
-        else:
-            hidden_BSD = hidden_BSD + self.attention(self.attention_norm(hidden_BSD), context, cache)
-        return self.add_feed_forward(hidden_BSD, context)
+        in_BSD = hidden_BSD if self.norms_outputs else self.attention_norm(hidden_BSD)
+        after = self.attention_norm if self.norms_outputs else self.attention_post_norm
+        out_BSD = self.attention(in_BSD, context, cache)
+        return self.add_feed_forward(hidden_BSD + (out_BSD if after is None else after(out_BSD)), context)
 
     def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
         """The second half of the layer."""
@@ -89,7 +95,8 @@ class DecoderLayer(nn.Module):
             out_BSD, stats = self.feed_forward(in_BSD, context.between_layers, self.layer)
         else:
             out_BSD = self.feed_forward(in_BSD)
-        return hidden_BSD + (self.feed_forward_norm(out_BSD) if self.norms_outputs else out_BSD), stats
+        after = self.feed_forward_norm if self.norms_outputs else self.feed_forward_post_norm
+        return hidden_BSD + (out_BSD if after is None else after(out_BSD)), stats
 
 
 class Decoder(nn.Module):
@@ -108,18 +115,28 @@ class Decoder(nn.Module):
         layers: list[DecoderLayer],
         final_norm: RMSNorm | None,
         head: Head | None,
+        embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
         self.register_module("final_norm", final_norm)
         self.register_module("head", head)
+        self.embedding_scale = embedding_scale
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""
         shared = [self.layers[str(layer)] for layer in layers]
         norm, head = (self.final_norm, self.head) if has_head else (None, None)
-        return Decoder(self.embed if has_embedding else None, cast(list[DecoderLayer], shared), norm, head)
+        return Decoder(
+            self.embed if has_embedding else None, cast(list[DecoderLayer], shared), norm, head, self.embedding_scale
+        )
+
+    def scaled(self, hidden_BSD: Tensor) -> Tensor:
+        """Embedded tokens times ``embedding_scale``, which is rounded to their dtype as Gemma's is."""
+        if self.embedding_scale == 1:
+            return hidden_BSD
+        return hidden_BSD * torch.full((), self.embedding_scale, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
 
     def forward(
         self, inputs: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
@@ -128,7 +145,7 @@ class Decoder(nn.Module):
 
         ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder has no embedding.
         """
-        hidden_BSD = inputs if self.embed is None else self.embed(inputs)
+        hidden_BSD = inputs if self.embed is None else self.scaled(self.embed(inputs))
         output = Output(None, None)
         for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
@@ -157,17 +174,19 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     head = Head(config.vocab_size, config.d_model, config.z_loss)
     if config.tie_embeddings:
         head.weight = embed.weight
-    final_norm = RMSNorm(config.d_model, config.norm_eps)
-    return Decoder(embed, [build_layer(config, layer) for layer in numbers], final_norm, head)
+    final_norm = RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
+    layers = [build_layer(config, layer) for layer in numbers]
+    return Decoder(embed, layers, final_norm, head, config.embedding_scale)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     """Layer number ``layer``."""
     if config.moe is not None and config.is_moe_layer(layer):
-        feed_forward = build_moe(config.moe, config.d_model)
+        feed_forward = build_moe(config.moe, config.d_model, config.activation)
     else:
-        feed_forward = SwiGLU(config.d_model, config.d_ff, bias=config.ff_bias)
-    norms = [RMSNorm(config.d_model, config.norm_eps) for _ in range(2)]
+        feed_forward = GatedFeedForward(config.d_model, config.d_ff, bias=config.ff_bias, activation=config.activation)
+    n_norms = 4 if config.norm_placement == "both" else 2
+    norms = [RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one) for _ in range(n_norms)]
     return DecoderLayer(
         layer,
         norms[0],
@@ -175,4 +194,6 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
         norms[1],
         feed_forward,
         norms_outputs=config.norm_placement == "post",
+        attention_post_norm=norms[2] if n_norms == 4 else None,
+        feed_forward_post_norm=norms[3] if n_norms == 4 else None,
     )

@@ -1,27 +1,39 @@
-"""The dense feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+"""The dense feed-forward layer: a gated linear unit (Shazeer 2020, arXiv:2002.05202), SwiGLU or GeGLU."""
+
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modeling.config import ActivationName
 from modeling.dims import Dim
 from modeling.linear import Bias, Linear
 from modeling.positions import ALL_POSITIONS
 
+ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)). ``positions`` is the seam of tensor parallelism."""
 
-    def __init__(self, d_model: int, d_ff: int, inner: Dim = "d_ff", *, bias: bool = False) -> None:
+class GatedFeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)). ``positions`` is the seam of tensor parallelism."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, inner: Dim = "d_ff", *, bias: bool = False, activation: ActivationName = "silu"
+    ) -> None:
         """``inner`` is the name of the dim of size ``d_ff``."""
         super().__init__()
         self.gate = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
         self.up = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
         self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
         self.down_bias = Bias(d_model, "d_model") if bias else None
+        self.activation = ACTIVATIONS[activation]
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
-        summed = self.positions.scatter_sum(self.down(F.silu(self.gate(hidden)) * self.up(hidden)))
+        summed = self.positions.scatter_sum(self.down(self.activation(self.gate(hidden)) * self.up(hidden)))
         return summed if self.down_bias is None else self.down_bias(summed)

@@ -87,9 +87,9 @@ def _places(model: Decoder) -> dict[str, tuple[int, Half]]:
     found: dict[str, tuple[int, Half]] = {}
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
-        halves: dict[str, Half] = {"attention_norm": "attention", "attention": "attention"}
+        of_attention = ("attention_norm", "attention", "attention_post_norm")
         for child, module in layer.named_children():
-            half = halves.get(child, "feed_forward")
+            half: Half = "attention" if child in of_attention else "feed_forward"
             for name, _ in (*module.named_parameters(), *module.named_buffers()):
                 found[f"layers.{number}.{child}.{name}"] = (layer.layer, half)
     return found

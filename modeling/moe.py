@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses
-from modeling.config import MoEConfig, SequenceAuxBalance
+from modeling.config import ActivationName, MoEConfig, SequenceAuxBalance
 from modeling.context import Context
 from modeling.dims import Weight
-from modeling.feed_forward import SwiGLU
+from modeling.feed_forward import GatedFeedForward
 from modeling.kernels.experts import experts_grouped
 from modeling.linear import Linear
 from modeling.metrics import Metric
@@ -74,7 +74,7 @@ class MoE(nn.Module):
         *,
         router: Router,
         experts: Experts,
-        shared: SwiGLU | None,
+        shared: GatedFeedForward | None,
         shared_gate: Linear | None,
         balance_coefficient: float,
         z_loss: float,
@@ -138,13 +138,13 @@ class MoE(nn.Module):
         return sequence_balance_losses(self.add_sequence_sums(sums_BX), top_k)
 
 
-def build_moe(config: MoEConfig, d_model: int) -> MoE:
+def build_moe(config: MoEConfig, d_model: int, activation: ActivationName) -> MoE:
     """One MoE feed-forward layer."""
     width = config.shared_width
     return MoE(
         router=build_router(config, d_model),
         experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
-        shared=SwiGLU(d_model, width, "shared_d_ff") if width else None,
+        shared=GatedFeedForward(d_model, width, "shared_d_ff", activation=activation) if width else None,
         shared_gate=Linear(1, d_model, ("one", "d_model")) if width and config.shared_gate else None,
         balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
         z_loss=config.z_loss,

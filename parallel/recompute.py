@@ -48,6 +48,8 @@ class RecomputedLayer(DecoderLayer):
             layer.feed_forward_norm,
             layer.feed_forward,
             norms_outputs=layer.norms_outputs,
+            attention_post_norm=layer.attention_post_norm,
+            feed_forward_post_norm=layer.feed_forward_post_norm,
         )
         self.again = again
 

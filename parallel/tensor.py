@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from modeling.attention import Attention
 from modeling.decoder import Decoder, Embedding
-from modeling.feed_forward import SwiGLU
+from modeling.feed_forward import GatedFeedForward
 from modeling.loss import IGNORE, Head, z_slope
 from modeling.norm import RMSNorm
 from modeling.positions import Positions
@@ -26,7 +26,7 @@ def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
     """Makes the decoder compute with its cut weights. Call after the weights are cut; changes no value."""
     shared = SharedPositions(axis)
     for module in model.modules():
-        if isinstance(module, Attention | SwiGLU):
+        if isinstance(module, Attention | GatedFeedForward):
             module.positions = shared
         for name, child in module.named_children():
             if isinstance(child, RMSNorm) and AXIS_OF[child.stated["weight"].dims[0]] == "tp":
@@ -60,7 +60,8 @@ class CutRMSNorm(RMSNorm):
 
     def __init__(self, norm: RMSNorm, axis: Axis) -> None:
         nn.Module.__init__(self)
-        self.weight, self.stated, self.norm_eps = norm.weight, norm.stated, norm.norm_eps
+        self.weight, self.stated = norm.weight, norm.stated
+        self.norm_eps, self.adds_one = norm.norm_eps, norm.adds_one
         self.axis = axis
 
     def mean_square(self, hidden_fp32: Tensor) -> Tensor:

@@ -38,6 +38,10 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         for value in _values(model, key):
             if value is not None and value < minimum:
                 yield f"model.{key}={value} is not possible {told} needs at least {minimum}; try {minimum}"
+    for key, value_for in family.derived.items():
+        (value,), wanted = _values(model, key), value_for(model)
+        if value != wanted:
+            yield f"model.{key}={_plain(value)} is not possible {told} derives it from other keys; try {_plain(wanted)}"
     for key in family.even:
         for value in _values(model, key):
             if value is not None and value % 2:

@@ -127,6 +127,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         d_head=2 * D_HEAD if has_own_d_head else (None if model.d_head is None else d_model // n_heads),
         d_ff=_up_to(D_FF, WIDTH_UNIT * degrees.tp),
         full_attention_layers=shrink_full_layers(model, n_layers),
+        embedding_scale=d_model**0.5 if model.embedding_scale == model.d_model**0.5 else model.embedding_scale,
         z_loss=max(model.z_loss, Z_LOSS) if model.z_loss else 0.0,
         init_std=min(
             model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5

@@ -1,7 +1,7 @@
 """A model's config.json of Hugging Face transformers, written (as 4 and 5 read it) and read."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modeling.config import FAMILIES, BiasBalance, ModelConfig, NoBalance
@@ -16,7 +16,14 @@ EVERYWHERE = frozenset(
         *("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "max_position_embeddings"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "return_dict", "pretraining_tp"),
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "max_window_layers"),
-        *("is_encoder_decoder", "id2label", "label2id", "problem_type"),
+        *(
+            "_sliding_window_pattern",
+            "cache_implementation",
+            "is_encoder_decoder",
+            "id2label",
+            "label2id",
+            "problem_type",
+        ),
     }
 )
 REMEDY = "give another model"
@@ -104,7 +111,8 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
         raise InexpressibleConfig(problems)
     if family.has("moe"):
         values["moe.balance"] = BiasBalance() if family.has_selection_bias else NoBalance()
-    return built({"n_kv_heads": values["n_heads"], **values})
+    model = built({"n_kv_heads": values["n_heads"], **values})
+    return replace(model, **{name: value(model) for name, value in family.derived.items()})
 
 
 def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
@@ -121,7 +129,8 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """One line for each key that nothing is known of."""
-    known = {*EVERYWHERE, *family.keys, *family.constants, *family.ignored, *family.aliases}
+    local = {"rope_local_base_freq"} if family.has_local_rope else set()
+    known = {*EVERYWHERE, *local, *family.keys, *family.constants, *family.ignored, *family.aliases}
     for key in sorted(content.keys() - known):
         yield (
             f"config.json: {key if key.isprintable() else shown(key)}={shown(content[key])} is not known with "

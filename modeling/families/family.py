@@ -42,6 +42,9 @@ class Family:
     heads_divide_d_model: bool = False  # also where d_head is given
     equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that one key tells
     turns_a_part: bool = False  # the class reads partial_rotary_factor
+    has_local_rope: bool = False  # layers with a window have a base of their frequencies of their own
+    # our field -> the only value that the class can express, where that follows from other fields
+    derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
     scales_rope: bool = True  # the class reads rope_scaling, in both versions
     # a config.json with keys filled in whose values follow from others, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
@@ -56,8 +59,13 @@ class Family:
     def told(self) -> set[str]:
         """Our fields that config.json tells, dotted."""
         told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
-        rope = {"rope_theta": True, "rope_fraction": self.turns_a_part, "rope_scaling": self.scales_rope}
-        return told | {"family"} | {name for name, is_told in rope.items() if is_told}
+        rope = {
+            "rope_theta": True,
+            "local_rope_theta": self.has_local_rope,
+            "rope_fraction": self.turns_a_part,
+            "rope_scaling": self.scales_rope,
+        }
+        return told | {"family", *self.derived} | {name for name, is_told in rope.items() if is_told}
 
     def has(self, section: str) -> bool:
         """Whether the class has the part of a model that an optional section of our config describes, such as "moe"."""

@@ -31,7 +31,13 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
             if each.name != "name" and value is not None and value is not True:  # which is what left out means
                 scaling[ORIGINAL.get(each.name, each.name)] = value
     told = {} if config.rope_scaling is None else {"rope_scaling": scaling}
-    return {**rope, **told, "rope_parameters": {**scaling, **rope}}
+    parameters = {**scaling, **rope}
+    if not family.has_local_rope:
+        return {**rope, **told, "rope_parameters": parameters}
+    base = config.rope_theta if config.local_rope_theta is None else config.local_rope_theta
+    local = {"rope_type": "default", "rope_theta": base}
+    nested = {"full_attention": parameters, "sliding_attention": local}
+    return {**rope, **told, "rope_local_base_freq": base, "rope_parameters": nested}
 
 
 def longest(config: ModelConfig, seq_len: int) -> int:
@@ -51,6 +57,30 @@ def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]
     given = content.get(key) or {}
     if not isinstance(given, dict):
         raise ValueError(f"{key}={shown(given)} must be a table")
+    if family.has_local_rope:
+        return from_nested(content, given if key == "rope_scaling" else {}, family)
+    return from_flat(key, given, content, family)
+
+
+def from_nested(content: Mapping[str, Any], scaling: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Our fields, of a class that has positions of their own for layers with a window and without."""
+    tables = content.get("rope_parameters") or {}
+    if not isinstance(tables, dict) or not all(isinstance(table or {}, dict) for table in tables.values()):
+        raise ValueError(f"rope_parameters={shown(tables)} must be tables")
+    unknown = sorted(tables.keys() - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"rope_parameters={shown(tables)} is not possible: {unknown[0]} is no kind of attention")
+    full = {**(tables.get("full_attention") or {}), **scaling}
+    local = tables.get("sliding_attention") or {}
+    if local.keys() - {"rope_type", "rope_theta"} or local.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters={shown(tables)} is not possible: frequencies under a window are not scaled")
+    base = local.get("rope_theta", content.get("rope_local_base_freq", family.defaults["rope_local_base_freq"]))
+    values = {"local_rope_theta": number({"rope_theta": base}, {}, "rope_theta", 0.0)}
+    return values | from_flat("rope_parameters", full, content, family)
+
+
+def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Our fields that the one table ``given``, under ``key``, and the keys beside it mean."""
     values = {"rope_theta": number(given, content, "rope_theta", family.defaults["rope_theta"])}
     part = number(given, content, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
     if family.turns_a_part:

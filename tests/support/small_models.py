@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
     d_model = n_heads * draw(st.sampled_from([4, 8, 12])) if has_even_heads else 4 * draw(st.integers(2, 12))
     window = draw(st.none() | st.integers(1, 9)) if expressible(family, "sliding_window", [5]) else None
     has_patterns = window is not None and bool(expressible(family, "full_attention_layers", [(0,)]))
-    return with_equal_fields(
+    return with_told_together(
         ModelConfig(
             family=family,
             vocab_size=draw(st.integers(11, 90)),
@@ -64,7 +64,9 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             d_head=draw(st.sampled_from(widths or [None])),
             d_ff=4 * draw(st.integers(1, 12)),
             tie_embeddings=draw(st.booleans()),
-            norm_placement=expressible(family, "norm_placement", ["pre", "post"])[0],
+            norm_placement=expressible(family, "norm_placement", ["pre", "post", "both"])[0],
+            norm_adds_one=expressible(family, "norm_adds_one", [False, True])[0],
+            activation=expressible(family, "activation", ["silu", "gelu_tanh"])[0],
             qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
             qk_norm_over=expressible(family, "qk_norm_over", ["head", "all_heads"])[0],
             qkv_bias=draw(st.sampled_from(expressible(family, "qkv_bias", [False, True]))),
@@ -73,6 +75,8 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             sliding_window=window,
             full_attention_layers=tuple(draw(some_of(range(n_layers)))[: n_layers - 1]) if has_patterns else (),
             rope_theta=draw(st.sampled_from([100.0, 10000.0, 1e6])),
+            score_channels=draw(st.sampled_from(expressible(family, "score_channels", [None, 9.0]))),
+            local_rope_theta=draw(st.sampled_from(expressible(family, "local_rope_theta", [None, 50.0]))),
             rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
             rope_scaling=draw(rope_scalings()) if family_of(family).scales_rope else None,
             norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
@@ -83,9 +87,11 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
     )
 
 
-def with_equal_fields(config: ModelConfig) -> ModelConfig:
-    """The config with those fields equal that the family's class tells by one key."""
-    return replace(config, **{second: getattr(config, first) for first, second in family_of(config.family).equal})
+def with_told_together(config: ModelConfig) -> ModelConfig:
+    """The config with those fields equal that the family's class tells by one key, and those that it derives."""
+    family = family_of(config.family)
+    equal = {second: getattr(config, first) for first, second in family.equal}
+    return replace(config, **equal, **{name: value(config) for name, value in family.derived.items()})
 
 
 def some_of(numbers: Sequence[int]) -> st.SearchStrategy[list[int]]:
@@ -196,7 +202,9 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         n_kv_heads=4 if has_mla else 2,
         d_head=expressible(family, "d_head", [16, None])[0],
         d_ff=40,
-        norm_placement=expressible(family, "norm_placement", ["pre", "post"])[0],
+        norm_placement=expressible(family, "norm_placement", ["pre", "post", "both"])[0],
+        norm_adds_one=expressible(family, "norm_adds_one", [False, True])[0],
+        activation=expressible(family, "activation", ["silu", "gelu_tanh"])[0],
         qk_norm=expressible(family, "qk_norm", [True, False])[0],
         qk_norm_over=expressible(family, "qk_norm_over", ["head", "all_heads"])[0],
         qkv_bias=expressible(family, "qkv_bias", [True, False])[0],
@@ -207,7 +215,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         mla=MLAConfig(kv_lora_rank=20, q_lora_rank=28, d_nope=12, d_rope=8, d_v=10) if has_mla else None,
         moe=moe if family in MOE_FAMILIES else None,
     )
-    return replace(config, **changes)
+    return with_told_together(replace(config, **changes))
 
 
 def build(config: ModelConfig, seed: int) -> Decoder:

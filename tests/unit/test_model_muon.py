@@ -115,7 +115,7 @@ def test_all_other_weights_are_adamws():
 
 
 def test_torchs_muon_is_the_same_within_bf16():
-    """torch's iterates in bf16, of 2^-8: seen are 6e-3 of an update."""
+    """torch's iterates in bf16, which rounds by 2^-9."""
     rule, weights = MuonConfig(weight_decay=0.3), draw(0)
     parameters = [nn.Parameter(weights[name].clone()) for name in ("wide", "tall")]
     options = {"momentum": rule.momentum, "weight_decay": rule.weight_decay, "adjust_lr_fn": "match_rms_adamw"}

@@ -1,0 +1,124 @@
+"""Gemma 3 (arXiv:2503.19786), its text model: blocks normed before and after, windows in five layers of six."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling.config import ModelConfig
+from modeling.families.family import Family, Key
+from modeling.families.shared import (
+    ATTENTION,
+    DECODER,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    FEED_FORWARD,
+    FEED_FORWARD_KEYS,
+    HEAD_KEYS,
+    LAYER_TYPES,
+    QK_NORM,
+    WINDOW,
+    layer_types,
+)
+
+NORMS = {
+    "layers.{layer}.attention_post_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers.{layer}.feed_forward_norm.weight": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+    "layers.{layer}.feed_forward_post_norm.weight": "model.layers.{layer}.post_feedforward_layernorm.weight",
+}
+DEFAULTS = {
+    **DECODER_DEFAULTS,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "layer_types": None,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1e6,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "vocab_size": 262208,
+}
+
+
+def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With layer_types. Where they are not told, each sliding_window_pattern-th layer has no window."""
+    values = {**DEFAULTS, **content}
+    types, n_layers, pattern = values["layer_types"], values["num_hidden_layers"], values["sliding_window_pattern"]
+    if types is None and isinstance(n_layers, int) and isinstance(pattern, int) and pattern > 0:
+        types = layer_types(n_layers, range(pattern - 1, n_layers, pattern))
+    return {**content, "layer_types": types}
+
+
+def whole(number: float) -> float | int:
+    """The number as the class wants it: whole."""
+    return int(number) if number == int(number) else number
+
+
+FAMILY = Family(
+    architecture="Gemma3ForCausalLM",
+    weights={**DECODER, **NORMS, **ATTENTION, **QK_NORM, **FEED_FORWARD},
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        **FEED_FORWARD_KEYS,
+        "sliding_window": Key(  # the class builds that mask too where no layer takes it
+            ours=("sliding_window",),
+            write=lambda config: config.sliding_window or DEFAULTS["sliding_window"],
+            read=lambda width: {"sliding_window": width},
+        ),
+        "layer_types": LAYER_TYPES,
+        "query_pre_attn_scalar": Key(
+            ours=("score_channels",),
+            write=lambda config: whole(config.score_channels or config.head_dim),
+            read=lambda channels: {"score_channels": channels},
+        ),
+    },
+    constants={
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
+    ignored={"sliding_window_pattern": 6},  # layer_types count
+    defaults=DEFAULTS,
+    completed=completed,
+    heads_divide_d_model=True,
+    has_local_rope=True,
+    derived={"embedding_scale": lambda config: config.d_model**0.5},
+    # models/gemma3: Gemma3RMSNorm adds one to its weights; q_norm and k_norm are always there.
+    allowed={
+        "activation": ("gelu_tanh",),
+        "norm_adds_one": (True,),
+        "norm_placement": ("both",),
+        "qk_norm": (True,),
+    },
+    at_least=WINDOW,
+    published={
+        "gemma-3-1b": ModelConfig(
+            family="gemma3_text",
+            vocab_size=262144,
+            d_model=1152,
+            n_layers=26,
+            n_heads=4,
+            n_kv_heads=1,
+            d_head=256,
+            d_ff=6912,
+            tie_embeddings=True,
+            norm_placement="both",
+            norm_adds_one=True,
+            qk_norm=True,
+            activation="gelu_tanh",
+            embedding_scale=1152**0.5,
+            score_channels=256.0,
+            sliding_window=512,
+            full_attention_layers=(5, 11, 17, 23),
+            rope_theta=1e6,
+            local_rope_theta=10000.0,
+        ),
+    },
+)
