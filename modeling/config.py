@@ -34,8 +34,6 @@ FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Count = Annotated[int, Interval(ge=1, le=2**16)]
 Width = Annotated[int, Interval(ge=1, le=2**24)]
 Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
-Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
-ActivationName = Literal["silu", "gelu_tanh"]  # modeling.feed_forward.ACTIVATIONS has each one's formula
 ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
 
 
@@ -167,6 +165,8 @@ class MLAConfig:
             )
 
 
+ActivationName = Literal["silu", "gelu_tanh"]  # modeling.feed_forward.ACTIVATIONS has each one's formula
+Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
 
