@@ -72,5 +72,7 @@ class Zero3(ReducedEachPass):
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def kept(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's part."""
-        return parameter.ds_tensor.detach()  # pyright: ignore[reportAttributeAccessIssue]
+        """This rank's part, without the padding of the last ones, in which memory is as it was found."""
+        part, n_whole = parameter.ds_tensor.detach(), parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+        _, numel = even_share(n_whole, self.weights[parameter].replicas)
+        return part[: max(0, numel)]

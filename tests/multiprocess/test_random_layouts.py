@@ -11,10 +11,10 @@ import pytest
 from launcher.commands.prove import prove_in, stay_on_cpu
 from launcher.prove.report import layout_words
 from prove_runs import failures
-from random_layouts import random_run
+from random_layouts import random_family_run, random_run
 
 STEPS = 2
-N_SEEDS = 120
+N_SEEDS, N_FAMILY_SEEDS = 120, 60
 FAST = (5, 31)  # ZeRO 0, weights smaller than dp; ZeRO 3, padding on one rank alone
 
 
@@ -28,6 +28,39 @@ def test_random_layout_is_proven(tmp_path, seed):
     config, n_ranks = random_run(seed)
     outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300)
     assert outcome.proven, f"{layout_words(config, n_ranks)}\n{failures(outcome)}"
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(N_FAMILY_SEEDS)])
+def test_random_family_is_proven(tmp_path, seed):
+    stay_on_cpu()
+    config, n_ranks = random_family_run(seed)
+    outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300)
+    assert outcome.proven, f"{config.model.family}, {layout_words(config, n_ranks)}\n{failures(outcome)}"
+
+
+def fill_padding_with_nan() -> None:
+    """What lies behind the last element of a cut weight is memory as it was found: here not a number."""
+    from parallel.zero.fragments import even_share
+    from parallel.zero.zero3 import Zero3
+
+    adopt = Zero3.adopt
+
+    def adopt_and_fill(self: Any, parameter: Any, place: Any) -> None:
+        adopt(self, parameter, place)
+        _, numel = even_share(parameter.ds_numel, place.replicas(self.mesh))
+        parameter.ds_tensor.data[max(0, numel) :] = float("nan")
+
+    Zero3.adopt = adopt_and_fill
+
+
+@pytest.mark.slow
+def test_padding_of_cut_weights_may_hold_anything(tmp_path):
+    """Six ranks share weights of a few elements under ZeRO 3."""
+    stay_on_cpu()
+    config, n_ranks = random_run(59)
+    assert (config.parallel.zero, n_ranks) == (3, 6)
+    outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300, before=fill_padding_with_nan)
+    assert outcome.proven, failures(outcome)
 
 
 def depend_on_own_padding() -> None:

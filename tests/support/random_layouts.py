@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from data.config import DataConfig
@@ -9,14 +10,16 @@ from launcher.config.layout_rules import dp_of
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from modeling.config import FAMILIES, BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.families.family import family_of
 from modeling.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
-from small_models import MOE_FAMILIES
+from small_models import MOE_FAMILIES, with_told_together
 
 RANKS = (2, 3, 4, 4, 6, 6, 8, 8)
 TRIES = 3000
+DENSE, OF_EXPERTS = ["llama"], ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]  # a seed is a run for good
 MOST_MICRO_BATCHES = 12  # more take minutes under ZeRO 3 with pp
 
 
@@ -26,12 +29,52 @@ def random_run(seed: int) -> tuple[RunConfig, int]:
     while True:
         n_ranks = draw.choice(RANKS)
         parallel = draw_parallel(draw, n_ranks)
-        dense = [name for name in FAMILIES if name not in MOE_FAMILIES]
-        family = draw.choice([*MOE_FAMILIES, *(dense if parallel.ep == 1 else MOE_FAMILIES[-1:])])
+        family = draw.choice([*OF_EXPERTS, *(DENSE if parallel.ep == 1 else OF_EXPERTS[-1:])])
         for _ in range(TRIES):  # few models are legal: it is not the layout that gives way
             config = draw_config(draw, n_ranks, parallel, family)
             if not check(config, n_ranks) and micro_batches(config, n_ranks) <= MOST_MICRO_BATCHES:
                 return config, n_ranks
+
+
+def random_family_run(seed: int) -> tuple[RunConfig, int]:
+    """The layout and the dims of ``random_run(seed)``, with any family's biases, norms, windows and positions."""
+    config, n_ranks = random_run(seed)
+    if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
+        config = replace(config, train=replace(config.train, precision="bf16"))
+    draw = random.Random(seed)
+    kinds = [name for name in FAMILIES if (name in MOE_FAMILIES) == (config.model.moe is not None)]
+    while True:
+        drawn = replace(config, model=draw_features(draw, config.model, draw.choice(kinds)))
+        if not check(drawn, n_ranks):
+            return drawn, n_ranks
+
+
+def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> ModelConfig:
+    """A model of these dims and this family, with what the family always has; often not a legal one."""
+    pick, told = draw.choice, family_of(family)
+    fixed = {key: values[0] for key, values in told.expressible().items() if len(values) == 1}
+    moe = model.moe
+    if moe is not None:
+        shared = {"n_shared_experts": 1, "shared_d_ff": 8 * pick([1, 3])} if family == "qwen2_moe" else {}
+        inside = {key.partition(".")[2]: value for key, value in fixed.items() if key.startswith("moe.")}
+        inside = {key: value for key, value in (inside | shared).items() if "." not in key}
+        moe = replace(moe, balance=pick([NoBalance(), moe.balance]), **inside)
+    drawn = replace(
+        model,
+        family=family,
+        moe=moe,
+        qk_norm=pick([True, False]),
+        qkv_bias=pick([True, False]),
+        o_bias=pick([True, False]),
+        ff_bias=pick([True, False]),
+        sliding_window=pick([None, 5]),
+        rope_fraction=pick([1.0, 2 / model.head_dim]),
+        local_rope_theta=pick([None, 100.0]),
+        rope_scaling=pick([None, LinearScaling(factor=3.0), Llama3Scaling(original_seq_len=20), YarnScaling()]),
+    )
+    if drawn.sliding_window is not None:
+        drawn = replace(drawn, full_attention_layers=pick([(), (model.n_layers - 1,)]))
+    return with_told_together(replace(drawn, **{key: value for key, value in fixed.items() if "." not in key}))
 
 
 def micro_batches(config: RunConfig, n_ranks: int) -> int:
@@ -83,7 +126,7 @@ def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> Mo
     d_head = 2 * pick([2, 3, 4, 5])
     n_layers = max(1, parallel.pp * chunks(parallel.pipeline) + pick([-1, 0, 1, 2]))
     moe = None
-    if family in MOE_FAMILIES:
+    if family in OF_EXPERTS:
         n_experts = parallel.ep * pick([1, 2, 3])
         score = pick(["softmax", "sigmoid"])
         balances = [SequenceAuxBalance(coefficient=0.05), NoBalance(), BiasBalance(rate=0.01)]
@@ -110,12 +153,6 @@ def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> Mo
         d_ff=parallel.tp * pick([11, 16, 24]),
         tie_embeddings=pick([True, False]),
         qk_norm=pick([True, False]),
-        qkv_bias=pick([True, False]),
-        o_bias=pick([True, False]),
-        ff_bias=pick([True, False]),
-        sliding_window=(window := pick([None, None, 5])),
-        full_attention_layers=pick([(), (n_layers - 1,)]) if window is not None else (),
-        rope_fraction=pick([1.0, 2 / d_head]),
-        rope_scaling=pick([None, LinearScaling(factor=3.0), Llama3Scaling(original_seq_len=20), YarnScaling()]),
+        sliding_window=pick([None, None, 5]),
         moe=moe,
     )

@@ -179,7 +179,8 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
     """One fixed model of the family, with everything that planted faults damage."""
     moe = MoEConfig(
         n_experts=6,
-        top_k=2,
+        # the best three, since the best two are always in the two groups whose best expert is best
+        top_k=2 if "best_two" in expressible(family, "moe.group_score", ["best_two"]) else 3,
         n_groups=expressible(family, "moe.n_groups", [3, 1])[0],
         top_k_groups=expressible(family, "moe.top_k_groups", [2, 1])[0],
         d_ff=24,
