@@ -175,8 +175,8 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     if config.tie_embeddings:
         head.weight = embed.weight
     final_norm = RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
-    layers = [build_layer(config, layer) for layer in numbers]
-    return Decoder(embed, layers, final_norm, head, config.embedding_scale)
+    built = [build_layer(config, layer) for layer in numbers]
+    return Decoder(embed, built, final_norm, head, config.embedding_scale)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
