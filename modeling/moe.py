@@ -138,7 +138,7 @@ class MoE(nn.Module):
         return sequence_balance_losses(self.add_sequence_sums(sums_BX), top_k)
 
 
-def build_moe(config: MoEConfig, d_model: int, activation: ActivationName) -> MoE:
+def build_moe(config: MoEConfig, d_model: int, activation: ActivationName = "silu") -> MoE:
     """One MoE feed-forward layer."""
     width = config.shared_width
     return MoE(

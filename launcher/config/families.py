@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from launcher.config.ranges import ranges
 from launcher.config.words import join_or, show
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import default_of, family_of, section_types
@@ -42,6 +43,10 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         (value,), wanted = _values(model, key), value_for(model)
         if value != wanted:
             yield f"model.{key}={_plain(value)} is not possible {told} derives it from other keys; try {_plain(wanted)}"
+    for key in family.needs:
+        if None in _values(model, key):
+            usual = ranges(ModelConfig)[key].usual
+            yield f"model.{key}=null is not possible {told} needs a number; try {_plain(usual)}"
     for key in family.even:
         for value in _values(model, key):
             if value is not None and value % 2:

@@ -36,7 +36,9 @@ def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any
     return [
         value
         for value in values
-        if (allowed is None or value in allowed) and (least is None or value is None or value >= least)
+        if (allowed is None or value in allowed)
+        and (least is None or value is None or value >= least)
+        and not (value is None and key in family_of(family).needs)
     ]
 
 
@@ -211,6 +213,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         qkv_bias=expressible(family, "qkv_bias", [True, False])[0],
         o_bias=expressible(family, "o_bias", [True, False])[0],
         ff_bias=expressible(family, "ff_bias", [True, False])[0],
+        local_rope_theta=expressible(family, "local_rope_theta", [None, 50.0])[0],
         rope_fraction=expressible(family, "rope_fraction", [0.5, 1.0])[0],
         init_std=0.12,
         mla=MLAConfig(kv_lora_rank=20, q_lora_rank=28, d_nope=12, d_rope=8, d_v=10) if has_mla else None,
