@@ -89,7 +89,8 @@ FAMILY = Family(
     completed=completed,
     heads_divide_d_model=True,
     has_local_rope=True,
-    needs=("local_rope_theta",),  # without a base of their own, layers with a window would be scaled as the others
+    scales_rope=False,  # version 5 looks for some of a scaling's keys in the wrong table
+    needs=("local_rope_theta",),
     derived={"embedding_scale": lambda config: config.d_model**0.5},
     # models/gemma3: Gemma3RMSNorm adds one to its weights; q_norm and k_norm are always there.
     allowed={

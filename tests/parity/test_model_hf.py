@@ -2,9 +2,9 @@
 
 Tolerances are the project's: logits to 2e-5 absolute (fp32, logits of deviation about 1), gradients to 1e-5 of their
 norm. Both models do the same operations in another order, so only fp32 rounding is seen: over 240 random models at most
-1.4e-6 in logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient is a tiny part of the whole
-(in OLMo 2 those of queries and keys can be a ten-thousandth, 4.7e-4 of 5), its rounding shows: there ours may be twice
-as far from theirs as theirs is from itself with another kernel of attention, and fp32's epsilon of the whole gradient.
+1.4e-6 in logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient nearly cancels
+(in OLMo 2 those of queries and keys can be a ten-thousandth of the whole, 4.7e-4 of 5; in Gemma 3 norms'), its rounding
+shows: there ours may be twice as far from theirs as theirs is from itself with another kernel of attention, and 1e-4.
 """
 
 import tempfile
@@ -49,6 +49,7 @@ from warnings_seen import no_warnings
 
 LOGITS_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-5
+CANCELLED_TOLERANCE = 1e-4  # of a gradient that theirs does not know better
 TIE_GAP = 1e-5  # DESIGN.md section 2.8
 FEW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -242,7 +243,7 @@ def check_gradients(
         rounding = their_rounding(theirs, config, rows, targets_BS, references)
         for name, error in apart.items():
             told = f"{name}: error {error:.1e}, norm {references[name].norm():.1e}, their rounding {rounding[name]:.1e}"
-            assert error <= 2 * rounding[name] and error < torch.finfo(torch.float32).eps * whole_norm, told
+            assert error <= 2 * rounding[name] and error < CANCELLED_TOLERANCE * references[name].norm(), told
             print(told)
 
 
