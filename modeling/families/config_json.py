@@ -107,6 +107,7 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
             values |= read(value, key)
         except ValueError as error:
             problems.append(f"config.json: {hf_key}={shown(value)} is not possible {told}: {error}; {REMEDY}")
+    problems += length_problems(family, content)
     if problems:
         raise InexpressibleConfig(problems)
     if family.has("moe"):
@@ -125,6 +126,14 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
                 f"config.json: {key}={shown(value)} is not possible with model.family={content['model_type']}, which "
                 f"knows {key}={shown(constant)} alone; {REMEDY}"
             )
+
+
+def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
+    """One line where the list of the layers' kinds is not as long as there are layers."""
+    types, n_layers = content.get("layer_types"), content.get("num_hidden_layers", family.defaults["num_hidden_layers"])
+    if "layer_types" in family.keys and types and type(types) is list and len(types) != n_layers:
+        rule = f"is not possible with num_hidden_layers={shown(n_layers)}: it must have an entry for each layer"
+        yield f"config.json: layer_types={shown(types)} {rule}; {REMEDY}"
 
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:

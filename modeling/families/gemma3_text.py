@@ -16,7 +16,7 @@ from modeling.families.shared import (
     LAYER_TYPES,
     QK_NORM,
     WINDOW,
-    layer_types,
+    told_by_pattern,
 )
 
 NORMS = {
@@ -46,9 +46,10 @@ DEFAULTS = {
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types. Where they are not told, each sliding_window_pattern-th layer has no window."""
     values = {**DEFAULTS, **content}
-    types, n_layers, pattern = values["layer_types"], values["num_hidden_layers"], values["sliding_window_pattern"]
-    if types is None and isinstance(n_layers, int) and isinstance(pattern, int) and pattern > 0:
-        types = layer_types(n_layers, range(pattern - 1, n_layers, pattern))
+    types, pattern = values["layer_types"], values["sliding_window_pattern"]
+    if types is None and type(pattern) is int and pattern > 0:
+        n_layers = values["num_hidden_layers"]
+        types = told_by_pattern(n_layers, lambda n_layers: range(pattern - 1, n_layers, pattern))
     return {**content, "layer_types": types}
 
 

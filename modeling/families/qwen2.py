@@ -14,10 +14,12 @@ from modeling.families.shared import (
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     LAYER_TYPES,
+    MOST_LAYERS,
     QKV_BIAS,
     USED_WINDOW_KEYS,
     WINDOW,
-    layer_types,
+    is_count,
+    told_by_pattern,
 )
 
 DEFAULTS = {
@@ -38,12 +40,12 @@ DEFAULTS = {
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types. Where they are not told, the layers from max_window_layers on have the window."""
     values = {**DEFAULTS, **content}
-    if not values["use_sliding_window"]:
-        values["sliding_window"] = None
-    if values["layer_types"] is None and isinstance(values["num_hidden_layers"], int):
-        first = values["num_hidden_layers"] if values["sliding_window"] is None else values["max_window_layers"]
-        values["layer_types"] = layer_types(values["num_hidden_layers"], range(first))
-    return {**content, "sliding_window": values["sliding_window"], "layer_types": values["layer_types"]}
+    window, first = values["sliding_window"] if values["use_sliding_window"] else None, values["max_window_layers"]
+    types = values["layer_types"]
+    if types is None:
+        n_full = first if window is not None and is_count(first) else MOST_LAYERS
+        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(min(n_full, n_layers)))
+    return {**content, "sliding_window": window, "layer_types": types}
 
 
 FAMILY = Family(

@@ -19,6 +19,7 @@ from modeling.families.shared import (
     SOFTMAX_ROUTER,
     WINDOW,
 )
+from modeling.families.values import checked
 
 FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
@@ -34,7 +35,7 @@ FAMILY = Family(
         "use_sliding_window": Key(  # after sliding_window: without it, that is not looked at
             ours=("sliding_window",),
             write=lambda config: config.sliding_window is not None,
-            read=lambda used: {} if used else {"sliding_window": None},
+            read=lambda used: {} if checked(used, bool) else {"sliding_window": None},
         ),
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False, "decoder_sparse_step": 1},

@@ -54,7 +54,7 @@ def longest(config: ModelConfig, seq_len: int) -> int:
 def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Our fields that the keys mean. Raises ValueError where they mean none of ours."""
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    given = content.get(key) or {}
+    given = {} if content.get(key) is None else content[key]
     if not isinstance(given, dict):
         raise ValueError(f"{key}={shown(given)} must be a table")
     if family.has_local_rope:
@@ -65,7 +65,7 @@ def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]
 def from_nested(content: Mapping[str, Any], scaling: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Our fields, of a class that has positions of their own for layers with a window and without."""
     tables = content.get("rope_parameters") or {}
-    if not isinstance(tables, dict) or not all(isinstance(table or {}, dict) for table in tables.values()):
+    if not isinstance(tables, dict) or not all(table is None or isinstance(table, dict) for table in tables.values()):
         raise ValueError(f"rope_parameters={shown(tables)} must be tables")
     unknown = sorted(tables.keys() - {"full_attention", "sliding_attention"})
     if unknown:
@@ -118,9 +118,10 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
     if unknown:
         raise ValueError(f"{unknown[0]} is not known with rope_type={kind}")
     values = {names[key]: value for key, value in given.items() if value is not None}
-    n_positions = content.get("max_position_embeddings")
-    if "factor" not in values and "original_seq_len" in values and isinstance(n_positions, int):
-        values["factor"] = n_positions / checked(values["original_seq_len"], int)
+    if "factor" not in values and "original_seq_len" in values:
+        longest, original = content.get("max_position_embeddings"), checked(values["original_seq_len"], int)
+        if type(longest) is int and 0 < original <= longest:
+            values["factor"] = checked(longest, float) / original
     needed = {"factor", "original_seq_len", "low_freq_factor", "high_freq_factor"} & {*names.values()}
     missing = sorted(ORIGINAL.get(name, name) for name in needed - values.keys())
     if missing:

@@ -1,9 +1,10 @@
 """What several families have in common: names of weights, keys of config.json, limits."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from modeling.families.family import Key, moe_of
+from modeling.families.values import checked
 
 # Our name -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with {expert} holds one
 # expert of our stack. Shapes are equal: transformers' linear layers are (out, in) as ours are.
@@ -117,6 +118,7 @@ SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
 }
 # cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all of them.
 WINDOW = {"sliding_window": 2}
+MOST_LAYERS = 10_000  # as model.n_layers has it
 
 
 def leading_layers(layers: Any) -> Mapping[str, int]:
@@ -132,6 +134,31 @@ LEADING_LAYERS = Key(
     write=lambda config: list(range(moe_of(config).n_dense_layers)),
     read=leading_layers,
 )
+
+
+def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]]) -> list[str]:
+    """``layer_types`` where a file leaves them out; ``full_of(n_layers)``: the layers without a window.
+
+    A number of layers that no model has is refused by its own rule: nothing is made of it.
+    """
+    return layer_types(n_layers, full_of(n_layers)) if is_count(n_layers) else []
+
+
+def is_count(value: Any) -> bool:
+    """Whether it can be a number of layers."""
+    return type(value) is int and 0 <= value <= MOST_LAYERS
+
+
+def flag(value: Any) -> Mapping[str, Any]:
+    """No field of ours; ValueError where it is neither true nor false."""
+    checked(value, bool)
+    return {}
+
+
+def whole_number(value: Any) -> Mapping[str, Any]:
+    """No field of ours; ValueError where it is no integer."""
+    checked(value, int)
+    return {}
 
 
 def layer_types(n_layers: int, full: Iterable[int]) -> list[str]:
@@ -157,6 +184,6 @@ LAYER_TYPES = Key(  # after sliding_window: where no layer has it, it is not loo
     read=full_layers,
 )
 USED_WINDOW_KEYS = {  # beside layer_types, which count
-    "use_sliding_window": Key(ours=(), write=lambda config: config.sliding_window is not None, read=lambda _: {}),
-    "max_window_layers": Key(ours=(), write=lambda config: config.n_layers, read=lambda _: {}),
+    "use_sliding_window": Key(ours=(), write=lambda config: config.sliding_window is not None, read=flag),
+    "max_window_layers": Key(ours=(), write=lambda config: config.n_layers, read=whole_number),
 }

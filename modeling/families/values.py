@@ -17,7 +17,10 @@ def checked(value: Any, hint: Any) -> Any:
         return tuple(checked(each, get_args(hint)[0]) for each in value)
     members = get_args(hint) or (hint,)
     if type(value) is int and int not in members and float in members:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("it must be a number that a float can hold") from None
     if type(value) not in members:
         names = " or ".join("null" if member is types.NoneType else member.__name__ for member in members)
         raise ValueError(f"it must be {names}")

@@ -192,7 +192,15 @@ REFUSED = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, 'rope_scaling={"type": "linear", "factor": "2"} is not possible: of factor: it must be float; '),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_scaling={"type": "dynamic", "factor": 2.0} is not possible: rope_type must be one of default, linear, llama3, yarn; '),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "x": 1}}, '"x": 1} is not possible: x is not known with rope_type=linear; '),
-    ("qwen2", {"layer_types": ["linear_attention"]}, 'layer_types=["linear_attention"] is not possible with model.family=qwen2: it must be a list of full_attention and sliding_attention'),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "is not possible: factor is missing; "),
+    ("llama", {"rms_norm_eps": 10**400}, "it must be a number that a float can hold; "),
+    ("qwen2", {"layer_types": ["full_attention"]}, "is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
+    ("qwen2", {"layer_types": None, "use_sliding_window": True, "max_window_layers": "x"}, 'max_window_layers="x" is not possible'),
+    ("qwen2", {"use_sliding_window": "no"}, 'use_sliding_window="no" is not possible'),
+    ("qwen3_moe", {"use_sliding_window": "no"}, 'use_sliding_window="no" is not possible'),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 0}}, 'rope_parameters={"full_attention": 0} must be tables; '),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "frequencies are not scaled; "),
+    ("qwen2", {"layer_types": ["linear_attention"] * 2}, 'is not possible with model.family=qwen2: it must be a list of full_attention and sliding_attention'),
     ("llama", {"rope_parameters": 3}, "rope_parameters=3 must be a table; "),
     ("llama", {"rope_parameters": None, "rope_theta": "x"}, 'rope_theta="x" is not possible: it must be float; '),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not possible, all channels turn; "),
@@ -210,6 +218,16 @@ def test_a_model_beyond_ours_is_refused(family: FamilyName, change: dict[str, An
     assert len(lines) == 1
     assert told in lines[0]
     assert lines[0].startswith("config.json: ") and "; " in lines[0] and lines[0].isprintable() and len(lines[0]) < 300
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
+def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
+    """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
+    window = {"layer_types": None, "use_sliding_window": True, "sliding_window": 8}
+    content = {**written(example_config(family)), **(window if family == "qwen2" else {"layer_types": None})}
+    if key in family_of(family).keys:
+        assert len(from_config_json({**content, key: 10**10}).full_attention_layers) <= 2
 
 
 def test_all_problems_at_once() -> None:
