@@ -3,6 +3,7 @@
 A model that an export could not turn into its family's class is refused before it is trained.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -47,6 +48,11 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         if None in _values(model, key):
             usual = ranges(ModelConfig)[key].usual
             yield f"model.{key}=null is not possible {told} needs a number; try {_plain(usual)}"
+    for key in family.whole:
+        for value in _values(model, key):
+            if value is not None and value % 1:
+                near = float(math.ceil(value))
+                yield f"model.{key}={value} is not possible {told} needs a whole number; try {near}"
     for key in family.even:
         for value in _values(model, key):
             if value is not None and value % 2:

@@ -127,6 +127,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         d_head=2 * D_HEAD if has_own_d_head else (None if model.d_head is None else d_model // n_heads),
         d_ff=_up_to(D_FF, WIDTH_UNIT * degrees.tp),
         full_attention_layers=shrink_full_layers(model, n_layers),
+        rope_fraction=shrink_fraction(model, 2 * D_HEAD if has_own_d_head else d_model // n_heads),
         embedding_scale=d_model**0.5 if model.embedding_scale == model.d_model**0.5 else model.embedding_scale,
         z_loss=max(model.z_loss, Z_LOSS) if model.z_loss else 0.0,
         init_std=min(
@@ -134,6 +135,11 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         ),  # layers' outputs keep their size
         **sections,
     )
+
+
+def shrink_fraction(model: ModelConfig, d_head: int) -> float:
+    """About so large a part of a head of ``d_head`` channels, in whole pairs, at least one."""
+    return 1.0 if model.rope_fraction == 1 else max(2, 2 * round(model.rope_fraction * d_head / 2)) / d_head
 
 
 def shrink_full_layers(model: ModelConfig, n_layers: int) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
     at_least: Mapping[str, int] = field(default_factory=dict)  # our field -> the smallest number that works
     needs: tuple[str, ...] = ()  # our fields that cannot be null
+    whole: tuple[str, ...] = ()  # our fields whose numbers have no fraction in config.json
     even: tuple[str, ...] = ()  # our fields whose numbers must be even
     heads_divide_d_model: bool = False  # also where d_head is given
     equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that one key tells

@@ -53,11 +53,6 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**content, "layer_types": types}
 
 
-def whole(number: float) -> float | int:
-    """The number as the class wants it: whole."""
-    return int(number) if number == int(number) else number
-
-
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     weights={**DECODER, **NORMS, **ATTENTION, **QK_NORM, **FEED_FORWARD},
@@ -73,7 +68,7 @@ FAMILY = Family(
         "layer_types": LAYER_TYPES,
         "query_pre_attn_scalar": Key(
             ours=("score_channels",),
-            write=lambda config: whole(config.score_channels or config.head_dim),
+            write=lambda config: int(config.score_channels or config.head_dim),
             read=lambda channels: {"score_channels": channels},
         ),
     },
@@ -92,6 +87,7 @@ FAMILY = Family(
     has_local_rope=True,
     scales_rope=False,  # version 5 looks for some of a scaling's keys in the wrong table
     needs=("local_rope_theta",),
+    whole=("score_channels",),
     derived={"embedding_scale": lambda config: config.d_model**0.5},
     # models/gemma3: Gemma3RMSNorm adds one to its weights; q_norm and k_norm are always there.
     allowed={

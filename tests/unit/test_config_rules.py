@@ -127,6 +127,7 @@ CASES = [
     ("llama", "model.rope_scaling={name: yarn, beta_fast: 1.0}", 1, "model.rope_scaling.beta_fast=1.0 must be above model.rope_scaling.beta_slow=1.0; try 32.0", "model.rope_scaling.beta_fast=32.0"),
     ("llama", "model.rope_theta=1 model.rope_scaling={name: yarn}", 1, "model.rope_theta=1.0 must be above 1 where model.rope_scaling.name=yarn (its frequencies must differ); try 10000.0", "model.rope_theta=10000.0"),
     ("gemma3_text", "model.local_rope_theta=null", 1, "model.local_rope_theta=null is not possible with model.family=gemma3_text, whose `transformers` class needs a number; try 10000.0", "model.local_rope_theta=10000.0"),
+    ("gemma3_text", "model.score_channels=100.5", 1, "model.score_channels=100.5 is not possible with model.family=gemma3_text, whose `transformers` class needs a whole number; try 101.0", "model.score_channels=101.0"),
     ("gemma3_text", "model.embedding_scale=1", 1, "model.embedding_scale=1.0 is not possible with model.family=gemma3_text, whose `transformers` class derives it from other keys; try 22.627416997969522", "model.embedding_scale=22.627416997969522"),
     ("deepseek_v2", "model.mla.d_nope=3 model.mla.d_v=8", 1, "model.mla.d_nope=3 is not possible with model.family=deepseek_v2, whose `transformers` class needs an even number; try 4", "model.mla.d_nope=4"),
     ("glm4_moe", "model.rope_fraction=0.3", 1, "model.rope_fraction=0.3 of a head's 64 channels is 19, and must be an even number, at least 2 (rotary embedding turns channels in pairs); try 0.28125", "model.rope_fraction=0.28125"),

@@ -43,6 +43,7 @@ def run_configs(draw):
         d_ff=1024,
         tie_embeddings=draw(st.booleans()),
         qk_norm=expressible(family, "qk_norm", [False, True])[0],
+        rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.125, 0.4, 1.0]))),
         sliding_window=draw(st.none() | st.integers(1, 5000)) if expressible(family, "sliding_window", [5]) else None,
         mla=draw(mla_configs(family)) if has_mla else None,
         moe=moe,
