@@ -221,11 +221,15 @@ def hf_tensors(
 
     A router's selection bias stays fp32, as transformers keeps it.
     """
-    for name, tensor in tensors:
-        missing.remove(name)
-        for hf_name, part in to_hf(config, name, tensor):
-            keeps_fp32 = hf_name.endswith("e_score_correction_bias")
-            yield hf_name, part.detach().to(torch.float32 if keeps_fp32 else dtype, copy=True)
+
+    def struck() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            missing.remove(name)
+            yield name, tensor
+
+    for hf_name, tensor in to_hf(config, struck()):
+        keeps_fp32 = hf_name.endswith("e_score_correction_bias")
+        yield hf_name, tensor.detach().to(torch.float32 if keeps_fp32 else dtype, copy=True)
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

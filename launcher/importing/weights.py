@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from math import prod
 
 import torch
 from torch import Tensor
@@ -14,23 +13,33 @@ from launcher.errors import UserError
 from launcher.importing.folder import AGAIN, MOST_PROBLEMS, ModelFolder, Stored, cut
 from modeling.config import ModelConfig
 from modeling.families.family import family_of
-from modeling.families.weights import hf_parts
+from modeling.families.weights import HFPart, hf_parts, hf_template, itself
 from modeling.logical import logical_parameters, logical_shapes
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF, NotSafetensors, read_into
 from parallel.checkpoint.schema import shorten
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK_ELEMENTS = 1 << 20  # of one read
+MOST_OVERREAD = 2  # what is read in pieces is read at most so often
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers of older files, which transformers passes over as well
-LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the files, which is a logical tensor or an expert of a stack."""
+    """A logical tensor, or an expert of a stack, in one tensor of the files."""
 
-    hf_name: str
+    hf: HFPart
     stored: Stored
+
+    @property
+    def view(self) -> Tensor:
+        """What is ours of that tensor: shape, strides and offset, without values."""
+        return self.hf.view(torch.empty(self.stored.shape, device="meta"))
+
+    @property
+    def numel(self) -> int:
+        """How many of its elements are ours."""
+        return self.view.numel()
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Weights:
     @property
     def elements(self) -> int:
         """Of all logical tensors."""
-        return sum(prod(part.stored.shape) for parts in self.parts.values() for part in parts)
+        return sum(part.numel for parts in self.parts.values() for part in parts)
 
     @property
     def dtypes(self) -> list[str]:
@@ -52,7 +61,7 @@ class Weights:
         counts: Counter[str] = Counter()
         for name in logical_parameters(self.config):
             for part in self.parts[name]:
-                counts[part.stored.dtype] += prod(part.stored.shape)
+                counts[part.stored.dtype] += part.numel
         return [dtype for dtype, _ in counts.most_common()]
 
     def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
@@ -65,43 +74,59 @@ class Weights:
                 on_bytes(block.numel() * ELEMENT_BYTES_OF[part.stored.dtype])
                 if not block.isfinite().all():
                     rule = "must hold finite numbers, and holds NaN or infinity"
-                    raise UserError([f"{self.folder.path / part.stored.file}: {part.hf_name} {rule}; {AGAIN}"])
+                    raise UserError([f"{self.folder.path / part.stored.file}: {part.hf.name} {rule}; {AGAIN}"])
                 yield block
 
 
 def read_blocks(folder: ModelFolder, part: Part) -> Iterator[Tensor]:
-    """The elements of one tensor of the files, in flat fp32 blocks. Raises UserError where the file has changed."""
-    stored, left = part.stored, prod(part.stored.shape)
+    """The elements of one part in order, in flat fp32 blocks. Raises UserError where the file has changed."""
+    stored, size = part.stored, ELEMENT_BYTES_OF[part.stored.dtype]
     try:
         with folder.files.open(stored.file) as file:
-            file.seek(stored.start)
-            while left:
-                count = min(left, BLOCK_ELEMENTS)
-                raw = bytearray(count * ELEMENT_BYTES_OF[stored.dtype])
+            for view in readable(part.view):
+                raw = bytearray(span(view) * size)
+                file.seek(stored.start + view.storage_offset() * size)
                 read_into(file, memoryview(raw))
-                yield torch.frombuffer(raw, dtype=DTYPES[stored.dtype]).float()
-                left -= count
+                values = torch.frombuffer(raw, dtype=DTYPES[stored.dtype])
+                yield values.as_strided(view.shape, view.stride(), 0).float().flatten()
     except (NotSafetensors, FileNotFoundError):
         rule = "must not change while it is read, and has"
         raise UserError([f"{folder.path / stored.file} {rule}; try again"]) from None
 
 
+def readable(view: Tensor) -> Iterator[Tensor]:
+    """Views of a part's elements, in order, each to be read in one piece: where they lie side by side, a block.
+
+    Where reading a part of a matrix means reading nearly all of it (it lies transposed), the piece is the matrix.
+    """
+    if view.numel() == 0:
+        return
+    if view.is_contiguous():
+        flat = view.as_strided((view.numel(),), (1,))
+        yield from flat.split(BLOCK_ELEMENTS)
+    elif span(view) <= BLOCK_ELEMENTS or span(view[0]) * len(view) > MOST_OVERREAD * span(view):
+        yield view
+    else:
+        for each in view:
+            yield from readable(each)
+
+
+def span(view: Tensor) -> int:
+    """Elements from a view's first to its last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+
+
 def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
     """Each logical tensor's place in the files. Raises UserError with every name, shape and dtype that does not fit."""
-    shapes = logical_shapes(config)
-    missing = list(islice(missing_lines(config, shapes, folder), MOST_PROBLEMS + 1))
+    missing = list(islice(missing_lines(config, folder), MOST_PROBLEMS + 1))
     if len(missing) > MOST_PROBLEMS:
         raise UserError([*missing[:MOST_PROBLEMS], "and more such problems"])
     parts = {
-        name: [
-            Part(hf_name, folder.tensors[hf_name])
-            for hf_name, _ in hf_parts(config, name, shape)
-            if hf_name in folder.tensors
-        ]
-        for name, shape in shapes.items()
+        name: [Part(hf, folder.tensors[hf.name]) for hf in hf_parts(config, name) if hf.name in folder.tensors]
+        for name in logical_shapes(config)
     }
-    used = {part.hf_name for each in parts.values() for part in each}
-    problems = [*missing, *unfit_lines(config, shapes, folder), *unread_lines(config, folder, used)]
+    used = {part.hf.name for each in parts.values() for part in each}
+    problems = [*missing, *unfit_lines(config, folder), *unread_lines(config, folder, used)]
     if problems:
         raise UserError(cut(problems))
     weights = Weights(folder, config, parts)
@@ -109,50 +134,59 @@ def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
     return weights
 
 
-def missing_lines(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> Iterator[str]:
+def wanted_tensors(config: ModelConfig) -> Iterator[HFPart]:
+    """Each tensor that the files must have, once."""
+    for name in logical_shapes(config):
+        for part in hf_parts(config, name):
+            if part.names[0] == name:  # the first of those that share it
+                yield part
+
+
+def missing_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
     """A line for each tensor of the model that no file has."""
-    for name, shape in shapes.items():
-        for hf_name, wanted in hf_parts(config, name, shape):
-            if hf_name not in folder.tensors:
-                yield f"HF_DIR={folder.path} must hold {hf_name} [{_show(wanted)}], and no file does; {AGAIN}"
+    for part in wanted_tensors(config):
+        if part.name not in folder.tensors:
+            yield f"HF_DIR={folder.path} must hold {part.name} [{_show(part.shape)}], and no file does; {AGAIN}"
 
 
-def unfit_lines(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> Iterator[str]:
+def unfit_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
     """A line for each tensor of another shape than config.json makes it, or of a dtype that is not read."""
-    for name, shape in shapes.items():
-        for hf_name, wanted in hf_parts(config, name, shape):
-            stored = folder.tensors.get(hf_name)
-            if stored is None:
-                continue
-            told = f"{folder.path / stored.file}: {hf_name}"
-            if stored.shape != wanted:
-                yield f"{told} must be [{_show(wanted)}] by config.json, and is [{_show(stored.shape)}]; {AGAIN}"
-            if stored.dtype not in DTYPES:
-                rule = f"must be {', '.join(DTYPES)}, and is {shorten(stored.dtype)}"
-                yield f"{told} {rule}; convert the model to one of these"
+    for part in wanted_tensors(config):
+        stored = folder.tensors.get(part.name)
+        if stored is None:
+            continue
+        told = f"{folder.path / stored.file}: {part.name}"
+        if stored.shape != part.shape:
+            yield f"{told} must be [{_show(part.shape)}] by config.json, and is [{_show(stored.shape)}]; {AGAIN}"
+        if stored.dtype not in DTYPES:
+            rule = f"must be {', '.join(DTYPES)}, and is {shorten(stored.dtype)}"
+            yield f"{told} {rule}; convert the model to one of these"
 
 
 def unread_lines(config: ModelConfig, folder: ModelFolder, used: set[str]) -> Iterator[str]:
     """A line for each tensor of the files that is none of the model's; those of one layer too many share a line."""
     beyond: Counter[int] = Counter()
+    before_number = hf_template(config, "layers.0.attention.o.weight").partition("0")[0]
+    numbered = re.compile(rf"{re.escape(before_number)}(\d{{1,9}})\.")
     for name, stored in sorted(folder.tensors.items()):
-        layer = LAYER.match(name)
+        layer = numbered.match(name)
         if name in used or IGNORED.search(name) or name == tied_head(config):
             continue
         if layer is not None and int(layer[1]) >= config.n_layers:
             beyond[int(layer[1])] += 1
         else:
             yield f"{folder.path / stored.file}: {name} is no tensor of this model, and would not be read; remove it"
+    key = next(key for key, ours in family_of(config.family).keys.items() if ours == "n_layers")
     for number, count in sorted(beyond.items()):
         yield (
-            f"HF_DIR={folder.path} holds model.layers.{number} ({count:,} tensors), and num_hidden_layers="
+            f"HF_DIR={folder.path} holds {before_number}{number} ({count:,} tensors), and {key}="
             f"{config.n_layers}; a module that predicts further tokens is not read: remove its tensors"
         )
 
 
 def tied_head(config: ModelConfig) -> str | None:
     """The name of the head in the files where it is tied to the embedding, so that files need not have it."""
-    return family_of(config.family).weights["head.weight"] if config.tie_embeddings else None
+    return hf_template(config, "head.weight") if config.tie_embeddings else None
 
 
 def check_tied_head(config: ModelConfig, weights: Weights) -> None:
@@ -166,9 +200,10 @@ def check_tied_head(config: ModelConfig, weights: Weights) -> None:
         return
     (embedding,) = weights.parts["embed.weight"]
     is_equal = stored.shape == embedding.stored.shape and stored.dtype in DTYPES
-    blocks = zip_longest(read_blocks(weights.folder, Part(name, stored)), weights.blocks("embed.weight"))
-    if not is_equal or not all(torch.equal(head, embed) for head, embed in blocks):
-        rule = f"must be equal to {embedding.hf_name}, since config.json has tie_word_embeddings=true, and is not"
+    head = Part(HFPart(name, stored.shape, itself, ("head.weight",)), stored)
+    blocks = zip_longest(read_blocks(weights.folder, head), weights.blocks("embed.weight"))
+    if not is_equal or not all(torch.equal(one, other) for one, other in blocks):
+        rule = f"must be equal to {embedding.hf.name}, since config.json has tie_word_embeddings=true, and is not"
         remedy = "set tie_word_embeddings=false there, or remove the tensor"
         raise UserError([f"{weights.folder.path / stored.file}: {name} {rule}; {remedy}"])
 

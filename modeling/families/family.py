@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from modeling.config import ModelConfig, MoEConfig
+from modeling.families.packed import Packed
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
 TRAINING_ONLY = ("z_loss", "moe.balance", "moe.z_loss")  # fields below `model` that no transformers class needs to know
@@ -30,7 +31,7 @@ class Family:
     """
 
     architecture: str  # the class in transformers
-    weights: dict[str, str]  # our name of a weight -> its name in the files, with {layer} and {expert}
+    weights: Mapping[str, str | Packed]  # our name of a weight -> its name in the files, with {layer} and {expert}
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted
     constants: Mapping[str, Any]  # keys of which our models know one value alone
     ignored: Mapping[str, Any]  # keys that change nothing of what the model computes, with the value that we write

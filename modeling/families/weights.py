@@ -1,48 +1,102 @@
 """Weights to and from the files of Hugging Face transformers (the layout that 5.x writes)."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from modeling.config import BiasBalance, ModelConfig
 from modeling.families.family import family_of
-from modeling.logical import logical_shapes
+from modeling.families.packed import Packed
+from modeling.logical import logical_shapes, logical_tensors
 
 LAYER = re.compile(r"(?<=^layers\.)\d+")
+
+
+@dataclass(frozen=True)
+class HFPart:
+    """A logical tensor, or an expert of a stack, in a tensor of the files."""
+
+    name: str  # of the tensor in the files
+    shape: tuple[int, ...]  # of that tensor, whole
+    view: Callable[
+        [Tensor], Tensor
+    ]  # from that tensor to what is ours of it, in our order (its shape may have more dims)
+    names: tuple[str, ...]  # the logical tensors that lie in it
 
 
 def hf_template(config: ModelConfig, name: str) -> str:
     """The name of logical tensor ``name`` in transformers' files; {expert} stands for the expert of a stack."""
     layer = LAYER.search(name)
-    template = family_of(config.family).weights[LAYER.sub("{layer}", name)]
+    told = family_of(config.family).weights[LAYER.sub("{layer}", name)]
+    template = told.name if isinstance(told, Packed) else told
     return template if layer is None else template.replace("{layer}", layer.group())
 
 
-def to_hf(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that logical tensor ``name`` becomes: itself, or one for each expert of a stack. No copies.
+def hf_parts(config: ModelConfig, name: str) -> list[HFPart]:
+    """What logical tensor ``name`` is made of in transformers' files, in order."""
+    told = family_of(config.family).weights[LAYER.sub("{layer}", name)]
+    template, shape = hf_template(config, name), logical_tensors(config)[name].shape
+    if isinstance(told, Packed):
+        return [packed_part(config, name, told)]
+    if "{expert}" not in template:
+        return [HFPart(template, shape, itself, (name,))]
+    experts = range(shape[0])
+    return [HFPart(template.replace("{expert}", str(each)), shape[1:], itself, (name,)) for each in experts]
 
-    A router without the selection bias that transformers' class has brings a bias of zeros.
+
+def itself(tensor: Tensor) -> Tensor:
+    """A tensor of the files that is ours as it is."""
+    return tensor
+
+
+@lru_cache(maxsize=4096)
+def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
+    """Logical tensor ``name`` in the tensor of the files that it shares with others, or lies transposed in."""
+    layer = LAYER.search(name)
+    names = tuple(part if layer is None else part.replace("{layer}", layer.group()) for part in told.parts)
+    tensors = logical_tensors(config)
+    rows = 1 if tensors[name].is_expert else 0  # the dim of the outputs
+    groups, sizes = told.groups(config), [tensors[part].shape[rows] for part in names]
+    shape = list(tensors[name].shape)
+    shape[rows] = sum(sizes)
+    if told.transposed:
+        shape[rows], shape[rows + 1] = shape[rows + 1], shape[rows]
+    number = names.index(name)
+    start, size = sum(sizes[:number]) // groups, sizes[number] // groups
+
+    def view(whole: Tensor) -> Tensor:
+        whole = whole.transpose(rows, rows + 1) if told.transposed else whole
+        return whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
+
+    return HFPart(hf_template(config, name), tuple(shape), view, names)
+
+
+def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the files that logical ``tensors`` become. No copies, but for those that share one of the files'.
+
+    A router without the selection bias that transformers' class has brings a bias of zeros. A shared tensor comes when
+    the last of its parts has been met; one that lacks a part never does.
     """
-    template = hf_template(config, name)
-    if "{expert}" in template:
-        for expert, matrix in enumerate(tensor):
-            yield template.replace("{expert}", str(expert)), matrix
-    else:
-        yield template, tensor
-    if lacks_bias(config, name):
-        yield hf_template(config, name.replace("router.weight", "router.bias")), torch.zeros(tensor.shape[0])
-
-
-def hf_parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of each tensor in transformers' files that logical tensor ``name`` is made of, in order."""
-    template = hf_template(config, name)
-    if "{expert}" in template:
-        for expert in range(shape[0]):
-            yield template.replace("{expert}", str(expert)), shape[1:]
-    else:
-        yield template, shape
+    begun: dict[str, tuple[Tensor, set[str]]] = {}  # name in the files -> the tensor, and the parts still to come
+    for name, tensor in tensors:
+        parts = hf_parts(config, name)
+        if parts[0].view is itself:
+            pieces = tensor if len(parts) > 1 or parts[0].shape != tensor.shape else [tensor]
+            yield from ((part.name, piece) for part, piece in zip(parts, pieces, strict=True))
+        else:
+            (part,) = parts
+            whole, missing = begun.setdefault(part.name, (tensor.new_empty(part.shape), set(part.names)))
+            place = part.view(whole)
+            place.copy_(tensor.detach().reshape(place.shape))
+            missing.remove(name)
+            if not missing:
+                yield part.name, begun.pop(part.name)[0]
+        if lacks_bias(config, name):
+            yield hf_template(config, name.replace("router.weight", "router.bias")), torch.zeros(tensor.shape[0])
 
 
 def lacks_bias(config: ModelConfig, name: str) -> bool:
@@ -57,15 +111,14 @@ def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> Iterato
     ValueError where a shape differs, or where transformers' router has a selection bias that the config has not.
     """
     for name, shape in logical_shapes(config).items():
-        template = hf_template(config, name)
-        if "{expert}" in template:
-            tensor = torch.stack([get_tensor(template.replace("{expert}", str(expert))) for expert in range(shape[0])])
-        else:
-            tensor = get_tensor(template)
-        if tensor.shape != shape:
-            raise ValueError(f"{template} has shape {tuple(tensor.shape)}, but {name} has {shape}")
+        pieces = []
+        for part in hf_parts(config, name):
+            whole = get_tensor(part.name)
+            if whole.shape != part.shape:
+                raise ValueError(f"{part.name} has shape {tuple(whole.shape)}, but {name} has {part.shape}")
+            pieces.append(part.view(whole))
+        yield name, (pieces[0] if len(pieces) == 1 else torch.stack(pieces)).reshape(shape)
         if lacks_bias(config, name):
             bias_name = hf_template(config, name.replace("router.weight", "router.bias"))
             if get_tensor(bias_name).any():
                 raise ValueError(f"{bias_name} is not zero, which needs model.moe.balance.name=bias")
-        yield name, tensor

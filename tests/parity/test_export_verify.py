@@ -53,8 +53,10 @@ def differs(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_planted_two_experts_swapped_are_told(family: FamilyName, dtype: str, monkeypatch, capsys) -> None:
-    def swapped(config, name, tensor):
-        return to_hf(config, name, tensor.roll(1, 0) if name.endswith("experts.up") else tensor)
+    def swapped(config, tensors):
+        return to_hf(
+            config, ((name, each.roll(1, 0) if name.endswith("experts.up") else each) for name, each in tensors)
+        )
 
     write_run(family)
     monkeypatch.setattr(launcher.commands.export, "to_hf", swapped)
@@ -80,8 +82,8 @@ def test_planted_another_config_is_told(key: str, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_planted_another_name_is_told(name: str, monkeypatch, capsys) -> None:
-    def renamed(config, ours, tensor):
-        return ((f"{hf}.other" if hf == name else hf, part) for hf, part in to_hf(config, ours, tensor))
+    def renamed(config, tensors):
+        return ((f"{hf}.other" if hf == name else hf, part) for hf, part in to_hf(config, tensors))
 
     write_run("llama")
     monkeypatch.setattr(launcher.commands.export, "to_hf", renamed)
@@ -101,8 +103,9 @@ def test_planted_broken_files_are_told(monkeypatch, capsys) -> None:
 
 
 def test_planted_a_nan_is_no_agreement(monkeypatch, capsys) -> None:
-    def spoilt(config, name, tensor):
-        return to_hf(config, name, torch.full_like(tensor, torch.nan) if name == "final_norm.weight" else tensor)
+    def spoilt(config, tensors):
+        nan = ((name, each * torch.nan if name == "final_norm.weight" else each) for name, each in tensors)
+        return to_hf(config, nan)
 
     write_run("llama")
     monkeypatch.setattr(launcher.commands.export, "to_hf", spoilt)

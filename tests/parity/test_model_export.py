@@ -49,7 +49,7 @@ def test_names_there_and_back(family: FamilyName) -> None:
     @given(config=configs(family))
     def check(config: ModelConfig) -> None:
         tensors = {name: torch.randn(shape) for name, shape in logical_shapes(config).items()}
-        theirs = {hf: part for name, tensor in tensors.items() for hf, part in to_hf(config, name, tensor)}
+        theirs = dict(to_hf(config, tensors.items()))
         back = dict(from_hf(config, theirs.__getitem__))
         assert back.keys() == tensors.keys()
         assert all(torch.equal(back[name], tensors[name]) for name in tensors)
@@ -195,11 +195,8 @@ def test_a_tokenizer_that_transformers_replaces_is_told(
 
 def test_shapes_are_checked_on_reading() -> None:
     config = example_config("llama")
-    wrong = {
-        hf: torch.zeros(3)
-        for name, shape in logical_shapes(config).items()
-        for hf, _ in to_hf(config, name, torch.zeros(shape))
-    }
+    tensors = ((name, torch.zeros(shape)) for name, shape in logical_shapes(config).items())
+    wrong = {hf: torch.zeros(3) for hf, _ in to_hf(config, tensors)}
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has shape"):
         dict(from_hf(config, wrong.__getitem__))
 

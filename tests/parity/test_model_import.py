@@ -26,7 +26,7 @@ from launcher.training.init_from import open_source
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.context import Context
 from modeling.families.config_json import SpecialTokens, to_config_json
-from modeling.families.weights import hf_parts
+from modeling.families.weights import HFPart, hf_parts
 from modeling.logical import logical_shapes
 from parallel.checkpoint.manifest import BUFFER, WEIGHT
 from small_models import MOE_FAMILIES, configs, example_config
@@ -126,11 +126,14 @@ def source(tmp_path: Path) -> Path:
 def test_planted_two_experts_swapped_are_seen(
     family: FamilyName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swapped(config: ModelConfig, name: str, shape: tuple[int, ...]):
-        parts = list(hf_parts(config, name, shape))
-        if "experts" in name:
+    def swapped(config: ModelConfig, name: str) -> list[HFPart]:
+        parts = hf_parts(config, name)
+        if len(parts) > 1:
             parts[0], parts[1] = parts[1], parts[0]
-        return iter(parts)
+        elif "experts.up" in name:  # all experts in one tensor: their gates are taken for what they let through
+            (gate,) = hf_parts(config, name.replace("experts.up", "experts.gate"))
+            parts = [dataclasses.replace(parts[0], view=gate.view)]
+        return parts
 
     save_hf_model(tmp_path / "source", example_config(family, vocab_size=257))
     monkeypatch.setattr(launcher.importing.weights, "hf_parts", swapped)
