@@ -67,6 +67,8 @@ class GroupedQueryAttention(Attention):
         self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), is_residual=True)
         self.norms_all_heads = config.qk_norm_over == "all_heads"
         self.score_factor = 1.0 if config.score_channels is None else (d_head / config.score_channels) ** 0.5
+        if config.score_scale is not None:
+            self.score_factor = config.score_scale * d_head**0.5
         self.q_norm = self.k_norm = None
         adds_one = config.norm_adds_one
         if config.qk_norm and self.norms_all_heads:

@@ -19,12 +19,15 @@ FamilyName = Literal[
     "llama",
     "mistral",
     "qwen2",
+    "qwen3",
+    "phi3",
     "olmo2",
     "gemma3_text",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
     "olmoe",
+    "granitemoe",
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
@@ -195,6 +198,11 @@ class ModelConfig:
     ff_bias: bool = False  # dense feed-forward layers' projections have biases
     activation: ActivationName = "silu"  # of the gates in dense feed-forward layers and shared experts
     embedding_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor of the embedded tokens
+    # factor of what a block adds to the residual stream
+    residual_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0
+    logit_divisor: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # the head's logits are divided by it
+    # attention's scores are multiplied by it; None: by the inverse root of score_channels
+    score_scale: Annotated[float, Interval(ge=1e-6, le=1e3)] | None = field(default=None, metadata={"usual": 0.125})
     # attention's scores are divided by its root; None: channels of a head
     score_channels: Annotated[float, Interval(ge=1e-6, le=1e12)] | None = field(default=None, metadata={"usual": 64.0})
     # a token sees itself and so many less one before it; None: all

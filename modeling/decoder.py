@@ -54,7 +54,8 @@ class Embedding(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each normed and added to the residual stream.
 
-    The norms are of their inputs, or with ``norms_outputs`` of what they put out. With post norms it is both.
+    The norms are of their inputs, or with ``norms_outputs`` of what they put out. With post norms it is both. What is
+    added is multiplied by ``residual_scale``.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class DecoderLayer(nn.Module):
         norms_outputs: bool,
         attention_post_norm: RMSNorm | None = None,
         feed_forward_post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -78,6 +80,7 @@ class DecoderLayer(nn.Module):
         self.norms_outputs = norms_outputs
         self.attention_post_norm = attention_post_norm
         self.feed_forward_post_norm = feed_forward_post_norm
+        self.residual_scale = residual_scale
 
     def forward(
         self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None
@@ -86,7 +89,12 @@ class DecoderLayer(nn.Module):
         in_BSD = hidden_BSD if self.norms_outputs else self.attention_norm(hidden_BSD)
         after = self.attention_norm if self.norms_outputs else self.attention_post_norm
         out_BSD = self.attention(in_BSD, context, cache)
-        return self.add_feed_forward(hidden_BSD + (out_BSD if after is None else after(out_BSD)), context)
+        return self.add_feed_forward(self.joined(hidden_BSD, out_BSD, after), context)
+
+    def joined(self, hidden_BSD: Tensor, out_BSD: Tensor, norm: RMSNorm | None) -> Tensor:
+        """The residual stream with a block's output added, which is normed first where there is a norm."""
+        out_BSD = out_BSD if norm is None else norm(out_BSD)
+        return hidden_BSD + (out_BSD if self.residual_scale == 1 else out_BSD * self.residual_scale)
 
     def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
         """The second half of the layer."""
@@ -96,7 +104,7 @@ class DecoderLayer(nn.Module):
         else:
             out_BSD = self.feed_forward(in_BSD)
         after = self.feed_forward_norm if self.norms_outputs else self.feed_forward_post_norm
-        return hidden_BSD + (out_BSD if after is None else after(out_BSD)), stats
+        return self.joined(hidden_BSD, out_BSD, after), stats
 
 
 class Decoder(nn.Module):
@@ -116,6 +124,7 @@ class Decoder(nn.Module):
         final_norm: RMSNorm | None,
         head: Head | None,
         embedding_scale: float = 1.0,
+        logit_divisor: float = 1.0,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
@@ -123,14 +132,15 @@ class Decoder(nn.Module):
         self.register_module("final_norm", final_norm)
         self.register_module("head", head)
         self.embedding_scale = embedding_scale
+        self.logit_divisor = logit_divisor
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""
         shared = [self.layers[str(layer)] for layer in layers]
         norm, head = (self.final_norm, self.head) if has_head else (None, None)
-        return Decoder(
-            self.embed if has_embedding else None, cast(list[DecoderLayer], shared), norm, head, self.embedding_scale
-        )
+        embed = self.embed if has_embedding else None
+        scales = (self.embedding_scale, self.logit_divisor)
+        return Decoder(embed, cast(list[DecoderLayer], shared), norm, head, *scales)
 
     def scaled(self, hidden_BSD: Tensor) -> Tensor:
         """Embedded tokens times ``embedding_scale``, which is rounded to their dtype as Gemma's is."""
@@ -156,7 +166,10 @@ class Decoder(nn.Module):
         if self.head is None:
             output.hidden_BSD = hidden_BSD
             return output
-        result = self.head(self.final_norm(hidden_BSD), targets_BS)
+        hidden_BSD = self.final_norm(hidden_BSD)
+        if self.logit_divisor != 1:  # logits are linear in the hidden states, of which there are fewer
+            hidden_BSD = hidden_BSD / self.logit_divisor
+        result = self.head(hidden_BSD, targets_BS)
         if targets_BS is None:
             output.logits_BSV = result
         else:
@@ -176,7 +189,7 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
         head.weight = embed.weight
     final_norm = RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
     built = [build_layer(config, layer) for layer in numbers]
-    return Decoder(embed, built, final_norm, head, config.embedding_scale)
+    return Decoder(embed, built, final_norm, head, config.embedding_scale, config.logit_divisor)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
@@ -196,4 +209,5 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
         norms_outputs=config.norm_placement == "post",
         attention_post_norm=norms[2] if n_norms == 4 else None,
         feed_forward_post_norm=norms[3] if n_norms == 4 else None,
+        residual_scale=config.residual_scale,
     )

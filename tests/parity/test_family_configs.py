@@ -38,6 +38,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {row["name"]: row for row in ROWS}
 ELSEWHERE = {
     "deepseek_v2": {"moe_layer_freq", "scoring_func"},
     "deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"},
+    "phi3": {"attention_bias"},
 }
 NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
 
@@ -67,6 +68,8 @@ def computed(config: ModelConfig) -> ModelConfig:
     explicit: dict[str, Any] = {"d_head": config.head_dim if "d_head" in told else None}
     if "score_channels" in told:
         explicit["score_channels"] = config.score_channels or float(config.head_dim)
+    if "score_scale" in told:
+        explicit["score_scale"] = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
     if "local_rope_theta" in told:
         explicit["local_rope_theta"] = config.local_rope_theta or config.rope_theta
     return dataclasses.replace(config, d_ff=d_ff, moe=moe, **explicit)

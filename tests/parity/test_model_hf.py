@@ -7,10 +7,11 @@ norm. Both models do the same operations in another order, so only fp32 rounding
 shows: there ours may be twice as far from theirs as theirs is from itself with another kernel of attention, and 1e-4.
 """
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from modeling.config import FAMILIES, FamilyName, ModelConfig, MoEConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.families.family import family_of
+from modeling.families.packed import Packed
 from modeling.families.weights import from_hf
 from modeling.loss import IGNORE, Head
 from modeling.router import Router
@@ -52,6 +54,7 @@ GRADIENT_TOLERANCE = 1e-5
 CANCELLED_TOLERANCE = 1e-4  # of a gradient that theirs does not know better
 TIE_GAP = 1e-5  # DESIGN.md section 2.8
 FEW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+ROUTER = re.compile(r"\.layers\.(\d+)\.\w+\.(?:gate|router)$")  # in transformers' models
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +98,9 @@ def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
         return hook
 
     hooks = [
-        layer.mlp.gate.register_forward_hook(hook_for(number))
-        for number, layer in enumerate(theirs.model.layers)
-        if hasattr(layer.mlp, "gate")
+        module.register_forward_hook(hook_for(int(found[1])))
+        for name, module in theirs.named_modules()
+        if (found := ROUTER.search(name)) is not None
     ]
     yield routes
     for hook in hooks:
@@ -326,9 +329,12 @@ def test_planted_gate_and_up_swapped(family: FamilyName, monkeypatch: pytest.Mon
     table = family_of(family).weights
     feed_forward = "layers.{layer}.feed_forward."
     gate, up = ("gate.weight", "up.weight") if family not in MOE_FAMILIES else ("experts.gate", "experts.up")
-    swapped = {feed_forward + gate: table[feed_forward + up], feed_forward + up: table[feed_forward + gate]}
-    for name, hf_name in swapped.items():
-        monkeypatch.setitem(table, name, hf_name)
+    gate, up = feed_forward + gate, feed_forward + up
+    swapped = {gate: table[up], up: table[gate]}
+    if isinstance(both := table[gate], Packed):  # in one tensor, one after the other
+        swapped = dict.fromkeys((gate, up), replace(both, parts=both.parts[::-1]))
+    for name, told in swapped.items():
+        monkeypatch.setitem(table, name, told)
     config, model, theirs, rows = whole_example(family)
     fails_logits(model, theirs, config, rows)
 

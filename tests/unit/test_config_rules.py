@@ -25,6 +25,7 @@ from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.schema import hint_at, item_hint, members
 from launcher.config.tree import RunConfig
+from launcher.config.words import join_or
 from launcher.errors import UserError
 from launcher.slurm import rules as slurm_rules
 from launcher.slurm.profile import job_script
@@ -54,6 +55,15 @@ def base(name: FamilyName) -> list[str]:
 
 
 BASES = {name: base(name) for name in FAMILIES}
+
+
+def names(section: str, *, have: bool) -> str:
+    """The families whose class has the part of a model, or has not, as messages list them."""
+    return join_or([name for name in FAMILIES if family_of(name).has(section) == have])
+
+
+HAVE_EXPERTS, HAVE_NONE = names("moe", have=True), names("moe", have=False)
+HAVE_MLA, HAVE_NO_MLA = names("mla", have=True), names("mla", have=False)
 
 # Base, what is changed, processes, the line, and the change that the line's remedy names.
 CASES = [
@@ -131,9 +141,9 @@ CASES = [
     ("gemma3_text", "model.embedding_scale=1", 1, "model.embedding_scale=1.0 is not possible with model.family=gemma3_text, whose `transformers` class derives it from other keys; try 22.627416997969522", "model.embedding_scale=22.627416997969522"),
     ("deepseek_v2", "model.mla.d_nope=3 model.mla.d_v=8", 1, "model.mla.d_nope=3 is not possible with model.family=deepseek_v2, whose `transformers` class needs an even number; try 4", "model.mla.d_nope=4"),
     ("glm4_moe", "model.rope_fraction=0.3", 1, "model.rope_fraction=0.3 of a head's 64 channels is 19, and must be an even number, at least 2 (rotary embedding turns channels in pairs); try 0.28125", "model.rope_fraction=0.28125"),
-    ("llama", "model.moe.n_experts=8", 1, "model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family=mixtral, qwen2_moe, qwen3_moe, olmoe, glm4_moe, deepseek_v2 or deepseek_v3", "model.family=mixtral"),
+    ("llama", "model.moe.n_experts=8", 1, f"model.moe.n_experts=8 is not possible with model.family=llama, whose `transformers` class has no experts; try model.moe=null, or model.family={HAVE_EXPERTS}", "model.family=mixtral"),
     ("llama", "model.d_head=64 model.d_model=250", 1, "model.d_model=250 must be a multiple of model.n_heads=8 with model.family=llama, whose `transformers` class demands it even where model.d_head=64 is given; try 256", "model.d_model=256"),
-    ("mixtral", "model.moe=null", 1, "model.moe=null is not possible with model.family=mixtral, whose `transformers` class has experts; try model.moe.n_experts=8, or model.family=llama, mistral, qwen2, olmo2 or gemma3_text", "model.moe.n_experts=8"),
+    ("mixtral", "model.moe=null", 1, f"model.moe=null is not possible with model.family=mixtral, whose `transformers` class has experts; try model.moe.n_experts=8, or model.family={HAVE_NONE}", "model.moe.n_experts=8"),
     ("mixtral", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=mixtral, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
     ("mixtral", "model.moe.top_k=5", 1, "model.moe.top_k=5 must be at most model.moe.n_experts=4; try 4, or more experts", "model.moe.top_k=4"),
     ("mixtral", "model.moe.top_k=0", 1, "model.moe.top_k=0 must be at least 1; try 1", "model.moe.top_k=1"),
@@ -154,8 +164,8 @@ CASES = [
     ("glm4_moe", "model.moe={n_experts: 1, top_k: 1, score: sigmoid, n_shared_experts: 1}", 1, "model.moe.n_experts=1 is not possible with model.family=glm4_moe, whose `transformers` class needs at least 2; try 2", "model.moe.n_experts=2"),
     ("glm4_moe", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("glm4_moe", "model.moe.n_groups=2", 1, "model.moe.n_groups=2 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try 1", "model.moe.n_groups=1"),
-    ("glm4_moe", "model.mla.kv_lora_rank=64", 1, "model.mla.kv_lora_rank=64 is not possible with model.family=glm4_moe, whose `transformers` class has no latent attention; try model.mla=null, or model.family=deepseek_v2 or deepseek_v3", "model.mla=null"),
-    ("deepseek_v3", "model.mla=null", 1, "model.mla=null is not possible with model.family=deepseek_v3, whose `transformers` class has latent attention; try model.mla.kv_lora_rank=512, or model.family=llama, mistral, qwen2, olmo2, gemma3_text, mixtral, qwen2_moe, qwen3_moe, olmoe or glm4_moe", "model.mla.kv_lora_rank=512"),
+    ("glm4_moe", "model.mla.kv_lora_rank=64", 1, f"model.mla.kv_lora_rank=64 is not possible with model.family=glm4_moe, whose `transformers` class has no latent attention; try model.mla=null, or model.family={HAVE_MLA}", "model.mla=null"),
+    ("deepseek_v3", "model.mla=null", 1, f"model.mla=null is not possible with model.family=deepseek_v3, whose `transformers` class has latent attention; try model.mla.kv_lora_rank=512, or model.family={HAVE_NO_MLA}", "model.mla.kv_lora_rank=512"),
     ("deepseek_v3", "model.d_head=64", 1, "model.d_head=64 is not possible with model.family=deepseek_v3, whose `transformers` class cannot express it; try null", "model.d_head=null"),
     ("deepseek_v3", "model.n_kv_heads=4", 1, "model.n_kv_heads=4 must be model.n_heads=8 where model.mla is given (every head has keys and values of its own); try 8", "model.n_kv_heads=8"),
     ("deepseek_v3", "model.mla.d_rope=63", 1, "model.mla.d_rope=63 must be even (rotary embedding turns channels in pairs); try 64", "model.mla.d_rope=64"),
@@ -212,6 +222,8 @@ def base_of(key: str) -> list[str]:
         if "shared_d_ff" in key
         else "gemma3_text"
         if "score_channels" in key or "local_rope" in key
+        else "granitemoe"
+        if any(part in key for part in ("score_scale", "residual_scale", "logit_divisor", "embedding_scale"))
         else "glm4_moe"
         if ".moe." in key
         else "qwen2"
@@ -263,7 +275,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 94
+    assert len(RANGES) == 97
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

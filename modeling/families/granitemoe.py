@@ -1,0 +1,102 @@
+"""Granite 3.0 with experts (granitemoe of transformers): factors on embeddings, scores, residuals and logits."""
+
+from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.families.family import Family, Key
+from modeling.families.packed import packed
+from modeling.families.shared import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    DECODER,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    EQUAL_BIASES,
+    EXPERTS_ALONE,
+    O_BIAS,
+    QKV_BIAS,
+    ROUTER_LOSS,
+    SOFTMAX_ROUTER,
+)
+
+EXPERTS = "model.layers.{layer}.block_sparse_moe"
+
+
+def published(d_model: int, n_layers: int, n_heads: int, n_experts: int) -> ModelConfig:
+    """One of the published sizes."""
+    return ModelConfig(
+        family="granitemoe",
+        vocab_size=49155,
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        d_ff=512,
+        tie_embeddings=True,
+        embedding_scale=12.0,
+        residual_scale=0.22,
+        logit_divisor=6.0,
+        score_scale=0.015625,
+        moe=MoEConfig(n_experts=n_experts, top_k=8, d_ff=512, balance=NoBalance()),
+    )
+
+
+FAMILY = Family(
+    architecture="GraniteMoeForCausalLM",
+    weights={
+        **DECODER,
+        **ATTENTION,
+        **QKV_BIAS,
+        **O_BIAS,
+        "layers.{layer}.feed_forward.router.weight": f"{EXPERTS}.router.layer.weight",
+        **packed(
+            f"{EXPERTS}.input_linear.weight",
+            "layers.{layer}.feed_forward.experts.gate",
+            "layers.{layer}.feed_forward.experts.up",
+        ),
+        "layers.{layer}.feed_forward.experts.down": f"{EXPERTS}.output_linear.weight",
+    },
+    keys={
+        **DECODER_KEYS,
+        "attention_bias": ATTENTION_BIAS,
+        "attention_multiplier": Key(
+            ours=("score_scale",),
+            write=lambda config: config.head_dim**-0.5 if config.score_scale is None else config.score_scale,
+            read=lambda factor: {"score_scale": factor},
+        ),
+        "embedding_multiplier": "embedding_scale",
+        "intermediate_size": EXPERTS_ALONE,
+        "logits_scaling": "logit_divisor",
+        "num_experts_per_tok": "moe.top_k",
+        "num_local_experts": "moe.n_experts",
+        "residual_multiplier": "residual_scale",
+    },
+    constants={"hidden_act": "silu"},
+    ignored={**ROUTER_LOSS, "attention_dropout": 0.0},  # dropout is of training
+    defaults={
+        **DECODER_DEFAULTS,
+        "attention_bias": False,
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "logits_scaling": 1.0,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": None,
+        "num_local_experts": 8,
+        "residual_multiplier": 1.0,
+        "vocab_size": 32000,
+    },
+    equal=EQUAL_BIASES,
+    # models/granitemoe: d_model / n_heads channels a head; the softmax is over the chosen logits.
+    allowed={
+        "d_head": (None,),
+        "moe.n_dense_layers": (0,),
+        "moe.normalize_top_k": (True,),
+        **SOFTMAX_ROUTER,
+    },
+    published={
+        "granite-3.0-1b-a400m": published(1024, 24, 16, 32),
+        "granite-3.0-3b-a800m": published(1536, 32, 24, 40),
+    },
+)
