@@ -16,17 +16,18 @@ from modeling.linear import Bias, Linear
 from modeling.norm import RMSNorm
 from modeling.positions import ALL_POSITIONS
 from modeling.rope import Rotary, rotate, score_factor
+from modeling.score_terms import Alibi, ScoreTerms, Sinks
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: transformers' class has it so
-AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None], Tensor]
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None, ScoreTerms], Tensor]
 
 
 class Attention(nn.Module):
     """What every kind of attention has in common: the core, the output projection ``o``, and the seams.
 
-    ``core(q_BSHC, k_BSGC, v_BSGC, context, window) -> out_BSHC`` is the seam at which context parallelism enters;
-    ``positions`` is tensor parallelism's. A kind of attention makes its weights, and says in ``heads`` what
-    its queries, keys and values are.
+    ``core(q_BSHC, k_BSGC, v_BSGC, context, window, terms) -> out_BSHC`` is the seam at which context parallelism
+    enters; ``positions`` is tensor parallelism's. A kind of attention makes its weights, and says in ``heads`` what its
+    queries, keys and values are.
     """
 
     o: Linear
@@ -38,6 +39,8 @@ class Attention(nn.Module):
         is_local = self.sliding_window is not None and config.local_rope_theta is not None
         theta = config.local_rope_theta if is_local and config.local_rope_theta is not None else config.rope_theta
         self.rotary = Rotary(config.rope_dim, theta, None if is_local else config.rope_scaling)
+        self.alibi = Alibi(config.n_heads, range(config.n_heads)) if config.positions == "alibi" else None
+        self.sinks = Sinks(config.n_heads) if config.sinks else None
         self.core: AttentionCore = attend
         self.positions = ALL_POSITIONS
 
@@ -45,9 +48,14 @@ class Attention(nn.Module):
         """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
         heads = self.heads(self.positions.gather(hidden_BSD), context.rope_tables(self.rotary))
         core = self.core if cache is None else cache.attend
-        out_BSHC = core(*heads, context, self.sliding_window)
+        out_BSHC = core(*heads, context, self.sliding_window, self.score_terms())
         summed_BSD = self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
         return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
+
+    def score_terms(self) -> ScoreTerms:
+        """What joins the scores of the heads that the weights hold."""
+        alibi = None if self.alibi is None else self.alibi.of_part(self.positions.rank, self.positions.degree)
+        return ScoreTerms(alibi, None if self.sinks is None else self.sinks())
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""

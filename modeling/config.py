@@ -169,6 +169,7 @@ class MLAConfig:
 
 
 ActivationName = Literal["silu", "gelu_tanh"]  # modeling.feed_forward.ACTIVATIONS has each one's formula
+PositionsName = Literal["rope", "alibi"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
@@ -209,6 +210,9 @@ class ModelConfig:
     sliding_window: Width | None = field(default=None, metadata={"usual": 1024})
     # layers (from 0) whose tokens see all before them all the same
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
+    sinks: bool = False  # each head has a trained logit that joins its softmax and carries no value
+    # how attention knows where tokens are; rope: channels turn; alibi: scores fall with the distance
+    positions: PositionsName = "rope"
     rope_theta: Theta = 10000.0  # base of the rotary frequencies
     # base of the frequencies in layers with a sliding window, which are not scaled; None: rope_theta, scaled as in all
     local_rope_theta: Theta | None = field(default=None, metadata={"usual": 10000.0})
@@ -246,6 +250,8 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Channels of a head that the rotary embedding turns."""
+        if self.positions != "rope":
+            return 0
         return int(self.head_dim * self.rope_fraction) if self.mla is None else self.mla.d_rope
 
     @property
@@ -267,6 +273,7 @@ class ModelConfig:
         """One line for each rule between the fields of an optional section, and about it, that is broken."""
         yield from self.window_problems()
         yield from self.rope_problems()
+        yield from self.position_problems()
         if self.mla is not None:
             if self.n_kv_heads != self.n_heads:
                 yield (
@@ -306,6 +313,29 @@ class ModelConfig:
                 yield (
                     f"model.rope_theta={self.rope_theta} must be above 1 where model.rope_scaling.name=yarn "
                     "(its frequencies must differ); try 10000.0"
+                )
+
+    def position_problems(self) -> Iterator[str]:
+        """One line for each field of the rotary embedding that is set where there is none."""
+        if self.positions == "rope":
+            return
+        if self.mla is not None:
+            yield (
+                f"model.positions={self.positions} must be rope where model.mla is given (channels of its keys turn); "
+                "try rope"
+            )
+        scaling = None if self.rope_scaling is None else self.rope_scaling.name
+        for key, value, usual in (
+            ("rope_theta", self.rope_theta, 10000.0),
+            ("local_rope_theta", self.local_rope_theta, "null"),
+            ("rope_fraction", self.rope_fraction, 1.0),
+            ("rope_scaling", scaling, "null"),
+        ):
+            if value not in (usual, None):
+                told = f"model.{key}.name={value}" if key == "rope_scaling" else f"model.{key}={value}"
+                yield (
+                    f"{told} is not possible where model.positions={self.positions} (no channel turns); "
+                    f"try model.{key}={usual}"
                 )
 
     def window_of(self, layer: int) -> int | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling.rope import Rotary
+from modeling.score_terms import Alibi
 
 PADDING = -1  # the document number of a position that holds no token
 
@@ -67,6 +68,19 @@ class Context:
                 self.positions_BS, self.documents_BS, self.positions_BS, self.documents_BS, window
             )
         return self.masks[window]
+
+    @cached_property
+    def sloping_masks(self) -> dict[tuple[int | None, Alibi], Tensor]:
+        """Masks with slopes already built, by sliding window."""
+        return {}
+
+    def mask_BHSS(self, window: int | None, alibi: Alibi) -> Tensor:
+        """What is added to the scores of scores that fall with the distance within a document; fp32. Built once."""
+        key = (window, alibi)
+        if key not in self.sloping_masks:
+            mask_BSS, positions_BS = self.mask_BSS(window), self.positions_BS
+            self.sloping_masks[key] = alibi.mask(mask_BSS, positions_BS, positions_BS)
+        return self.sloping_masks[key]
 
     @cached_property
     def rope(self) -> dict[Rotary, tuple[Tensor, Tensor]]:

@@ -21,6 +21,7 @@ Dim = Literal[
     "vocab",  # vocab_size
     "d_model",
     "heads",  # n_heads times the channels of a head
+    "per_head",  # one entry a query head
     "kv_heads",  # n_kv_heads times the channels of a head, where keys and values have projections of their own
     "d_head",
     "q_latent",  # channels into which queries are compressed before they become heads
@@ -64,6 +65,8 @@ def units_of(config: ModelConfig) -> dict[Dim, Unit]:
     }
     if config.has_kv_heads:
         units["kv_heads"] = Unit("model.n_kv_heads", config.n_kv_heads)
+    if config.sinks:
+        units["per_head"] = units["heads"]
     moe = config.moe
     if config.n_moe_layers < config.n_layers:
         units["d_ff"] = Unit("model.d_ff", config.d_ff)

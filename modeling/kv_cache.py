@@ -8,6 +8,7 @@ from torch import Tensor
 
 from modeling.context import Context, attention_mask
 from modeling.kernels.attention import masked_attention
+from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
 class LayerCache:
@@ -16,7 +17,15 @@ class LayerCache:
     def __init__(self) -> None:
         self.entries: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def attend(self, q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
+    def attend(
+        self,
+        q_BSHC: Tensor,
+        k_BSGC: Tensor,
+        v_BSGC: Tensor,
+        context: Context,
+        window: int | None,
+        terms: ScoreTerms = NO_TERMS,
+    ) -> Tensor:
         """Appends the new keys and values, and returns the new queries' attention over all of them (B, S, H, C)."""
         new = [k_BSGC, v_BSGC, context.positions_BS, context.documents_BS]
         if self.entries is not None:
@@ -24,7 +33,8 @@ class LayerCache:
         k_BPGC, v_BPGC, positions_BP, documents_BP = new
         self.entries = (k_BPGC, v_BPGC, positions_BP, documents_BP)
         mask_BSP = attention_mask(context.positions_BS, context.documents_BS, positions_BP, documents_BP, window)
-        return masked_attention(q_BSHC, k_BPGC, v_BPGC, mask_BSP)
+        mask = terms.mask(mask_BSP, context.positions_BS, positions_BP)
+        return masked_attention(q_BSHC, k_BPGC, v_BPGC, mask, terms.sinks_H)
 
 
 class KVCache:

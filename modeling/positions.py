@@ -10,7 +10,13 @@ from torch import Tensor
 
 
 class Positions:
-    """One device: a block sees all positions, and what it computes is the whole sum."""
+    """One device: a block sees all positions, and what it computes is the whole sum.
+
+    Of what its heads or channels are cut into, ``degree`` equal parts, it has part number ``rank``.
+    """
+
+    rank = 0
+    degree = 1
 
     def gather(self, hidden_BSD: Tensor) -> Tensor:
         """All positions, from those that are held between layers."""

@@ -99,6 +99,8 @@ def rotate(heads_BSHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """``heads_BSHC`` with channel pairs (c, c + R/2) of the first R turned by their position's angle."""
     cos, sin = (table[:, :, None, :].to(heads_BSHC.dtype) for table in tables)
     n_turning = 2 * cos.shape[-1]
+    if n_turning == 0:
+        return heads_BSHC
     first, second = heads_BSHC[..., :n_turning].chunk(2, dim=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return torch.cat([*turned, heads_BSHC[..., n_turning:]], dim=-1)

@@ -16,6 +16,7 @@ AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
     "vocab": "tp",
     "d_model": None,
     "heads": "tp",
+    "per_head": "tp",
     "kv_heads": "tp",
     "d_head": None,
     "q_latent": None,

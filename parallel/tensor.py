@@ -42,6 +42,7 @@ class SharedPositions(Positions):
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self.rank, self.degree = axis.rank, axis.degree
 
     def gather(self, hidden_BSD: Tensor) -> Tensor:
         """From this rank's part of the positions to all of them. All ranks of tp call it."""

@@ -59,14 +59,19 @@ class Family:
         return ROUTER_BIAS in self.weights
 
     @property
+    def turns(self) -> bool:
+        """Whether the class knows positions by the rotary embedding."""
+        return "rope" in self.allowed.get("positions", ("rope",))
+
+    @property
     def told(self) -> set[str]:
         """Our fields that config.json tells, dotted."""
         told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
         rope = {
-            "rope_theta": True,
+            "rope_theta": self.turns,
             "local_rope_theta": self.has_local_rope,
             "rope_fraction": self.turns_a_part,
-            "rope_scaling": self.scales_rope,
+            "rope_scaling": self.turns and self.scales_rope,
         }
         return told | {"family", *self.derived} | {name for name, is_told in rope.items() if is_told}
 

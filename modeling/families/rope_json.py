@@ -20,6 +20,8 @@ PLAIN = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of config.json that tell the rotary positions."""
+    if not family.turns:
+        return {}
     rope: dict[str, Any] = {"rope_theta": config.rope_theta}
     if family.turns_a_part:
         rope["partial_rotary_factor"] = config.rope_fraction
@@ -53,6 +55,8 @@ def longest(config: ModelConfig, seq_len: int) -> int:
 
 def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Our fields that the keys mean. Raises ValueError where they mean none of ours."""
+    if not family.turns:
+        return {}
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     given = {} if content.get(key) is None else content[key]
     if not isinstance(given, dict):

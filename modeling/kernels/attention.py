@@ -8,26 +8,47 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.context import Context
+from modeling.kernels.sinks import sink_attention
+from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
-def attend(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
-    """Attention's output (B, S, H, C), by the fastest kernel that fits the device and dtype.
+def attend(
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    context: Context,
+    window: int | None,
+    terms: ScoreTerms = NO_TERMS,
+) -> Tensor:
+    """Attention's output (B, S, H, C), by the fastest kernel that fits the device, the dtype and the scores' terms.
 
     CUDA in half precision takes variable-length flash attention, which never forms a mask; everything else
-    takes scaled_dot_product_attention with a bool mask.
+    takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA, B * S * S numbers of a mask are
+    made, with slopes H times as many, once for all layers of one window; sinks take fp32 scores in each layer besides.
     """
-    if q_BSHC.is_cuda and q_BSHC.dtype in (torch.bfloat16, torch.float16):
+    is_plain = terms.alibi is None and terms.sinks_H is None
+    if is_plain and q_BSHC.is_cuda and q_BSHC.dtype in (torch.bfloat16, torch.float16):
         return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
-    return masked_attention(q_BSHC, k_BSGC, v_BSGC, context.mask_BSS(window))
+    mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
+    return masked_attention(q_BSHC, k_BSGC, v_BSGC, mask, terms.sinks_H)
 
 
-def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor) -> Tensor:
-    """Attention's output (B, Q, H, C) where ``mask_BQS`` tells which keys each query may see."""
+def masked_attention(
+    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Attention's output (B, Q, H, C) to the keys that ``mask`` shows, and to the sinks where there are any.
+
+    ``mask``: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is -inf where a key is not seen.
+    """
+    if sinks_H is not None:
+        wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
+        return sink_attention(q_BQHC, k_BSGC, wide_BSGC, mask, sinks_H)[..., : v_BSGC.shape[-1]]
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:
         k_BSGC, v_BSGC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
     q_BHQC, k_BHSC, v_BHSC = (heads.transpose(1, 2) for heads in (q_BQHC, k_BSGC, v_BSGC))
-    return F.scaled_dot_product_attention(q_BHQC, k_BHSC, v_BHSC, attn_mask=mask_BQS[:, None]).transpose(1, 2)
+    mask_BHQS = mask[:, None] if mask.dtype == torch.bool else mask.to(q_BQHC.dtype) if mask.is_cuda else mask
+    return F.scaled_dot_product_attention(q_BHQC, k_BHSC, v_BHSC, attn_mask=mask_BHQS).transpose(1, 2)
 
 
 def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:

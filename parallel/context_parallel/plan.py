@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from modeling.context import Context, attention_mask
+from modeling.score_terms import Alibi
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Axis
 
@@ -22,7 +23,7 @@ TILE = (
 class Tile:
     """Some of this rank's queries and of a block's keys, as slices of the held positions, and where they lie.
 
-    It holds O(Q + S) numbers; the mask is built when it is needed.
+    It holds O(Q + S) numbers; masks are built when they are needed.
     """
 
     queries: slice
@@ -36,8 +37,15 @@ class Tile:
 
     def mask_BQS(self) -> Tensor | None:
         """Which keys each query sees (bool, by ``modeling``'s own rule), or None for all."""
-        if self.sees_all:
-            return None
+        return None if self.sees_all else self._mask_BQS()
+
+    def mask(self, alibi: Alibi | None) -> Tensor | None:
+        """The mask; where scores fall with the distance, what is added to them (``Alibi.mask``)."""
+        if alibi is None:
+            return self.mask_BQS()
+        return alibi.mask(self._mask_BQS(), self.query_positions_BQ, self.key_positions_BS)
+
+    def _mask_BQS(self) -> Tensor:
         return attention_mask(
             self.query_positions_BQ, self.query_documents_BQ, self.key_positions_BS, self.key_documents_BS, self.window
         )

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from modeling.context import Context
 from modeling.kernels.attention import widened
-from parallel.context_parallel.block import attend_block, attend_block_backward
+from modeling.kernels.blocks import attend_block, attend_block_backward
+from modeling.kernels.sinks import join_sinks, sinks_gradient
+from modeling.score_terms import NO_TERMS, Alibi, ScoreTerms
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.plan import TILE, RingPlan, plan_ring
 from parallel.mesh import Axis
@@ -26,6 +28,7 @@ def ring_attend(
     v_BSGC: Tensor,
     context: Context,
     window: int | None,
+    terms: ScoreTerms = NO_TERMS,
     *,
     axis: Axis,
     tile: int = TILE,
@@ -45,31 +48,48 @@ def ring_attend(
     v_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
     if window not in context.plans:
         context.plans[window] = plan_ring(context.whole, window, axis, tile)
-    return _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, context.plans[window], axis)[..., :n_channels]
+    plan = context.plans[window]
+    return _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, terms.sinks_H, plan, axis, terms.alibi)[..., :n_channels]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, plan: RingPlan, axis: Axis) -> Tensor:
-        out_BSHC, lse_BHS = ring_forward(q_BSHC, torch.stack([k_BSGC, v_BSGC]), plan, axis)
+    def forward(
+        ctx: Any,
+        q_BSHC: Tensor,
+        k_BSGC: Tensor,
+        v_BSGC: Tensor,
+        sinks_H: Tensor | None,
+        plan: RingPlan,
+        axis: Axis,
+        alibi: Alibi | None,
+    ) -> Tensor:
+        out_BSHC, lse_BHS = ring_forward(q_BSHC, torch.stack([k_BSGC, v_BSGC]), sinks_H, plan, axis, alibi)
         out_BSHC = out_BSHC.to(q_BSHC.dtype)
-        ctx.save_for_backward(q_BSHC, k_BSGC, v_BSGC, out_BSHC, lse_BHS)
-        ctx.plan, ctx.axis = plan, axis
+        ctx.save_for_backward(q_BSHC, k_BSGC, v_BSGC, sinks_H, out_BSHC, lse_BHS)
+        ctx.plan, ctx.axis, ctx.alibi = plan, axis, alibi
         return out_BSHC
 
     @staticmethod
-    def backward(ctx: Any, grad_BSHC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
-        q_BSHC, k_BSGC, v_BSGC, out_BSHC, lse_BHS = ctx.saved_tensors
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_BSHC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]:
+        q_BSHC, k_BSGC, v_BSGC, sinks_H, out_BSHC, lse_BHS = ctx.saved_tensors
         kv_2BSGC = torch.stack([k_BSGC, v_BSGC])
         dq_BSHC, dkv_2BSGC = ring_backward(
-            grad_BSHC.contiguous(), q_BSHC, kv_2BSGC, out_BSHC, lse_BHS, ctx.plan, ctx.axis
+            grad_BSHC.contiguous(), q_BSHC, kv_2BSGC, out_BSHC, lse_BHS, ctx.plan, ctx.axis, ctx.alibi
         )
         dk_BSGC, dv_BSGC = dkv_2BSGC.to(k_BSGC.dtype)
-        return dq_BSHC.to(q_BSHC.dtype), dk_BSGC, dv_BSGC, None, None
+        dsinks_H = None if sinks_H is None else sinks_gradient(grad_BSHC, out_BSHC, lse_BHS, sinks_H)
+        return dq_BSHC.to(q_BSHC.dtype), dk_BSGC, dv_BSGC, dsinks_H, None, None, None
 
 
-def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, plan: RingPlan, axis: Axis) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    q_BSHC: Tensor, kv_2BSGC: Tensor, sinks_H: Tensor | None, plan: RingPlan, axis: Axis, alibi: Alibi | None
+) -> tuple[Tensor, Tensor]:
     """(out_BSHC, lse_BHS) in fp32. At step n this rank works on the keys of rank - n, while the next block arrives.
+
+    Sinks join at the end, once: a rank's queries have then met all their keys.
 
     The log-sum-exp is summed in fp64, one number for C of the output: its rounding is a relative error of the weights,
     and after 256 merges fp32 was off by 2.6e-6, fp64 (rounded at the end) by 2.7e-7 (CPU, 2026-11-21).
@@ -82,10 +102,12 @@ def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, plan: RingPlan, axis: Axis) -
         k_BSGC, v_BSGC = kv_2BSGC
         for tile in plan[(axis.rank - step) % axis.degree]:
             queries, keys = tile.queries, tile.keys
-            block = attend_block(q_BSHC[:, queries], k_BSGC[:, keys], v_BSGC[:, keys], tile.mask_BQS())
+            block = attend_block(q_BSHC[:, queries], k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(alibi))
             merge(out_BSHC[:, queries], lse_BHS[:, :, queries], *block)
         if receive is not None:
             kv_2BSGC = receive()
+    if sinks_H is not None:
+        out_BSHC, lse_BHS = join_sinks(out_BSHC, lse_BHS, sinks_H)
     return out_BSHC, lse_BHS.float()
 
 
@@ -101,7 +123,14 @@ def merge(out_BQHC: Tensor, lse_BHQ: Tensor, block_BQHC: Tensor, block_lse_BHQ: 
 
 
 def ring_backward(
-    grad_BSHC: Tensor, q_BSHC: Tensor, kv_2BSGC: Tensor, out_BSHC: Tensor, lse_BHS: Tensor, plan: RingPlan, axis: Axis
+    grad_BSHC: Tensor,
+    q_BSHC: Tensor,
+    kv_2BSGC: Tensor,
+    out_BSHC: Tensor,
+    lse_BHS: Tensor,
+    plan: RingPlan,
+    axis: Axis,
+    alibi: Alibi | None,
 ) -> tuple[Tensor, Tensor]:
     """(dq_BSHC, dkv_2BSGC) in fp32, the latter for this rank's own keys and values.
 
@@ -125,7 +154,7 @@ def ring_backward(
                 v_BSGC[:, keys],
                 out_BSHC[:, queries],
                 lse_BHS[:, :, queries],
-                tile.mask_BQS(),
+                tile.mask(alibi),
             )
             dq_BSHC[:, queries] += dq_BQHC
             found_2BSGC[0, :, keys] += dk_BSGC

@@ -12,13 +12,21 @@ from torch import Tensor
 
 from modeling.context import Context
 from modeling.kernels.attention import attend
+from modeling.score_terms import NO_TERMS, ScoreTerms
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.part import natural_order, rank_major_order
 from parallel.mesh import Axis
 
 
 def ulysses_attend(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGW: Tensor, context: Context, window: int | None, *, axis: Axis
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGW: Tensor,
+    context: Context,
+    window: int | None,
+    terms: ScoreTerms = NO_TERMS,
+    *,
+    axis: Axis,
 ) -> Tensor:
     """Attention's output (B, S, H, W) at the held positions. All ranks of ``axis`` call it.
 
@@ -39,7 +47,17 @@ def ulysses_attend(
     arrived_BNX = positions_to_heads(torch.cat([part.flatten(3) for part in parts], dim=3), axis)
     numbers = arrived_BNX.split([shape.numel() for shape in shapes], dim=2)
     q_BNhC, k_BNgC, v_BNgW = (part.unflatten(2, shape) for part, shape in zip(numbers, shapes, strict=True))
-    return heads_to_positions(attend(q_BNhC, k_BNgC, v_BNgW, context.whole, window), axis)
+    own = own_terms(terms, axis)
+    return heads_to_positions(attend(q_BNhC, k_BNgC, v_BNgW, context.whole, window, own), axis)
+
+
+def own_terms(terms: ScoreTerms, axis: Axis) -> ScoreTerms:
+    """The terms of the heads that this rank has during attention. No communication.
+
+    Of the sinks' gradient each rank finds its heads' part at all positions; gradients are summed over cp anyway.
+    """
+    alibi = None if terms.alibi is None else terms.alibi.of_part(axis.rank, axis.degree)
+    return ScoreTerms(alibi, None if terms.sinks_H is None else terms.sinks_H.chunk(axis.degree)[axis.rank])
 
 
 def positions_to_heads(heads_BSPX: Tensor, axis: Axis) -> Tensor:

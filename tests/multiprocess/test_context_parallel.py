@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cp_runs import D_HEAD, Case, largest_tensor, layer_reference, reference, run_cases, run_layer, worst
+from cp_runs import D_HEAD, HELD, Case, largest_tensor, layer_reference, reference, run_cases, run_layer, worst
 
 BOUND = 1e-6
 BF16_BOUND = 1e-2
@@ -42,13 +42,15 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
         window=draw(st.none() | st.integers(1, seq_len)),
         seed=draw(st.integers(0, 999)),
         tile=draw(st.sampled_from([1024, 3])),
+        has_slopes=draw(st.booleans()),
+        has_sinks=draw(st.booleans()),
     )
 
 
 @pytest.mark.parametrize(("cp", "n_axes"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_any_documents_equal_one_process(kind: str, cp: int, n_axes: int) -> None:
-    """Outputs and gradients of q, k and v, for random documents, padding, windows, ratios of heads and tiles."""
+    """Outputs and gradients of q, k, v and sinks, for random documents, padding, windows, heads, tiles and slopes."""
 
     @MANY
     @given(st.lists(cases(kind, cp), min_size=30, max_size=30))
@@ -65,8 +67,9 @@ def test_long_sequences_equal_one_process(kind: str, cp: int) -> None:
     """Longer than the kernels' own blocks, with tiles of several sizes and every kind of pattern at once."""
     rows = ((1024,), (700, 200, 100, -24), (1, 1, 510, 1, 511), (256, 256, 256, -256))
     patterns = [
-        Case(rows, n_heads=4, n_kv_heads=n_kv_heads, window=window, tile=tile)
+        Case(rows, n_heads=4, n_kv_heads=n_kv_heads, window=window, tile=tile, has_slopes=terms, has_sinks=terms)
         for n_kv_heads, window, tile in ((1, None, 1024), (2, 100, 100), (4, 300, 64))
+        for terms in (False, True)
     ]
     found = worst(run_cases(kind, patterns, cp), [reference(case) for case in patterns])
     assert max(found.values()) <= BOUND, found
@@ -76,11 +79,13 @@ def test_long_sequences_equal_one_process(kind: str, cp: int) -> None:
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_bf16(kind: str, cp: int) -> None:
     patterns = [
-        Case(((100, 20, 8),), n_heads=8, n_kv_heads=n_kv_heads, window=window, dtype=torch.bfloat16)
+        replace(Case(((100, 20, 8),), n_heads=8, dtype=torch.bfloat16), n_kv_heads=n_kv_heads, window=window, **terms)
         for n_kv_heads, window in ((1, None), (2, 30), (8, None))
+        for terms in ({}, {"has_slopes": True, "has_sinks": True})
     ]
     answers = run_cases(kind, patterns, cp)
-    assert {part.dtype for answer in answers for part in answer.tensors.values()} == {torch.bfloat16}
+    assert {answer.tensors[name].dtype for answer in answers for name in HELD} == {torch.bfloat16}
+    assert {answer.tensors["dsinks"].dtype for answer in answers[1::2]} == {torch.float32}
     found = worst(answers, [reference(case) for case in patterns])
     assert max(found.values()) <= BF16_BOUND, found
 
@@ -163,5 +168,24 @@ def test_planted_fault_is_seen(kind: str, fault: str, broken: list[str]) -> None
     patterns = [Case(((20, 9, 3), (32,))), Case(((5, 27), (1, 31)), n_heads=8, window=9)]
     references = [reference(case) for case in patterns]
     found = worst(run_cases(kind, patterns, 4, fault=fault), references)
+    for name, error in found.items():
+        assert error > 1e4 * BOUND if name in broken else error <= BOUND, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "broken"),
+    [
+        ("ulysses", "slopes of the first heads", ["out", "dq", "dk", "dv", "dsinks"]),
+        ("ulysses", "sinks of the first heads", ["out", "dq", "dk", "dv", "dsinks"]),
+        ("ring", "slopes from the first key of a tile", ["out", "dq", "dk", "dv", "dsinks"]),
+        ("ring", "sinks joined once a block", ["out", "dq", "dk", "dv", "dsinks"]),
+        ("ring", "sinks' gradient forgotten", ["dsinks"]),
+        ("ring", "normalizer without sinks", ["dq", "dk", "dv", "dsinks"]),
+    ],
+)
+def test_planted_fault_in_terms_is_seen(kind: str, fault: str, broken: list[str]) -> None:
+    """Each fault in slopes or sinks breaks the tensors it should, and no other."""
+    patterns = [Case(((20, 9, 3), (32,)), n_kv_heads=4, tile=3, has_slopes=True, has_sinks=True)]
+    found = worst(run_cases(kind, patterns, 4, fault=fault), [reference(case) for case in patterns])
     for name, error in found.items():
         assert error > 1e4 * BOUND if name in broken else error <= BOUND, found

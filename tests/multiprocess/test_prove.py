@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from any_family import any_family
 from launcher.cli import main
 from launcher.prove.report import to_json, verdict
 from near_ties import twin_experts
@@ -76,6 +77,24 @@ LATENT = (
 )
 def test_latent_attention_and_groups_of_experts_are_proven(tmp_path, overrides, ranks):
     outcome = prove(tmp_path, (*LATENT, *overrides), ranks)
+    assert outcome.proven, failures(outcome)
+
+
+TERMS = ("model.positions=alibi", "model.sinks=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.cp=2"), 4),
+        pytest.param(("parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ring"), 4, marks=pytest.mark.slow),
+        pytest.param(("parallel.tp=2", "parallel.pp=2"), 8, marks=pytest.mark.slow),
+        pytest.param(("parallel.zero=3", "train.precision=bf16", "train.recompute=full"), 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_slopes_and_sinks_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*TERMS, *overrides), ranks, on_both_sides=(any_family,))
     assert outcome.proven, failures(outcome)
 
 

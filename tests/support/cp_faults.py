@@ -8,7 +8,8 @@ from torch import Tensor
 
 def plant(fault: str | None) -> None:
     """Breaks the code of this process in the named way; None breaks nothing."""
-    from parallel.context_parallel import block, plan, ring, ulysses
+    from modeling.kernels import blocks
+    from parallel.context_parallel import plan, ring, ulysses
 
     match fault:
         case None:
@@ -55,11 +56,38 @@ def plant(fault: str | None) -> None:
         case "a query that sees nothing counts":  # the kernel's 0 for "no key" taken for a normalizer of 1
 
             def zero(*arguments: Any) -> tuple[Tensor, Tensor]:
-                out, lse = block.attend_block(*arguments)
+                out, lse = blocks.attend_block(*arguments)
                 return out, lse.masked_fill(lse.isneginf(), 0)
 
             ring.attend_block = zero
         case "key-value heads dealt in turn":  # replica r goes to rank r % G instead of r // (cp / G)
             Tensor.repeat_interleave = lambda self, times, dim: torch.cat([self] * times, dim)
+        case "slopes of the first heads":
+            from modeling.score_terms import Alibi
+
+            of_part = Alibi.of_part
+            Alibi.of_part = lambda self, rank, degree: of_part(self, 0, degree)
+        case "sinks of the first heads":
+            own = ulysses.own_terms
+            ulysses.own_terms = lambda terms, axis: own(terms, axis)._replace(
+                sinks_H=terms.sinks_H[: len(terms.sinks_H) // axis.degree]
+            )
+        case "slopes from the first key of a tile":  # as if a tile were a sequence of its own
+            alibi_mask = plan.Alibi.mask
+
+            def from_first(self: Any, mask_BQS: Tensor, queries_BQ: Tensor, keys_BS: Tensor) -> Tensor:
+                return alibi_mask(self, mask_BQS, queries_BQ, keys_BS - keys_BS[:, :1])
+
+            plan.Alibi.mask = from_first
+        case "sinks joined once a block":
+            attend, join = ring.attend_block, ring.join_sinks
+            ring.join_sinks = lambda out, lse, sinks_H: (out, lse)
+            sinks_H = torch.linspace(-2, 3, 4)
+            ring.attend_block = lambda *arguments: join(*attend(*arguments), sinks_H)
+        case "sinks' gradient forgotten":
+            ring.sinks_gradient = lambda grad, out, lse, sinks_H: torch.zeros_like(sinks_H)
+        case "normalizer without sinks":
+            join_both = ring.join_sinks
+            ring.join_sinks = lambda out, lse, sinks_H: (join_both(out, lse, sinks_H)[0], lse)
         case _:
             raise AssertionError(f"no fault named {fault!r}")

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from modeling.context import PADDING, Context
+from modeling.score_terms import Alibi, ScoreTerms
 
 D_HEAD = 8
+HELD = ("out", "dq", "dk", "dv")  # what each rank has for its positions
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     changed_document: int | None = None  # the document of row 0 whose tokens are other ones
     tile: int = 1024
+    has_slopes: bool = False
+    has_sinks: bool = False
+
+    def terms(self) -> ScoreTerms:
+        """The sinks, a leaf that wants its gradient, and the slopes; one of the sinks is above most scores."""
+        alibi = Alibi(self.n_heads, range(self.n_heads)) if self.has_slopes else None
+        sinks_H = torch.linspace(-2, 3, self.n_heads).requires_grad_() if self.has_sinks else None
+        return ScoreTerms(alibi, sinks_H)
 
     def context(self) -> Context:
         positions, documents = [], []
@@ -65,10 +75,17 @@ def reference(case: Case) -> Answer:
 
     *heads, grad = (tensor.float() for tensor in case.tensors())
     heads = [tensor.requires_grad_() for tensor in heads]
-    out = attend_reference(heads[0], heads[1], heads[2], case.context(), case.window)
-    return Answer(
-        dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, heads, grad)), strict=True))
-    )
+    terms = case.terms()
+    out = attend_reference(heads[0], heads[1], heads[2], case.context(), case.window, terms)
+    return Answer({"out": out.detach(), **gradients(out, heads, terms, grad)})
+
+
+def gradients(out: Tensor, heads: list[Tensor], terms: ScoreTerms, grad: Tensor) -> dict[str, Tensor]:
+    """By the queries, keys, values, and sinks."""
+    leaves = {"dq": heads[0], "dk": heads[1], "dv": heads[2]}
+    if terms.sinks_H is not None:
+        leaves["dsinks"] = terms.sinks_H
+    return dict(zip(leaves, torch.autograd.grad(out, [*leaves.values()], grad), strict=True))
 
 
 def run_cases(kind: str, cases: Sequence[Case], cp: int, *, n_axes: int = 1, fault: str | None = None) -> list[Answer]:
@@ -82,8 +99,10 @@ def run_cases(kind: str, cases: Sequence[Case], cp: int, *, n_axes: int = 1, fau
         axes = []
         for axis in range(n_axes):
             shares = [by_rank[rank * n_axes + axis][number] for rank in range(cp)]
-            rank_major = {name: torch.cat([share[0][name] for share in shares], dim=1) for name in shares[0][0]}
+            rank_major = {name: torch.cat([share[0][name] for share in shares], dim=1) for name in HELD}
             tensors = {name: part[:, natural_order(part.shape[1], cp)] for name, part in rank_major.items()}
+            if "dsinks" in shares[0][0]:
+                tensors["dsinks"] = sum(share[0]["dsinks"] for share in shares)
             axes.append(Answer(tensors, *(tuple(share[place] for share in shares) for place in (1, 2))))
         for other in axes[1:]:
             assert all(torch.equal(other.tensors[name], part) for name, part in axes[0].tensors.items())
@@ -109,13 +128,11 @@ def attend_rank(
         core = make_core(kind, axis, case.tile)
         *heads, grad = (take_share(tensor, axis) for tensor in case.tensors())
         heads = [tensor.requires_grad_() for tensor in heads]
-        before = sum(sent)
-        out = core(heads[0], heads[1], heads[2], split_context(case.context(), axis), case.window)
+        terms, before = case.terms(), sum(sent)
+        out = core(heads[0], heads[1], heads[2], split_context(case.context(), axis), case.window, terms)
         between = sum(sent)
-        shares = (out.detach(), *torch.autograd.grad(out, heads, grad))
-        results.append(
-            (dict(zip(("out", "dq", "dk", "dv"), shares, strict=True)), between - before, sum(sent) - between)
-        )
+        shares = {"out": out.detach(), **gradients(out, heads, terms, grad)}
+        results.append((shares, between - before, sum(sent) - between))
     close_mesh()
     return results
 
@@ -164,6 +181,8 @@ def errors(ours: Answer, exact: Answer) -> dict[str, float]:
     """
     gradient = max(float(exact.tensors[name].norm()) for name in ("dq", "dk", "dv"))
     scales = {"out": float(exact.tensors["out"].norm()), "dq": gradient, "dk": gradient, "dv": gradient}
+    if "dsinks" in exact.tensors:
+        scales["dsinks"] = max(gradient, float(exact.tensors["dsinks"].norm()))
     return {
         name: float((ours.tensors[name].float() - exact.tensors[name]).norm()) / scale for name, scale in scales.items()
     }
@@ -173,7 +192,8 @@ def worst(answers: Sequence[Answer], references: Sequence[Answer]) -> dict[str, 
     """Over all cases, the largest error of each tensor (NaN counts as infinite)."""
     found = [errors(ours, exact) for ours, exact in zip(answers, references, strict=True)]
     return {
-        name: max(float("inf") if error[name] != error[name] else error[name] for error in found) for name in found[0]
+        name: max(float("inf") if error[name] != error[name] else error[name] for error in found if name in error)
+        for name in {name: None for error in found for name in error}
     }
 
 
@@ -279,6 +299,6 @@ def largest_of_rank(kind: Any, case: Case) -> int:
     heads = [tensor.requires_grad_() for tensor in heads]
     context = split_context(case.context(), axis)
     with Watch():
-        core(heads[0], heads[1], heads[2], context, case.window).backward(grad)
+        core(heads[0], heads[1], heads[2], context, case.window, case.terms()).backward(grad)
     close_mesh()
     return max(seen)

@@ -9,15 +9,32 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.context import Context
+from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
-def attend_reference(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
-    """Attention's output (B, S, H, C), with the softmax in fp32."""
+def attend_reference(
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    context: Context,
+    window: int | None,
+    terms: ScoreTerms = NO_TERMS,
+) -> Tensor:
+    """Attention's output (B, S, H, C), with the softmax in fp32; a sink is one more score, whose value is zero."""
     groups = q_BSHC.shape[2] // k_BSGC.shape[2]
     k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
     scores_BHQS = torch.einsum("bqhc,bshc->bhqs", q_BSHC.float(), k_BSHC.float()) * q_BSHC.shape[-1] ** -0.5
     scores_BHQS = scores_BHQS.masked_fill(~context.mask_BSS(window)[:, None], float("-inf"))
-    out_BQHC = torch.einsum("bhqs,bshc->bqhc", scores_BHQS.softmax(-1), v_BSHC.float())
+    if terms.alibi is not None:
+        distance_BQS = context.positions_BS[:, :, None] - context.positions_BS[:, None]
+        slopes_H = terms.alibi.slopes(q_BSHC.device)
+        scores_BHQS = scores_BHQS - slopes_H[:, None, None] * distance_BQS[:, None]
+    if terms.sinks_H is not None:
+        sinks_BHQ1 = terms.sinks_H[:, None, None].expand(*scores_BHQS.shape[:-1], 1)
+        weights_BHQS = torch.cat([scores_BHQS, sinks_BHQ1], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights_BHQS = scores_BHQS.softmax(-1)
+    out_BQHC = torch.einsum("bhqs,bshc->bqhc", weights_BHQS, v_BSHC.float())
     return out_BQHC.to(q_BSHC.dtype)
 
 

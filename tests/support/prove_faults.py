@@ -33,6 +33,7 @@ class Fault:
     overrides: tuple[str, ...] = ()
     ranks: int = 2
     starves: bool = False  # no router of either side chooses the second half of the experts
+    has_any_family: bool = False  # the model is of blocks that no family has together
 
 
 HELDOUT, UNCHANGED = "held-out loss", "evaluation changes nothing"
@@ -48,11 +49,13 @@ HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
+ALIBI, SINKS = ("model.positions=alibi",), ("model.sinks=true",)
 OLMO2 = (  # with biases, and norms over all heads
     *("model.family=olmo2", "model.moe=null", "model.norm_placement=post", "model.qk_norm_over=all_heads"),
     *("model.qkv_bias=true", "model.o_bias=true"),
 )
 LATENT = ("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128")
+OUTPUTS, FIRST_ATTENTION = "modules' outputs", "layers.0.attention, sample"
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
@@ -155,6 +158,13 @@ FAULTS = [
     Fault("Muon: a rank's experts taken as one matrix", OF_MUON, "feed_forward.experts.", (*MUON, *EP)),
     Fault("Muon: each rank of tp orthogonalizes its own part", OF_MUON, "layers.", (*MUON, *TP)),
     Fault("Muon: a matrix's momentum not restored", "next weights", "layers.", MUON),
+    Fault("sinks' gradient forgotten", "gradients", "attention.sinks", (*TP, *SINKS), has_any_family=True),
+    Fault("sinks' gradient forgotten (ring)", "gradients", "attention.sinks", (*RING, *SINKS), has_any_family=True),
+    Fault("sinks of the first heads (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *SINKS), has_any_family=True),
+    Fault(
+        "slopes of the first heads on every rank of tp", OUTPUTS, FIRST_ATTENTION, (*TP, *ALIBI), has_any_family=True
+    ),
+    Fault("slopes of the first heads (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *ALIBI), has_any_family=True),
 ]
 
 
@@ -381,6 +391,14 @@ def plant(title: str) -> None:
                 return problems
 
             Checkpoint.fill = forgetful
+        case "sinks' gradient forgotten":
+            gradients.forget_sinks()
+        case "sinks' gradient forgotten (ring)":
+            gradients.forget_sinks_in_ring()
+        case "sinks of the first heads (all-to-all)":
+            gradients.take_first_sinks()
+        case "slopes of the first heads on every rank of tp" | "slopes of the first heads (all-to-all)":
+            gradients.take_first_slopes()
         case "masters rounded to bf16 (ZeRO 2)":
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":

@@ -143,3 +143,37 @@ def count_every_logsumexp() -> None:
         return losses_T, logits_TV.logsumexp(-1), counts_T
 
     loss.token_losses = all_of_them
+
+
+def forget_sinks() -> None:
+    """Sinks get no gradient."""
+    import modeling.kernels.sinks as sinks
+
+    sinks.sinks_gradient = lambda grad, out, lse, sinks_H: torch.zeros_like(sinks_H)
+
+
+def forget_sinks_in_ring() -> None:
+    """Under ring attention sinks get no gradient."""
+    import parallel.context_parallel.ring as ring
+
+    ring.sinks_gradient = lambda grad, out, lse, sinks_H: torch.zeros_like(sinks_H)
+
+
+def take_first_sinks() -> None:
+    """Under all-to-all attention every rank's heads have the first rank's sinks."""
+    import parallel.context_parallel.ulysses as ulysses
+
+    own = ulysses.own_terms
+
+    def first(terms: Any, axis: Any) -> Any:
+        return own(terms, axis)._replace(sinks_H=terms.sinks_H.chunk(axis.degree)[0])
+
+    ulysses.own_terms = first
+
+
+def take_first_slopes() -> None:
+    """Every rank's heads have the first rank's slopes."""
+    from modeling.score_terms import Alibi
+
+    of_part = Alibi.of_part
+    Alibi.of_part = lambda self, rank, degree: of_part(self, 0, degree)

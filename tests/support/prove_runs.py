@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+from any_family import any_family
 from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from launcher.prove.report import Outcome
 from prove_faults import DIES, STEPS, Fault, plant
@@ -56,10 +57,10 @@ def prove(
 ) -> Outcome:
     """A proof of two steps; ``fault`` is planted in every rank, and both sides run within ``on_both_sides``."""
     stay_on_cpu()
-    config, n_ranks = load_small(write_config(folder), overrides, ranks)
     with ExitStack() as stack:
         for enter in on_both_sides:
             stack.enter_context(enter())
+        config, n_ranks = load_small(write_config(folder), overrides, ranks)
         before = functools.partial(prepare_rank, fault, on_both_sides)
         return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=120)
 
@@ -74,7 +75,8 @@ def prepare_rank(fault: str | None, on_both_sides: tuple[BothSides, ...]) -> Non
 
 def prove_fault(folder: Path, fault: Fault) -> Outcome:
     """The proof that has to catch it."""
-    return prove(folder, fault.overrides, fault.ranks, fault.title, (starved,) if fault.starves else ())
+    on_both_sides = (*((starved,) if fault.starves else ()), *((any_family,) if fault.has_any_family else ()))
+    return prove(folder, fault.overrides, fault.ranks, fault.title, on_both_sides)
 
 
 def told_about(outcome: Outcome, fault: Fault) -> str:

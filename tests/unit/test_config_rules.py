@@ -32,9 +32,10 @@ from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
 from modeling import config as model_config
-from modeling.config import FAMILIES, FamilyName, ModelConfig
+from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
+from modeling.rope_scaling import LinearScaling
 from modeling.schedules import lr_factor
 from pace import is_within
 
@@ -379,6 +380,21 @@ def test_token_files_have_no_held_out_split(load, tmp_path):
     assert check(load(*overrides, f"data.sources.1.path={tmp_path}"), 1) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"rope_theta": 5.0}, "model.rope_theta=5.0 is not possible where model.positions=alibi (no channel turns); try model.rope_theta=10000.0"),
+        ({"local_rope_theta": 5.0}, "model.local_rope_theta=5.0 is not possible where model.positions=alibi (no channel turns); try model.local_rope_theta=null"),
+        ({"rope_fraction": 0.5}, "model.rope_fraction=0.5 is not possible where model.positions=alibi (no channel turns); try model.rope_fraction=1.0"),
+        ({"rope_scaling": LinearScaling()}, "model.rope_scaling.name=linear is not possible where model.positions=alibi (no channel turns); try model.rope_scaling=null"),
+        ({"mla": MLAConfig()}, "model.positions=alibi must be rope where model.mla is given (channels of its keys turn); try rope"),
+    ],
+)  # fmt: skip
+def test_where_no_channel_turns_nothing_says_how(changes, line):
+    assert [*ModelConfig(positions="alibi", **changes).problems()] == [line]
+    assert [*ModelConfig(positions="alibi").problems()] == []
+
+
 MUON = ("optimizer={name: muon}", "train.precision=fp32")
 
 
@@ -412,6 +428,9 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
         (tmp_path / f"a{suffix}").touch()
     cases.append((load("train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"), 1))
     cases.append((load(*MUON), 1))
+    cases += [
+        (load(*BASES[family], "model.positions=alibi", "model.rope_theta=5"), 1) for family in ("deepseek_v3", "llama")
+    ]
     assert wanted - set(lines_run(cases)) == set()
 
 
@@ -528,7 +547,7 @@ def assert_sound(config: RunConfig, world_size: int) -> None:
     assert model.n_heads % model.n_kv_heads == 0
     assert model.head_dim > 0
     assert model.head_dim % 2 == 0
-    assert model.rope_dim >= 2 and model.rope_dim % 2 == 0
+    assert model.rope_dim >= 2 * (model.positions == "rope") and model.rope_dim % 2 == 0
     if model.moe is not None:
         assert 1 <= model.moe.top_k <= model.moe.n_experts
         assert model.moe.n_dense_layers <= model.n_layers

@@ -5,10 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context, attention_mask
 from modeling.kernels.attention import attend, widened
+from modeling.kv_cache import LayerCache
+from modeling.score_terms import Alibi, ScoreTerms
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -48,15 +51,29 @@ def heads(
     n_kv_heads=st.integers(1, 2),
     groups=st.integers(1, 3),
     d_v=st.sampled_from([8, 4]),
+    has_slopes=st.booleans(),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_attend_equals_reference(
-    context: Context, window: int | None, n_kv_heads: int, groups: int, d_v: int, seed: int
+    context: Context,
+    window: int | None,
+    n_kv_heads: int,
+    groups: int,
+    d_v: int,
+    has_slopes: bool,
+    has_sinks: bool,
+    seed: int,
 ) -> None:
     """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys."""
-    ours, references = (heads(context, n_kv_heads * groups, n_kv_heads, seed, d_v=d_v) for _ in range(2))
-    out = attend(*ours, context, window)
-    reference = attend_reference(*references, context, window)
+    n_heads = n_kv_heads * groups
+    ours, references = (heads(context, n_heads, n_kv_heads, seed, d_v=d_v) for _ in range(2))
+    alibi = Alibi(8, range(8)[1 : 1 + n_heads]) if has_slopes else None
+    if has_sinks:
+        for tensors in (ours, references):
+            tensors.append(torch.randn(n_heads, generator=torch.Generator().manual_seed(seed)).requires_grad_())
+    out = attend(*ours[:3], context, window, ScoreTerms(alibi, *ours[3:]))
+    reference = attend_reference(*references[:3], context, window, ScoreTerms(alibi, *references[3:]))
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
     (out * weights).sum().backward()
@@ -104,6 +121,57 @@ def test_masks_are_built_once_for_each_window() -> None:
     context = Context(torch.arange(4)[None], torch.zeros(1, 4, dtype=torch.long))
     assert context.mask_BSS(2) is context.mask_BSS(2)
     assert context.mask_BSS(None) is not context.mask_BSS(2)
+
+
+@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attend_with_terms_in_bf16(has_slopes: bool, has_sinks: bool) -> None:
+    """Within two of bf16's roundings of outputs below 4: slopes and sinks are not rounded to it."""
+    context = Context(torch.arange(300)[None], torch.zeros(1, 300, dtype=torch.long))
+    q, k, v = heads(context, 4, 2, 0, torch.bfloat16)
+    terms = ScoreTerms(
+        Alibi(256, range(256)[-4:]) if has_slopes else None, torch.tensor([0.3, -2.0, 5.0, 0.0]) if has_sinks else None
+    )
+    ours, exact = attend(q, k, v, context, None, terms), attend_reference(q, k, v, context, None, terms)
+    torch.testing.assert_close(ours, exact, rtol=0, atol=0.03)
+
+
+def test_sinks_far_above_and_below_all_scores() -> None:
+    """A sink above takes everything, one below nothing; nothing overflows."""
+    context = Context(torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.long))
+    q, k, v = heads(context, 2, 2, 0)
+    sinks_H = torch.tensor([1000.0, -1000.0], requires_grad=True)
+    out = attend(q, k, v, context, None, ScoreTerms(sinks_H=sinks_H))
+    assert not out[:, :, 0].any()
+    torch.testing.assert_close(out[:, :, 1], attend(q, k, v, context, None)[:, :, 1])
+    out.sum().backward()
+    assert sinks_H.grad is not None and not sinks_H.grad.any()
+
+
+def test_slopes_are_those_of_the_authors_code() -> None:
+    """As transformers' Bloom has them, also for numbers of heads that are no power of two."""
+    for n_heads in (1, 2, 3, 8, 12, 14, 71, 112):
+        theirs = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32).view(n_heads, 2)[:, 1]
+        slopes = Alibi(n_heads, range(n_heads)).slopes(torch.device("cpu"))
+        torch.testing.assert_close(slopes, theirs, rtol=1e-5, atol=0)
+        parts = [Alibi(n_heads, range(n_heads)).of_part(rank, n_heads) for rank in range(n_heads)]
+        assert torch.equal(torch.cat([part.slopes(torch.device("cpu")) for part in parts]), slopes)
+
+
+def test_cached_tokens_are_attended_to_with_the_same_terms() -> None:
+    """Token by token with a cache, as all at once; positions go on from those that are cached."""
+    context = Context(torch.arange(9)[None], torch.zeros(1, 9, dtype=torch.long))
+    tensors = heads(context, 4, 2, 0)
+    terms = ScoreTerms(Alibi(4, range(4)), torch.tensor([0.5, -1.0, 0.0, 2.0]))
+    for window in (None, 3):
+        cache = LayerCache()
+        steps = []
+        for step in range(9):
+            now = slice(step, step + 1)
+            seen = Context(context.positions_BS[:, now], context.documents_BS[:, now])
+            q, k, v = (tensor[:, now] for tensor in tensors)
+            steps.append(cache.attend(q, k, v, seen, window, terms))
+        torch.testing.assert_close(torch.cat(steps, 1), attend(*tensors, context, window, terms), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fault", ["documents", "causality", "window"])

@@ -18,6 +18,7 @@ _IN_LAYER = (
     "attention.q",  # and its norm
     "attention.k",
     "attention.v",
+    "attention.sinks",
     "attention.o",
     "attention",
     "feed_forward_norm",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modeling.kernels.attention import masked_attention
-from parallel.context_parallel.block import attend_block, attend_block_backward, attend_plain, attend_plain_backward
+from modeling.kernels.blocks import attend_block, attend_block_backward, attend_plain, attend_plain_backward
 from parallel.context_parallel.ring import merge
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -36,12 +36,24 @@ def close(ours: Tensor, theirs: Tensor, bound: float) -> bool:
     return float((ours - theirs).norm()) <= bound * float(theirs.norm())
 
 
+def masks(kind: str, n_queries: int, n_keys: int) -> Tensor | None:
+    """None, a bool mask, or one that is added to each of six heads' scores."""
+    match kind:
+        case "none":
+            return None
+        case "seen":
+            return some_mask(n_queries, n_keys)
+        case _:
+            added_BHQS = torch.randn(2, 6, n_queries, n_keys, generator=torch.Generator().manual_seed(1))
+            return added_BHQS.masked_fill(~some_mask(n_queries, n_keys)[:, None], float("-inf"))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("kind", ["none", "seen", "added"])
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (5, 9), (33, 70), (600, 40)])
-def test_flash_equals_plain(n_queries: int, n_keys: int, masked: bool, dtype: torch.dtype) -> None:
+def test_flash_equals_plain(n_queries: int, n_keys: int, kind: str, dtype: torch.dtype) -> None:
     grad, q, k, v = heads(n_queries, n_keys, dtype)
-    mask = some_mask(n_queries, n_keys) if masked else None
+    mask = masks(kind, n_queries, n_keys)
     bound = TOLERANCES[dtype]
     flash, plain = attend_block(q, k, v, mask), attend_plain(q, k, v, mask)
     assert all(close(ours, theirs, bound) for ours, theirs in zip(flash, plain, strict=True))
@@ -101,11 +113,11 @@ def test_many_merges_lose_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("masked", [True, False])
-def test_blocks_on_cuda(masked: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["none", "seen", "added"])
+def test_blocks_on_cuda(kind: str, dtype: torch.dtype) -> None:
     """The same numbers as on the CPU (TF32 is off by default)."""
     on_cpu, on_cuda = heads(33, 70, dtype), heads(33, 70, dtype, "cuda")
-    mask = some_mask(33, 70) if masked else None
+    mask = masks(kind, 33, 70)
     cuda_mask = None if mask is None else mask.cuda()
     plain = attend_plain(*on_cpu[1:], mask)
     assert all(

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 
-def attend_block(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_block(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The queries' attention to this block alone, out_BQHC, and the log of its normalizer, lse_BHQ (fp32).
 
-    ``mask_BQS`` says which keys each query sees; None: all. A query that sees no key gets zeros and -inf. On a CPU
-    torch's flash kernel does it, and the output has the queries' dtype; elsewhere the plain formula, in fp32.
+    ``mask`` says which keys each query sees: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is
+    -inf where a key is not seen; None: all. A query that sees no key gets zeros and -inf. On a CPU torch's flash kernel
+    does it, and the output has the queries' dtype; elsewhere the plain formula, in fp32.
     """
     attend = _attend_flash if q_BQHC.is_cpu else attend_plain
-    return attend(q_BQHC, k_BSGC, v_BSGC, mask_BQS)
+    return attend(q_BQHC, k_BSGC, v_BSGC, mask)
 
 
 def attend_block_backward(
@@ -24,7 +25,7 @@ def attend_block_backward(
     v_BSGC: Tensor,
     out_BQHC: Tensor,
     lse_BHQ: Tensor,
-    mask_BQS: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's contributions to (dq_BQHC, dk_BSGC, dv_BSGC), in the dtype in which the kernel gives them.
 
@@ -33,16 +34,16 @@ def attend_block_backward(
     section 3.1).
     """
     backward = _attend_flash_backward if q_BQHC.is_cpu else attend_plain_backward
-    return backward(grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask_BQS)
+    return backward(grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask)
 
 
-def _attend_flash(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend_flash(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     q_BHQC, k_BGSC, v_BGSC = (heads.transpose(1, 2) for heads in (q_BQHC, k_BSGC, v_BSGC))
     out_BHQC, lse_BHQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BHQC, k_BGSC, v_BGSC, attn_mask=_additive(mask_BQS, q_BQHC.dtype)
+        q_BHQC, k_BGSC, v_BGSC, attn_mask=_additive(mask, q_BQHC.dtype)
     )
-    if mask_BQS is not None:  # the kernel says 0 where a query sees nothing
-        lse_BHQ = lse_BHQ.masked_fill(~mask_BQS.any(-1)[:, None], float("-inf"))
+    if mask is not None:  # the kernel says 0 where a query sees nothing
+        lse_BHQ = lse_BHQ.masked_fill(_sees_nothing(mask), float("-inf"))
     return out_BHQC.transpose(1, 2), lse_BHQ
 
 
@@ -53,29 +54,34 @@ def _attend_flash_backward(
     v_BSGC: Tensor,
     out_BQHC: Tensor,
     lse_BHQ: Tensor,
-    mask_BQS: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_BHQC, q_BHQC, k_BGSC, v_BGSC, out_BHQC = (
         heads.transpose(1, 2) for heads in (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC)
     )
-    mask_B1QS = _additive(mask_BQS, q_BQHC.dtype)
+    mask_BHQS = _additive(mask, q_BQHC.dtype)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_BHQC, q_BHQC, k_BGSC, v_BGSC, out_BHQC, lse_BHQ, 0.0, False, attn_mask=mask_B1QS
+        grad_BHQC, q_BHQC, k_BGSC, v_BGSC, out_BHQC, lse_BHQ, 0.0, False, attn_mask=mask_BHQS
     )
     dq_BQHC, dk_BSGC, dv_BSGC = (grad.transpose(1, 2) for grad in grads)
     return dq_BQHC, dk_BSGC, dv_BSGC
 
 
-def _additive(mask_BQS: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the CPU kernel takes it: (B, 1, Q, S), 0 where a key is seen and -inf elsewhere."""
-    if mask_BQS is None:
-        return None
-    return torch.zeros_like(mask_BQS, dtype=dtype).masked_fill_(~mask_BQS, float("-inf"))[:, None]
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as the CPU kernel takes it: (B, 1 or H, Q, S), added to the scores; -inf where a key is not seen."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None]
 
 
-def attend_plain(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sees_nothing(mask: Tensor) -> Tensor:
+    """Which queries see no key: bool (B, 1 or H, Q)."""
+    return ~mask.any(-1)[:, None] if mask.dtype == torch.bool else mask.isneginf().all(-1)
+
+
+def attend_plain(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """``attend_block`` by the formula, in fp32 whatever the dtype."""
-    scores_BGRQS = _scores(q_BQHC, k_BSGC, mask_BQS)
+    scores_BGRQS = _scores(q_BQHC, k_BSGC, mask)
     lse_BGRQ = scores_BGRQS.logsumexp(-1)
     weights_BGRQS = torch.exp(scores_BGRQS - lse_BGRQ.masked_fill(lse_BGRQ.isneginf(), 0)[..., None])
     out_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", weights_BGRQS, v_BSGC.float())
@@ -89,14 +95,14 @@ def attend_plain_backward(
     v_BSGC: Tensor,
     out_BQHC: Tensor,
     lse_BHQ: Tensor,
-    mask_BQS: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_block_backward`` by the formula, in fp32 whatever the dtype."""
     n_kv_heads = k_BSGC.shape[2]
     q_BQGRC, grad_BQGRC, out_BQGRC = (
         heads.float().unflatten(2, (n_kv_heads, -1)) for heads in (q_BQHC, grad_BQHC, out_BQHC)
     )
-    weights_BGRQS = torch.exp(_scores(q_BQHC, k_BSGC, mask_BQS) - lse_BHQ.unflatten(1, (n_kv_heads, -1))[..., None])
+    weights_BGRQS = torch.exp(_scores(q_BQHC, k_BSGC, mask) - lse_BHQ.unflatten(1, (n_kv_heads, -1))[..., None])
     dv_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", weights_BGRQS, grad_BQGRC)
     dweights_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", grad_BQGRC, v_BSGC.float())
     mean_BGRQ = (grad_BQGRC * out_BQGRC).sum(-1).permute(0, 2, 3, 1)
@@ -106,10 +112,12 @@ def attend_plain_backward(
     return dq_BQGRC.flatten(2, 3), dk_BSGC, dv_BSGC
 
 
-def _scores(q_BQHC: Tensor, k_BSGC: Tensor, mask_BQS: Tensor | None) -> Tensor:
+def _scores(q_BQHC: Tensor, k_BSGC: Tensor, mask: Tensor | None) -> Tensor:
     """scores_BGRQS in fp32, -inf where a key is not seen."""
     q_BQGRC = q_BQHC.float().unflatten(2, (k_BSGC.shape[2], -1))
     scores_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", q_BQGRC, k_BSGC.float()) * q_BQHC.shape[-1] ** -0.5
-    if mask_BQS is None:
+    if mask is None:
         return scores_BGRQS
-    return scores_BGRQS.masked_fill_(~mask_BQS[:, None, None], float("-inf"))
+    if mask.dtype == torch.bool:
+        return scores_BGRQS.masked_fill_(~mask[:, None, None], float("-inf"))
+    return scores_BGRQS.add_(mask.unflatten(1, scores_BGRQS.shape[1:3]))

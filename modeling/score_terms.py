@@ -1,0 +1,80 @@
+"""What joins attention's scores besides queries times keys: a slope over the distance, and sinks.
+
+Shape letters: B batch, Q queries, S keys, H heads.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from modeling.dims import Weight
+
+STEEPEST = 8.0  # the steepest slope of n heads (a power of two) is 2 ** (-STEEPEST / n), the flattest 2 ** -STEEPEST
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """ALiBi (Press et al. 2022, arXiv:2108.12409): a score falls by its head's slope for each token of distance.
+
+    The slopes are no weights: they follow from the number of the model's heads, ``n_heads``. ``heads`` are those of
+    them whose slopes are meant; a rank that has a part of the heads takes those ``of_part``.
+    """
+
+    n_heads: int
+    heads: range
+
+    def of_part(self, rank: int, degree: int) -> "Alibi":
+        """Of part number ``rank`` of ``degree`` equal ones."""
+        size = len(self.heads) // degree
+        return Alibi(self.n_heads, self.heads[rank * size : (rank + 1) * size])
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """By how much a score falls from one token to the one before it: fp32 (H,).
+
+        Each is the one before times the same factor. Where ``n_heads`` is no power of two, those beyond the
+        largest power below it take every other slope of twice as many heads (the authors' code, as in Bloom).
+        """
+        power = 2 ** int(math.log2(self.n_heads))
+        exponents = [STEEPEST * (head + 1) / power for head in range(power)]
+        exponents += [STEEPEST * (2 * head + 1) / (2 * power) for head in range(self.n_heads - power)]
+        held_H = [2.0 ** -exponents[head] for head in self.heads]  # the same bits whoever holds them
+        return torch.tensor(held_H, dtype=torch.float32, device=device)
+
+    def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
+        """What is added to the scores, fp32 (B, H, Q, S): -inf where ``mask_BQS`` hides a key from a query."""
+        distance_BQS = query_positions_BQ[:, :, None] - key_positions_BS[:, None, :]
+        slopes_H = self.slopes(mask_BQS.device)
+        return (-slopes_H[:, None, None] * distance_BQS[:, None]).masked_fill_(~mask_BQS[:, None], float("-inf"))
+
+
+class ScoreTerms(NamedTuple):
+    """What attention adds to the scores of each head that it computes; None: nothing."""
+
+    alibi: Alibi | None = None
+    sinks_H: Tensor | None = None  # fp32, a logit that joins each query's softmax and carries no value
+
+    def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
+        """``mask_BQS``, or what stands for it in scores that fall with the distance (``Alibi.mask``)."""
+        return mask_BQS if self.alibi is None else self.alibi.mask(mask_BQS, query_positions_BQ, key_positions_BS)
+
+
+NO_TERMS = ScoreTerms()
+
+
+class Sinks(nn.Module):
+    """A trained logit for each head, into which a query's attention can flow instead of into a key.
+
+    As in gpt-oss (arXiv:2508.10925, section 2.2); Xiao et al. 2023 (arXiv:2309.17453) say what it is good for.
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+        self.stated = {"weight": Weight(("per_head",))}
+
+    def forward(self) -> Tensor:
+        """sinks_H, fp32: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        return self.weight.to(torch.float32, copy=True)
