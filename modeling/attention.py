@@ -27,7 +27,8 @@ class Attention(nn.Module):
 
     ``core(q_BSHC, k_BSGC, v_BSGC, context, window, terms) -> out_BSHC`` is the seam at which context parallelism
     enters; ``positions`` is tensor parallelism's. A kind of attention makes its weights, and says in ``heads`` what its
-    queries, keys and values are.
+    queries, keys and values are; or, where a cache is to hold less than keys and values, in ``query_and_kept`` and
+    ``keys_and_values``.
     """
 
     o: Linear
@@ -46,9 +47,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
-        heads = self.heads(self.positions.gather(hidden_BSD), context.rope_tables(self.rotary))
-        core = self.core if cache is None else cache.attend
-        out_BSHC = core(*heads, context, self.sliding_window, self.score_terms())
+        q_BSHC, kept = self.query_and_kept(self.positions.gather(hidden_BSD), context.rope_tables(self.rotary))
+        core = self.core
+        if cache is not None:
+            held = cache.extend(kept, context, self.sliding_window)
+            kept, core = held.kept, held.attend
+        keys_and_values = self.keys_and_values(*kept)
+        out_BSHC = core(q_BSHC, *keys_and_values, context, self.sliding_window, self.score_terms())
         summed_BSD = self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
         return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
 
@@ -60,6 +65,16 @@ class Attention(nn.Module):
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""
         raise NotImplementedError
+
+    def query_and_kept(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """q_BSHC, and the tensors (B, S, ...) that a cache keeps of these positions: here their keys and values."""
+        q_BSHC, k_BSGC, v_BSGC = self.heads(hidden_BSD, rope)
+        return q_BSHC, (k_BSGC, v_BSGC)
+
+    def keys_and_values(self, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_BSGC, v_BSGC) from what ``query_and_kept`` gave at the same positions, now or in earlier passes."""
+        k_BSGC, v_BSGC = kept
+        return k_BSGC, v_BSGC
 
 
 class GroupedQueryAttention(Attention):
@@ -130,17 +145,21 @@ class LatentAttention(Attention):
         self.kv_b = Linear(n_heads * (d_nope + d_v), kv_lora_rank, ("heads", "kv_latent"))
         self.o = Linear(d_model, n_heads * d_v, ("d_model", "heads"), is_residual=True)
 
-    def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_BSHC, k_BSHC, v_BSHC); the last d_rope channels of a query and of a key turn."""
+    def query_and_kept(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """q_BSHC, whose last d_rope channels turn; and of keys and values the normed latent and the turned channels."""
         q = self.q_b(self.q_a_norm(self.q_a(hidden_BSD))) if self.has_q_latent else self.q(hidden_BSD)
         q_BSHN, q_BSHR = q.unflatten(-1, (-1, self.d_nope + self.d_rope)).split([self.d_nope, self.d_rope], dim=-1)
         latent_BSL, k_BSR = self.kv_a(hidden_BSD).split([self.kv_lora_rank, self.d_rope], dim=-1)
-        kv = self.kv_b(self.kv_a_norm(latent_BSL)).unflatten(-1, (-1, self.d_nope + self.d_v))
+        q_BSHC = torch.cat([q_BSHN, rotate(pairs_to_halves(q_BSHR), rope)], dim=-1)
+        k_BS1R = rotate(pairs_to_halves(k_BSR[:, :, None]), rope)
+        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, (self.kv_a_norm(latent_BSL), k_BS1R)
+
+    def keys_and_values(self, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_BSHC, v_BSHC) of all heads, expanded from the latents; the turned channels are the same in each key."""
+        latent_BSL, k_BS1R = kept
+        kv = self.kv_b(latent_BSL).unflatten(-1, (-1, self.d_nope + self.d_v))
         k_BSHN, v_BSHC = kv.split([self.d_nope, self.d_v], dim=-1)
-        q_BSHR = rotate(pairs_to_halves(q_BSHR), rope)
-        k_BSHR = rotate(pairs_to_halves(k_BSR[:, :, None]), rope).expand_as(q_BSHR)
-        q_BSHC, k_BSHC = torch.cat([q_BSHN, q_BSHR], dim=-1), torch.cat([k_BSHN, k_BSHR], dim=-1)
-        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, k_BSHC, v_BSHC
+        return torch.cat([k_BSHN, k_BS1R.expand(-1, -1, k_BSHN.shape[2], -1)], dim=-1), v_BSHC
 
 
 def pairs_to_halves(heads_BSHR: Tensor) -> Tensor:

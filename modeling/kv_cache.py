@@ -1,7 +1,9 @@
-"""Keys and values of the tokens already seen, for generation.
+"""What generation keeps of the tokens already seen: keys and values, or the latents that they are expanded from.
 
 Shape letters: B batch, S sequence (new tokens), P past and new tokens, H heads, G key-value heads, C d_head.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,40 +13,74 @@ from modeling.kernels.attention import masked_attention
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
-class LayerCache:
-    """One layer's keys and values, with the position and document of each."""
+@dataclass(frozen=True)
+class Held:
+    """What one layer's new queries may look at: the tensors kept of past and new tokens, and where these stand."""
 
-    def __init__(self) -> None:
-        self.entries: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    kept: tuple[Tensor, ...]  # each (B, P, ...)
+    positions_BP: Tensor
+    documents_BP: Tensor
 
     def attend(
         self,
         q_BSHC: Tensor,
-        k_BSGC: Tensor,
-        v_BSGC: Tensor,
+        k_BPGC: Tensor,
+        v_BPGC: Tensor,
         context: Context,
         window: int | None,
         terms: ScoreTerms = NO_TERMS,
     ) -> Tensor:
-        """Appends the new keys and values, and returns the new queries' attention over all of them (B, S, H, C)."""
-        new = [k_BSGC, v_BSGC, context.positions_BS, context.documents_BS]
-        if self.entries is not None:
-            new = [torch.cat([old, entry], dim=1) for old, entry in zip(self.entries, new, strict=True)]
-        k_BPGC, v_BPGC, positions_BP, documents_BP = new
-        self.entries = (k_BPGC, v_BPGC, positions_BP, documents_BP)
-        mask_BSP = attention_mask(context.positions_BS, context.documents_BS, positions_BP, documents_BP, window)
-        mask = terms.mask(mask_BSP, context.positions_BS, positions_BP)
+        """The new queries' attention (B, S, H, C) over past and new tokens: an attention core."""
+        mask_BSP = attention_mask(
+            context.positions_BS, context.documents_BS, self.positions_BP, self.documents_BP, window
+        )
+        mask = terms.mask(mask_BSP, context.positions_BS, self.positions_BP)
         return masked_attention(q_BSHC, k_BPGC, v_BPGC, mask, terms.sinks_H)
 
 
+class LayerCache:
+    """One layer's tensors of the tokens that a later query can see, with the position and document of each."""
+
+    def __init__(self) -> None:
+        self.held: Held | None = None
+        self.length = 0  # tokens seen, those no longer held included
+
+    def extend(self, new: tuple[Tensor, ...], context: Context, window: int | None) -> Held:
+        """What is kept of past tokens with ``new`` (each (B, S, ...)) appended, for this pass.
+
+        For the next one all of it is kept, or with a ``window`` the last window - 1 tokens: no later query sees more.
+        """
+        held = Held(new, context.positions_BS, context.documents_BS)
+        if self.held is not None:
+            held = joined(self.held, held)
+        self.length += context.positions_BS.shape[1]
+        self.held = held if window is None else last(held, window - 1)
+        return held
+
+
+def joined(past: Held, new: Held) -> Held:
+    """Both, one after the other."""
+    kept = tuple(torch.cat(pair, dim=1) for pair in zip(past.kept, new.kept, strict=True))
+    positions_BP = torch.cat([past.positions_BP, new.positions_BP], dim=1)
+    return Held(kept, positions_BP, torch.cat([past.documents_BP, new.documents_BP], dim=1))
+
+
+def last(held: Held, count: int) -> Held:
+    """The last ``count`` tokens, in memory of their own, so that the others' is free."""
+    first = held.positions_BP.shape[1] - count
+    if first <= 0:
+        return held
+    kept = tuple(tensor[:, first:].clone() for tensor in held.kept)
+    return Held(kept, held.positions_BP[:, first:].clone(), held.documents_BP[:, first:].clone())
+
+
 class KVCache:
-    """The caches of all layers, and the number of tokens they hold."""
+    """The caches of all layers."""
 
     def __init__(self, n_layers: int) -> None:
         self.layers = [LayerCache() for _ in range(n_layers)]
 
     @property
     def length(self) -> int:
-        """Tokens held for each sequence."""
-        entries = self.layers[0].entries
-        return 0 if entries is None else entries[0].shape[1]
+        """Tokens seen of each sequence."""
+        return self.layers[0].length

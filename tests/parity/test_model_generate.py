@@ -43,9 +43,18 @@ def test_greedy_equals_no_cache(family: FamilyName, window: int | None) -> None:
     assert len(tokens_BS[:, 7:].unique()) > 3  # not one token for ever
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_transformers(family: FamilyName, tmp_path: Path) -> None:
-    config = example_config(family, sliding_window=expressible(family, "sliding_window", [5, None])[0])
+WINDOWS = [(name, expressible(name, "sliding_window", [5, None])[0], ()) for name in FAMILIES]
+WINDOWS += [
+    (name, 5, (1,)) for name, window, _ in WINDOWS if window and expressible(name, "full_attention_layers", [(1,)])
+]
+
+
+@pytest.mark.parametrize(("family", "window", "full"), WINDOWS)
+def test_greedy_equals_transformers(
+    family: FamilyName, window: int | None, full: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Prompts of 7 tokens, longer than the window where there is one."""
+    config = example_config(family, sliding_window=window, full_attention_layers=full)
     model = build(config, 2)
     write_export(tensors_of(model).items(), config, 64, None, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, trust_remote_code=False)
