@@ -20,10 +20,9 @@ from parallel.mesh import Mesh
 SEED = 5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "numbers", [range(5), pytest.param(range(5, 15), marks=pytest.mark.slow)], ids=["five", "ten more"]
-)
+@pytest.mark.parametrize("numbers", [range(5), range(5, 15)], ids=["five", "ten more"])
 def test_killed_runs_resume_to_the_same_end(tmp_path, numbers):
     """Each moment comes. A kill may come a little after its moment; where none came, there was nothing to resume."""
     drill = Drill(tmp_path, SEED)

@@ -62,7 +62,7 @@ def test_dense_tp_equals_one_process(tokens, zero):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (2, 3))])
 def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, precision):
     """Not bit for bit: tp sums halves of a product in another order, which 8 (bf16) or 11 bits round differently.
 

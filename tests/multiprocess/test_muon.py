@@ -56,7 +56,14 @@ def test_muon_is_proven(tmp_path, ranks, overrides):
     assert {"fp32 sgd", "fp32 muon"} <= {check.phase for check in outcome.checks}
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.title.startswith("Muon")], ids=lambda f: f.title)
+OF_MUON = [fault for fault in FAULTS if fault.title.startswith("Muon")]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=[pytest.mark.slow] if number else []) for number, fault in enumerate(OF_MUON)],
+    ids=[fault.title for fault in OF_MUON],
+)
 def test_planted_fault_in_muon_is_caught(tmp_path, fault):
     """And nothing that does not come from Muon's update is blamed."""
     outcome = prove_fault(tmp_path, fault)
@@ -65,6 +72,7 @@ def test_planted_fault_in_muon_is_caught(tmp_path, fault):
     assert "fp32 sgd" not in {check.phase for check in failed.values()}
 
 
+@pytest.mark.slow
 def test_any_layout_goes_on_from_any_layouts_checkpoint(tmp_path, tokens):
     """What was loaded and saved again has every bit; the same layout ends with every bit of the uninterrupted run."""
 

@@ -13,16 +13,11 @@ from launcher.config.tree import RunConfig
 from launcher.prove.matrix import Layout, fit, layouts
 from launcher.prove.report import layout_words
 from parallel.config import ParallelConfig
-from parallel.pipeline.config import ZBV, Interleaved
 from prove_runs import failures
 
 QUICKSTART = "configs/quickstart.yaml"
 STEPS = 2
-FAST = [
-    Layout(ParallelConfig(tp=2, cp=2, ep=2, zero=1, cp_attention="ring"), 4),
-    Layout(ParallelConfig(tp=2, pp=2, zero=2, pipeline=Interleaved()), 4),
-    Layout(ParallelConfig(pp=2, ep=2, zero=1, pipeline=ZBV()), 4),
-]
+FAST = [Layout(ParallelConfig(tp=2, cp=2, ep=2, zero=1, cp_attention="ring"), 4)]
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import MISSING
 from graphlib import CycleError, TopologicalSorter
@@ -159,3 +161,20 @@ def declared_defaults(section: type = RunConfig, prefix: str = "") -> dict[str, 
 
 def test_the_docs_list_every_key_with_its_default():
     assert documented_defaults() == declared_defaults()
+
+
+def test_tests_that_share_what_takes_long_to_make_share_a_worker(tmp_path):
+    """xdist_group works with the versions at hand: where it did not, nothing said so but the time."""
+    lines = (
+        "import os, pytest",
+        'pytestmark = pytest.mark.xdist_group("one")',
+        "@pytest.mark.parametrize('n', range(6))",
+    )
+    body = f"def test_where(n): open(os.path.join({str(tmp_path)!r}, f'seen-{{os.getpid()}}'), 'w')"
+    (tmp_path / "test_grouped.py").write_text("\n".join([*lines, body]) + "\n")
+    options = ["-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=outside)
+    assert "6 passed" in result.stdout, result.stdout + result.stderr
+    assert len(list(tmp_path.glob("seen-*"))) == 1
