@@ -191,6 +191,9 @@ class ModelConfig:
     tie_embeddings: bool = False  # the head is the embedding's weight
     # where a block is normed: its input, its output before that joins the residual stream, or both
     norm_placement: Literal["pre", "post", "both"] = "pre"
+    # of blocks and before the head; rms: RMSNorm; layer: LayerNorm, with a bias
+    norm: Literal["rms", "layer"] = "rms"
+    embedding_norm: bool = False  # embedded tokens are normed before the first layer
     norm_adds_one: bool = False  # norms multiply by one and their weight, which starts at zero
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "all_heads"] = "head"  # which channels a norm of queries or keys is over
@@ -220,7 +223,7 @@ class ModelConfig:
     rope_fraction: Annotated[float, Interval(ge=1e-3, le=1.0)] = 1.0
     rope_scaling: RopeScaling | None = None
     # the bound is where fp32 loses it
-    norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square in RMSNorm
+    norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square, or the variance
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
     # coefficient of the z-loss on the head's logits (PaLM, arXiv:2204.02311, section 5)
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})

@@ -19,7 +19,9 @@ from modeling.feed_forward import GatedFeedForward
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
-from modeling.norm import RMSNorm
+from modeling.norm import Norm, build_norm
+
+ENTRY = ("embed", "embed_norm")  # a decoder's modules before its layers, in the order in which they compute
 
 
 @dataclass
@@ -61,14 +63,14 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         layer: int,
-        attention_norm: RMSNorm,
+        attention_norm: Norm,
         attention: Attention,
-        feed_forward_norm: RMSNorm,
+        feed_forward_norm: Norm,
         feed_forward: GatedFeedForward | MoE,
         *,
         norms_outputs: bool,
-        attention_post_norm: RMSNorm | None = None,
-        feed_forward_post_norm: RMSNorm | None = None,
+        attention_post_norm: Norm | None = None,
+        feed_forward_post_norm: Norm | None = None,
         residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class DecoderLayer(nn.Module):
         out_BSD = self.attention(in_BSD, context, cache)
         return self.add_feed_forward(self.joined(hidden_BSD, out_BSD, after), context)
 
-    def joined(self, hidden_BSD: Tensor, out_BSD: Tensor, norm: RMSNorm | None) -> Tensor:
+    def joined(self, hidden_BSD: Tensor, out_BSD: Tensor, norm: Norm | None) -> Tensor:
         """The residual stream with a block's output added, which is normed first where there is a norm."""
         out_BSD = out_BSD if norm is None else norm(out_BSD)
         return hidden_BSD + (out_BSD if self.residual_scale == 1 else out_BSD * self.residual_scale)
@@ -114,20 +116,24 @@ class Decoder(nn.Module):
     """
 
     embed: Embedding
-    final_norm: RMSNorm
+    embed_norm: Norm | None
+    final_norm: Norm
     head: Head
 
     def __init__(
         self,
         embed: Embedding | None,
         layers: list[DecoderLayer],
-        final_norm: RMSNorm | None,
+        final_norm: Norm | None,
         head: Head | None,
+        *,
         embedding_scale: float = 1.0,
         logit_divisor: float = 1.0,
+        embed_norm: Norm | None = None,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
+        self.register_module("embed_norm", embed_norm)
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
         self.register_module("final_norm", final_norm)
         self.register_module("head", head)
@@ -138,15 +144,23 @@ class Decoder(nn.Module):
         """A decoder of some of this one's layers, which shares its modules."""
         shared = [self.layers[str(layer)] for layer in layers]
         norm, head = (self.final_norm, self.head) if has_head else (None, None)
-        embed = self.embed if has_embedding else None
-        scales = (self.embedding_scale, self.logit_divisor)
-        return Decoder(embed, cast(list[DecoderLayer], shared), norm, head, *scales)
+        return Decoder(
+            self.embed if has_embedding else None,
+            cast(list[DecoderLayer], shared),
+            norm,
+            head,
+            embedding_scale=self.embedding_scale,
+            logit_divisor=self.logit_divisor,
+            embed_norm=self.embed_norm if has_embedding else None,
+        )
 
-    def scaled(self, hidden_BSD: Tensor) -> Tensor:
-        """Embedded tokens times ``embedding_scale``, which is rounded to their dtype as Gemma's is."""
-        if self.embedding_scale == 1:
-            return hidden_BSD
-        return hidden_BSD * torch.full((), self.embedding_scale, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
+    def embedded(self, tokens_BS: Tensor) -> Tensor:
+        """hidden_BSD that enters the first layer. ``embedding_scale`` is rounded to its dtype as Gemma's is."""
+        hidden_BSD = self.embed(tokens_BS)
+        if self.embedding_scale != 1:
+            factor = torch.full((), self.embedding_scale, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
+            hidden_BSD = hidden_BSD * factor
+        return hidden_BSD if self.embed_norm is None else self.embed_norm(hidden_BSD)
 
     def forward(
         self, inputs: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
@@ -155,7 +169,7 @@ class Decoder(nn.Module):
 
         ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder has no embedding.
         """
-        hidden_BSD = inputs if self.embed is None else self.scaled(self.embed(inputs))
+        hidden_BSD = inputs if self.embed is None else self.embedded(inputs)
         output = Output(None, None)
         for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
@@ -187,9 +201,15 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     head = Head(config.vocab_size, config.d_model, config.z_loss)
     if config.tie_embeddings:
         head.weight = embed.weight
-    final_norm = RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
-    built = [build_layer(config, layer) for layer in numbers]
-    return Decoder(embed, built, final_norm, head, config.embedding_scale, config.logit_divisor)
+    return Decoder(
+        embed,
+        [build_layer(config, layer) for layer in numbers],
+        build_norm(config),
+        head,
+        embedding_scale=config.embedding_scale,
+        logit_divisor=config.logit_divisor,
+        embed_norm=build_norm(config) if config.embedding_norm else None,
+    )
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
@@ -199,7 +219,7 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     else:
         feed_forward = GatedFeedForward(config.d_model, config.d_ff, bias=config.ff_bias, activation=config.activation)
     n_norms = 4 if config.norm_placement == "both" else 2
-    norms = [RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one) for _ in range(n_norms)]
+    norms = [build_norm(config) for _ in range(n_norms)]
     return DecoderLayer(
         layer,
         norms[0],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from modeling.config import ModelConfig
-from modeling.decoder import Decoder, DecoderLayer, build_decoder
+from modeling.decoder import ENTRY, Decoder, DecoderLayer, build_decoder
 from modeling.dims import Weight, stated_weights
 
 Half = Literal["attention", "feed_forward"]
@@ -23,7 +23,7 @@ class LogicalTensor:
     weight: Weight
     shape: tuple[int, ...]
     is_buffer: bool  # not trained by gradients: a router's bias
-    layer: int | None  # None: the embedding, the final norm or the head
+    layer: int | None  # None: before the layers, the final norm or the head
     half: Half | None  # of its layer; the norm before a half belongs to it
 
     @property
@@ -61,8 +61,7 @@ def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
     for layer in range(config.n_layers):
         for name, row in within[examples[config.layer_kind(layer)]]:
             found[f"layers.{layer}.{name}"] = replace(row, layer=layer)
-    ends = [name for name, row in found.items() if row.layer is None]
-    return {name: found[name] for name in sorted(found, key=lambda name: _order(found[name], name == ends[0]))}
+    return {name: found[name] for name in sorted(found, key=lambda name: _order(name, found[name]))}
 
 
 def logical_parameters(config: ModelConfig) -> dict[str, LogicalTensor]:
@@ -75,11 +74,16 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in logical_tensors(config).items()}
 
 
-def _order(tensor: LogicalTensor, is_first: bool) -> tuple[bool, float]:
-    """Parameters before buffers; of these the embedding, the layers by number, the final norm and the head."""
+def is_entry(name: str) -> bool:
+    """Whether a logical tensor works before the layers: in the first stage of a pipeline."""
+    return name.partition(".")[0] in ENTRY
+
+
+def _order(name: str, tensor: LogicalTensor) -> tuple[bool, float]:
+    """Parameters before buffers; of these what is before the layers, these by number, the final norm and the head."""
     if tensor.layer is not None:
         return tensor.is_buffer, tensor.layer
-    return tensor.is_buffer, -math.inf if is_first else math.inf
+    return tensor.is_buffer, -math.inf if is_entry(name) else math.inf
 
 
 def _places(model: Decoder) -> dict[str, tuple[int, Half]]:

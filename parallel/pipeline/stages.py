@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from modeling.config import ModelConfig
 from modeling.counts import multiplied_by_layer
-from modeling.decoder import Decoder, Output
+from modeling.decoder import ENTRY, Decoder, Output
 from parallel.batch import MicroBatch
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 
@@ -116,8 +116,10 @@ def keep_parts(model: Decoder, parts: Sequence[Part]) -> None:
             del model.layers[name]
     is_tied = model.head.weight is model.embed.weight
     has_head = any(part.has_head for part in parts)
-    if not any(part.has_embedding for part in parts) and not (is_tied and has_head):
-        model.register_module("embed", None)
+    if not any(part.has_embedding for part in parts):
+        for name in ENTRY:
+            if not (name == "embed" and is_tied and has_head):
+                model.register_module(name, None)
     if not has_head:
         model.register_module("final_norm", None)
         model.register_module("head", None)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modeling.decoder import ENTRY
+
 NEGLIGIBLE = 1e-5  # a tensor whose norm is below this share of all tensors' norm is measured against that share
 FACTOR_RESIDUAL = 1e-3  # "a plain factor": what is left after scaling, as a share of what the factor explains
 FACTOR_NEARNESS = 1e-2  # how near a ratio must lie to a degree to be named after it
@@ -78,7 +80,8 @@ def execution_order(names: Iterable[str]) -> list[str]:
 def _place(name: str) -> tuple[int, int, int, str]:
     match = re.match(r"layers\.(\d+)\.(.*)", name)
     if match is None:
-        return (0 if name.startswith("embed") else 2, 0 if "norm" in name else 1, 0, "")
+        module = name.partition(".")[0]
+        return (0, ENTRY.index(module), 0, "") if module in ENTRY else (2, 0 if "norm" in name else 1, 0, "")
     inside = next(number for number, prefix in enumerate(_IN_LAYER) if match[2].startswith(prefix))
     alike = match[2] if match[2].startswith("attention.") else ""  # q before q_norm, q_a before q_b
     return (1, int(match[1]), inside, alike)

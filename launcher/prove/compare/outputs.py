@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling.decoder import Decoder, DecoderLayer
+from modeling.decoder import ENTRY, Decoder, DecoderLayer
 
 
 def watched_modules(model: Decoder) -> dict[str, nn.Module]:
     """The modules whose outputs are compared, in the order of execution; those that this process holds."""
-    watched: dict[str, nn.Module] = {} if model.embed is None else {"embed": model.embed}
+    entry = {name: getattr(model, name) for name in ENTRY}
+    watched: dict[str, nn.Module] = {name: module for name, module in entry.items() if module is not None}
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
         watched[f"layers.{number}.attention"] = layer.attention

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
+from modeling.logical import is_entry
 from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.stages import Part
 from parallel.sizes import DEFAULT_SIZES
@@ -153,7 +154,7 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
 
 def is_end(part: Part, name: str) -> bool:
     """Whether a weight outside the layers belongs to this stage (a tied weight: to the first of the rank's two)."""
-    return part.has_embedding if name == EMBEDDING and part.has_embedding else part.has_head
+    return part.has_embedding if is_entry(name) and part.has_embedding else part.has_head
 
 
 def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
