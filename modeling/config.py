@@ -168,7 +168,8 @@ class MLAConfig:
             )
 
 
-ActivationName = Literal["silu", "gelu_tanh"]  # modeling.feed_forward.ACTIVATIONS has each one's formula
+# modeling.feed_forward.ACTIVATIONS has each one's formula
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PositionsName = Literal["rope", "alibi"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
@@ -199,8 +200,10 @@ class ModelConfig:
     qk_norm_over: Literal["head", "all_heads"] = "head"  # which channels a norm of queries or keys is over
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
     o_bias: bool = False  # attention's output projection has a bias
+    ff_gated: bool = True  # dense feed-forward layers multiply by a gate; experts always do
     ff_bias: bool = False  # dense feed-forward layers' projections have biases
-    activation: ActivationName = "silu"  # of the gates in dense feed-forward layers and shared experts
+    # of the gates in dense feed-forward layers and shared experts, or of layers without gates
+    activation: ActivationName = "silu"
     embedding_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor of the embedded tokens
     # factor of what a block adds to the residual stream
     residual_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0

@@ -15,7 +15,7 @@ from modeling.attention import Attention, build_attention
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.dims import Weight
-from modeling.feed_forward import GatedFeedForward
+from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
         attention_norm: Norm,
         attention: Attention,
         feed_forward_norm: Norm,
-        feed_forward: GatedFeedForward | MoE,
+        feed_forward: FeedForward | MoE,
         *,
         norms_outputs: bool,
         attention_post_norm: Norm | None = None,
@@ -217,7 +217,13 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     if config.moe is not None and config.is_moe_layer(layer):
         feed_forward = build_moe(config.moe, config.d_model, config.activation)
     else:
-        feed_forward = GatedFeedForward(config.d_model, config.d_ff, bias=config.ff_bias, activation=config.activation)
+        feed_forward = FeedForward(
+            config.d_model,
+            config.d_ff,
+            gated=config.ff_gated,
+            bias=config.ff_bias,
+            activation=config.activation,
+        )
     n_norms = 4 if config.norm_placement == "both" else 2
     norms = [build_norm(config) for _ in range(n_norms)]
     return DecoderLayer(

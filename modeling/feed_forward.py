@@ -1,4 +1,4 @@
-"""The dense feed-forward layer: a gated linear unit (Shazeer 2020, arXiv:2002.05202), SwiGLU or GeGLU."""
+"""The dense feed-forward layer: a gated linear unit (Shazeer 2020, arXiv:2002.05202), or one without a gate."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,19 +13,31 @@ from modeling.positions import ALL_POSITIONS
 
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
 }
 
 
-class GatedFeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)). ``positions`` is the seam of tensor parallelism."""
+class FeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
+
+    ``positions`` is the seam of tensor parallelism.
+    """
 
     def __init__(
-        self, d_model: int, d_ff: int, inner: Dim = "d_ff", *, bias: bool = False, activation: ActivationName = "silu"
+        self,
+        d_model: int,
+        d_ff: int,
+        inner: Dim = "d_ff",
+        *,
+        gated: bool = True,
+        bias: bool = False,
+        activation: ActivationName = "silu",
     ) -> None:
         """``inner`` is the name of the dim of size ``d_ff``."""
         super().__init__()
-        self.gate = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
+        self.gate = Linear(d_ff, d_model, (inner, "d_model"), bias=bias) if gated else None
         self.up = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
         self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
         self.down_bias = Bias(d_model, "d_model") if bias else None
@@ -35,5 +47,9 @@ class GatedFeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
-        summed = self.positions.scatter_sum(self.down(self.activation(self.gate(hidden)) * self.up(hidden)))
+        if self.gate is None:
+            inner = self.activation(self.up(hidden))
+        else:
+            inner = self.activation(self.gate(hidden)) * self.up(hidden)
+        summed = self.positions.scatter_sum(self.down(inner))
         return summed if self.down_bias is None else self.down_bias(summed)

@@ -14,7 +14,7 @@ from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balan
 from modeling.config import ActivationName, MoEConfig, SequenceAuxBalance
 from modeling.context import Context
 from modeling.dims import Weight
-from modeling.feed_forward import GatedFeedForward
+from modeling.feed_forward import FeedForward
 from modeling.kernels.experts import experts_grouped
 from modeling.linear import Linear
 from modeling.metrics import Metric
@@ -74,7 +74,7 @@ class MoE(nn.Module):
         *,
         router: Router,
         experts: Experts,
-        shared: GatedFeedForward | None,
+        shared: FeedForward | None,
         shared_gate: Linear | None,
         balance_coefficient: float,
         z_loss: float,
@@ -144,7 +144,7 @@ def build_moe(config: MoEConfig, d_model: int, activation: ActivationName = "sil
     return MoE(
         router=build_router(config, d_model),
         experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
-        shared=GatedFeedForward(d_model, width, "shared_d_ff", activation=activation) if width else None,
+        shared=FeedForward(d_model, width, "shared_d_ff", activation=activation) if width else None,
         shared_gate=Linear(1, d_model, ("one", "d_model")) if width and config.shared_gate else None,
         balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
         z_loss=config.z_loss,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from modeling.attention import Attention
 from modeling.decoder import Decoder, Embedding
-from modeling.feed_forward import GatedFeedForward
+from modeling.feed_forward import FeedForward
 from modeling.loss import IGNORE, Head, z_slope
 from modeling.norm import RMSNorm
 from modeling.positions import Positions
@@ -26,7 +26,7 @@ def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
     """Makes the decoder compute with its cut weights. Call after the weights are cut; changes no value."""
     shared = SharedPositions(axis)
     for module in model.modules():
-        if isinstance(module, Attention | GatedFeedForward):
+        if isinstance(module, Attention | FeedForward):
             module.positions = shared
         for name, child in module.named_children():
             if isinstance(child, RMSNorm) and AXIS_OF[child.stated["weight"].dims[0]] == "tp":

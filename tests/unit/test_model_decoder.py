@@ -1,5 +1,7 @@
 """The decoder as a whole: what may not influence what, and what changes no value."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, SequenceAuxBalance
+from modeling.config import FAMILIES, ActivationName, BiasBalance, FamilyName, ModelConfig, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, DecoderLayer
+from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache
 from modeling.loss import IGNORE
 from small_models import LENGTHS, Rows, build, configs, example_config, next_tokens, packed_rows
@@ -172,3 +175,28 @@ def test_bias_balance_builds_a_buffer_and_others_do_not() -> None:
     assert [name for name, _ in build(config, 0).named_buffers()] == ["layers.1.feed_forward.router.bias"]
     object.__setattr__(config.moe, "balance", SequenceAuxBalance())
     assert not list(build(config, 0).named_buffers())
+
+
+ACTIVATION_FORMULAS = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: x * (x > 0),
+}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", get_args(ActivationName))
+def test_feed_forward_is_what_it_says(activation: ActivationName, gated: bool) -> None:
+    layer = FeedForward(8, 20, gated=gated, bias=True, activation=activation).double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_()
+    hidden = torch.randn(3, 5, 8, dtype=torch.float64)
+    up = hidden @ layer.up.weight.T + layer.up.bias
+    inner = ACTIVATION_FORMULAS[activation](up)
+    if gated:
+        assert layer.gate is not None
+        inner = ACTIVATION_FORMULAS[activation](hidden @ layer.gate.weight.T + layer.gate.bias) * up
+    assert layer.down_bias is not None
+    torch.testing.assert_close(layer(hidden), inner @ layer.down.weight.T + layer.down_bias.bias)
