@@ -192,6 +192,8 @@ class ModelConfig:
     tie_embeddings: bool = False  # the head is the embedding's weight
     # where a block is normed: its input, its output before that joins the residual stream, or both
     norm_placement: Literal["pre", "post", "both"] = "pre"
+    # attention and feed-forward see the same input and are added together (GPT-J); otherwise the second sees their sum
+    parallel_block: bool = False
     # of blocks and before the head; rms: RMSNorm; layer: LayerNorm, with a bias
     norm: Literal["rms", "layer"] = "rms"
     embedding_norm: bool = False  # embedded tokens are normed before the first layer

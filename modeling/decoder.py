@@ -57,7 +57,8 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward, each normed and added to the residual stream.
 
     The norms are of their inputs, or with ``norms_outputs`` of what they put out. With post norms it is both. What is
-    added is multiplied by ``residual_scale``.
+    added is multiplied by ``residual_scale``. ``is_parallel``: the feed-forward layer sees what attention saw (GPT-J),
+    not the stream that it was added to.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DecoderLayer(nn.Module):
         feed_forward: FeedForward | MoE,
         *,
         norms_outputs: bool,
+        is_parallel: bool = False,
         attention_post_norm: Norm | None = None,
         feed_forward_post_norm: Norm | None = None,
         residual_scale: float = 1.0,
@@ -80,6 +82,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
         self.norms_outputs = norms_outputs
+        self.is_parallel = is_parallel
         self.attention_post_norm = attention_post_norm
         self.feed_forward_post_norm = feed_forward_post_norm
         self.residual_scale = residual_scale
@@ -91,16 +94,19 @@ class DecoderLayer(nn.Module):
         in_BSD = hidden_BSD if self.norms_outputs else self.attention_norm(hidden_BSD)
         after = self.attention_norm if self.norms_outputs else self.attention_post_norm
         out_BSD = self.attention(in_BSD, context, cache)
-        return self.add_feed_forward(self.joined(hidden_BSD, out_BSD, after), context)
+        sum_BSD = self.joined(hidden_BSD, out_BSD, after)
+        return self.add_feed_forward(sum_BSD, hidden_BSD if self.is_parallel else sum_BSD, context)
 
     def joined(self, hidden_BSD: Tensor, out_BSD: Tensor, norm: Norm | None) -> Tensor:
         """The residual stream with a block's output added, which is normed first where there is a norm."""
         out_BSD = out_BSD if norm is None else norm(out_BSD)
         return hidden_BSD + (out_BSD if self.residual_scale == 1 else out_BSD * self.residual_scale)
 
-    def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
-        """The second half of the layer."""
-        in_BSD, stats = hidden_BSD if self.norms_outputs else self.feed_forward_norm(hidden_BSD), None
+    def add_feed_forward(
+        self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """The second half of the layer: what it makes of ``seen_BSD``, added to ``hidden_BSD``."""
+        in_BSD, stats = seen_BSD if self.norms_outputs else self.feed_forward_norm(seen_BSD), None
         if isinstance(self.feed_forward, MoE):
             out_BSD, stats = self.feed_forward(in_BSD, context.between_layers, self.layer)
         else:
@@ -233,6 +239,7 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
         norms[1],
         feed_forward,
         norms_outputs=config.norm_placement == "post",
+        is_parallel=config.parallel_block,
         attention_post_norm=norms[2] if n_norms == 4 else None,
         feed_forward_post_norm=norms[3] if n_norms == 4 else None,
         residual_scale=config.residual_scale,

@@ -48,22 +48,23 @@ class RecomputedLayer(DecoderLayer):
             layer.feed_forward_norm,
             layer.feed_forward,
             norms_outputs=layer.norms_outputs,
+            is_parallel=layer.is_parallel,
             attention_post_norm=layer.attention_post_norm,
             feed_forward_post_norm=layer.feed_forward_post_norm,
         )
         self.again = again
 
-    def run(self, function: Callable[[Tensor, Context], Passed], hidden_BSD: Tensor, context: Context) -> Passed:
-        """What ``function`` returns. The second run takes the experts that the first one chose."""
+    def run(self, function: Callable[..., Passed], *hidden: Tensor, context: Context) -> Passed:
+        """What ``function`` makes of ``hidden``. The second run takes the experts that the first one chose."""
         chosen: dict[int, Tensor] = {}
 
-        def choosing_once(hidden_BSD: Tensor) -> Passed:
-            passed_BSD, stats = function(hidden_BSD, context.replaying(chosen))
+        def choosing_once(*hidden: Tensor) -> Passed:
+            passed_BSD, stats = function(*hidden, context.replaying(chosen))
             if stats is not None:
                 chosen[self.layer] = stats.choice_TK
             return passed_BSD, stats
 
-        return self.again(choosing_once)(hidden_BSD)
+        return self.again(choosing_once)(*hidden)
 
 
 class FullyRecomputedLayer(RecomputedLayer):
@@ -72,15 +73,15 @@ class FullyRecomputedLayer(RecomputedLayer):
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
         """As DecoderLayer."""
         whole = super().forward
-        return self.run(lambda hidden_BSD, context: whole(hidden_BSD, context, cache), hidden_BSD, context)
+        return self.run(lambda hidden_BSD, context: whole(hidden_BSD, context, cache), hidden_BSD, context=context)
 
 
 class HalfRecomputedLayer(RecomputedLayer):
     """Keeps the attention's half, and the input of the feed-forward half."""
 
-    def add_feed_forward(self, hidden_BSD: Tensor, context: Context) -> Passed:
+    def add_feed_forward(self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context) -> Passed:
         """As DecoderLayer."""
-        return self.run(super().add_feed_forward, hidden_BSD, context)
+        return self.run(super().add_feed_forward, hidden_BSD, seen_BSD, context=context)
 
 
 Again = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a function, one that recomputes

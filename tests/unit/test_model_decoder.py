@@ -1,6 +1,6 @@
 """The decoder as a whole: what may not influence what, and what changes no value."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from modeling.decoder import Decoder, DecoderLayer
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache
 from modeling.loss import IGNORE
+from parallel.recompute import apply_recompute
 from small_models import LENGTHS, Rows, build, configs, example_config, next_tokens, packed_rows
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
@@ -200,3 +201,31 @@ def test_feed_forward_is_what_it_says(activation: ActivationName, gated: bool) -
         inner = ACTIVATION_FORMULAS[activation](hidden @ layer.gate.weight.T + layer.gate.bias) * up
     assert layer.down_bias is not None
     torch.testing.assert_close(layer(hidden), inner @ layer.down.weight.T + layer.down_bias.bias)
+
+
+@pytest.mark.parametrize("parallel_block", [False, True])
+def test_what_the_second_half_of_a_block_sees(parallel_block: bool) -> None:
+    """In a parallel block its own input, as attention does; otherwise the sum."""
+    config = example_config("llama", parallel_block=parallel_block)
+    layer, context = build(config, 0).layers["0"], packed_rows(config.vocab_size, 0, LENGTHS).context()
+    assert isinstance(layer, DecoderLayer)
+    hidden_BSD = torch.randn(3, 20, config.d_model, generator=torch.Generator().manual_seed(0))
+    sum_BSD = hidden_BSD + layer.attention(layer.attention_norm(hidden_BSD), context)
+    seen_BSD = hidden_BSD if parallel_block else sum_BSD
+    wanted_BSD = sum_BSD + layer.feed_forward(layer.feed_forward_norm(seen_BSD))
+    assert torch.equal(layer(hidden_BSD, context)[0], wanted_BSD)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("splits_backward", [False, True])
+@pytest.mark.parametrize("parallel_block", [False, True])
+def test_recomputed_layers_are_exact(parallel_block: bool, splits_backward: bool, recompute: Any) -> None:
+    """Gradients are bit for bit those without it."""
+    config = example_config("glm4_moe", parallel_block=parallel_block)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    loss, plain = gradients(build(config, 0), rows, next_tokens(rows), has_padding=False)
+    model = build(config, 0)
+    apply_recompute(model, recompute, splits_backward=splits_backward)
+    again, recomputed = gradients(model, rows, next_tokens(rows), has_padding=False)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(recomputed, plain, strict=True))
