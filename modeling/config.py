@@ -16,6 +16,7 @@ from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal[
+    "gpt2",
     "llama",
     "mistral",
     "qwen2",
@@ -170,7 +171,7 @@ class MLAConfig:
 
 # modeling.feed_forward.ACTIVATIONS has each one's formula
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-PositionsName = Literal["rope", "alibi"]
+PositionsName = Literal["rope", "alibi", "learned"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
@@ -219,8 +220,11 @@ class ModelConfig:
     # layers (from 0) whose tokens see all before them all the same
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     sinks: bool = False  # each head has a trained logit that joins its softmax and carries no value
-    # how attention knows where tokens are; rope: channels turn; alibi: scores fall with the distance
+    # how tokens are told apart by place; rope: channels turn; alibi: scores fall with the distance;
+    # learned: a table's row is added to each embedded token
     positions: PositionsName = "rope"
+    # rows of the table of learned positions, and so the longest sequence; None: there is no table
+    max_positions: Width | None = field(default=None, metadata={"usual": 1024})
     rope_theta: Theta = 10000.0  # base of the rotary frequencies
     # base of the frequencies in layers with a sliding window, which are not scaled; None: rope_theta, scaled as in all
     local_rope_theta: Theta | None = field(default=None, metadata={"usual": 10000.0})

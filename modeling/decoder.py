@@ -21,7 +21,11 @@ from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
 from modeling.norm import Norm, build_norm
 
-ENTRY = ("embed", "embed_norm")  # a decoder's modules before its layers, in the order in which they compute
+ENTRY = (
+    "embed",
+    "embed_positions",
+    "embed_norm",
+)  # a decoder's modules before its layers, in the order in which they compute
 
 
 @dataclass
@@ -51,6 +55,19 @@ class Embedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """hidden_BSD."""
         return F.embedding(tokens_BS, self.weight)
+
+
+class PositionEmbedding(nn.Module):
+    """A trained vector for each position of a document (GPT-2)."""
+
+    def __init__(self, max_positions: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_positions, d_model))
+        self.stated = {"weight": Weight(("positions", "d_model"))}
+
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        """The positions' vectors (B, S, D); none may lie beyond the table."""
+        return F.embedding(positions_BS, self.weight)
 
 
 class DecoderLayer(nn.Module):
@@ -122,6 +139,7 @@ class Decoder(nn.Module):
     """
 
     embed: Embedding
+    embed_positions: PositionEmbedding | None
     embed_norm: Norm | None
     final_norm: Norm
     head: Head
@@ -135,16 +153,23 @@ class Decoder(nn.Module):
         *,
         embedding_scale: float = 1.0,
         logit_divisor: float = 1.0,
+        embed_positions: PositionEmbedding | None = None,
         embed_norm: Norm | None = None,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
+        self.register_module("embed_positions", embed_positions)
         self.register_module("embed_norm", embed_norm)
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
         self.register_module("final_norm", final_norm)
         self.register_module("head", head)
         self.embedding_scale = embedding_scale
         self.logit_divisor = logit_divisor
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence, where positions are learned, of a decoder whose weights are whole."""
+        return None if self.embed_positions is None else self.embed_positions.weight.shape[0]
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""
@@ -157,15 +182,18 @@ class Decoder(nn.Module):
             head,
             embedding_scale=self.embedding_scale,
             logit_divisor=self.logit_divisor,
+            embed_positions=self.embed_positions if has_embedding else None,
             embed_norm=self.embed_norm if has_embedding else None,
         )
 
-    def embedded(self, tokens_BS: Tensor) -> Tensor:
+    def embedded(self, tokens_BS: Tensor, context: Context) -> Tensor:
         """hidden_BSD that enters the first layer. ``embedding_scale`` is rounded to its dtype as Gemma's is."""
         hidden_BSD = self.embed(tokens_BS)
         if self.embedding_scale != 1:
             factor = torch.full((), self.embedding_scale, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
             hidden_BSD = hidden_BSD * factor
+        if self.embed_positions is not None:
+            hidden_BSD = hidden_BSD + self.embed_positions(context.between_layers.positions_BS)
         return hidden_BSD if self.embed_norm is None else self.embed_norm(hidden_BSD)
 
     def forward(
@@ -175,7 +203,7 @@ class Decoder(nn.Module):
 
         ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder has no embedding.
         """
-        hidden_BSD = inputs if self.embed is None else self.embedded(inputs)
+        hidden_BSD = inputs if self.embed is None else self.embedded(inputs, context)
         output = Output(None, None)
         for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
@@ -214,8 +242,17 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
         head,
         embedding_scale=config.embedding_scale,
         logit_divisor=config.logit_divisor,
+        embed_positions=build_positions(config),
         embed_norm=build_norm(config) if config.embedding_norm else None,
     )
+
+
+def build_positions(config: ModelConfig) -> PositionEmbedding | None:
+    """The table of learned positions, where the model has one."""
+    if config.positions != "learned":
+        return None
+    assert config.max_positions is not None, f"model.family={config.family} needs it"
+    return PositionEmbedding(config.max_positions, config.d_model)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Dim = Literal[
     "vocab",  # vocab_size
     "d_model",
+    "positions",  # rows of the table of learned positions
     "heads",  # n_heads times the channels of a head
     "per_head",  # one entry a query head
     "kv_heads",  # n_kv_heads times the channels of a head, where keys and values have projections of their own

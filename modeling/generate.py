@@ -49,8 +49,11 @@ def new_tokens(
     The prompts (B, S) have one length of at least 1 and each is one document. ``temperature`` 0 takes the likeliest
     token. ``top_k`` keeps that many tokens, then ``top_p`` the fewest whose probabilities sum to it (nucleus sampling,
     Holtzman et al. 2020, arXiv:1904.09751). A sequence that has ended repeats ``eos_id``. Draws are made on the CPU
-    from ``seed``.
+    from ``seed``. Raises ValueError where learned positions end before the last token that is looked at.
     """
+    last = tokens_BS.shape[1] + max_new_tokens - 1
+    if model.max_positions is not None and last > model.max_positions:
+        raise ValueError(f"{last} positions are needed, and the table has {model.max_positions}")
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache(len(model.layers))
     ended_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
     "vocab": "tp",
     "d_model": None,
+    "positions": None,
     "heads": "tp",
     "per_head": "tp",
     "kv_heads": "tp",

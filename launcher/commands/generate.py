@@ -111,6 +111,7 @@ def generate_text(
 ) -> str:
     """``prompt`` and its continuation up to the tokenizer's EOS, also written to ``out``: on a terminal as it comes."""
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    check_length(len(prompt_ids), max_new_tokens, model.max_positions)
     tokens_BS = torch.tensor([prompt_ids], device=model.embed.weight.device)
     shown = ""
     new_ids: list[int] = []
@@ -130,6 +131,18 @@ def generate_text(
     text = tokenizer.decode(prompt_ids + new_ids, skip_special_tokens=True)
     write_rest(out, shown, text + "\n")
     return text
+
+
+def check_length(prompt_length: int, max_new_tokens: int, max_positions: int | None) -> None:
+    """Raises UserError where the text would go beyond learned positions; the last token needs none."""
+    if max_positions is None or prompt_length + max_new_tokens - 1 <= max_positions:
+        return
+    rows = f"model.max_positions={max_positions}"
+    if prompt_length > max_positions:
+        raise UserError([f"--prompt has {prompt_length} tokens, and must have at most {rows}; shorten it"])
+    fitting = max_positions - prompt_length + 1
+    told = f"--max-new-tokens={max_new_tokens} after a prompt of {prompt_length} tokens must stay within {rows}"
+    raise UserError([f"{told}; try {fitting}"])
 
 
 def settled(text: str) -> str:

@@ -37,6 +37,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_batch(config, world_size),
         *_check_attention(config),
         *config.model.problems(),
+        *_check_positions(config),
         *_check_dense_layers(config),
         *_check_expert_widths(config),
         *_check_schedule(config),
@@ -117,7 +118,7 @@ def _check_batch(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_attention(config: RunConfig) -> Iterator[str]:
-    """Heads divide evenly, and rotary embedding finds channels in pairs."""
+    """Heads divide evenly, and rotary embedding, where there is one, finds channels in pairs."""
     model = config.model
     d_model, n_heads, n_kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head
     if min(d_model, n_heads, n_kv_heads) < 1:
@@ -127,14 +128,16 @@ def _check_attention(config: RunConfig) -> Iterator[str]:
         yield f"model.n_kv_heads={n_kv_heads} must divide model.n_heads={n_heads}; try {tries}"
     if model.mla is not None:
         return  # which tells how wide its heads are
-    if d_head is not None and d_head % 2:
+    turns = model.positions == "rope"
+    if d_head is not None and d_head % 2 and turns:
         yield f"model.d_head={d_head} must be even (rotary embedding turns channels in pairs); try {d_head + 1}"
-    if model.rope_fraction < 1 and (d_head is not None or d_model % n_heads == 0):
+    if turns and model.rope_fraction < 1 and (d_head is not None or d_model % n_heads == 0):
         yield from _check_turning_part(model)
-    if d_head is None and d_model % (2 * n_heads):
+    if d_head is None and d_model % (2 * n_heads if turns else n_heads):
+        heads = f"2 x model.n_heads={n_heads} = {2 * n_heads}" if turns else f"model.n_heads={n_heads}"
+        reason = "rotary embedding turns channels in pairs" if turns else "all heads have as many channels"
         yield (
-            f"model.d_model={d_model} must be a multiple of 2 x model.n_heads={n_heads} = {2 * n_heads} where "
-            f"model.d_head=null (rotary embedding turns channels in pairs); "
+            f"model.d_model={d_model} must be a multiple of {heads} where model.d_head=null ({reason}); "
             f"try {_nearest_multiple(d_model, _d_model_step(config))}, or set model.d_head"
         )
 
@@ -147,6 +150,16 @@ def _check_turning_part(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.rope_fraction={model.rope_fraction} of a head's {model.head_dim} channels is {turning}, and must "
             f"be an even number, at least 2 (rotary embedding turns channels in pairs); try {fitting}"
+        )
+
+
+def _check_positions(config: RunConfig) -> Iterator[str]:
+    """Every position of a sequence has a row in the table of learned ones."""
+    rows, seq_len = config.model.max_positions, config.data.seq_len
+    if rows is not None and 1 <= rows < seq_len:
+        yield (
+            f"data.seq_len={seq_len} must be at most model.max_positions={rows} (a position beyond has no row in the "
+            f"table); try {rows}"
         )
 
 

@@ -13,6 +13,7 @@ from launcher.errors import UserError
 from launcher.importing.folder import CONFIG_JSON
 from modeling.config import ModelConfig
 from modeling.families.config_json import REMEDY, InexpressibleConfig, from_config_json
+from modeling.families.family import family_of
 from parallel.checkpoint.schema import shorten
 
 PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -25,7 +26,7 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
         model = from_config_json(content)
     except InexpressibleConfig as error:
         raise UserError([f"{path}/{line}" for line in error.problems]) from None
-    broken = check(RunConfig(model=model, train=TrainConfig(precision="fp32")), 1)
+    broken = check(RunConfig(model=model, data=DataConfig(seq_len=1), train=TrainConfig(precision="fp32")), 1)
     if broken:
         told = (line.rpartition("; ")[0] or line for line in broken)
         raise UserError([f"{path / CONFIG_JSON}: {line}; {REMEDY}" for line in told])
@@ -33,16 +34,18 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
 
 
 def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:
-    """max_position_embeddings, as far as data.seq_len goes; what the class takes where it is left out."""
-    limits = ranges(DataConfig)["seq_len"]
-    value = content.get("max_position_embeddings")
-    if "max_position_embeddings" not in content:
+    """The longest sequence, as far as data.seq_len goes; what the class takes where it is left out."""
+    limits, family = ranges(DataConfig)["seq_len"], family_of(content["model_type"])
+    told = {family.aliases.get(key, key): value for key, value in content.items()} | dict(content)
+    key = family.length_key
+    value = told.get(key, family.defaults.get(key))
+    if value is None and key not in told:
         from transformers import AutoConfig  # takes seconds to import
 
-        value = AutoConfig.for_model(content["model_type"]).max_position_embeddings
+        value = getattr(AutoConfig.for_model(content["model_type"]), key)
     if type(value) is not int or value < limits.minimum:
         rule = "must be a whole number of at least 1"
-        raise UserError([f"{path / CONFIG_JSON}: max_position_embeddings={shorten(value)} {rule}; {REMEDY}"])
+        raise UserError([f"{path / CONFIG_JSON}: {key}={shorten(value)} {rule}; {REMEDY}"])
     return min(value, int(limits.maximum))
 
 

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 
 import torch
@@ -21,7 +21,8 @@ from parallel.checkpoint.schema import shorten
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK_ELEMENTS = 1 << 20  # of one read
 MOST_OVERREAD = 2  # what is read in pieces is read at most so often
-IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers of older files, which transformers passes over as well
+# Buffers of older files, which transformers passes over as well: rotary frequencies, and masks of what comes later.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(bias|masked_bias)$")
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def span(view: Tensor) -> int:
 
 def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
     """Each logical tensor's place in the files. Raises UserError with every name, shape and dtype that does not fit."""
+    folder = with_prefix(config, folder)
     missing = list(islice(missing_lines(config, folder), MOST_PROBLEMS + 1))
     if len(missing) > MOST_PROBLEMS:
         raise UserError([*missing[:MOST_PROBLEMS], "and more such problems"])
@@ -132,6 +134,15 @@ def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
     weights = Weights(folder, config, parts)
     check_tied_head(config, weights)
     return weights
+
+
+def with_prefix(config: ModelConfig, folder: ModelFolder) -> ModelFolder:
+    """The folder with its tensors under the names of the class with a head, where it has those of the bare one's."""
+    prefix, head = family_of(config.family).prefix, hf_template(config, "head.weight")
+    if not prefix or any(name.startswith(prefix) for name in folder.tensors):
+        return folder
+    named = {name if name == head else prefix + name: stored for name, stored in folder.tensors.items()}
+    return replace(folder, tensors=named)
 
 
 def wanted_tensors(config: ModelConfig) -> Iterator[HFPart]:

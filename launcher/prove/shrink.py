@@ -9,7 +9,7 @@ from typing import Any
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from modeling.config import Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
-from modeling.families.family import section_types
+from modeling.families.family import family_of, section_types
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
@@ -82,7 +82,11 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
     n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
     return replace(
         config,
-        model=replace(model, sliding_window=_window(config, seq_len)),
+        model=replace(
+            model,
+            sliding_window=_window(config, seq_len),
+            max_positions=None if model.max_positions is None else seq_len,
+        ),
         data=replace(config.data, seq_len=seq_len, heldout_path=None),
         train=replace(
             config.train,
@@ -107,7 +111,10 @@ def few_layers(model: ModelConfig) -> int:
 
 
 def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelConfig:
-    """The same kind of decoder, ``n_layers`` deep, of small dims that the axes divide; its window is not set here."""
+    """The same kind of decoder, ``n_layers`` deep, of small dims that the axes divide.
+
+    What goes by the sequence's length is not set here: its window, and rows for its positions.
+    """
     n_heads, n_kv_heads = shrink_heads(model, degrees.tp * degrees.cp)
     d_model = _up_to(D_MODEL, n_heads * D_HEAD)
     has_own_d_head = model.d_head is not None and model.d_head * model.n_heads != model.d_model
@@ -117,7 +124,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         n_sparse = model.n_layers - moe.n_dense_layers
         n_dense = n_layers if n_sparse == 0 else max(min(1, moe.n_dense_layers), n_layers - n_sparse)
         sections["moe"] = replace(moe, n_dense_layers=n_dense)
-    return replace(
+    small = replace(
         model,
         vocab_size=min(_up_to(VOCAB_SIZE, degrees.tp), model.vocab_size),
         d_model=d_model,
@@ -128,13 +135,13 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         d_ff=_up_to(D_FF, WIDTH_UNIT * degrees.tp),
         full_attention_layers=shrink_full_layers(model, n_layers),
         rope_fraction=shrink_fraction(model, 2 * D_HEAD if has_own_d_head else d_model // n_heads),
-        embedding_scale=d_model**0.5 if model.embedding_scale == model.d_model**0.5 else model.embedding_scale,
         z_loss=max(model.z_loss, Z_LOSS) if model.z_loss else 0.0,
         init_std=min(
             model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5
         ),  # layers' outputs keep their size
         **sections,
     )
+    return replace(small, **{name: value(small) for name, value in family_of(model.family).derived.items()})
 
 
 def shrink_fraction(model: ModelConfig, d_head: int) -> float:

@@ -60,7 +60,7 @@ def to_config_json(config: ModelConfig, seq_len: int, special: SpecialTokens, dt
         **family.constants,
         **family.ignored,
         **to_rope_json(config, family),
-        "max_position_embeddings": longest(config, seq_len),
+        family.length_key: longest(config, seq_len),
         "dtype": dtype,
         "torch_dtype": dtype,
         "bos_token_id": special.bos,
@@ -130,8 +130,10 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
 
 def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """One line where the list of the layers' kinds is not as long as there are layers."""
+    if "layer_types" not in family.keys:
+        return
     types, n_layers = content.get("layer_types"), content.get("num_hidden_layers", family.defaults["num_hidden_layers"])
-    if "layer_types" in family.keys and types and type(types) is list and len(types) != n_layers:
+    if types and type(types) is list and len(types) != n_layers:
         rule = f"is not possible with num_hidden_layers={shown(n_layers)}: it must have an entry for each layer"
         yield f"config.json: layer_types={shown(types)} {rule}; {REMEDY}"
 
@@ -139,7 +141,16 @@ def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """One line for each key that nothing is known of."""
     local = {"rope_local_base_freq"} if family.has_local_rope else set()
-    known = {*EVERYWHERE, *local, *family.keys, *family.constants, *family.ignored, *family.aliases}
+    known = {
+        *EVERYWHERE,
+        *local,
+        family.length_key,
+        *family.keys,
+        *family.constants,
+        *family.ignored,
+        *family.passed_over,
+        *family.aliases,
+    }
     for key in sorted(content.keys() - known):
         yield (
             f"config.json: {key if key.isprintable() else shown(key)}={shown(content[key])} is not known with "

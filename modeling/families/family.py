@@ -35,6 +35,7 @@ class Family:
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted
     constants: Mapping[str, Any]  # keys of which our models know one value alone
     ignored: Mapping[str, Any]  # keys that change nothing of what the model computes, with the value that we write
+    passed_over: frozenset[str] = frozenset()  # more such keys, which we do not write
     defaults: Mapping[str, Any]  # what the class takes for a key that is left out, where that is not the constant
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which the class reads as well
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
@@ -48,6 +49,8 @@ class Family:
     has_local_rope: bool = False  # layers with a window have a base of their frequencies of their own
     # our field -> the only value that the class can express, where that follows from other fields
     derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
+    prefix: str = ""  # of the names in the files, but for the head's; files of the class without a head lack it
+    length_key: str = "max_position_embeddings"  # key of config.json: the longest sequence
     scales_rope: bool = True  # the class reads rope_scaling, in both versions
     # a config.json with keys filled in whose values follow from others, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None

@@ -43,7 +43,9 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def longest(config: ModelConfig, seq_len: int) -> int:
-    """max_position_embeddings of a model trained on ``seq_len`` tokens: those its scaled frequencies are made for."""
+    """The longest sequence in config.json of a model trained on ``seq_len`` tokens: what its positions are made for."""
+    if config.max_positions is not None:
+        return config.max_positions
     match config.rope_scaling:
         case YarnScaling(factor=factor, original_seq_len=original):  # transformers warns of any other number
             return round(factor * original)

@@ -97,6 +97,24 @@ DECODER_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
+# Our names of activations, and those that transformers has for each; the first is written.
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "relu": ("relu",),
+}
+
+
+def activation_of(theirs: Any) -> Mapping[str, str]:
+    """Our name of an activation; ValueError where it is none of ours."""
+    ours = [name for name, names in ACTIVATIONS.items() if theirs in names]
+    if not ours:
+        raise ValueError(f"it must be one of {', '.join(name for names in ACTIVATIONS.values() for name in names)}")
+    return {"activation": ours[0]}
+
+
+ACTIVATION = Key(ours=("activation",), write=lambda config: ACTIVATIONS[config.activation][0], read=activation_of)
 ATTENTION_BIAS = Key(  # of q, k, v and o together; the family says so in `equal` too
     ours=("qkv_bias", "o_bias"),
     write=lambda config: config.qkv_bias,

@@ -3,7 +3,7 @@
 import json
 import types
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MOST_SHOWN = 60  # characters of a value that a message shows
 hints_of = cache(get_type_hints)  # of a dataclass: field -> type
@@ -15,6 +15,10 @@ def checked(value: Any, hint: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise ValueError("it must be a list")
         return tuple(checked(each, get_args(hint)[0]) for each in value)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"it must be one of {', '.join(get_args(hint))}")
+        return value
     members = get_args(hint) or (hint,)
     if type(value) is int and int not in members and float in members:
         try:

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
 from launcher.commands.export import write_export
-from launcher.commands.generate import argument_problems, generate_text, readable
+from launcher.commands.generate import argument_problems, check_length, generate_text, readable
 from launcher.config.tree import RunConfig
 from launcher.console import escaped
+from launcher.errors import UserError
 from modeling.config import FAMILIES, FamilyName
 from modeling.context import Context
 from modeling.generate import choose, generate, new_tokens, nucleus
@@ -185,6 +186,26 @@ class Terminal(io.StringIO):
     def write(self, text: str) -> int:
         self.parts.append(text)
         return super().write(text)
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "told"),
+    [
+        (3, 95, "--max-new-tokens=95 after a prompt of 3 tokens must stay within model.max_positions=96; try 94"),
+        (97, 1, "--prompt has 97 tokens, and must have at most model.max_positions=96; shorten it"),
+    ],
+)
+def test_text_ends_with_the_learned_positions(length: int, new: int, told: str) -> None:
+    """One line where it would go beyond them; as many tokens as it says are made."""
+    model = build(example_config("gpt2"), 1)
+    with pytest.raises(UserError) as refused:
+        check_length(length, new, model.max_positions)
+    assert refused.value.problems == [told]
+    with pytest.raises(ValueError, match="97 positions are needed, and the table has 96"):
+        generate(model, torch.zeros(1, length, dtype=torch.int64), 98 - length)
+    if length == 3:
+        check_length(length, 94, model.max_positions)
+        assert generate(model, torch.zeros(1, length, dtype=torch.int64), 94).shape == (1, 97)
 
 
 def test_text_streams_to_a_terminal(tmp_path: Path) -> None:

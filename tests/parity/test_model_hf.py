@@ -282,8 +282,11 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
     """Whether the gradient vanishes exactly, so that both sides hold only rounding.
 
     A single chosen weight, normalized, is 1 whatever the router says; attention over one key is 1 whatever q and k are.
+    A key's bias that does not turn adds the same to all scores of a query.
     """
     if config.moe is not None and config.moe.normalize_top_k and config.moe.top_k == 1 and "router" in name:
+        return True
+    if config.positions != "rope" and name.endswith("attention.k.bias"):
         return True
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
     return config.window_of(layer) == 1 and any(part in name for part in (".q.", ".k.", "q_norm", "k_norm"))
@@ -412,7 +415,7 @@ def fails_logits(model: Decoder, theirs: PreTrainedModel, config: ModelConfig, r
         check_logits(model, theirs, config, rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if expressible(name, "positions", ["rope"])])
 def test_planted_rope_halves(family: FamilyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turning channel pairs (2c, 2c+1), as GPT-J does, is seen."""
     config, model, theirs, rows = whole_example(family)
@@ -428,7 +431,26 @@ def test_planted_rope_halves(family: FamilyName, monkeypatch: pytest.MonkeyPatch
     fails_logits(model, theirs, config, rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if expressible(name, "positions", ["learned"])])
+def test_planted_positions_off_by_one(family: FamilyName) -> None:
+    """A table whose rows are those of the positions before is seen."""
+    config, model, theirs, rows = whole_example(family)
+    assert model.embed_positions is not None
+    with torch.no_grad():
+        model.embed_positions.weight.copy_(model.embed_positions.weight.roll(1, 0))
+    fails_logits(model, theirs, config, rows)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if expressible(name, "norm", ["layer"])])
+def test_planted_norm_without_its_bias(family: FamilyName) -> None:
+    """A LayerNorm that adds nothing is seen."""
+    config, model, theirs, rows = whole_example(family)
+    with torch.no_grad():
+        model.final_norm.bias.zero_()
+    fails_logits(model, theirs, config, rows)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if expressible(name, "ff_gated", [True])])
 def test_planted_gate_and_up_swapped(family: FamilyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """w1 and w3 exchanged in the name table is seen."""
     table = family_of(family).weights

@@ -200,6 +200,20 @@ def test_what_is_ignored_as_transformers_does(tmp_path: Path) -> None:
     assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
 
 
+def test_files_of_the_class_without_a_head(tmp_path: Path) -> None:
+    """GPT-2's on the hub: names without a prefix, and each layer's mask."""
+    config = example_config("gpt2", vocab_size=257, tie_embeddings=True)
+    save_hf_model(tmp_path / "source", config)
+    path = tmp_path / "source/model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    for layer in range(config.n_layers):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 96, 96).tril()
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, path, metadata={"format": "pt"})
+    imported(tmp_path / "source", tmp_path / "run")
+    assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
+
+
 def test_the_run_directory_and_its_checkpoint(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """What training would have written at step 0 but for the optimizer's states; every command takes it."""
     monkeypatch.chdir(tmp_path)

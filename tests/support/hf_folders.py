@@ -28,9 +28,12 @@ def save_hf_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), dtype=dtype, trust_remote_code=False)
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("norm.weight", "e_score_correction_bias")):
-                tensor += 0.2 * torch.randn(tensor.shape)
+        for weight in model.parameters():
+            if weight.ndim == 1:  # what starts at ones or zeros
+                weight += 0.2 * torch.randn(weight.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.2 * torch.randn(buffer.shape)
     model.save_pretrained(folder, max_shard_size=shard)
     if tokenizer:
         save_byte_tokenizer(folder)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import strategies as st
@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from modeling.config import (
     FAMILIES,
+    ActivationName,
     BiasBalance,
     FamilyName,
     MLAConfig,
     ModelConfig,
     MoEConfig,
     NoBalance,
+    PositionsName,
     SequenceAuxBalance,
 )
 from modeling.context import Context
@@ -68,7 +70,13 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             tie_embeddings=draw(st.booleans()),
             norm_placement=expressible(family, "norm_placement", ["pre", "post", "both"])[0],
             norm_adds_one=expressible(family, "norm_adds_one", [False, True])[0],
-            activation=expressible(family, "activation", ["silu", "gelu_tanh"])[0],
+            norm=expressible(family, "norm", ["rms", "layer"])[0],
+            embedding_norm=expressible(family, "embedding_norm", [False, True])[0],
+            parallel_block=draw(st.sampled_from(expressible(family, "parallel_block", [False, True]))),
+            ff_gated=expressible(family, "ff_gated", [True, False])[0],
+            activation=draw(st.sampled_from(expressible(family, "activation", get_args(ActivationName)))),
+            positions=expressible(family, "positions", get_args(PositionsName))[0],
+            max_positions=draw(st.integers(24, 40)) if "max_positions" in family_of(family).told else None,
             qk_norm=draw(st.sampled_from(expressible(family, "qk_norm", [False, True]))),
             qk_norm_over=expressible(family, "qk_norm_over", ["head", "all_heads"])[0],
             qkv_bias=draw(st.sampled_from(expressible(family, "qkv_bias", [False, True]))),
@@ -76,7 +84,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             ff_bias=draw(st.sampled_from(expressible(family, "ff_bias", [False, True]))),
             sliding_window=window,
             full_attention_layers=tuple(draw(some_of(range(n_layers)))[: n_layers - 1]) if has_patterns else (),
-            rope_theta=draw(st.sampled_from([100.0, 10000.0, 1e6])),
+            rope_theta=draw(st.sampled_from(expressible(family, "rope_theta", [100.0, 10000.0, 1e6]))),
             embedding_scale=draw(st.sampled_from(expressible(family, "embedding_scale", [1.0, 12.0]))),
             residual_scale=draw(st.sampled_from(expressible(family, "residual_scale", [1.0, 0.22]))),
             logit_divisor=draw(st.sampled_from(expressible(family, "logit_divisor", [1.0, 6.0]))),
@@ -84,7 +92,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             score_channels=draw(st.sampled_from(expressible(family, "score_channels", [None, 9.0]))),
             local_rope_theta=draw(st.sampled_from(expressible(family, "local_rope_theta", [None, 50.0]))),
             rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
-            rope_scaling=draw(rope_scalings()) if family_of(family).scales_rope else None,
+            rope_scaling=draw(rope_scalings()) if "rope_scaling" in family_of(family).told else None,
             norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
             init_std=0.7 * d_model**-0.5,
             mla=draw(mla_configs(family)) if has_mla else None,
@@ -211,7 +219,13 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         d_ff=40,
         norm_placement=expressible(family, "norm_placement", ["pre", "post", "both"])[0],
         norm_adds_one=expressible(family, "norm_adds_one", [False, True])[0],
-        activation=expressible(family, "activation", ["silu", "gelu_tanh"])[0],
+        norm=expressible(family, "norm", ["rms", "layer"])[0],
+        embedding_norm=expressible(family, "embedding_norm", [True, False])[0],
+        parallel_block=expressible(family, "parallel_block", [True, False])[0],
+        ff_gated=expressible(family, "ff_gated", [True, False])[0],
+        activation=expressible(family, "activation", get_args(ActivationName))[0],
+        positions=expressible(family, "positions", get_args(PositionsName))[0],
+        max_positions=96 if "max_positions" in family_of(family).told else None,
         qk_norm=expressible(family, "qk_norm", [True, False])[0],
         qk_norm_over=expressible(family, "qk_norm_over", ["head", "all_heads"])[0],
         qkv_bias=expressible(family, "qkv_bias", [True, False])[0],

@@ -175,6 +175,12 @@ CASES = [
     ("deepseek_v3", "model.moe.n_groups=4", 1, "model.moe.n_groups=4 must cut model.moe.n_experts=4 into equal groups of two or more; try 2", "model.moe.n_groups=2"),
     ("deepseek_v3", "model.moe.top_k_groups=2", 1, "model.moe.top_k_groups=2 must be at most model.moe.n_groups=1; try 1", "model.moe.top_k_groups=1"),
     ("deepseek_v3", "model.moe.n_groups=2 model.moe.top_k=3", 1, "model.moe.top_k=3 must be at most the 2 experts of model.moe.top_k_groups=1 of model.moe.n_groups=2 groups; try 2", "model.moe.top_k=2"),
+    ("gpt2", "model.max_positions=null", 1, "model.max_positions=null is not possible with model.family=gpt2, whose `transformers` class needs a number; try 1024", "model.max_positions=1024"),
+    ("gpt2", "data.seq_len=2048", 1, "data.seq_len=2048 must be at most model.max_positions=1024 (a position beyond has no row in the table); try 1024", "data.seq_len=1024"),
+    ("gpt2", "model.d_model=500", 1, "model.d_model=500 must be a multiple of model.n_heads=8 where model.d_head=null (all heads have as many channels); try 496, or set model.d_head", "model.d_model=496"),
+    ("gpt2", "model.positions=rope", 1, "model.positions=rope is not possible with model.family=gpt2, whose `transformers` class cannot express it; try learned", "model.positions=learned"),
+    ("gpt2", "model.n_kv_heads=4", 1, "model.n_kv_heads=4 is not possible with model.family=gpt2, whose `transformers` class derives it from other keys; try 8", "model.n_kv_heads=8"),
+    ("llama", "model.norm=layer", 1, "model.norm=layer is not possible with model.family=llama, whose `transformers` class cannot express it; try rms", "model.norm=rms"),
     ("deepseek_v3", "parallel.tp=16", 16, "parallel.tp=16 must divide model.n_heads=8; try 1, 2, 4 or 8", "parallel.tp=8"),
 ]  # fmt: skip
 
@@ -225,6 +231,8 @@ def base_of(key: str) -> list[str]:
         if "score_channels" in key or "local_rope" in key
         else "granitemoe"
         if any(part in key for part in ("score_scale", "residual_scale", "logit_divisor", "embedding_scale"))
+        else "gpt2"
+        if "max_positions" in key
         else "glm4_moe"
         if ".moe." in key
         else "qwen2"
@@ -276,7 +284,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 97
+    assert len(RANGES) == 98
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -546,7 +554,7 @@ def assert_sound(config: RunConfig, world_size: int) -> None:
     assert train.global_batch_size > 0
     assert model.n_heads % model.n_kv_heads == 0
     assert model.head_dim > 0
-    assert model.head_dim % 2 == 0
+    assert model.head_dim % 2 == 0 or model.positions != "rope"
     assert model.rope_dim >= 2 * (model.positions == "rope") and model.rope_dim % 2 == 0
     if model.moe is not None:
         assert 1 <= model.moe.top_k <= model.moe.n_experts

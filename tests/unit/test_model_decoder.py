@@ -101,8 +101,9 @@ def test_padding_changes_nothing(family: FamilyName) -> None:
     longer_BS = torch.cat([targets_BS, torch.full((3, 5), IGNORE)], 1)
     padded_loss, with_padding = gradients(model, padded(rows, 5), longer_BS, has_padding=True)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0.0)
+    whole = torch.stack([theirs.norm() for theirs in plain]).norm()  # keys' biases that do not turn have none but noise
     for mine, theirs in zip(with_padding, plain, strict=True):
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+        assert (mine - theirs).norm() <= max(1e-5 * theirs.norm(), 1e-7 * whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.stages import Part
 from parallel.sizes import DEFAULT_SIZES
 
-EMBEDDING = "embed.weight"
+LOOKED_UP = ("embed.weight", "embed_positions.weight")  # by numbers, which take no gradient
 PARTITION_UNIT = (
     2  # DeepSpeed's own number: ZeRO 1 and 2 pad each optimizer group to a multiple of so many elements a rank
 )
@@ -125,8 +125,8 @@ def gathers_of(step: Step, name: str) -> int:
         return _gathers_under_pipeline(step, name, is_small)
     if sum(step.weights.values()) > DEFAULT_SIZES.reused:
         raise ValueError(f"ZeRO 3 with more than {DEFAULT_SIZES.reused} elements of weights a rank has no closed form")
-    # The embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it.
-    return 1 if is_small or name == EMBEDDING else step.n_micro_batches
+    # An embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it.
+    return 1 if is_small or name in LOOKED_UP else step.n_micro_batches
 
 
 def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
@@ -137,7 +137,7 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
     """
     layer = step.tensors[name].layer
     stage = next(part.stage for part in step.parts if layer in part.layers or (layer is None and is_end(part, name)))
-    is_embedding = name == EMBEDDING and step.has_embedding
+    is_embedding = name in LOOKED_UP and step.has_embedding
     half = step.tensors[name].half
     is_recomputed = layer is not None and half is not None and step.forwards(half) > 1
     repeats = int(is_recomputed and not is_last_of_layer(step, layer, name))
