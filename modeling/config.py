@@ -16,8 +16,8 @@ from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal[
-    "gpt2",
     "llama",
+    "gpt2",
     "mistral",
     "qwen2",
     "qwen3",
