@@ -44,7 +44,7 @@ slurm-packages:
 	  slurmctld slurmd slurm-client munge iproute2
 
 # The rest of the layout matrix: what `make test` leaves out to fit in its time.
-MATRIX := $(addprefix tests/multiprocess/,test_layouts.py test_prove.py test_prove_matrix.py)
+MATRIX := $(addprefix tests/multiprocess/,test_layouts.py test_prove.py test_prove_families.py test_prove_matrix.py)
 prove: $(STAMP)
 	$(AT_ONCE) $(MATRIX) -m slow $(BUDGETED)
 

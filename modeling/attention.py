@@ -4,6 +4,7 @@ Shape letters: B batch, S sequence, D d_model, H heads, G key-value heads, C d_h
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,8 @@ class GroupedQueryAttention(Attention):
         self.q = Linear(config.n_heads * d_head, d_model, ("heads", "d_model"), bias=bias)
         self.k = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
         self.v = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
+        if bias and config.keys_shift_alike:
+            self.k.stated["bias"] = replace(self.k.stated["bias"], cancels=True)
         self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), is_residual=True)
         self.norms_all_heads = config.qk_norm_over == "all_heads"
         self.score_factor = 1.0 if config.score_channels is None else (d_head / config.score_channels) ** 0.5

@@ -245,6 +245,11 @@ class ModelConfig:
         return self.mla is None
 
     @property
+    def keys_shift_alike(self) -> bool:
+        """Whether a vector that is added to all keys moves all scores of a query alike, which no softmax sees."""
+        return self.positions != "rope" and not self.qk_norm and not self.sinks
+
+    @property
     def head_dim(self) -> int:
         """Channels of one head: d_head, or d_model / n_heads."""
         return self.d_head if self.d_head is not None else self.d_model // self.n_heads

@@ -43,11 +43,13 @@ class Weight:
     """What one tensor of a module is.
 
     ``init`` is how it starts: "normal" with deviation init_std; "residual", the same divided by sqrt(2 n_layers), for
-    matrices that write to the residual stream (GPT-2, section 2.3); "ones"; "zeros".
+    matrices that write to the residual stream (GPT-2, section 2.3); "ones"; "zeros". ``cancels``: its gradient is zero,
+    whatever the model computes, so that what is found there is rounding.
     """
 
     dims: tuple[Dim, ...]
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    cancels: bool = False
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ def _check_tp(config: RunConfig) -> Iterator[str]:
     legal = _divisors(math.gcd(*cut.values()))
     for key, size in cut.items():
         if size % tp:
-            yield f"parallel.tp={tp} must divide {key}={size}; {_try(legal)}"
+            more_rows = (
+                f", or {key}={-(-size // tp) * tp} (rows that no token has)" if key == "model.vocab_size" else ""
+            )
+            yield f"parallel.tp={tp} must divide {key}={size}; {_try(legal)}{more_rows}"
 
 
 def _cut_by_tp(config: RunConfig) -> Iterator[tuple[str, int]]:

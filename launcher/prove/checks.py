@@ -19,10 +19,15 @@ GRADIENT_BOUND = 1e-5  # of each tensor's own norm
 WEIGHT_BOUND = 1e-6  # of each tensor's own norm
 BIAS_BOUND = 1e-7  # absolute; a bias moves by a fixed rate, so a fault moves it by that
 # AdamW divides by the root of the second moment, so where a gradient is next to zero its rounding error decides the
-# update's sign: a few elements in a million. Muon enlarges a rounding error in a small singular value of the momentum
-# by up to 485 (3.4445^5). Against the plain run, their weights may differ by this share of the update; what the
-# optimizer makes of equal gradients is held to WEIGHT_BOUND.
+# update's sign. An element below TINY of its tensor's root mean square in some step is left out: above it, a gradient
+# within GRADIENT_BOUND moves an update by no more than DRIFT_BOUND. Muon enlarges a rounding error in a small singular
+# value of the momentum by up to 485 (3.4445^5). Against the plain run, their weights may differ by this share of the
+# update; what the optimizer makes of equal gradients is held to WEIGHT_BOUND.
 DRIFT_BOUND = 1e-2
+TINY = GRADIENT_BOUND / DRIFT_BOUND
+# A gradient that is zero by algebra (keys' biases where no channel turns), of all gradients' norm: 2e-9 was seen, of
+# some hundred tokens, and what a fault leaves of it is as large as the queries' (1e-3 and more).
+CANCELLED_BOUND = 1e-7
 # A gradient below this share of all gradients' norm is rounding alone (that of a router whose one choice weighs one),
 # and AdamW's update of it noise: nothing to compare.
 ROUNDING_SHARE = 1e-9
@@ -67,10 +72,17 @@ def whole_or_failed(
 
 
 def check_tensors(
-    phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapping[str, Tensor], bound: float, step: str = ""
+    phase: str,
+    name: str,
+    pieces: Iterable[TensorBox],
+    theirs: Mapping[str, Tensor],
+    bound: float,
+    step: str = "",
+    left_out: Collection[str] = (),
 ) -> Check:
     """Every logical tensor against one process's, relative to its own norm; the worst is shown."""
-    pieces = list(pieces)
+    pieces = [piece for piece in pieces if piece.name not in left_out]
+    theirs = {key: value for key, value in theirs.items() if key not in left_out}
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
         assert failed is not None
@@ -80,10 +92,16 @@ def check_tensors(
 
 
 def check_trained(
-    phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapping[str, Tensor], start: Mapping[str, Tensor]
+    phase: str,
+    name: str,
+    pieces: Iterable[TensorBox],
+    theirs: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    left_out: Collection[str],
 ) -> list[Check]:
     """Weights against one process's, those that started at zero apart: they are but the sum of a few gradients."""
     pieces = list(pieces)
+    theirs = {key: value for key, value in theirs.items() if key not in left_out}
     drawn = {key: value for key, value in theirs.items() if start[key].any()}
     summed = {key: value for key, value in theirs.items() if key not in drawn}
     sides = [(name, drawn, WEIGHT_BOUND), (f"{name}, from zero", summed, GRADIENT_BOUND)]
@@ -111,7 +129,23 @@ def copy_errors(
     return {f"a copy of {name}": errors[name] for name in copied}
 
 
-def check_gradients(phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[ReferenceStep]) -> Check:
+def check_cancelled(
+    phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[ReferenceStep], cancelled: Collection[str]
+) -> list[Check]:
+    """The gradients that are zero but for rounding, on the ranks and on one process, as a share of all gradients."""
+    shares: dict[str, float] = {}
+    for step, seen in enumerate(plain):
+        total = total_norm(seen.gradients.values())
+        sides = [("one process", norm(seen.gradients[name]), name) for name in cancelled]
+        pieces = [piece for rank in ranks for piece in rank.steps[step].gradients if piece.name in cancelled]
+        sides += [("a rank", norm(piece.value), piece.name) for piece in pieces]
+        shares |= {f"{name} on {side} (step {step + 1})": size / total for side, size, name in sides}
+    return [Check(phase, "gradients that cancel", *largest(shares), CANCELLED_BOUND)] if shares else []
+
+
+def check_gradients(
+    phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[ReferenceStep], left_out: Collection[str]
+) -> Check:
     """Every logical tensor's gradient in every step; the earliest step with a failure is shown, else the worst."""
     checks = [
         check_tensors(
@@ -121,6 +155,7 @@ def check_gradients(phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[Refe
             plain[step].gradients,
             GRADIENT_BOUND,
             f" (step {step + 1})",
+            left_out,
         )
         for step in range(len(plain))
     ]
@@ -275,18 +310,29 @@ def check_updates(
     theirs: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
     bound: float,
+    steps: Sequence[ReferenceStep],
     left_out: Collection[str] = (),
 ) -> Check:
-    """Every logical tensor's change since ``start`` against one process's, relative to that change."""
+    """Every logical tensor's change since ``start`` against one process's, relative to that change.
+
+    Elements whose gradients in ``steps`` rounding decides (TINY) are left out.
+    """
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
         assert failed is not None
         return failed
-    compared = [key for key in theirs if key not in left_out]
-    moved = {key: ours[key].double() - start[key].double() for key in compared}
-    worst, error = largest(tensor_errors(moved, {key: theirs[key].double() - start[key].double() for key in compared}))
+    told = {key: told_elements([step.gradients[key] for step in steps]) for key in theirs if key not in left_out}
+    moved = {key: (ours[key].double() - start[key].double()) * mask for key, mask in told.items()}
+    truth = {key: (theirs[key].double() - start[key].double()) * mask for key, mask in told.items()}
+    worst, error = largest(tensor_errors(moved, truth))
     note = f"left out, for a gradient of rounding alone: {', '.join(left_out)}" if left_out else ""
     return Check(phase, name, worst, error, bound, note)
+
+
+def told_elements(gradients: Sequence[Tensor]) -> Tensor:
+    """Where a tensor's gradients are, in every step, at least TINY of their root mean square: bool."""
+    large = [gradient.abs() >= TINY * gradient.square().mean().sqrt() for gradient in gradients]
+    return torch.stack(large).all(0)
 
 
 def without_gradient(steps: Sequence[ReferenceStep]) -> list[str]:

@@ -117,7 +117,8 @@ def diagnose_gradients(proof: Proof, step: int) -> list[str]:
     except Uncovered:
         return []  # the check says so
     errors = tensor_errors(ours, theirs)
-    wrong = [name for name in execution_order(theirs) if not errors[name] <= GRADIENT_BOUND]
+    told = [name for name in execution_order(theirs) if name not in proof.cancelled]
+    wrong = [name for name in told if not errors[name] <= GRADIENT_BOUND]
     copies = [name for name, error in copy_errors(pieces, ours, theirs).items() if not error <= GRADIENT_BOUND]
     if not wrong:
         return [f"step {step + 1}: gradients differ in {len(copies)} copies alone: {copies[0]}"] if copies else []

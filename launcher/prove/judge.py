@@ -23,6 +23,7 @@ from launcher.prove.rank import (
     RankSeen,
     hash_row,
 )
+from launcher.prove.reference import ReferenceStep
 from launcher.prove.shrink import nonlinear_for
 from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
@@ -79,7 +80,8 @@ def judge_sgd(proof: Proof) -> list[Check]:
     return [
         *found,
         *check_evaluations(proof, SGD, plain),
-        checks.check_gradients(SGD, seen, plain.steps),
+        checks.check_gradients(SGD, seen, plain.steps, proof.cancelled),
+        *checks.check_cancelled(SGD, seen, plain.steps, proof.cancelled),
         checks.check_series(SGD, "gradient norm", norms, [step.grad_norm for step in plain.steps]),
         checks.check_rows_agree(SGD, proof.ranks, AGREED),
         *checks.check_trained(
@@ -88,6 +90,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
             all_boxes(seen, lambda phase: phase.weights),
             end.weights,
             start.weights,
+            proof.cancelled,
         ),
     ]
 
@@ -140,7 +143,13 @@ def judge_nonlinear(proof: Proof) -> list[Check]:
     weights = list(all_boxes(seen, lambda phase: phase.weights))
     return [
         checks.check_tensors(
-            phase, "gradients", gradients[0], plain.steps[0].gradients, checks.GRADIENT_BOUND, " (step 1)"
+            phase,
+            "gradients",
+            gradients[0],
+            plain.steps[0].gradients,
+            checks.GRADIENT_BOUND,
+            " (step 1)",
+            proof.cancelled,
         ),
         check_applied(proof, phase, f"{optimizer.name} of these gradients", optimizer, start, applied, weights),
         checks.check_updates(
@@ -150,7 +159,8 @@ def judge_nonlinear(proof: Proof) -> list[Check]:
             end.weights,
             start.weights,
             checks.DRIFT_BOUND,
-            checks.without_gradient(plain.steps[:steps]),
+            plain.steps[:steps],
+            sorted({*checks.without_gradient(plain.steps[:steps]), *proof.cancelled}),
         ),
         checks.check_left_alone(phase, proof.ranks),
     ]
@@ -207,7 +217,7 @@ def judge_saved(proof: Proof) -> list[Check]:
         *check_saved_biases(proof, SAVED, lambda rank: rank.phases[phase].buffers, state),
         checks.check_heldout(SAVED, heldout_losses(proof, phase), {AFTER_STEPS: heldout.loss}),
         checks.check_series(SAVED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
-        checks.check_tensors(SAVED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
+        check_next_gradients(proof, SAVED, gradients, plain),
         check_applied(
             proof,
             SAVED,
@@ -219,6 +229,12 @@ def judge_saved(proof: Proof) -> list[Check]:
             proof.steps,
         ),
     ]
+
+
+def check_next_gradients(proof: Proof, phase: str, gradients: Iterable[TensorBox], plain: ReferenceStep) -> Check:
+    """The gradients of the step after the checkpoint."""
+    bound = checks.GRADIENT_BOUND
+    return checks.check_tensors(phase, "next gradients", gradients, plain.gradients, bound, left_out=proof.cancelled)
 
 
 def check_saved_biases(
@@ -246,7 +262,7 @@ def judge_loaded(proof: Proof) -> list[Check]:
         *([choices] if proof.config.model.moe is not None else []),
         checks.check_heldout(LOADED, heldout_losses(proof, phase), {AFTER_LOAD: heldout.loss}),
         checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
-        checks.check_tensors(LOADED, "next gradients", gradients, plain.gradients, checks.GRADIENT_BOUND),
+        check_next_gradients(proof, LOADED, gradients, plain),
         check_applied(
             proof,
             LOADED,

@@ -23,6 +23,7 @@ from launcher.prove.rank import (
     prove_rank,
 )
 from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, nonlinear_for, sgd_for
+from modeling.logical import logical_parameters
 from modeling.optimizers.config import OptimizerConfig
 from parallel.mesh import Degrees
 from parallel.processes.start import run_ranks
@@ -57,6 +58,12 @@ class Proof:
     def trainer(self, optimizer: OptimizerConfig, done: int = 0) -> PlainTrainer:
         """A plain process in fp32, with the weights of step 0; ``done`` steps lie behind, whatever is then loaded."""
         return plain_trainer(self.config, self.dataset, optimizer, done=done)
+
+    @property
+    def cancelled(self) -> frozenset[str]:
+        """The weights whose gradients are zero but for rounding: nothing can be told of them but that."""
+        tensors = logical_parameters(self.config.model)
+        return frozenset(name for name, tensor in tensors.items() if tensor.weight.cancels)
 
     @property
     def checkpoint_state(self) -> PlainState:

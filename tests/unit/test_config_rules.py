@@ -83,6 +83,7 @@ CASES = [
     ("llama", "parallel.tp=2 train.global_batch_size=9", 3, "parallel.tp=2 must divide the number of processes=3; try parallel.tp=1", "parallel.tp=1"),
     ("llama", "parallel.tp=4 model.n_kv_heads=2", 4, "parallel.tp=4 must divide model.n_kv_heads=2; try 1 or 2", "parallel.tp=2"),
     ("llama", "parallel.tp=4 model.d_ff=1402", 4, "parallel.tp=4 must divide model.d_ff=1402; try 1 or 2", "parallel.tp=2"),
+    ("gpt2", "parallel.tp=2 model.vocab_size=50257", 2, "parallel.tp=2 must divide model.vocab_size=50257; try 1, or model.vocab_size=50258 (rows that no token has)", "model.vocab_size=50258"),
     ("glm4_moe", "parallel.tp=8 model.n_heads=8 model.n_kv_heads=8 data.seq_len=12", 8, "parallel.tp=8 must divide data.seq_len=12; try 1, 2 or 4", "parallel.tp=4"),
     ("llama", "parallel.ep=2", 2, "parallel.ep=2 must be 1 where model.moe=null (there are no experts to cut); try parallel.ep=1", "parallel.ep=1"),
     ("glm4_moe", "parallel.ep=3 train.global_batch_size=12", 6, "parallel.ep=3 must divide model.moe.n_experts=4; try 1 or 2", "parallel.ep=2"),

@@ -1,6 +1,7 @@
 """What a proof measures with: errors, factors, coverage, ties, and the bounds of 16-bit precisions."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from launcher.prove.checks import (
     NOISE_FACTOR,
     Check,
+    check_cancelled,
     check_exact,
     check_noisy_gradients,
     check_noisy_losses,
@@ -281,14 +283,44 @@ def test_updates_by_rounding_alone_are_left_out_and_named():
         gradients = {"head": torch.ones(4), "router": torch.full((4,), router), "gate": torch.full((4,), gate)}
         return ReferenceStep(1.0, {}, {}, 2.0, gradients, {}, skipped=False)
 
-    names = without_gradient([step(1e-11, 1e-11), step(-1e-11, 1e-7)])
+    steps = [step(1e-11, 1e-11), step(-1e-11, 1e-7)]
+    names = without_gradient(steps)
     assert names == ["router"]
     start = {name: torch.zeros(4) for name in ("head", "router", "gate")}
     theirs = {name: torch.full((4,), 1e-3) for name in start}
     ours = theirs | {"router": torch.full((4,), -1e-3)}
     box = Box((0,), (4,))
     pieces = [TensorBox(name, box, value, is_owner=True) for name, value in ours.items()]
-    left_out = check_updates("adamw", "weights", pieces, theirs, start, 1e-2, names)
+    left_out = check_updates("adamw", "weights", pieces, theirs, start, 1e-2, steps, names)
     assert left_out.passed
     assert left_out.note == "left out, for a gradient of rounding alone: router"
-    assert not check_updates("adamw", "weights", pieces, theirs, start, 1e-2).passed
+    assert not check_updates("adamw", "weights", pieces, theirs, start, 1e-2, steps).passed
+
+
+def test_an_element_whose_gradient_rounding_decides_is_left_out_alone() -> None:
+    """AdamW moves it as far as any other, this way or that; its neighbours are held to the bound."""
+    gradient = torch.tensor([1.0, -1.0, 1e-5, 1.0])
+    steps = [ReferenceStep(1.0, {}, {}, 2.0, {"bias": gradient}, {}, skipped=False)]
+    start, theirs = {"bias": torch.zeros(4)}, {"bias": -1e-3 * gradient.sign()}
+
+    def moved_otherwise(element: int) -> Check:
+        ours = theirs["bias"].clone()
+        ours[element] *= -1
+        piece = TensorBox("bias", Box((0,), (4,)), ours, is_owner=True)
+        return check_updates("adamw", "weights", [piece], theirs, start, 1e-2, steps)
+
+    assert moved_otherwise(2).passed
+    assert not any(moved_otherwise(element).passed for element in (0, 1, 3))
+
+
+def test_gradients_that_cancel_are_held_to_zero() -> None:
+    """Keys' biases where no channel turns: what is left of the gradient is rounding, on both sides."""
+
+    def seen(left: float) -> list[Check]:
+        steps = [ReferenceStep(1.0, {}, {}, 2.0, {"head": torch.ones(4), "bias": torch.zeros(4)}, {}, skipped=False)]
+        piece = TensorBox("bias", Box((0,), (4,)), torch.full((4,), left), is_owner=True)
+        return check_cancelled("sgd", [SimpleNamespace(steps=[SimpleNamespace(gradients=[piece])])], steps, {"bias"})
+
+    assert [check.passed for check in seen(1e-9)] == [True]
+    (failed,) = seen(1e-4)
+    assert not failed.passed and failed.worst == "bias on a rank (step 1)"

@@ -1,0 +1,64 @@
+"""Each family's published model, shrunk as `roundtable prove` shrinks it, under every axis: the command that a user
+would run before training one.
+
+tp, pp and dp together (and ep where there are experts), and cp with tp, by all-to-all and by ring.
+"""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.commands.prove import load_small, prove_in, stay_on_cpu
+from modeling.config import FAMILIES, FamilyName
+from modeling.families.family import family_of
+from prove_runs import failures
+
+STEPS = 2
+MODELS = Path(__file__).parents[2] / "configs/models"
+FAST = ("deepseek_v2",)  # under tp, pp and dp: latent attention, groups, shared experts
+
+
+FITTING = {"gemma3_text": ("model.n_kv_heads=2",)}  # its one key-value head is not to be cut
+
+
+def largest_of(family: FamilyName) -> Path:
+    """The file of the last of the family's published models."""
+    wanted = [*family_of(family).published][-1].lower().replace(".", "-")
+    (path,) = [path for path in MODELS.glob("*.yaml") if yaml.safe_load(path.read_text())["name"] == wanted]
+    return path
+
+
+def prove(tmp_path: Path, family: FamilyName, ranks: int, *overrides: str) -> None:
+    """Fails with what the proof found."""
+    stay_on_cpu()
+    size = [*family_of(family).published.values()][-1].vocab_size
+    even = f"model.vocab_size={size + size % 2}"  # which tp cuts: GPT-2's 50257 rows need one more
+    changes = ("train.precision=fp32", even, *FITTING.get(family, ()), *overrides)
+    config, n_ranks = load_small(largest_of(family), changes, ranks)
+    assert n_ranks == ranks
+    outcome = prove_in(tmp_path, config, ranks, STEPS, timeout_seconds=300)
+    assert outcome.proven, failures(outcome)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in FAMILIES]
+)
+def test_each_family_under_tp_pp_and_dp(tmp_path: Path, family: FamilyName) -> None:
+    ep = ("parallel.ep=2",) if family_of(family).has("moe") else ()
+    prove(tmp_path, family, 8, "parallel.tp=2", "parallel.pp=2", *ep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cp_attention", ["ulysses", "ring"])
+def test_each_family_under_cp(tmp_path: Path, family: FamilyName, cp_attention: str) -> None:
+    prove(
+        tmp_path,
+        family,
+        4,
+        "parallel.cp=2",
+        "parallel.tp=2",
+        "parallel.zero=3",
+        f"parallel.cp_attention={cp_attention}",
+    )
