@@ -15,11 +15,12 @@ from data.errors import reason_of
 from data.places import nearest_existing, why_not_writable
 from data.tokenizer import INFO
 from data.tokenizer_files import load_folder
-from launcher.commands.trained import load_tokenizer, open_trained
+from launcher.commands.trained import load_generation_config, load_tokenizer, open_trained
 from launcher.commands.verify_export import DifferentExport, check_export
 from launcher.config.rules import Precision, check_export_widths
 from launcher.console import tell
 from launcher.errors import UserError
+from launcher.importing.folder import GENERATION_JSON
 from launcher.safetensors_file import save_tensors
 from modeling.config import ModelConfig
 from modeling.dtypes import DTYPES
@@ -51,11 +52,20 @@ def export(
     config = trained.config
     if trained.tokenizer is not None:
         load_tokenizer(trained)
+    generation = load_generation_config(trained)
     tensors = ((name, trained.read(name)) for name in logical_shapes(config.model))
     check = partial(check_export, trained=trained, dtype=dtype or "fp32") if verified else None
     try:
         write_export(
-            tensors, config.model, config.data.seq_len, trained.tokenizer, out, dtype, shard_bytes, check=check
+            tensors,
+            config.model,
+            config.data.seq_len,
+            trained.tokenizer,
+            out,
+            dtype,
+            shard_bytes,
+            check=check,
+            generation=generation,
         )
     except DifferentExport as error:
         tell(f"OUT={out} {error}; nothing was kept: please report it with the run's config.yaml")
@@ -72,9 +82,11 @@ def write_export(
     dtype: Precision | None = None,
     shard_bytes: int = SHARD_BYTES,
     check: Callable[[Path], None] | None = None,
+    generation: bytes | None = None,
 ) -> None:
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
+    ``generation`` is the content of generation_config.json; None: ours.
     Everything goes to a hidden folder beside ``out`` which is renamed at the end, so ``out`` is whole or absent.
     ``check`` looks at it before that; what it raises leaves nothing behind.
     """
@@ -93,6 +105,8 @@ def write_export(
             rewrite_tokenizer_config(hidden)
         torch_dtype = DTYPES[dtype or "fp32"]
         write_configs(hidden, config, seq_len, special, torch_dtype)
+        if generation is not None:
+            (hidden / GENERATION_JSON).write_bytes(generation)
         if tokenizer is not None and (other := other_tokenizer(hidden)) is not None:
             told = (
                 f"transformers' AutoTokenizer takes {other} for model.family={config.family}, whatever tokenizer.json"
@@ -180,7 +194,7 @@ def write_configs(folder: Path, config: ModelConfig, seq_len: int, special: Spec
     dtype_name = str(dtype).removeprefix("torch.")
     for name, content in (
         ("config.json", to_config_json(config, seq_len, special, dtype_name)),
-        ("generation_config.json", generation_config(special)),
+        (GENERATION_JSON, generation_config(special)),
     ):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 

@@ -17,6 +17,7 @@ from launcher.console import open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.importing.config import PRECISIONS, read_model, run_config
 from launcher.importing.folder import folder_problems, open_model, read_config_json
+from launcher.importing.generation import read_generation_config
 from launcher.importing.run import STEP, write_run
 from launcher.importing.tokenizer import load_tokenizer
 from launcher.importing.weights import Weights, match_weights
@@ -44,13 +45,14 @@ def import_model(hf_dir: str, run_dir: str) -> None:
         tell(f"{source / name} is none of the model's files, and is not read")
     weights = match_weights(model, folder)
     tokenizer = load_tokenizer(source, model.vocab_size)
+    generation = read_generation_config(source)
     problems = room_problems(out, weights.elements)
     if problems:
         raise UserError(problems)
     kept = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
     config = run_config(model, seq_len, weights.dtypes[0], out, kept)
     with shown_progress(bytes_to_read(weights)) as on_bytes:
-        write_run(out, config, weights, tokenizer, on_bytes)
+        write_run(out, config, weights, tokenizer, generation, on_bytes)
     for line in summary(source, out, config, weights):
         say(line)
 

@@ -17,6 +17,8 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.console import tell
 from launcher.errors import UserError
+from launcher.importing.folder import GENERATION_JSON
+from launcher.importing.generation import why_unfit
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config, start_folder
 from launcher.training.run_parts import CONFIG
 from modeling.decoder import Decoder, build_decoder
@@ -67,6 +69,20 @@ def load_tokenizer(trained: Trained) -> Any:
         if n_ids > vocab_size:
             raise refuse(found, f"has {n_ids} ids, but model.vocab_size={vocab_size} is smaller", OTHER_CHECKPOINT)
         return tokenizer
+
+
+def load_generation_config(trained: Trained) -> bytes | None:
+    """The generation_config.json that an imported model came with; None where there is none. Raises UserError."""
+    path = trained.checkpoint.attached(GENERATION_JSON)
+    if path is None:
+        return None
+    content = path.read_bytes() if path.is_file() else b""
+    rule = why_unfit(content) if content else "must be a file that is not empty"
+    if rule is not None:
+        raise UserError(
+            [f"CHECKPOINT={trained.checkpoint.folder.location}: its {path.name} {rule}; {OTHER_CHECKPOINT}"]
+        )
+    return content
 
 
 @contextmanager

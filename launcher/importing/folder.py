@@ -20,6 +20,7 @@ from parallel.checkpoint.safetensors_stream import NotSafetensors, read_any_head
 from parallel.checkpoint.schema import Malformed, parse_index, shorten
 
 CONFIG_JSON = "config.json"
+GENERATION_JSON = "generation_config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -67,7 +68,7 @@ def folder_problems(given: str) -> list[str]:
 
 
 def _is_read(name: str) -> bool:
-    patterns = (CONFIG_JSON, ONE_FILE, INDEX, *FETCHED_FILES)
+    patterns = (CONFIG_JSON, GENERATION_JSON, ONE_FILE, INDEX, *FETCHED_FILES)
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -89,10 +90,10 @@ def why_outside(path: Path, file: str) -> str | None:
 
 def read_config_json(path: Path) -> dict[str, Any]:
     """What config.json holds. Raises UserError where it is no JSON table."""
-    content = _small_file(path, CONFIG_JSON, LARGEST_CONFIG_BYTES)
+    content = small_file(path, CONFIG_JSON, LARGEST_CONFIG_BYTES)
     where = path / CONFIG_JSON
     try:
-        tree = json.loads(content, parse_constant=_refuse_constant)
+        tree = json.loads(content, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError([f"{where} must be JSON, and is not ({shorten(reason, 200)}); {AGAIN}"]) from None
@@ -101,11 +102,12 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
+    """For json.loads, which takes NaN and Infinity otherwise."""
     raise ValueError(f"{name} is no number")
 
 
-def _small_file(path: Path, name: str, most: int) -> bytes:
+def small_file(path: Path, name: str, most: int) -> bytes:
     """The content of one file of the folder. Raises UserError."""
     where = path / name
     rule = why_outside(path, name)
@@ -158,7 +160,7 @@ def listed_tensors(path: Path) -> dict[str, str] | None:
             raise UserError([f"HF_DIR={path} {rule}; convert it to safetensors where you trust it"])
         raise UserError([f"HF_DIR={path} must hold {ONE_FILE} or {INDEX}, and has neither; {AGAIN}"])
     try:
-        listed = parse_index(_small_file(path, INDEX, LARGEST_INDEX_BYTES))
+        listed = parse_index(small_file(path, INDEX, LARGEST_INDEX_BYTES))
     except Malformed as error:
         raise UserError([f"{path / INDEX} is no index of safetensors files: {error}; {AGAIN}"]) from None
     outside = [

@@ -11,6 +11,7 @@ from typing import Any
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
+from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.tokenizer import tokenizer_attachments
 from launcher.importing.weights import Weights
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
@@ -31,9 +32,16 @@ ATTEMPT = "import"
 
 
 def write_run(
-    out: Path, config: RunConfig, weights: Weights, tokenizer: Any, on_bytes: Callable[[int], None] = lambda _: None
+    out: Path,
+    config: RunConfig,
+    weights: Weights,
+    tokenizer: Any,
+    generation: bytes | None,
+    on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Writes the run directory ``out``, whole or not at all; ``on_bytes`` is told what was read of the weights.
+
+    ``generation`` is the content of the model's generation_config.json, which an export has again.
 
     Everything goes to a hidden folder beside ``out`` which is renamed at the end. Raises UserError where the source
     turns out to be unusable while it is read.
@@ -47,7 +55,7 @@ def write_run(
         (partial / CONFIG).write_text(text)
         load_config(partial / CONFIG)
         (partial / STARTED_IN).write_text(f"{Path.cwd()}\n")
-        write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, on_bytes)
+        write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, generation, on_bytes)
         sync_directory(partial)
         partial.rename(out)
         sync_directory(out.parent)
@@ -61,9 +69,10 @@ def write_checkpoint(
     text: bytes,
     weights: Weights,
     tokenizer: Any,
+    generation: bytes | None,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Writes the checkpoint of step 0: weights and buffers, no optimizer states, the tokenizer and the config."""
+    """Writes the checkpoint of step 0: weights and buffers, no optimizer states; the tokenizer, the configs."""
     store = LocalStore(checkpoints)
     folder, _ = store.begin(step_name(STEP), ATTEMPT)
     tensors = logical_tensors(config.model)
@@ -76,7 +85,8 @@ def write_checkpoint(
         manifest.files |= write_shard(folder, file, pieces, chunks)
     with tempfile.TemporaryDirectory() as beside:
         files = tokenizer_files(tokenizer_attachments(tokenizer, Path(beside)))
-        manifest.files |= write_attachments(folder, "", {CONFIG: text, **files})
+        kept = {} if generation is None else {GENERATION_JSON: generation}
+        manifest.files |= write_attachments(folder, "", {CONFIG: text, **kept, **files})
     store.commit(step_name(STEP), ATTEMPT, certified(manifest))
 
 

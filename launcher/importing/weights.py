@@ -124,7 +124,7 @@ def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
     if len(missing) > MOST_PROBLEMS:
         raise UserError([*missing[:MOST_PROBLEMS], "and more such problems"])
     parts = {
-        name: [Part(hf, folder.tensors[hf.name]) for hf in hf_parts(config, name) if hf.name in folder.tensors]
+        name: [Part(hf, folder.tensors[hf.name]) for hf in parts_in(config, folder, name) if hf.name in folder.tensors]
         for name in logical_shapes(config)
     }
     used = {part.hf.name for each in parts.values() for part in each}
@@ -145,24 +145,32 @@ def with_prefix(config: ModelConfig, folder: ModelFolder) -> ModelFolder:
     return replace(folder, tensors=named)
 
 
-def wanted_tensors(config: ModelConfig) -> Iterator[HFPart]:
+def parts_in(config: ModelConfig, folder: ModelFolder, name: str) -> list[HFPart]:
+    """What logical tensor ``name`` is made of in the folder's files, where a tied embedding may lie as the head."""
+    parts, head = hf_parts(config, name), tied_head(config)
+    if name == "embed.weight" and parts[0].name not in folder.tensors and head in folder.tensors:
+        return [replace(parts[0], name=head)]
+    return parts
+
+
+def wanted_tensors(config: ModelConfig, folder: ModelFolder) -> Iterator[HFPart]:
     """Each tensor that the files must have, once."""
     for name in logical_shapes(config):
-        for part in hf_parts(config, name):
+        for part in parts_in(config, folder, name):
             if part.names[0] == name:  # the first of those that share it
                 yield part
 
 
 def missing_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
     """A line for each tensor of the model that no file has."""
-    for part in wanted_tensors(config):
+    for part in wanted_tensors(config, folder):
         if part.name not in folder.tensors:
             yield f"HF_DIR={folder.path} must hold {part.name} [{_show(part.shape)}], and no file does; {AGAIN}"
 
 
 def unfit_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
     """A line for each tensor of another shape than config.json makes it, or of a dtype that is not read."""
-    for part in wanted_tensors(config):
+    for part in wanted_tensors(config, folder):
         stored = folder.tensors.get(part.name)
         if stored is None:
             continue
@@ -210,6 +218,8 @@ def check_tied_head(config: ModelConfig, weights: Weights) -> None:
     if name is None or stored is None:
         return
     (embedding,) = weights.parts["embed.weight"]
+    if embedding.hf.name == name:  # the files have no other
+        return
     is_equal = stored.shape == embedding.stored.shape and stored.dtype in DTYPES
     head = Part(HFPart(name, stored.shape, itself, ("head.weight",)), stored)
     blocks = zip_longest(read_blocks(weights.folder, head), weights.blocks("embed.weight"))

@@ -26,9 +26,9 @@ from launcher.training.init_from import open_source
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.context import Context
 from modeling.families.config_json import SpecialTokens, to_config_json
-from modeling.families.weights import HFPart, hf_parts
+from modeling.families.weights import HFPart, hf_parts, hf_template
 from modeling.logical import logical_shapes
-from parallel.checkpoint.manifest import BUFFER, WEIGHT
+from parallel.checkpoint.manifest import BUFFER, WEIGHT, hash_file, write_manifest
 from small_models import MOE_FAMILIES, configs, example_config
 from warnings_seen import no_warnings
 
@@ -94,6 +94,8 @@ def test_there_and_back(family: FamilyName, dtype: torch.dtype, shard: str, tmp_
     configs_read = [AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict() for folder in (source, again)]
     old, new = ({key: value for key, value in each.items() if key not in FREE_KEYS} for each in configs_read)
     assert old == new
+    generation = [(folder / "generation_config.json").read_bytes() for folder in (source, again)]
+    assert generation[0] == generation[1]
     texts = [
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False).encode("naïve\n  def")
         for folder in (source, again)
@@ -212,6 +214,57 @@ def test_files_of_the_class_without_a_head(tmp_path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     imported(tmp_path / "source", tmp_path / "run")
     assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tied_model_may_store_its_head_alone(family: FamilyName, tmp_path: Path) -> None:
+    """As transformers reads it; and an export has the embedding again."""
+    config = example_config(family, vocab_size=257, tie_embeddings=True)
+    save_hf_model(tmp_path / "source", config, tokenizer=False)
+    path = tmp_path / "source/model.safetensors"
+    tensors = load_file(path)
+    embedding = hf_template(config, "embed.weight")
+    only_head = {hf_template(config, "head.weight") if name == embedding else name: t for name, t in tensors.items()}
+    assert only_head.keys() != tensors.keys() and len(only_head) == len(tensors)
+    save_file(only_head, path, metadata={"format": "pt"})
+    imported(tmp_path / "source", tmp_path / "run")
+    assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert torch.equal(stored(tmp_path / "again")[embedding], tensors[embedding])
+
+
+def test_a_generation_config_is_kept_byte_for_byte(source: Path, tmp_path: Path) -> None:
+    """As its author wrote it: keys that no version knows, several ends of text, no end of the last line."""
+    content = '{"eos_token_id":[0, 7],\t"temperature": 0.60, "naïve": {"x": 1e-3}}'.encode()
+    (source / "generation_config.json").write_bytes(content)
+    imported(source, tmp_path / "run")
+    for path, out in ((tmp_path / "run", "one"), (tmp_path / "run/checkpoints/step-00000000", "two")):
+        assert main(["export", str(path), str(tmp_path / out), "--verify"]) == 0
+        assert (tmp_path / out / "generation_config.json").read_bytes() == content
+    assert loaded(tmp_path / "two").generation_config.eos_token_id == [0, 7]
+
+
+def test_an_export_has_its_own_generation_config_where_none_came(source: Path, tmp_path: Path) -> None:
+    (source / "generation_config.json").unlink()
+    imported(source, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert json.loads((tmp_path / "again/generation_config.json").read_bytes())["top_k"] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"max_new_tokens": -1}'])
+def test_a_checkpoint_s_generation_config_is_not_trusted(content: bytes, source: Path, tmp_path: Path, capsys) -> None:
+    """Whoever wrote the checkpoint wrote its hashes too."""
+    trained = imported(source, tmp_path / "run")
+    capsys.readouterr()
+    directory = tmp_path / "run/checkpoints/step-00000000"
+    (directory / "generation_config.json").write_bytes(content)
+    record = {"bytes": len(content), "xxh3_128": hash_file(directory / "generation_config.json")}
+    trained.checkpoint.manifest.files["generation_config.json"] = record
+    write_manifest(trained.checkpoint.manifest, directory)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"CHECKPOINT={directory}: its generation_config.json must ")
+    assert line.endswith("; give another checkpoint") and not (tmp_path / "out").exists()
 
 
 def test_the_run_directory_and_its_checkpoint(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:

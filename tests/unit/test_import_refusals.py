@@ -113,6 +113,42 @@ def test_a_config_that_is_not_ours(case: str, here: Path, capsys: pytest.Capture
     assert line.startswith(start)
 
 
+GENERATION: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "must be JSON, and is not ("),
+    "no JSON": (b"import os", "must be JSON, and is not ("),
+    "no text": (b"\xff\xfe{}", "must be JSON, and is not ("),
+    "a list": (b"[1]", "must hold a JSON object, and holds list; "),
+    "no number": (b'{"temperature": NaN}', "must be JSON, and is not (NaN is no number); "),
+    "deep": (b'{"a": ' + 100_000 * b"[", "must be JSON, and is not ("),
+    "half a character": (b'{"a": "\\ud800"}', "must be JSON, and is not ("),
+    "large": (b'{"a": "' + (1 << 20) * b"a" + b'"}', "has more than the 1048576 bytes that such a file may have; "),
+    "code": (b'{"auto_map": {"GenerationConfig": "x.C"}}', "must hold options alone, and holds auto_map; "),
+    "code to generate": (b'{"custom_generate": "x"}', "must hold options alone, and holds custom_generate; "),
+    "a method": (b'{"validate": 1}', "must hold options alone, and holds validate; "),
+    "a class": (b'{"__class__": "x"}', "must hold options alone, and holds __class__; "),
+    "no length": (b'{"max_new_tokens": -1}', "must be what transformers' GenerationConfig takes, and is not ("),
+    "mistyped": (
+        b'{"max_new_tokens": "\\u001b[31m"}',
+        "must be what transformers' GenerationConfig takes, and is not (",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GENERATION)
+def test_a_generation_config_that_is_none(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, rule = GENERATION[case]
+    Path("one/generation_config.json").write_bytes(content)
+    (line,) = refused(capsys, "one")
+    assert line.startswith(f"one/generation_config.json {rule}")
+
+
+def test_a_generation_config_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one/generation_config.json").rename("elsewhere.json")
+    Path("one/generation_config.json").symlink_to(here / "elsewhere.json")
+    (line,) = refused(capsys, "one")
+    assert line.startswith("one/generation_config.json is a link that leads out of the folder; ")
+
+
 def test_each_key_that_is_not_ours_has_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit("one/config.json", lambda content: content.update(new=1, newer=2, n_group=3))
     keys = [line.removeprefix("one/config.json: ").partition("=")[0] for line in refused(capsys, "one")]
