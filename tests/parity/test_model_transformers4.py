@@ -32,7 +32,17 @@ from modeling.dtypes import DTYPES
 from modeling.generate import generate
 from modeling.rope_scaling import YarnScaling
 from modeling.router import SCORES, Router, Routing
-from small_models import LENGTHS, Rows, build, configs, example_config, expressible, packed_rows, tensors_of
+from small_models import (
+    LENGTHS,
+    MOE_FAMILIES,
+    Rows,
+    build,
+    configs,
+    example_config,
+    expressible,
+    packed_rows,
+    tensors_of,
+)
 from tokenizers_of_kinds import KINDS, TEXTS, save_tokenizer_of
 from transformers_judge import NEW_TOKENS, judge
 
@@ -123,7 +133,8 @@ def make_case(name: str, config: ModelConfig, folder: Path, dtype: Precision = "
         prompts_BS = rows.tokens_BS[:, :7].contiguous()
         asked = {"tokens_BS": rows.tokens_BS, "positions_BS": rows.positions_BS, "prompts_BS": prompts_BS}
         save_file(asked, here / "asked.safetensors")
-        (here / "asked.json").write_text(json.dumps({"texts": TEXTS if tokenizer is not None else []}))
+        questions = {"texts": TEXTS if tokenizer is not None else [], "accelerate": kind == KINDS[0]}
+        (here / "asked.json").write_text(json.dumps(questions))
     return Case(name, config, model, rows, folder, dtype, tokenizer)
 
 
@@ -223,6 +234,22 @@ def test_loading_is_silent_and_complete(cases: list[Case], version: str) -> None
         assert found["loading"] == {}, case.name
         assert found["warnings"] == [], case.name
         assert found["config_dtype"] == str(DTYPES[case.dtype]), case.name
+
+
+@torch.no_grad()
+def test_accelerate_loads_ours_where_it_loads_theirs(cases: list[Case], version: str) -> None:
+    """In version 4 all families; version 5 has a layer's experts in one tensor, which it saves one by one."""
+    loaded = set()
+    for case in cases:
+        seen, found = case.seen(version)
+        if not found.get("accelerate", {}).get("theirs"):
+            continue
+        loaded.add(case.config.family)
+        assert found["accelerate"]["ours"], case.name
+        rows = unpacked(case.rows)
+        ours_BSV = case.model(rows.tokens_BS, rows.context()).logits_BSV
+        assert close(seen["dispatched_BSV"], ours_BSV) <= LOGITS_TOLERANCE, case.name
+    assert loaded >= set(FAMILIES) - (set(MOE_FAMILIES) if version == "installed" else set())
 
 
 def test_tokenizers(cases: list[Case], version: str) -> None:

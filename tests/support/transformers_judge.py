@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dispatched import dispatched
 from warnings_seen import Messages
 
 NEW_TOKENS = 6
@@ -26,7 +27,8 @@ def judge(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     asked = load_file(folder / "asked.safetensors")
-    texts = json.loads((folder / "asked.json").read_text())["texts"]
+    questions = json.loads((folder / "asked.json").read_text())
+    texts = questions["texts"]
     messages = Messages()
     logger = logging.getLogger("transformers")
     logger.addHandler(messages)
@@ -43,6 +45,9 @@ def judge(folder: Path) -> None:
         if texts:
             found |= tokenizer_seen(folder / "export", model, texts)
     logger.removeHandler(messages)
+    if questions["accelerate"]:
+        found["accelerate"], logits = accelerate_seen(folder, model, asked["tokens_BS"])
+        seen |= {} if logits is None else {"dispatched_BSV": logits}
     found["warnings"] = messages.messages + [str(each.message) for each in caught]
     save_file(seen, folder / "seen.safetensors")
     (folder / "seen.json").write_text(json.dumps(found))
@@ -69,6 +74,13 @@ def tensors_seen(model: Any, tokens_BS: Tensor, positions_BS: Tensor, prompts_BS
             top_k=50,  # the value at which no version says that greedy search ignores it
         ),
     }
+
+
+def accelerate_seen(folder: Path, model: Any, tokens_BS: Tensor) -> tuple[dict[str, bool], Tensor | None]:
+    """Whether accelerate fills an empty model from transformers' save, and from the export; the latter's logits."""
+    model.save_pretrained(folder / "saved")
+    theirs, ours = (dispatched(folder / each, tokens_BS)[0] for each in ("saved", "export"))
+    return {"theirs": theirs is not None, "ours": ours is not None}, ours
 
 
 def tokenizer_seen(export: Path, model: Any, texts: list[str]) -> dict[str, Any]:

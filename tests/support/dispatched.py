@@ -1,0 +1,36 @@
+"""A folder's model as accelerate's `load_checkpoint_and_dispatch` fills it. Imports nothing of Roundtable's."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from warnings_seen import Messages
+
+
+def dispatched(folder: Path, tokens_BS: Tensor) -> tuple[Tensor | None, list[str]]:
+    """The logits (B, S, V) of an empty model filled from the folder's files; None where a weight stays empty.
+
+    And what accelerate warned of.
+    """
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    messages = Messages()
+    logger = logging.getLogger("accelerate.utils.modeling")
+    logger.addHandler(messages)
+    with init_empty_weights():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model.tie_weights()
+    try:
+        model = load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}).eval()
+    except (NotImplementedError, ValueError):  # it moves what is empty; a name without a module
+        return None, messages.messages
+    finally:
+        logger.removeHandler(messages)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return None, messages.messages
+    with torch.no_grad():
+        return model(tokens_BS, use_cache=False).logits, messages.messages
