@@ -18,6 +18,8 @@ from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 FamilyName = Literal[
     "llama",
     "gpt2",
+    "gpt_neox",
+    "bloom",
     "mistral",
     "qwen2",
     "qwen3",

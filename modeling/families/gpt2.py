@@ -6,21 +6,18 @@ from typing import Any
 from modeling.config import ModelConfig
 from modeling.families.family import Family, Key
 from modeling.families.packed import packed
-from modeling.families.shared import ACTIVATION
+from modeling.families.shared import ACTIVATION, with_bias
 
 LAYER, HF_LAYER = "layers.{layer}.", "transformer.h.{layer}."
 QKV = [f"{LAYER}attention.{each}" for each in "qkv"]
 WEIGHTS = {
     "embed.weight": "transformer.wte.weight",
     "embed_positions.weight": "transformer.wpe.weight",
-    "final_norm.weight": "transformer.ln_f.weight",
-    "final_norm.bias": "transformer.ln_f.bias",
+    **with_bias("final_norm", "transformer.ln_f"),
     "head.weight": "lm_head.weight",
-    f"{LAYER}attention_norm.weight": f"{HF_LAYER}ln_1.weight",
-    f"{LAYER}attention_norm.bias": f"{HF_LAYER}ln_1.bias",
+    **with_bias(f"{LAYER}attention_norm", f"{HF_LAYER}ln_1"),
     f"{LAYER}attention.o_bias.bias": f"{HF_LAYER}attn.c_proj.bias",
-    f"{LAYER}feed_forward_norm.weight": f"{HF_LAYER}ln_2.weight",
-    f"{LAYER}feed_forward_norm.bias": f"{HF_LAYER}ln_2.bias",
+    **with_bias(f"{LAYER}feed_forward_norm", f"{HF_LAYER}ln_2"),
     f"{LAYER}feed_forward.up.bias": f"{HF_LAYER}mlp.c_fc.bias",
     f"{LAYER}feed_forward.down_bias.bias": f"{HF_LAYER}mlp.c_proj.bias",
     **packed(f"{HF_LAYER}attn.c_attn.weight", *(f"{each}.weight" for each in QKV), transposed=True),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from modeling.families.family import Key, moe_of
+from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
 
 # Our name -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with {expert} holds one
@@ -97,6 +98,32 @@ DECODER_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
+
+def with_bias(ours: str, theirs: str) -> dict[str, str]:
+    """The names of a module's weight and bias."""
+    return {f"{ours}.{each}": f"{theirs}.{each}" for each in ("weight", "bias")}
+
+
+def head_packed_layers(theirs: str, attention: str) -> dict[str, str | Packed]:
+    """A layer's names in GPT-NeoX and BLOOM: each head's query, key and value lie together; no gate; biases everywhere.
+
+    ``theirs``: of the layer, with {layer}; ``attention``: of its attention.
+    """
+    ours = "layers.{layer}"
+    heads = [f"{ours}.attention.{each}" for each in "qkv"]
+    return {
+        **with_bias(f"{ours}.attention_norm", f"{theirs}.input_layernorm"),
+        **packed(f"{attention}.query_key_value.weight", *(f"{each}.weight" for each in heads), groups=head_groups),
+        **packed(f"{attention}.query_key_value.bias", *(f"{each}.bias" for each in heads), groups=head_groups),
+        f"{ours}.attention.o.weight": f"{attention}.dense.weight",
+        f"{ours}.attention.o_bias.bias": f"{attention}.dense.bias",
+        **with_bias(f"{ours}.feed_forward_norm", f"{theirs}.post_attention_layernorm"),
+        **with_bias(f"{ours}.feed_forward.up", f"{theirs}.mlp.dense_h_to_4h"),
+        f"{ours}.feed_forward.down.weight": f"{theirs}.mlp.dense_4h_to_h.weight",
+        f"{ours}.feed_forward.down_bias.bias": f"{theirs}.mlp.dense_4h_to_h.bias",
+    }
+
+
 # Our names of activations, and those that transformers has for each; the first is written.
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
@@ -176,6 +203,12 @@ def flag(value: Any) -> Mapping[str, Any]:
 def whole_number(value: Any) -> Mapping[str, Any]:
     """No field of ours; ValueError where it is no integer."""
     checked(value, int)
+    return {}
+
+
+def number(value: Any) -> Mapping[str, Any]:
+    """No field of ours; ValueError where it is no number."""
+    checked(value, float)
     return {}
 
 

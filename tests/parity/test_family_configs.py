@@ -39,6 +39,7 @@ ELSEWHERE = {
     "deepseek_v2": {"moe_layer_freq", "scoring_func"},
     "deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"},
     "phi3": {"attention_bias"},
+    "gpt_neox": {"rotary_emb_base", "rotary_pct"},  # the class makes rope_parameters of them
     "gpt2": {"n_ctx", "n_inner"},  # n_inner is null there, and means 4 n_embd
 }
 NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
@@ -218,6 +219,9 @@ REFUSED = [
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not possible with model.family=gpt2"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false is not possible with model.family=gpt2"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true is not possible with model.family=gpt2"),
+    ("gpt_neox", {"rotary_pct": "x"}, 'rotary_pct="x" is not possible'),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=true is not possible with model.family=bloom"),
+    ("bloom", {"slow_but_exact": True}, "slow_but_exact=true is not possible with model.family=bloom"),
     ("glm4_moe", {"n_group": 8}, "n_group=8 is not possible with model.family=glm4_moe"),
 ]  # fmt: skip
 

@@ -65,6 +65,8 @@ def test_config_means_in_transformers_what_it_says(family: FamilyName) -> None:
         written = to_config_json(config, 128, SpecialTokens(eos=5), "bfloat16")
         read = AutoConfig.for_model(**written)
         rope = {key: written.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in written}
+        for key, other in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
+            assert written.pop(key, rope.get(other)) == rope.get(other)
         parameters = getattr(read, "rope_parameters", {"no": "positions that turn"})
         if family_of(family).has_local_rope:
             assert parameters["sliding_attention"]["rope_theta"] == written.pop("rope_local_base_freq")
@@ -170,7 +172,7 @@ def test_tokenizer_and_generation(family: FamilyName, tmp_path: Path) -> None:
             torch.manual_seed(0)
             assert model.generate(**inputs, max_new_tokens=4, **options).shape[1] > 9
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id == 0
-    assert model.config.max_position_embeddings == (example_config(family).max_positions or 64)
+    assert getattr(model.config, family_of(family).length_key) == (example_config(family).max_positions or 64)
     assert not (tmp_path / "out" / INFO).exists()  # ours alone
 
 
