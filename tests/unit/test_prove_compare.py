@@ -41,6 +41,7 @@ from launcher.prove.reference import ReferenceStep
 from launcher.prove.report import number
 from launcher.prove.tokens import write_documents
 from modeling.config import FAMILIES, BiasBalance, MoEConfig
+from modeling.decoder import ENTRY
 from modeling.init import materialize
 from modeling.optimizers.config import SGDConfig
 from modeling.router import build_router
@@ -68,8 +69,9 @@ def test_execution_order_of_every_family():
         names = [name for name, _ in build_decoder(example_config(family)).named_parameters()]
         order = execution_order(reversed(names))
         assert sorted(order) == sorted(names)
-        entry = [name for name in names if name.startswith("embed")]
-        assert order[: len(entry) + 1] == [*entry, "layers.0.attention_norm.weight"]
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in order))
+        entry = [name for name in ENTRY if name in modules]
+        assert modules[: len(entry) + 1] == [*entry, "layers.0.attention_norm"]
         queries = [name for name in order if name.startswith("layers.0.attention.q")]
         assert order.index(queries[-1]) < order.index("layers.0.attention.o.weight")
         assert order.index("layers.0.attention.o.weight") < order.index("layers.0.feed_forward_norm.weight")
