@@ -40,6 +40,25 @@ LATENT = dataclasses.replace(
 POST_NORM = dataclasses.replace(  # norms over all heads, whose means cross tp
     MOE_MODEL, family="olmo2", moe=None, d_head=None, norm_placement="post", qk_norm_over="all_heads", o_bias=True
 )
+PLAIN = dataclasses.replace(  # weights before the layers besides the embedding, biases everywhere, parallel blocks
+    MOE_MODEL,
+    family="gpt2",
+    moe=None,
+    d_head=None,
+    n_layers=4,
+    n_kv_heads=MOE_MODEL.n_heads,
+    qk_norm=False,
+    norm="layer",
+    embedding_norm=True,
+    parallel_block=True,
+    qkv_bias=True,
+    o_bias=True,
+    ff_gated=False,
+    ff_bias=True,
+    positions="learned",
+    max_positions=27,
+)
+LARGE_PLAIN = dataclasses.replace(PLAIN, vocab_size=3501, d_ff=3300, max_positions=3200)
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 RING = {"cp_attention": "ring"}
@@ -126,6 +145,26 @@ def slow(*values: Any) -> Any:
         ),
         slow(8, {"tp": 2, "pp": 2, "ep": 4}, FOUR_LAYERS, [{"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3}]),
         slow(4, {"tp": 2, "cp": 2}, LATENT, [{"zero": 1}, {"zero": 2, **RING, **FULL}]),
+        slow(
+            4, {"tp": 2, "cp": 2}, PLAIN, [{"zero": 0}, {"zero": 1, **RING, **SELECTIVE}, {"zero": 3, **BF16, **FULL}]
+        ),
+        slow(
+            4,
+            {"tp": 2, "pp": 2},
+            PLAIN,
+            [{"zero": 2, **BF16, **FULL}, {"zero": 3}, {"zero": 1, "pipeline": DualPipeV(), **SELECTIVE}],
+        ),
+        slow(4, {}, LARGE_PLAIN, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **SELECTIVE}, {"zero": 3, **FULL}]),
+        slow(
+            4,
+            {"pp": 2},
+            LARGE_PLAIN,
+            [
+                {"zero": 3, "pipeline": pipeline, **recompute}
+                for pipeline in (ParallelConfig().pipeline, Interleaved())
+                for recompute in ({}, SELECTIVE, FULL)
+            ],
+        ),
         slow(4, {"ep": 2}, LARGE, [{"zero": 3}, {"zero": 3, **BF16, **FULL, "micro_batch_size": 1}]),
         slow(4, {}, LARGE_UNTIED, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **SELECTIVE}]),
         slow(

@@ -140,6 +140,7 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
     is_embedding = name in LOOKED_UP and step.has_embedding
     half = step.tensors[name].half
     is_recomputed = layer is not None and half is not None and step.forwards(half) > 1
+    is_recomputed = is_recomputed and not is_beyond_last(step, layer, name)
     repeats = int(is_recomputed and not is_last_of_layer(step, layer, name))
     is_whole, follows_backward = is_small, False
     count = int(is_small)  # after the update
@@ -155,6 +156,16 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
 def is_end(part: Part, name: str) -> bool:
     """Whether a weight outside the layers belongs to this stage (a tied weight: to the first of the rank's two)."""
     return part.has_embedding if is_entry(name) and part.has_embedding else part.has_head
+
+
+def is_beyond_last(step: Step, layer: int | None, name: str) -> bool:
+    """Whether the weight is the bias after a dense layer's last matrix: recomputation ends before it."""
+    within = [each for each, tensor in step.tensors.items() if tensor.layer == layer]
+    for number, each in enumerate(within):
+        if step.tensors[each].weight.dims == ("d_model", "d_ff"):
+            module = each.rsplit(".", 2)[0]  # the feed-forward layer
+            return name in within[number + 1 :] and name.startswith(f"{module}.")
+    return False
 
 
 def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
