@@ -98,6 +98,28 @@ def test_slopes_and_sinks_are_proven(tmp_path, overrides, ranks):
     assert outcome.proven, failures(outcome)
 
 
+PLAIN = (
+    *("model.norm=layer", "model.embedding_norm=true", "model.parallel_block=true", "model.ff_gated=false"),
+    *("model.activation=gelu", "model.ff_bias=true", "model.positions=learned", "model.max_positions=1024"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.cp=2", "train.recompute=selective"), 4),
+        pytest.param(("parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ring"), 4, marks=pytest.mark.slow),
+        pytest.param(("parallel.tp=2", "parallel.pp=2", "parallel.pipeline.name=zbv"), 8, marks=pytest.mark.slow),
+        pytest.param(("parallel.pp=2", "parallel.zero=3", "train.recompute=full"), 4, marks=pytest.mark.slow),
+        pytest.param(("parallel.tp=2", "parallel.zero=3", "train.precision=bf16"), 4, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_plain_parallel_blocks_and_learned_positions_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*PLAIN, *overrides), ranks, on_both_sides=(any_family,))
+    assert outcome.proven, failures(outcome)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):

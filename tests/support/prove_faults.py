@@ -56,6 +56,8 @@ OLMO2 = (  # with biases, and norms over all heads
 )
 LATENT = ("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128")
 OUTPUTS, FIRST_ATTENTION = "modules' outputs", "layers.0.attention, sample"
+LAYER_NORM = ("model.norm=layer", "model.embedding_norm=true")
+LEARNED = ("model.positions=learned", "model.max_positions=1024")
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
@@ -165,6 +167,37 @@ FAULTS = [
         "slopes of the first heads on every rank of tp", OUTPUTS, FIRST_ATTENTION, (*TP, *ALIBI), has_any_family=True
     ),
     Fault("slopes of the first heads (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *ALIBI), has_any_family=True),
+    Fault(
+        "LayerNorms' biases not summed over tp", "gradients", "embed_norm.bias", (*TP, *LAYER_NORM), has_any_family=True
+    ),
+    Fault(
+        "learned positions not summed over tp",
+        "gradients",
+        "1 of 44 gradients differ; the first in execution order is embed_positions.weight",
+        (*TP, *LEARNED),
+        has_any_family=True,
+    ),
+    Fault(
+        "learned positions of one rank of cp",
+        "gradients",
+        "1 of 44 gradients differ; the first in execution order is embed_positions.weight",
+        (*CP, *LEARNED),
+        has_any_family=True,
+    ),
+    Fault(
+        "learned positions of the first part on every rank of tp",
+        OUTPUTS,
+        "embed_positions, sample",
+        (*TP, *LEARNED),
+        has_any_family=True,
+    ),
+    Fault(
+        "recomputation makes a parallel block a sequential one",
+        OUTPUTS,
+        "layers.0.feed_forward, sample",
+        ("model.parallel_block=true", "train.recompute=selective"),
+        has_any_family=True,
+    ),
 ]
 
 
@@ -399,6 +432,16 @@ def plant(title: str) -> None:
             gradients.take_first_sinks()
         case "slopes of the first heads on every rank of tp" | "slopes of the first heads (all-to-all)":
             gradients.take_first_slopes()
+        case "LayerNorms' biases not summed over tp":
+            change_engines(gradients.keep_norms_biases)
+        case "learned positions not summed over tp":
+            change_engines(lambda engine: leave_gradients_alone(engine, ("positions", "d_model")))
+        case "learned positions of one rank of cp":
+            hook_gradients("embed_positions.weight", 1 if rank == 0 else 0)
+        case "learned positions of the first part on every rank of tp":
+            gradients.look_up_first_positions()
+        case "recomputation makes a parallel block a sequential one":
+            gradients.forget_parallel_blocks()
         case "masters rounded to bf16 (ZeRO 2)":
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":

@@ -1,5 +1,6 @@
 """Faults in what attention's keys and values, and experts without tokens, hand back. Planted by prove_faults.plant."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,3 +178,37 @@ def take_first_slopes() -> None:
 
     of_part = Alibi.of_part
     Alibi.of_part = lambda self, rank, degree: of_part(self, 0, degree)
+
+
+def keep_norms_biases(engine: Any) -> None:
+    """The ranks of tp keep their own gradients of LayerNorms' biases."""
+    for parameter, weight in engine.weights.items():
+        if weight.name.endswith("norm.bias"):
+            engine.weights[parameter] = replace(weight, place=replace(weight.place, axis="tp"))
+
+
+def look_up_first_positions() -> None:
+    """Learned positions are those of the first rank of tp, whatever part of the sequence this one holds."""
+    from modeling.decoder import Decoder
+
+    embedded = Decoder.embedded
+
+    def with_first(self: Any, tokens_BS: Tensor, context: Any) -> Tensor:
+        length = context.part.positions_BS.shape[1]
+        part = replace(context.part, positions_BS=context.positions_BS[:, :length])
+        return embedded(self, tokens_BS, replace(context, part=part))
+
+    Decoder.embedded = with_first
+
+
+def forget_parallel_blocks() -> None:
+    """The layers that recompute do not take over that their blocks are parallel."""
+    from parallel.recompute import RecomputedLayer
+
+    make = RecomputedLayer.__init__
+
+    def make_sequential(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        self.is_parallel = False
+
+    RecomputedLayer.__init__ = make_sequential
