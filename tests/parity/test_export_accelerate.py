@@ -51,7 +51,7 @@ def test_accelerate_loads_ours_where_it_loads_theirs(
     assert (len(list((tmp_path / "ours").glob("*.safetensors"))) > 1) == (shard_bytes == SMALL_BYTES)
     expected, their_warnings = dispatched(tmp_path / "theirs", TOKENS_BS)
     if expected is None:
-        assert family in MOE_FAMILIES
+        assert family in {*MOE_FAMILIES, "gpt_neox"}  # experts in a tensor each, a head of another name: theirs too
         return
     ours, our_warnings = dispatched(tmp_path / "ours", TOKENS_BS)
     assert our_warnings == their_warnings == []
