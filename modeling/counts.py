@@ -21,7 +21,7 @@ class Counts:
 
     total: int
     active: int  # what one token passes through: all but the experts that it is not sent to
-    embedding: int  # of the total: embedding and head
+    embedding: int  # of the total: embedding, learned positions and head
 
 
 def count_parameters(config: ModelConfig) -> Counts:
@@ -30,7 +30,7 @@ def count_parameters(config: ModelConfig) -> Counts:
     return Counts(
         total=sum(tensor.numel for tensor in tensors),
         active=sum(active_elements(config, tensor) for tensor in tensors),
-        embedding=sum(tensor.numel for tensor in tensors if "vocab" in tensor.weight.dims),
+        embedding=sum(tensor.numel for tensor in tensors if tensor.weight.is_embedding),
     )
 
 

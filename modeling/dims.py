@@ -51,6 +51,11 @@ class Weight:
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
     cancels: bool = False
 
+    @property
+    def is_embedding(self) -> bool:
+        """Whether its rows are a token's or a position's: an embedding, or the head."""
+        return "vocab" in self.dims or "positions" in self.dims
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -58,8 +58,8 @@ class MuonConfig(UpdateRule):
 def is_hidden_matrix(weight: Weight) -> bool:
     """Whether a weight is a matrix between hidden states, or a stack of experts' such matrices.
 
-    Norms and biases are not, and as in the paper neither are the embedding and the head. Nor is a router or a gate of
+    Norms and biases are not, and as in the paper neither are embeddings and the head. Nor is a router or a gate of
     shared experts: their outputs are scores, as the head's are, and where one choice weighs one a router's gradient is
     rounding alone, which would become an update of full size.
     """
-    return len(weight.dims) >= 2 and not {"vocab", "scores", "one"} & {*weight.dims}
+    return len(weight.dims) >= 2 and not (weight.is_embedding or {"scores", "one"} & {*weight.dims})

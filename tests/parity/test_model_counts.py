@@ -26,10 +26,9 @@ def test_parameters(family: FamilyName) -> None:
             model = build_decoder(config)
         counts = count_parameters(config)
         assert counts.total == sum(weight.numel() for weight in model.parameters())
-        assert (
-            counts.embedding
-            == len({id(w) for w in (model.embed.weight, model.head.weight)}) * model.embed.weight.numel()
-        )
+        tables = [model.embed.weight, model.head.weight]
+        tables += [] if model.embed_positions is None else [model.embed_positions.weight]
+        assert counts.embedding == sum({id(table): table.numel() for table in tables}.values())
         idle = 0
         for module in model.modules():
             if isinstance(module, MoE):

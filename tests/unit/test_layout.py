@@ -13,9 +13,11 @@ from launcher.config.layout_rules import check_layout
 from layout_runs import run_config
 from modeling.attention import GroupedQueryAttention
 from modeling.config import ModelConfig
+from modeling.counts import count_parameters
 from modeling.decoder import build_decoder
 from modeling.dims import DIMS, Weight, stated_weights, units_of
 from modeling.logical import logical_parameters, logical_tensors
+from modeling.optimizers.config import AdamWConfig, MuonConfig
 from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF, Place, layout_of, place_of
 from small_models import example_config
@@ -128,3 +130,13 @@ def test_degrees_must_divide_what_the_table_cuts(tmp_path):
 def test_the_table_needs_no_torch():
     code = "import sys, parallel.layout, modeling.dims; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_learned_positions_are_an_embedding():
+    """They are counted as one, do not decay with matrices, and Muon leaves them to AdamW."""
+    model = FAMILIES["gpt2"]
+    weight = logical_tensors(model)["embed_positions.weight"].weight
+    assert weight.is_embedding
+    assert AdamWConfig().decays(weight) is False and AdamWConfig(decay_embeddings=True).decays(weight)
+    assert not MuonConfig().takes_whole(weight)
+    assert count_parameters(model).embedding == (2 * model.vocab_size + 96) * model.d_model
