@@ -51,6 +51,7 @@ class RecomputedLayer(DecoderLayer):
             is_parallel=layer.is_parallel,
             attention_post_norm=layer.attention_post_norm,
             feed_forward_post_norm=layer.feed_forward_post_norm,
+            residual_scale=layer.residual_scale,
         )
         self.again = again
 
