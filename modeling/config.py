@@ -34,6 +34,7 @@ FamilyName = Literal[
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "gpt_oss",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
@@ -82,6 +83,11 @@ class MoEConfig:
     n_experts: Count = 8  # experts of a layer
     top_k: Count = field(default=2, metadata={"usual": 1, "small": 4})  # experts a token goes to; none is ever dropped
     d_ff: Width = 512  # width of one expert
+    expert_bias: bool = False  # the experts' projections have biases
+    # gpt-oss's SwiGLU in the experts, gates and values clamped to it; None: the plain one
+    swiglu_limit: Annotated[float, Interval(ge=1e-3, le=1e6)] | None = field(
+        default=None, metadata={"usual": 7.0, "small": 0.5}
+    )
     # experts that every token goes to
     n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = field(default=0, metadata={"small": 2})
     # width of all shared experts together; None: n_shared_experts x d_ff
@@ -93,6 +99,7 @@ class MoEConfig:
     n_groups: Count = field(default=1, metadata={"small": 4})
     top_k_groups: Count = field(default=1, metadata={"small": 2})  # groups among which a token's experts are chosen
     group_score: Literal["best_two", "best"] = "best_two"  # of a group: the sum of its best two experts', or the best's
+    logit_bias: bool = False  # the router's logits have a trained bias
     score: ScoreName = "softmax"  # of the router's logits
     normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
     routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output

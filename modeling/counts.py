@@ -51,7 +51,7 @@ def multiplied_by_layer(config: ModelConfig) -> list[int]:
     """For each layer, the elements of matrices by which one token's hidden state is multiplied."""
     sums = [0] * config.n_layers
     for tensor in _parameters(config):
-        if tensor.layer is not None and len(tensor.shape) > 1:
+        if tensor.layer is not None and tensor.weight.is_matrix:
             sums[tensor.layer] += active_elements(config, tensor)
     return sums
 

@@ -56,6 +56,11 @@ class Weight:
         """Whether its rows are a token's or a position's: an embedding, or the head."""
         return "vocab" in self.dims or "positions" in self.dims
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of experts' matrices: no vector, and no stack of vectors."""
+        return len([dim for dim in self.dims if dim != "experts"]) >= 2
+
 
 @dataclass(frozen=True)
 class Unit:

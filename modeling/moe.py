@@ -15,7 +15,7 @@ from modeling.config import ActivationName, MoEConfig, SequenceAuxBalance
 from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
-from modeling.kernels.experts import experts_grouped
+from modeling.kernels.experts import ExpertBiases, experts_grouped
 from modeling.linear import Linear
 from modeling.metrics import Metric
 from modeling.router import Router, Routing, build_router
@@ -35,17 +35,28 @@ class RoutingStats:
     z_loss: Annotated[Tensor, Metric("moe/z_loss", mean_over="tokens")]
 
 
-ExpertDispatch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ExpertDispatch = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None],
+    Tensor,
+]
 
 
 class Experts(nn.Module):
     """The experts' weights, stacked, and the dispatch that sends tokens to them.
 
-    ``dispatch(hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF) -> out_TD`` is the seam at which expert
-    parallelism enters.
+    ``dispatch(hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit) -> out_TD`` is the
+    seam at which expert parallelism enters.
     """
 
-    def __init__(self, *, n_experts: int, d_model: int, d_ff: int) -> None:
+    def __init__(
+        self,
+        *,
+        n_experts: int,
+        d_model: int,
+        d_ff: int,
+        expert_bias: bool = False,
+        swiglu_limit: float | None = None,
+    ) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
         self.up = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
@@ -54,12 +65,23 @@ class Experts(nn.Module):
             "gate": Weight(("experts", "expert_d_ff", "d_model")),
             "up": Weight(("experts", "expert_d_ff", "d_model")),
             "down": Weight(("experts", "d_model", "expert_d_ff"), "residual"),
+            "gate_bias": Weight(("experts", "expert_d_ff"), "zeros"),
+            "up_bias": Weight(("experts", "expert_d_ff"), "zeros"),
+            "down_bias": Weight(("experts", "d_model"), "zeros"),
         }
+        self.expert_bias = expert_bias
+        if expert_bias:
+            self.gate_bias = nn.Parameter(torch.empty(n_experts, d_ff))
+            self.up_bias = nn.Parameter(torch.empty(n_experts, d_ff))
+            self.down_bias = nn.Parameter(torch.empty(n_experts, d_model))
+        self.swiglu_limit = swiglu_limit
         self.dispatch: ExpertDispatch = experts_grouped
 
     def forward(self, hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Each token's weighted sum of its experts' outputs (T, D)."""
-        return self.dispatch(hidden_TD, indices_TK, weights_TK, self.gate, self.up, self.down)
+        biases = ExpertBiases(self.gate_bias, self.up_bias, self.down_bias) if self.expert_bias else None
+        matrices = (self.gate, self.up, self.down)
+        return self.dispatch(hidden_TD, indices_TK, weights_TK, *matrices, biases, self.swiglu_limit)
 
 
 class MoE(nn.Module):
@@ -143,7 +165,13 @@ def build_moe(config: MoEConfig, d_model: int, activation: ActivationName = "sil
     width = config.shared_width
     return MoE(
         router=build_router(config, d_model),
-        experts=Experts(n_experts=config.n_experts, d_model=d_model, d_ff=config.d_ff),
+        experts=Experts(
+            n_experts=config.n_experts,
+            d_model=d_model,
+            d_ff=config.d_ff,
+            expert_bias=config.expert_bias,
+            swiglu_limit=config.swiglu_limit,
+        ),
         shared=FeedForward(d_model, width, "shared_d_ff", activation=activation) if width else None,
         shared_gate=Linear(1, d_model, ("one", "d_model")) if width and config.shared_gate else None,
         balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,

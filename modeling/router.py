@@ -51,7 +51,8 @@ class Router(nn.Module):
     With ``n_groups`` above one, a token's experts are in its best ``top_k_groups`` groups: those with the largest sums
     of their ``n_best`` best scores (two in DeepSeek-V3; one in DeepSeek-V2, arXiv:2405.04434, section 2.2.2). With
     ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves by
-    ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32.
+    ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32; with ``logit_bias`` a trained
+    bias belongs to them, and so to the choice and to the weights.
 
     ``settle(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made, and
     replays another's where it was a tie.
@@ -70,6 +71,7 @@ class Router(nn.Module):
         normalize_top_k: bool,
         routed_scale: float,
         has_bias: bool,
+        logit_bias: bool = False,
     ) -> None:
         super().__init__()
         self.top_k = top_k
@@ -80,14 +82,20 @@ class Router(nn.Module):
         self.normalize_top_k = normalize_top_k
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
-        self.stated = {"weight": Weight(("scores", "d_model")), "bias": Weight(("scores",), "zeros")}
+        self.logit_bias = nn.Parameter(torch.empty(n_experts)) if logit_bias else None
+        self.stated = {
+            "weight": Weight(("scores", "d_model")),
+            "logit_bias": Weight(("scores",), "zeros"),
+            "bias": Weight(("scores",), "zeros"),
+        }
         self.settle: Settle = keep_choice
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
 
     def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
         """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
-        logits_TE = F.linear(hidden_TD.float(), self.weight.float())
+        logit_bias_E = None if self.logit_bias is None else self.logit_bias.float()
+        logits_TE = F.linear(hidden_TD.float(), self.weight.float(), logit_bias_E)
         score = SCORES[self.score]
         scores_TE = score.of(logits_TE)
         indices_TK = self.settle(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK
@@ -153,4 +161,5 @@ def build_router(config: MoEConfig, d_model: int) -> Router:
         normalize_top_k=config.normalize_top_k,
         routed_scale=config.routed_scale,
         has_bias=isinstance(config.balance, BiasBalance),
+        logit_bias=config.logit_bias,
     )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.kernels.experts import FromRows, ToRows, experts_grouped, place_rows
+from modeling.kernels.experts import ExpertBiases, FromRows, ToRows, experts_grouped, place_rows
 from modeling.moe import ExpertDispatch
 from parallel.collectives import exchange_rows
 from parallel.mesh import Axis
@@ -23,7 +23,14 @@ def make_dispatch(axis: Axis, row_multiple: int | None = None) -> ExpertDispatch
     """
 
     def dispatch(
-        hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+        hidden_TD: Tensor,
+        indices_TK: Tensor,
+        weights_TK: Tensor,
+        gate_EFD: Tensor,
+        up_EFD: Tensor,
+        down_EDF: Tensor,
+        biases: ExpertBiases | None = None,
+        swiglu_limit: float | None = None,
     ) -> Tensor:
         n_local = gate_EFD.shape[0]
         counts_E = torch.bincount(indices_TK.flatten(), minlength=n_local * axis.degree)
@@ -36,7 +43,8 @@ def make_dispatch(axis: Axis, row_multiple: int | None = None) -> ExpertDispatch
             torch.arange(n_local, device=rows_RD.device).repeat(axis.degree).repeat_interleave(theirs_NE.flatten())
         )
         ones_R1 = torch.ones_like(experts_R, dtype=torch.float32)[:, None]
-        out_RD = experts_grouped(rows_RD, experts_R[:, None], ones_R1, gate_EFD, up_EFD, down_EDF, row_multiple)
+        experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, row_multiple)
+        out_RD = experts_grouped(rows_RD, experts_R[:, None], ones_R1, *experts)
         out_TKD = FromRows.apply(exchange_rows(out_RD, received, sent, axis), rows_TK)
         return (out_TKD * weights_TK[..., None].to(hidden_TD.dtype)).sum(1)
 

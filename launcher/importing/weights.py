@@ -89,7 +89,7 @@ def read_blocks(folder: ModelFolder, part: Part) -> Iterator[Tensor]:
                 file.seek(stored.start + view.storage_offset() * size)
                 read_into(file, memoryview(raw))
                 values = torch.frombuffer(raw, dtype=DTYPES[stored.dtype])
-                yield values.as_strided(view.shape, view.stride(), 0).float().flatten()
+                yield values.as_strided(view.shape, view.stride(), 0).float().flatten().contiguous()
     except (NotSafetensors, FileNotFoundError):
         rule = "must not change while it is read, and has"
         raise UserError([f"{folder.path / stored.file} {rule}; try again"]) from None

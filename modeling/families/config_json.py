@@ -152,6 +152,12 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
         *family.aliases,
     }
     for key in sorted(content.keys() - known):
+        if key == "quantization_config":
+            yield (
+                f"config.json: {key}={shown(content[key])} is not possible: quantized weights are not read; give a "
+                "folder of plain ones, as transformers saves what it has dequantized"
+            )
+            continue
         yield (
             f"config.json: {key if key.isprintable() else shown(key)}={shown(content[key])} is not known with "
             f"model.family={content['model_type']}; remove it if it changes nothing of what the model computes"

@@ -51,6 +51,7 @@ class Family:
     derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
     prefix: str = ""  # of the names in the files, but for the head's; files of the class without a head lack it
     length_key: str = "max_position_embeddings"  # key of config.json: the longest sequence
+    tells_plain_rope: bool = False  # for the class scales them where rope_scaling is left out
     scales_rope: bool = True  # the class reads rope_scaling, in both versions
     # a config.json with keys filled in whose values follow from others, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None

@@ -32,7 +32,8 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
             value = getattr(config.rope_scaling, each.name)
             if each.name != "name" and value is not None and value is not True:  # which is what left out means
                 scaling[ORIGINAL.get(each.name, each.name)] = value
-    told = {} if config.rope_scaling is None else {"rope_scaling": scaling}
+    is_told = config.rope_scaling is not None or family.tells_plain_rope
+    told = {"rope_scaling": scaling} if is_told else {}
     parameters = {**scaling, **rope}
     if not family.has_local_rope:
         return {**rope, **told, "rope_parameters": parameters}

@@ -62,4 +62,4 @@ def is_hidden_matrix(weight: Weight) -> bool:
     shared experts: their outputs are scores, as the head's are, and where one choice weighs one a router's gradient is
     rounding alone, which would become an update of full size.
     """
-    return len(weight.dims) >= 2 and not (weight.is_embedding or {"scores", "one"} & {*weight.dims})
+    return weight.is_matrix and not (weight.is_embedding or {"scores", "one"} & {*weight.dims})

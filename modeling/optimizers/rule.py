@@ -48,7 +48,7 @@ class UpdateRule(ABC):
 
     def decays(self, weight: Weight) -> bool:
         """Whether weight decay falls on a weight: on matrices only, on embeddings and the head if asked for."""
-        return len(weight.dims) >= 2 and (self.decay_embeddings or not weight.is_embedding)
+        return weight.is_matrix and (self.decay_embeddings or not weight.is_embedding)
 
     def lr_scale(self, weight: Weight) -> float:
         """What the learning rate is multiplied by for a weight."""

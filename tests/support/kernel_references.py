@@ -4,6 +4,8 @@ Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head;
 D d_model, F d_ff, R the rows of one expert.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,14 +41,27 @@ def attend_reference(
 
 
 def experts_reference(
-    hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+    hidden_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    biases: Sequence[Tensor] | None = None,
+    swiglu_limit: float | None = None,
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), one expert after another."""
     out_TD = torch.zeros_like(hidden_TD)
     for expert in range(gate_EFD.shape[0]):
+        gate_F, up_F, down_D = (None, None, None) if biases is None else [each[expert] for each in biases]
         tokens, slots = (indices_TK == expert).nonzero(as_tuple=True)
         chosen_RD = hidden_TD[tokens]
-        inner_RF = F.silu(F.linear(chosen_RD, gate_EFD[expert])) * F.linear(chosen_RD, up_EFD[expert])
-        result_RD = F.linear(inner_RF, down_EDF[expert]) * weights_TK[tokens, slots, None].to(hidden_TD.dtype)
+        gate_RF, up_RF = F.linear(chosen_RD, gate_EFD[expert], gate_F), F.linear(chosen_RD, up_EFD[expert], up_F)
+        if swiglu_limit is None:
+            inner_RF = F.silu(gate_RF) * up_RF
+        else:
+            gate_RF = torch.minimum(gate_RF, torch.tensor(swiglu_limit))
+            inner_RF = (up_RF.clamp(-swiglu_limit, swiglu_limit) + 1) * gate_RF / (1 + torch.exp(-1.702 * gate_RF))
+        result_RD = F.linear(inner_RF, down_EDF[expert], down_D) * weights_TK[tokens, slots, None].to(hidden_TD.dtype)
         out_TD = out_TD.index_add(0, tokens, result_RD)
     return out_TD

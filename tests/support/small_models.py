@@ -84,6 +84,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             qkv_bias=draw(st.sampled_from(expressible(family, "qkv_bias", [False, True]))),
             o_bias=draw(st.sampled_from(expressible(family, "o_bias", [False, True]))),
             ff_bias=draw(st.sampled_from(expressible(family, "ff_bias", [False, True]))),
+            sinks=expressible(family, "sinks", [False, True])[0],
             sliding_window=window,
             full_attention_layers=tuple(draw(some_of(range(n_layers)))[: n_layers - 1]) if has_patterns else (),
             rope_theta=draw(st.sampled_from(expressible(family, "rope_theta", [100.0, 10000.0, 1e6]))),
@@ -186,6 +187,9 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
         n_dense_layers=any_of("n_dense_layers", range(n_layers + 1)),
         score=any_of("score", ["softmax", "sigmoid"]),
         normalize_top_k=any_of("normalize_top_k", [False, True]),
+        expert_bias=any_of("expert_bias", [False, True]),
+        swiglu_limit=any_of("swiglu_limit", [None, 0.3, 7.0]),
+        logit_bias=any_of("logit_bias", [False, True]),
         routed_scale=any_of("routed_scale", [1.0, 2.5]),
         balance=draw(st.sampled_from(balances)),
     )
@@ -207,6 +211,9 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         n_dense_layers=expressible(family, "moe.n_dense_layers", [1, 0])[0],
         score=expressible(family, "moe.score", ["softmax", "sigmoid"])[0],
         normalize_top_k=expressible(family, "moe.normalize_top_k", [True, False])[0],
+        expert_bias=expressible(family, "moe.expert_bias", [False, True])[0],
+        swiglu_limit=expressible(family, "moe.swiglu_limit", [None, 7.0])[0],  # version 4 knows 7 alone
+        logit_bias=expressible(family, "moe.logit_bias", [False, True])[0],
         balance=BiasBalance() if family_of(family).has_selection_bias else NoBalance(),
     )
     has_mla = family_of(family).has("mla")
@@ -235,6 +242,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         ff_bias=expressible(family, "ff_bias", [True, False])[0],
         residual_scale=expressible(family, "residual_scale", [0.5, 1.0])[0],
         logit_divisor=expressible(family, "logit_divisor", [2.0, 1.0])[0],
+        sinks=expressible(family, "sinks", [False, True])[0],
         local_rope_theta=expressible(family, "local_rope_theta", [None, 50.0])[0],
         rope_fraction=expressible(family, "rope_fraction", [0.5, 1.0])[0],
         init_std=0.12,

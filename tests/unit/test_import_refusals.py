@@ -89,7 +89,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "newer": ({"new_key": 7}, "one/config.json: new_key=7 is not known with model.family=glm4_moe; remove it if"),
     "quantized": (
         {"quantization_config": {"bits": 8}},
-        'one/config.json: quantization_config={"bits": 8} is not known',
+        'one/config.json: quantization_config={"bits": 8} is not possible: quantized weights are not read',
     ),
     "code": ({"auto_map": {"AutoConfig": "x.C"}}, 'one/config.json: auto_map={"AutoConfig": "x.C"} is not known'),
     "scaled": (

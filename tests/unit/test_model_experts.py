@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernel_references import experts_reference
-from modeling.kernels.experts import experts_grouped, place_rows
+from modeling.kernels.experts import ExpertBiases, experts_grouped, place_rows
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -40,6 +40,44 @@ def outputs_and_gradients(experts: Callable[..., Tensor], arguments: list[Tensor
 def relative_error(value: Tensor, reference: Tensor) -> float:
     error, norm = (value.double() - reference.double()).norm(), reference.double().norm()
     return float(error / norm) if norm > 0 else float(error)
+
+
+@FEW
+@given(
+    n_tokens=st.sampled_from([7, 64, 65]),
+    n_experts=st.integers(1, 5),
+    has_biases=st.booleans(),
+    swiglu_limit=st.sampled_from([None, 0.4, 7.0]),
+    row_multiple=st.sampled_from([1, 8, 64]),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_biases_and_clamped_gates_equal_reference(
+    n_tokens: int,
+    n_experts: int,
+    has_biases: bool,
+    swiglu_limit: float | None,
+    row_multiple: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    """fp32: 1e-6 relative to each norm, outputs and gradients, biases' too; an expert without tokens has none."""
+    top_k = data.draw(st.integers(1, n_experts))
+    n_used = data.draw(st.integers(top_k, n_experts))
+    arguments = inputs(n_tokens, n_experts, top_k, seed, n_used=n_used)
+    generator = torch.Generator().manual_seed(seed)
+    if has_biases:
+        arguments += [torch.randn(matrix.shape[:2], generator=generator) for matrix in arguments[3:]]
+
+    def grouped(*arguments: Tensor) -> Tensor:
+        biases = ExpertBiases(*arguments[6:]) if has_biases else None
+        return experts_grouped(*arguments[:6], biases, swiglu_limit, row_multiple)
+
+    def slow(*arguments: Tensor) -> Tensor:
+        return experts_reference(*arguments[:6], arguments[6:] or None, swiglu_limit)
+
+    results = zip(outputs_and_gradients(grouped, arguments), outputs_and_gradients(slow, arguments), strict=True)
+    assert all(relative_error(value, reference) < 1e-6 for value, reference in results)
 
 
 @FEW

@@ -24,6 +24,8 @@ REASONS = {
     "modeling.init.draw_normal": "bits of a seed",
     "modeling.kernels.experts.CPU_ROW_MULTIPLE": "the default of Sizes.row_multiple on CPUs",
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",
+    "modeling.kernels.experts.ONES": "what the matrix product wants; one of them counts",
+    "modeling.kernels.experts.GATE_SLOPE": "the formula's",
     "modeling.score_terms.STEEPEST": "the formula's",
     "modeling.loss.CHUNK_LOGITS": "the default of Sizes.chunk_logits",
     "modeling.loss.IGNORE": "a mark, not a size",
