@@ -171,7 +171,7 @@ def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) 
 
 
 def told_of(theirs: PreTrainedModel, rows: Rows) -> dict[str, Any]:
-    """What tells transformers' class where documents lie: positions. gpt-oss makes no mask of them, so it gets masks."""
+    """What tells transformers' class where documents lie: positions. gpt-oss makes no mask of these, and gets masks."""
     told: dict[str, Any] = {"position_ids": rows.positions_BS}
     if theirs.config.model_type == "gpt_oss":
         distance_BSS = rows.positions_BS[:, :, None] - rows.positions_BS[:, None]
