@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.o_bias = Bias(config.d_model, "d_model") if config.o_bias else None
         is_local = self.sliding_window is not None and config.local_rope_theta is not None
         theta = config.local_rope_theta if is_local and config.local_rope_theta is not None else config.rope_theta
-        self.rotary = Rotary(config.rope_dim, theta, None if is_local else config.rope_scaling)
+        self.rotary = Rotary(config.rope_dim_of(layer), theta, None if is_local else config.rope_scaling)
         self.alibi = Alibi(config.n_heads, range(config.n_heads)) if config.positions == "alibi" else None
         self.sinks = Sinks(config.n_heads) if config.sinks else None
         self.core: AttentionCore = attend
@@ -88,7 +88,7 @@ class GroupedQueryAttention(Attention):
         self.q = Linear(config.n_heads * d_head, d_model, ("heads", "d_model"), bias=bias)
         self.k = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
         self.v = Linear(config.n_kv_heads * d_head, d_model, ("kv_heads", "d_model"), bias=bias)
-        if bias and config.keys_shift_alike:
+        if bias and config.keys_shift_alike(layer):
             self.k.stated["bias"] = replace(self.k.stated["bias"], cancels=True)
         self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), is_residual=True)
         self.norms_all_heads = config.qk_norm_over == "all_heads"

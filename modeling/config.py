@@ -24,6 +24,7 @@ FamilyName = Literal[
     "qwen2",
     "qwen3",
     "phi3",
+    "smollm3",
     "olmo2",
     "gemma3_text",
     "mixtral",
@@ -37,6 +38,8 @@ FamilyName = Literal[
     "gpt_oss",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
+ModelFamily = Literal[FamilyName, "none"]
+NO_FAMILY = "none"  # a model that no class of `transformers` computes: it can have every block, and is not exported
 
 Count = Annotated[int, Interval(ge=1, le=2**16)]
 Width = Annotated[int, Interval(ge=1, le=2**24)]
@@ -180,7 +183,7 @@ class MLAConfig:
 
 # modeling.feed_forward.ACTIVATIONS has each one's formula
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-PositionsName = Literal["rope", "alibi", "learned"]
+PositionsName = Literal["rope", "alibi", "learned", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
@@ -189,8 +192,8 @@ Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 class ModelConfig:
     """A decoder. ``family`` names the `transformers` architecture that an export becomes."""
 
-    # the `transformers` architecture that an export becomes
-    family: FamilyName = "llama"
+    # the `transformers` architecture that an export becomes; none: every block is free, and nothing is exported
+    family: ModelFamily = "llama"
     vocab_size: Width = 8192  # rows of the embedding; at least as many as the tokenizer has ids
     d_model: Annotated[int, Interval(ge=1, le=2**20)] = 512  # width of the residual stream
     n_layers: Annotated[int, Interval(ge=1, le=10_000)] = 8  # layers
@@ -230,8 +233,10 @@ class ModelConfig:
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     sinks: bool = False  # each head has a trained logit that joins its softmax and carries no value
     # how tokens are told apart by place; rope: channels turn; alibi: scores fall with the distance;
-    # learned: a table's row is added to each embedded token
+    # learned: a table's row is added to each embedded token; none: by the causal mask alone
     positions: PositionsName = "rope"
+    # layers (from 0) in which no channel turns, though positions=rope
+    nope_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     # rows of the table of learned positions, and so the longest sequence; None: there is no table
     max_positions: Width | None = field(default=None, metadata={"usual": 1024})
     rope_theta: Theta = 10000.0  # base of the rotary frequencies
@@ -253,10 +258,9 @@ class ModelConfig:
         """Whether each key-value head has projections of its own, from the hidden state."""
         return self.mla is None
 
-    @property
-    def keys_shift_alike(self) -> bool:
-        """Whether a vector that is added to all keys moves all scores of a query alike, which no softmax sees."""
-        return self.positions != "rope" and not self.qk_norm and not self.sinks
+    def keys_shift_alike(self, layer: int) -> bool:
+        """Whether a vector that is added to all keys of a layer moves all scores of a query alike: no softmax sees it."""
+        return self.rope_dim_of(layer) == 0 and not self.qk_norm and not self.sinks
 
     @property
     def head_dim(self) -> int:
@@ -297,7 +301,7 @@ class ModelConfig:
 
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields of an optional section, and about it, that is broken."""
-        yield from self.window_problems()
+        yield from self.layer_list_problems()
         yield from self.rope_problems()
         yield from self.position_problems()
         if self.mla is not None:
@@ -310,16 +314,20 @@ class ModelConfig:
         if self.moe is not None:
             yield from self.moe.problems()
 
-    def window_problems(self) -> Iterator[str]:
-        """One line for each rule about the layers with and without a sliding window that is broken."""
-        told = f"model.full_attention_layers={list(self.full_attention_layers)}"
+    def layer_list_problems(self) -> Iterator[str]:
+        """One line for each rule about the lists of layers that have no window, or do not turn, that is broken."""
         if self.sliding_window is None and self.full_attention_layers:
+            told = f"model.full_attention_layers={list(self.full_attention_layers)}"
             yield f"{told} must be [] where model.sliding_window=null (no layer has a window); remove it"
-        elif list(self.full_attention_layers) != sorted({*self.full_attention_layers}):
-            yield f"{told} must name each layer once, ascending; try {sorted({*self.full_attention_layers})}"
-        elif self.full_attention_layers and self.full_attention_layers[-1] >= self.n_layers:
-            fitting = [layer for layer in self.full_attention_layers if layer < self.n_layers]
-            yield f"{told} must name layers below model.n_layers={self.n_layers} (the first is 0); try {fitting}"
+            return
+        for key in ("full_attention_layers", "nope_layers"):
+            layers: tuple[int, ...] = getattr(self, key)
+            told = f"model.{key}={list(layers)}"
+            if list(layers) != sorted({*layers}):
+                yield f"{told} must name each layer once, ascending; try {sorted({*layers})}"
+            elif layers and layers[-1] >= self.n_layers:
+                fitting = [layer for layer in layers if layer < self.n_layers]
+                yield f"{told} must name layers below model.n_layers={self.n_layers} (the first is 0); try {fitting}"
 
     def rope_problems(self) -> Iterator[str]:
         """One line for each rule about the rotary frequencies that is broken."""
@@ -356,6 +364,7 @@ class ModelConfig:
             ("local_rope_theta", self.local_rope_theta, "null"),
             ("rope_fraction", self.rope_fraction, 1.0),
             ("rope_scaling", scaling, "null"),
+            ("nope_layers", list(self.nope_layers), []),
         ):
             if value not in (usual, None):
                 told = f"model.{key}.name={value}" if key == "rope_scaling" else f"model.{key}={value}"
@@ -367,6 +376,10 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """How many tokens one of layer ``layer`` (from 0) sees, itself included; None: all before it."""
         return None if layer in self.full_attention_layers else self.sliding_window
+
+    def rope_dim_of(self, layer: int) -> int:
+        """Channels of a head that turn in layer ``layer`` (from 0)."""
+        return 0 if layer in self.nope_layers else self.rope_dim
 
     def layer_kind(self, layer: int) -> bool:
         """Equal for layers (from 0) that are built alike."""

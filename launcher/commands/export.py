@@ -22,7 +22,7 @@ from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import GENERATION_JSON
 from launcher.safetensors_file import save_tensors
-from modeling.config import ModelConfig
+from modeling.config import NO_FAMILY, ModelConfig
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
 from modeling.families.weights import to_hf
@@ -90,6 +90,9 @@ def write_export(
     Everything goes to a hidden folder beside ``out`` which is renamed at the end, so ``out`` is whole or absent.
     ``check`` looks at it before that; what it raises leaves nothing behind.
     """
+    if config.family == NO_FAMILY:
+        told = f"model.family={NO_FAMILY} names no class of `transformers` that an export could become"
+        raise UserError([f"{told}; `roundtable generate` and `eval` take the checkpoint itself"])
     problems = [*out_problems(out), *check_export_widths(config, dtype or "fp32")]
     problems = problems or room_problems(out, config, DTYPES[dtype or "fp32"])
     if problems:

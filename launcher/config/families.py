@@ -10,12 +10,15 @@ from typing import Any
 
 from launcher.config.ranges import ranges
 from launcher.config.words import join_or, show
-from modeling.config import FAMILIES, ModelConfig
-from modeling.families.family import default_of, family_of, section_types
+from modeling.config import FAMILIES, NO_FAMILY, ModelConfig
+from modeling.families.family import default_of, family_of, field_defaults, section_types
 
 
 def check_family(model: ModelConfig) -> Iterator[str]:
     """One line for each thing in ``model`` that its family's `transformers` class cannot express."""
+    if model.family == NO_FAMILY:
+        yield from check_unused(model)
+        return
     family = family_of(model.family)
     told = f"with model.family={model.family}, whose `transformers` class"
     for section, kind in section_types().items():
@@ -70,6 +73,39 @@ def check_family(model: ModelConfig) -> Iterator[str]:
             f"model.d_model={model.d_model} must be a multiple of model.n_heads={model.n_heads} {told} demands it "
             f"even where model.d_head={model.d_head} is given; try {near}"
         )
+
+
+def check_unused(model: ModelConfig) -> Iterator[str]:
+    """One line for each field of a model without a family that changes nothing, or is missing. Families leave none."""
+    if model.positions == "learned" and model.max_positions is None:
+        usual = ranges(ModelConfig)["max_positions"].usual
+        yield f"model.max_positions=null is not possible where model.positions=learned (it needs rows); try {usual}"
+    defaults = field_defaults()
+    for is_so, why, keys in unused_where(model):
+        for key in keys if is_so else ():
+            for value in _values(model, key):
+                if value != defaults[key]:
+                    usual = _plain(defaults[key])
+                    yield f"model.{key}={_plain(value)} changes nothing where {why}; try model.{key}={usual}"
+
+
+def unused_where(model: ModelConfig) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
+    """Whether something is so, what that is, and the fields that nothing looks at then."""
+    latent = ("d_head", "qk_norm", "qkv_bias", "rope_fraction", "score_channels", "score_scale")
+    has_dense = model.n_moe_layers < model.n_layers
+    has_gates = has_dense or (model.moe is not None and model.moe.shared_width > 0)
+    moe = model.moe
+    yield from (
+        (model.mla is not None, "model.mla is given", latent),
+        (model.positions != "learned", f"model.positions={model.positions}", ("max_positions",)),
+        (not model.qk_norm, "model.qk_norm=false", ("qk_norm_over",)),
+        (model.sliding_window is None, "model.sliding_window=null", ("local_rope_theta",)),
+        (model.score_scale is not None, "model.score_scale is given", ("score_channels",)),
+        (not has_dense, "no layer is dense", ("ff_bias", "ff_gated")),
+        (not has_gates, "no layer is dense and no expert shared", ("activation",)),
+        (moe is not None and moe.shared_width == 0, "no expert is shared", ("moe.shared_d_ff", "moe.shared_gate")),
+        (moe is not None and moe.n_groups == 1, "model.moe.n_groups=1", ("moe.group_score",)),
+    )
 
 
 def _values(model: ModelConfig, key: str) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from modeling.config import Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.config import NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.families.family import family_of, section_types
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.schedules import ConstantSchedule
@@ -133,7 +133,8 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         n_kv_heads=n_kv_heads,
         d_head=2 * D_HEAD if has_own_d_head else (None if model.d_head is None else d_model // n_heads),
         d_ff=_up_to(D_FF, WIDTH_UNIT * degrees.tp),
-        full_attention_layers=shrink_full_layers(model, n_layers),
+        full_attention_layers=shrink_layers(model.full_attention_layers, model, n_layers),
+        nope_layers=shrink_layers(model.nope_layers, model, n_layers),
         rope_fraction=shrink_fraction(model, 2 * D_HEAD if has_own_d_head else d_model // n_heads),
         z_loss=max(model.z_loss, Z_LOSS) if model.z_loss else 0.0,
         init_std=min(
@@ -141,7 +142,8 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         ),  # layers' outputs keep their size
         **sections,
     )
-    return replace(small, **{name: value(small) for name, value in family_of(model.family).derived.items()})
+    derived = {} if model.family == NO_FAMILY else family_of(model.family).derived
+    return replace(small, **{name: value(small) for name, value in derived.items()})
 
 
 def shrink_fraction(model: ModelConfig, d_head: int) -> float:
@@ -149,10 +151,10 @@ def shrink_fraction(model: ModelConfig, d_head: int) -> float:
     return 1.0 if model.rope_fraction == 1 else max(2, 2 * round(model.rope_fraction * d_head / 2)) / d_head
 
 
-def shrink_full_layers(model: ModelConfig, n_layers: int) -> tuple[int, ...]:
-    """The last layer where some layers of the model have no window, none or all where none or all have none."""
-    n_full = len(model.full_attention_layers)
-    return tuple(range(n_layers)) if n_full == model.n_layers else tuple(range(n_layers)[-1:]) if n_full else ()
+def shrink_layers(layers: tuple[int, ...], model: ModelConfig, n_layers: int) -> tuple[int, ...]:
+    """The last layer where some layers of the model are listed, none or all where none or all are."""
+    n_listed = len(layers)
+    return tuple(range(n_layers)) if n_listed == model.n_layers else tuple(range(n_layers)[-1:]) if n_listed else ()
 
 
 def shrink_section(section: Any) -> Any:

@@ -27,6 +27,7 @@ EVERYWHERE = frozenset(
     }
 )
 REMEDY = "give another model"
+LISTS = ("layer_types", "no_rope_layers")  # keys with an entry for each layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +130,13 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
 
 
 def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """One line where the list of the layers' kinds is not as long as there are layers."""
-    if "layer_types" not in family.keys:
-        return
-    types, n_layers = content.get("layer_types"), content.get("num_hidden_layers", family.defaults["num_hidden_layers"])
-    if types and type(types) is list and len(types) != n_layers:
-        rule = f"is not possible with num_hidden_layers={shown(n_layers)}: it must have an entry for each layer"
-        yield f"config.json: layer_types={shown(types)} {rule}; {REMEDY}"
+    """One line for each list of what layers are that is not as long as there are layers."""
+    for key in (key for key in LISTS if key in family.keys):
+        listed = content.get(key)
+        n_layers = content.get("num_hidden_layers", family.defaults["num_hidden_layers"])
+        if listed and type(listed) is list and len(listed) != n_layers:
+            rule = f"is not possible with num_hidden_layers={shown(n_layers)}: it must have an entry for each layer"
+            yield f"config.json: {key}={shown(listed)} {rule}; {REMEDY}"
 
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:

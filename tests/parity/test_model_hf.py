@@ -321,9 +321,9 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
     """
     if config.moe is not None and config.moe.normalize_top_k and config.moe.top_k == 1 and "router" in name:
         return True
-    if config.positions != "rope" and name.endswith("attention.k.bias"):
-        return True
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
+    if config.rope_dim_of(layer) == 0 and name.endswith("attention.k.bias"):
+        return True
     return (
         config.window_of(layer) == 1
         and not config.sinks

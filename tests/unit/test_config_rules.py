@@ -68,6 +68,8 @@ HAVE_MLA, HAVE_NO_MLA = names("mla", have=True), names("mla", have=False)
 
 # Base, what is changed, processes, the line, and the change that the line's remedy names.
 CASES = [
+    ("llama", "model.family=none model.max_positions=2048", 1, "model.max_positions=2048 changes nothing where model.positions=rope; try model.max_positions=null", "model.max_positions=null"),
+    ("llama", "model.family=none model.positions=learned data.seq_len=32", 1, "model.max_positions=null is not possible where model.positions=learned (it needs rows); try 1024", "model.max_positions=1024"),
     ("llama", "seed=-1", 1, "seed=-1 must be at least 0; try 0", "seed=0"),
     ("llama", "train.steps=0", 1, "train.steps=0 must be at least 1; try 1000", "train.steps=1000"),
     ("llama", "data.seq_len=0", 1, "data.seq_len=0 must be at least 1; try 1024", "data.seq_len=1024"),
@@ -135,6 +137,8 @@ CASES = [
     ("qwen2", "model.full_attention_layers=[0]", 1, "model.full_attention_layers=[0] must be [] where model.sliding_window=null (no layer has a window); remove it", "model.full_attention_layers=[]"),
     ("qwen2", "model.sliding_window=8 model.full_attention_layers=[3,1]", 1, "model.full_attention_layers=[3, 1] must name each layer once, ascending; try [1, 3]", "model.full_attention_layers=[1,3]"),
     ("qwen2", "model.sliding_window=8 model.full_attention_layers=[3,9]", 1, "model.full_attention_layers=[3, 9] must name layers below model.n_layers=8 (the first is 0); try [3]", "model.full_attention_layers=[3]"),
+    ("smollm3", "model.nope_layers=[3,1]", 1, "model.nope_layers=[3, 1] must name each layer once, ascending; try [1, 3]", "model.nope_layers=[1,3]"),
+    ("smollm3", "model.nope_layers=[3,9]", 1, "model.nope_layers=[3, 9] must name layers below model.n_layers=8 (the first is 0); try [3]", "model.nope_layers=[3]"),
     ("llama", "model.rope_scaling={name: llama3, high_freq_factor: 1.0}", 1, "model.rope_scaling.high_freq_factor=1.0 must be above model.rope_scaling.low_freq_factor=1.0; try 4.0", "model.rope_scaling.high_freq_factor=4.0"),
     ("llama", "model.rope_scaling={name: yarn, beta_fast: 1.0}", 1, "model.rope_scaling.beta_fast=1.0 must be above model.rope_scaling.beta_slow=1.0; try 32.0", "model.rope_scaling.beta_fast=32.0"),
     ("llama", "model.rope_theta=1 model.rope_scaling={name: yarn}", 1, "model.rope_theta=1.0 must be above 1 where model.rope_scaling.name=yarn (its frequencies must differ); try 10000.0", "model.rope_theta=10000.0"),
@@ -240,6 +244,8 @@ def base_of(key: str) -> list[str]:
         if ".moe." in key
         else "qwen2"
         if "sliding" in key or "full_attention" in key
+        else "smollm3"
+        if "nope" in key
         else "llama"
     )
     base = list(BASES[family])
@@ -261,6 +267,7 @@ def place_of(key: str) -> str:
         "data.sources.weight": "data.sources[0].weight",
         "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
         "model.full_attention_layers": "model.full_attention_layers[0]",
+        "model.nope_layers": "model.nope_layers[0]",
     }.get(key, key)
 
 
@@ -397,6 +404,7 @@ def test_token_files_have_no_held_out_split(load, tmp_path):
         ({"rope_theta": 5.0}, "model.rope_theta=5.0 is not possible where model.positions=alibi (no channel turns); try model.rope_theta=10000.0"),
         ({"local_rope_theta": 5.0}, "model.local_rope_theta=5.0 is not possible where model.positions=alibi (no channel turns); try model.local_rope_theta=null"),
         ({"rope_fraction": 0.5}, "model.rope_fraction=0.5 is not possible where model.positions=alibi (no channel turns); try model.rope_fraction=1.0"),
+        ({"nope_layers": (1,)}, "model.nope_layers=[1] is not possible where model.positions=alibi (no channel turns); try model.nope_layers=[]"),
         ({"rope_scaling": LinearScaling()}, "model.rope_scaling.name=linear is not possible where model.positions=alibi (no channel turns); try model.rope_scaling=null"),
         ({"mla": MLAConfig()}, "model.positions=alibi must be rope where model.mla is given (channels of its keys turn); try rope"),
     ],
@@ -491,6 +499,7 @@ def test_any_config_gets_an_answer_of_plain_lines(config, world_size):
 NOT_ALONE = (
     "decay",
     "full_attention",
+    "nope_layers",
     "original_seq_len",
     "parallel.pipeline",
     "data.",

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from launcher.config.layout_rules import check_layout
 from layout_runs import run_config
+from modeling import config as model_config
 from modeling.attention import GroupedQueryAttention
 from modeling.config import ModelConfig
 from modeling.counts import count_parameters
@@ -22,7 +22,7 @@ from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF, Place, layout_of, place_of
 from small_models import example_config
 
-FAMILIES = {family: example_config(family) for family in get_args(get_type_hints(ModelConfig)["family"])}
+FAMILIES = {family: example_config(family) for family in model_config.FAMILIES}
 MODELS = {**FAMILIES, **{f"{name}, tied": replace(model, tie_embeddings=True) for name, model in FAMILIES.items()}}
 
 
