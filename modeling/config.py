@@ -183,7 +183,7 @@ class MLAConfig:
 
 # modeling.feed_forward.ACTIVATIONS has each one's formula
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-PositionsName = Literal["rope", "alibi", "learned", "none"]
+PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
@@ -233,7 +233,8 @@ class ModelConfig:
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     sinks: bool = False  # each head has a trained logit that joins its softmax and carries no value
     # how tokens are told apart by place; rope: channels turn; alibi: scores fall with the distance;
-    # learned: a table's row is added to each embedded token; none: by the causal mask alone
+    # learned: a table's row is added to each embedded token; sinusoidal: a row of sines and cosines is;
+    # none: by the causal mask alone
     positions: PositionsName = "rope"
     # layers (from 0) in which no channel turns, though positions=rope
     nope_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
@@ -351,6 +352,11 @@ class ModelConfig:
 
     def position_problems(self) -> Iterator[str]:
         """One line for each field of the rotary embedding that is set where there is none."""
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            yield (
+                f"model.d_model={self.d_model} must be even where model.positions=sinusoidal (each angle has a sine and "
+                f"a cosine); try {self.d_model + 1}"
+            )
         if self.positions == "rope":
             return
         if self.mla is not None:

@@ -20,7 +20,9 @@ from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
 from modeling.norm import Norm, build_norm
+from modeling.rope import Rotary
 
+WAVELENGTHS_BASE = 10000.0  # sinusoidal positions' wavelengths are up to so many times 2 pi
 ENTRY = (
     "embed",
     "embed_positions",
@@ -68,6 +70,20 @@ class PositionEmbedding(nn.Module):
     def forward(self, positions_BS: Tensor) -> Tensor:
         """The positions' vectors (B, S, D); none may lie beyond the table."""
         return F.embedding(positions_BS, self.weight)
+
+
+class SinusoidalPositions(nn.Module):
+    """Sines and cosines of a position's angles, which are no weights (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        """The positions' vectors, fp32 (B, S, D): sines in even channels, cosines in odd ones."""
+        rotary = Rotary(self.d_model, WAVELENGTHS_BASE)
+        cos_BSR, sin_BSR = rotary.tables(positions_BS)
+        return torch.stack([sin_BSR, cos_BSR], dim=-1).flatten(-2)
 
 
 class DecoderLayer(nn.Module):
@@ -139,7 +155,7 @@ class Decoder(nn.Module):
     """
 
     embed: Embedding
-    embed_positions: PositionEmbedding | None
+    embed_positions: PositionEmbedding | SinusoidalPositions | None
     embed_norm: Norm | None
     final_norm: Norm
     head: Head
@@ -153,7 +169,7 @@ class Decoder(nn.Module):
         *,
         embedding_scale: float = 1.0,
         logit_divisor: float = 1.0,
-        embed_positions: PositionEmbedding | None = None,
+        embed_positions: PositionEmbedding | SinusoidalPositions | None = None,
         embed_norm: Norm | None = None,
     ) -> None:
         super().__init__()
@@ -169,7 +185,8 @@ class Decoder(nn.Module):
     @property
     def max_positions(self) -> int | None:
         """The longest sequence, where positions are learned, of a decoder whose weights are whole."""
-        return None if self.embed_positions is None else self.embed_positions.weight.shape[0]
+        table = self.embed_positions
+        return table.weight.shape[0] if isinstance(table, PositionEmbedding) else None
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""
@@ -193,7 +210,8 @@ class Decoder(nn.Module):
             factor = torch.full((), self.embedding_scale, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
             hidden_BSD = hidden_BSD * factor
         if self.embed_positions is not None:
-            hidden_BSD = hidden_BSD + self.embed_positions(context.between_layers.positions_BS)
+            table_BSD = self.embed_positions(context.between_layers.positions_BS)
+            hidden_BSD = (hidden_BSD + table_BSD).to(hidden_BSD.dtype)
         return hidden_BSD if self.embed_norm is None else self.embed_norm(hidden_BSD)
 
     def forward(
@@ -247,8 +265,10 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     )
 
 
-def build_positions(config: ModelConfig) -> PositionEmbedding | None:
-    """The table of learned positions, where the model has one."""
+def build_positions(config: ModelConfig) -> PositionEmbedding | SinusoidalPositions | None:
+    """What is added to embedded tokens by their positions, where the model has that."""
+    if config.positions == "sinusoidal":
+        return SinusoidalPositions(config.d_model)
     if config.positions != "learned":
         return None
     assert config.max_positions is not None, f"model.family={config.family} needs it"

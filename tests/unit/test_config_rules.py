@@ -414,6 +414,12 @@ def test_where_no_channel_turns_nothing_says_how(changes, line):
     assert [*ModelConfig(positions="alibi").problems()] == []
 
 
+def test_every_angle_has_a_sine_and_a_cosine():
+    assert [*ModelConfig(positions="sinusoidal", d_model=33).problems()] == [
+        "model.d_model=33 must be even where model.positions=sinusoidal (each angle has a sine and a cosine); try 34"
+    ]
+
+
 MUON = ("optimizer={name: muon}", "train.precision=fp32")
 
 
@@ -448,7 +454,9 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     cases.append((load("train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"), 1))
     cases.append((load(*MUON), 1))
     cases += [
-        (load(*BASES[family], "model.positions=alibi", "model.rope_theta=5"), 1) for family in ("deepseek_v3", "llama")
+        (load(*BASES[family], f"model.positions={positions}", "model.d_model=33", "model.rope_theta=5"), 1)
+        for family in ("deepseek_v3", "llama")
+        for positions in ("alibi", "sinusoidal")
     ]
     assert wanted - set(lines_run(cases)) == set()
 

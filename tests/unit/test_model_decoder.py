@@ -1,5 +1,6 @@
 """The decoder as a whole: what may not influence what, and what changes no value."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -215,6 +216,29 @@ def test_what_the_second_half_of_a_block_sees(parallel_block: bool) -> None:
     seen_BSD = hidden_BSD if parallel_block else sum_BSD
     wanted_BSD = sum_BSD + layer.feed_forward(layer.feed_forward_norm(seen_BSD))
     assert torch.equal(layer(hidden_BSD, context)[0], wanted_BSD)
+
+
+def test_sinusoidal_positions_are_the_formula() -> None:
+    """As the paper has them, in fp64: 2e-6, for angles of a few dozen radians in fp32. They restart with documents."""
+    config = replace(example_config("llama"), positions="sinusoidal", embedding_scale=3.0)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    model = build(config, 0)
+    ours = model.embedded(rows.tokens_BS, rows.context()) - 3 * model.embed(rows.tokens_BS)
+    even_R = torch.arange(0, config.d_model, 2, dtype=torch.float64)
+    angles_BSR = rows.positions_BS[..., None] / 10000 ** (even_R / config.d_model)
+    torch.testing.assert_close(ours[..., ::2].double(), angles_BSR.sin(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours[..., 1::2].double(), angles_BSR.cos(), rtol=0, atol=2e-6)
+
+
+def test_sinusoidal_positions_are_added_in_fp32_and_rounded_once() -> None:
+    config = replace(example_config("llama"), positions="sinusoidal")
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    model = build(config, 0).bfloat16()
+    hidden = model.embedded(rows.tokens_BS, rows.context())
+    assert hidden.dtype == torch.bfloat16
+    assert model.embed_positions is not None
+    table = model.embed_positions(rows.positions_BS)
+    assert torch.equal(hidden, (model.embed(rows.tokens_BS).float() + table).bfloat16())
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -19,6 +19,7 @@ REASONS = {
     "modeling.attention.LATENT_NORM_EPS": "the formula's, as in transformers' class",
     "modeling.config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.context.PADDING": "a mark, not a size",
+    "modeling.decoder.WAVELENGTHS_BASE": "the formula's",
     "modeling.families.values.MOST_SHOWN": REFUSAL,
     "modeling.families.": "published sizes, and the defaults of transformers' classes",
     "modeling.init.draw_normal": "bits of a seed",
