@@ -260,7 +260,7 @@ class ModelConfig:
         return self.mla is None
 
     def keys_shift_alike(self, layer: int) -> bool:
-        """Whether a vector that is added to all keys of a layer moves all scores of a query alike: no softmax sees it."""
+        """Whether a vector that is added to all keys of a layer moves a query's scores alike: no softmax sees it."""
         return self.rope_dim_of(layer) == 0 and not self.qk_norm and not self.sinks
 
     @property
@@ -354,8 +354,8 @@ class ModelConfig:
         """One line for each field of the rotary embedding that is set where there is none."""
         if self.positions == "sinusoidal" and self.d_model % 2:
             yield (
-                f"model.d_model={self.d_model} must be even where model.positions=sinusoidal (each angle has a sine and "
-                f"a cosine); try {self.d_model + 1}"
+                f"model.d_model={self.d_model} must be even where model.positions=sinusoidal (each angle has a sine "
+                f"and a cosine); try {self.d_model + 1}"
             )
         if self.positions == "rope":
             return
@@ -387,9 +387,9 @@ class ModelConfig:
         """Channels of a head that turn in layer ``layer`` (from 0)."""
         return 0 if layer in self.nope_layers else self.rope_dim
 
-    def layer_kind(self, layer: int) -> bool:
-        """Equal for layers (from 0) that are built alike."""
-        return self.is_moe_layer(layer)
+    def layer_kind(self, layer: int) -> tuple[bool, bool]:
+        """Equal for layers (from 0) whose weights are alike."""
+        return self.is_moe_layer(layer), self.keys_shift_alike(layer)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""

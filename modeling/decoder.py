@@ -73,7 +73,7 @@ class PositionEmbedding(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """Sines and cosines of a position's angles, which are no weights (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
+    """Sines and cosines of a position's angles, no weights (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
