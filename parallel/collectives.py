@@ -66,6 +66,19 @@ def gather_parts(part: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 @torch.no_grad()
+def exchange_elements(flat: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """All-to-all of elements: the first ``sent[0]`` go to the axis's rank 0, and so on; ``received`` says what comes.
+
+    Bytes: those of the elements that leave this rank.
+    """
+    if axis.degree == 1:
+        return flat
+    result = flat.new_empty(sum(received))
+    dist.all_to_all_single(result, flat, received, sent, group=axis.group)
+    return result
+
+
+@torch.no_grad()
 def sum_together(tensors: Sequence[Tensor], axis: Axis) -> None:
     """Replaces each tensor by its sum over the axis, in place; added up in fp32, by one collective for all of them.
 

@@ -24,8 +24,6 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from _check_cp(config)
     if parallel.ep > 1:
         yield from _check_ep(config, world_size)
-    if config.optimizer.needs_whole_matrices:
-        yield from _check_whole_matrices(config)
     yield from pipeline_problems(
         parallel.pipeline,
         pp=parallel.pp,
@@ -35,17 +33,6 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         micro_batch_size=max(1, config.train.micro_batch_size),
         dp=dp_of(config, world_size),
     )
-
-
-def _check_whole_matrices(config: RunConfig) -> Iterator[str]:
-    """Matrices are whole or cut by tp, over which they are gathered; ZeRO cuts them anywhere."""
-    name, zero = config.optimizer.name, config.parallel.zero
-    if zero > 0:
-        too = "" if config.train.precision == "fp32" else " and train.precision=fp32"
-        yield (
-            f"optimizer.name={name} needs whole matrices, but parallel.zero={zero} deals out their elements; "
-            f"try parallel.zero=0{too}"
-        )
 
 
 def dp_of(config: RunConfig, world_size: int) -> int:

@@ -246,10 +246,9 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 def _check_precision(config: RunConfig) -> Iterator[str]:
     """ZeRO 0 goes through DeepSpeed in fp32 only."""
     if config.parallel.zero == 0 and config.train.precision != "fp32":
-        remedy = "train.precision=fp32" if config.optimizer.needs_whole_matrices else "parallel.zero=1"
         yield (
             f"parallel.zero=0 works with train.precision=fp32 only, not train.precision={config.train.precision}; "
-            f"try {remedy}"
+            "try parallel.zero=1"
         )
 
 

@@ -1,15 +1,17 @@
-"""The seam at which an optimizer that needs whole matrices gets them."""
+"""The seam at which an optimizer whose update needs whole matrices gets them."""
 
-from torch import Tensor, nn
+from collections.abc import Callable
+
+from torch import Tensor
 
 
 class Matrices:
-    """On one device every matrix is whole. ``parallel.matrices`` has the version that communicates."""
+    """On one device every matrix is whole. ``parallel.matrices`` and ``parallel.zero.matrices`` communicate."""
 
-    def gather(self, weight: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole matrices of which ``part``, of the shape of ``weight``, is held here."""
-        return part
+    def of_whole(self, weight: Tensor, part: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """``function`` of the whole matrices of which ``part`` has elements; of its result, those that ``part`` has.
 
-    def own_part(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
-        """What of ``whole`` lies where ``weight`` does."""
-        return whole
+        ``weight`` is what the optimizer updates, and ``part`` is laid out as it is. ``function`` takes and returns
+        (..., rows, columns), and treats each matrix of a stack as if it were alone.
+        """
+        return function(part)

@@ -20,7 +20,6 @@ class MuonConfig(UpdateRule):
     That scale makes an update as large as AdamW's usually is, so one learning rate serves both kinds of weights.
     """
 
-    needs_whole_matrices: ClassVar[bool] = True
     counts_updates: ClassVar[bool] = True  # for the bias correction of AdamW's moments
 
     name: Literal["muon"] = "muon"

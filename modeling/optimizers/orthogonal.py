@@ -22,7 +22,7 @@ class Muon(torch.optim.Optimizer):
     """Groups with ``is_orthogonal`` get orthogonalized momentum, the others torch's AdamW; decay is decoupled in both.
 
     ``is_orthogonal`` weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. Where a
-    rank holds a part of a matrix, the group's ``matrices`` make it whole.
+    rank holds a part of a matrix, or flat parts of many (ZeRO), the group's ``matrices`` make them whole.
     """
 
     def __init__(
@@ -57,16 +57,15 @@ class Muon(torch.optim.Optimizer):
         return {"step": step, **{name: torch.zeros_like(weight) for name in group["states"]}}
 
     def step_matrices(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """W <- W - lr (RMS sqrt(max(rows, columns)) orthogonal(M) + decay W), M the momentum in Nesterov's form."""
+        """W <- W - lr (scaled_orthogonal(M) + decay W), M the momentum in Nesterov's form."""
         lr, momentum, matrices = group["lr"], group["momentum"], group["matrices"]
         for weight in weights:
             assert weight.grad is not None
             state = self.state[weight]
             state["step"] += 1
             average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-            update = orthogonal(matrices.gather(weight, weight.grad.lerp(average, momentum)))
-            scale = RMS * math.sqrt(max(update.shape[-2:]))
-            weight.mul_(1 - lr * group["weight_decay"]).add_(matrices.own_part(weight, update), alpha=-lr * scale)
+            update = matrices.of_whole(weight, weight.grad.lerp(average, momentum), scaled_orthogonal)
+            weight.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
 
     def step_others(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """AdamW of torch."""
@@ -87,6 +86,11 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def scaled_orthogonal(matrices: Tensor) -> Tensor:
+    """RMS sqrt(max(rows, columns)) times the orthogonal matrix nearest to each of (..., rows, columns)."""
+    return orthogonal(matrices).mul_(RMS * math.sqrt(max(matrices.shape[-2:])))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

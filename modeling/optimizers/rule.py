@@ -24,7 +24,6 @@ ClipNorm = Annotated[float, Interval(ge=1e-12, le=1e12)]
 class UpdateRule(ABC):
     """How weights follow from gradients. The subclass is the frozen dataclass of the rule's numbers."""
 
-    needs_whole_matrices: ClassVar[bool] = False  # some weights' updates do (``takes_whole``)
     counts_updates: ClassVar[bool] = False  # torch's state holds `step`, the number of updates made
 
     decay_embeddings: bool  # a field of each rule's dataclass
@@ -39,7 +38,10 @@ class UpdateRule(ABC):
         return self.states
 
     def takes_whole(self, weight: Weight) -> bool:
-        """Whether an element's update depends on the others of its matrix, which a group's ``matrices`` make whole."""
+        """Whether an element's update depends on the others of its matrix, which a group's ``matrices`` make whole.
+
+        The weights of one ``group`` are alike in this.
+        """
         return False
 
     @abstractmethod

@@ -84,6 +84,9 @@ class Engine:
         groups = optimizer_groups(self.weights.values(), mesh, optimizer_config)
         self.base = optimizer_config.build(groups, fused=mesh.device.type == "cuda")
         self.sharding.open(self.model, self.base, self.weights)
+        matrices = self.sharding.matrices(optimizer_config)
+        for group in self.base.param_groups:
+            group["matrices"] = matrices
         self.fragments: list[Fragment] = owned_fragments(self.weights.values(), self.sharding.share_of)
         self.reset_states(0)
 
@@ -237,7 +240,7 @@ class Engine:
     def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
         """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
         self.announce_change()
-        make_states(self.base, self.sharding.updated(self.fragments), self.rule, step, kept)
+        make_states(self.base, self.sharding.updated(), self.rule, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
         """The fragment's elements of the fp32 weight and of each of its optimizer states: flat views, writable."""

@@ -13,7 +13,6 @@ from torch import nn
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
 from parallel.layout import Place
-from parallel.matrices import CutMatrices
 from parallel.mesh import Mesh
 from parallel.zero.weights import HeldWeight
 
@@ -122,11 +121,10 @@ def mark_for_zero3(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
 
 def optimizer_groups(weights: Collection[HeldWeight], mesh: Mesh, config: OptimizerConfig) -> list[dict[str, Any]]:
     """The groups of torch's optimizer; experts, marked, apart from the rest where other ranks replicate them."""
-    matrices = CutMatrices({weight.parameter: weight.place for weight in weights}, mesh.tp)
     rows = [(weight.place.is_expert, (weight.parameter, weight.weight)) for weight in weights]
     if not experts_are_separate(mesh):
-        return parameter_groups([row for _, row in rows], config, matrices)
-    experts = parameter_groups([row for is_expert, row in rows if is_expert], config, matrices)
-    dense = parameter_groups([row for is_expert, row in rows if not is_expert], config, matrices)
+        return parameter_groups([row for _, row in rows], config)
+    experts = parameter_groups([row for is_expert, row in rows if is_expert], config)
+    dense = parameter_groups([row for is_expert, row in rows if not is_expert], config)
     marked = [{**group, "name": EXPERTS, "moe": True} for group in experts]
     return [{**group, "name": f"dense_{number}"} for number, group in enumerate(dense)] + marked

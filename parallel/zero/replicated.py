@@ -1,15 +1,14 @@
 """ZeRO 0: every rank holds all of its model's weights, gradients and optimizer states, in fp32."""
 
 import math
-from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from modeling.dims import Weight
 from modeling.optimizers.rule import UpdateRule
+from parallel.matrices import CutMatrices
 from parallel.mesh import Axis
-from parallel.zero.fragments import Fragment, Share, even_share
+from parallel.zero.fragments import Share, even_share
 from parallel.zero.sharding import HeldGradient, Sharding
 from parallel.zero.weights import HeldWeight
 
@@ -37,9 +36,13 @@ class Replicated(Sharding):
         start, numel = even_share(weight.parameter.numel(), weight.replicas)
         return Share(start, numel, weight.parameter, start) if numel > 0 else None
 
-    def updated(self, fragments: Sequence[Fragment]) -> list[tuple[Tensor, Weight]]:
-        """Every weight, also one of which this rank's share is nothing."""
-        return [(parameter, weight.weight) for parameter, weight in self.weights.items()]
+    def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """The weights themselves."""
+        return [(parameter, [parameter]) for parameter in self.weights]
+
+    def matrices(self, rule: UpdateRule) -> CutMatrices:
+        """Every rank has whole what tp does not cut, and computes it."""
+        return self.cut_matrices()
 
     def step(self, norm: Tensor) -> bool:
         """Clips and applies the gradients, or drops them."""

@@ -5,7 +5,7 @@ too. Which part of each, and under which of DeepSpeed's names, is the business o
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from modeling.decoder import Decoder
 from modeling.dims import Weight
 from modeling.dtypes import DTYPES
+from modeling.optimizers.matrices import Matrices
 from modeling.optimizers.rule import UpdateRule
 from parallel.layout import Place
+from parallel.matrices import CutMatrices
 from parallel.mesh import Mesh
 from parallel.sizes import Sizes
-from parallel.zero.fragments import Fragment, Share
+from parallel.zero.fragments import Share
 from parallel.zero.groups import Mpu, experts_are_separate, mark_parameter, register_expert_groups
 from parallel.zero.loss_scale import LossScale
+from parallel.zero.matrices import DealtMatrices
 from parallel.zero.settings import deepspeed_config
 from parallel.zero.weights import HeldWeight
 
@@ -127,9 +130,29 @@ class Sharding(ABC):
     def share_of(self, weight: HeldWeight) -> Share | None:
         """Where the elements lie of which this rank holds the fp32 master; None where it holds none of this weight."""
 
-    def updated(self, fragments: Sequence[Fragment]) -> list[tuple[Tensor, Weight]]:
+    @abstractmethod
+    def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """The fp32 tensors that torch's optimizer updates, each with the weights whose elements are dealt out in it.
+
+        On every rank as many and in the same order; this rank may have none of some weight's elements.
+        """
+
+    def updated(self) -> list[tuple[Tensor, Weight]]:
         """The fp32 tensors that torch's optimizer updates on this rank, each with what one of its weights is."""
-        return list({id(fragment.flat): (fragment.flat, fragment.weight) for fragment in fragments}.values())
+        return [(flat, self.weights[parameters[0]].weight) for flat, parameters in self.flats()]
+
+    def matrices(self, rule: UpdateRule) -> Matrices:
+        """What makes the matrices whole that the rule's updates need so."""
+        taken = [
+            (flat, [(self.weights[parameter], self.share_of(self.weights[parameter])) for parameter in parameters])
+            for flat, parameters in self.flats()
+            if rule.takes_whole(self.weights[parameters[0]].weight)
+        ]
+        return DealtMatrices(taken, self.cut_matrices())
+
+    def cut_matrices(self) -> CutMatrices:
+        """What makes those whole that tp cuts."""
+        return CutMatrices({parameter: weight.place for parameter, weight in self.weights.items()}, self.mesh.tp)
 
     def step(self, norm: Tensor) -> bool:
         """Clips by ``norm`` and applies the gradients, or drops them where it is not finite; whether they were dropped.

@@ -58,6 +58,10 @@ class Zero1(Sharding):
         group = position(self.optimizer.single_partition_of_fp32_groups, flat)
         return concatenated(self.optimizer.averaged_gradients[group], flat)
 
+    def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """One for each group."""
+        return list(zip(self.optimizer.single_partition_of_fp32_groups, self.optimizer.bit16_groups, strict=True))
+
     def share_of(self, weight: HeldWeight) -> Share | None:
         """As DeepSpeed's own mapping says."""
         return mapped_share(weight.parameter)

@@ -51,6 +51,10 @@ class Zero1Bf16(Sharding):
         group = position(self.optimizer.fp32_groups_flat_partition, flat)
         return self.optimizer.fp32_groups_gradient_flat_partition[group].detach().float().view(-1)
 
+    def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """One for each group."""
+        return list(zip(self.optimizer.fp32_groups_flat_partition, self.optimizer.bf16_groups, strict=True))
+
     def share_of(self, weight: HeldWeight) -> Share | None:
         """As DeepSpeed's own mapping says."""
         return mapped_share(weight.parameter)

@@ -52,6 +52,10 @@ class Zero3(ReducedEachPass):
         group = position(self.optimizer.fp32_partitioned_groups_flat, flat)
         return concatenated(self.optimizer.averaged_gradients[group], flat)
 
+    def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """One for each group of DeepSpeed: it parts large ones."""
+        return list(zip(self.optimizer.fp32_partitioned_groups_flat, self.optimizer.fp16_groups, strict=True))
+
     def share_of(self, weight: HeldWeight) -> Share | None:
         """An even share of each weight."""
         optimizer, parameter = self.optimizer, weight.parameter

@@ -84,6 +84,8 @@ QUICK = ("zero1_bf16", "zero3_bf16")
 CASES = [(name, AdamWConfig()) for name in LAYOUTS] + [
     ("zero1_bf16", SGDConfig(momentum=0.9)),
     ("zero0_tp_ep", MuonConfig()),
+    ("zero1_ep", MuonConfig()),
+    ("zero3_bf16", MuonConfig()),
 ]
 
 

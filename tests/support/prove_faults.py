@@ -47,6 +47,7 @@ BF16 = ("train.precision=bf16",)
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
+MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zero=3")
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
 ALIBI, SINKS = ("model.positions=alibi",), ("model.sinks=true",)
@@ -160,6 +161,9 @@ FAULTS = [
     Fault("Muon: a rank's experts taken as one matrix", OF_MUON, "feed_forward.experts.", (*MUON, *EP)),
     Fault("Muon: each rank of tp orthogonalizes its own part", OF_MUON, "layers.", (*MUON, *TP)),
     Fault("Muon: a matrix's momentum not restored", "next weights", "layers.", MUON),
+    Fault("Muon: a rank's partition taken as one matrix (ZeRO 1)", OF_MUON, "layers.", MUON_ZERO_1),
+    Fault("Muon: rows taken for columns (ZeRO 3)", OF_MUON, "layers.", MUON_ZERO_3),
+    Fault("Muon: an owner keeps what it computed (ZeRO 3)", OF_MUON, "layers.", MUON_ZERO_3),
     Fault("sinks' gradient forgotten", "gradients", "attention.sinks", (*TP, *SINKS), has_any_family=True),
     Fault("sinks' gradient forgotten (ring)", "gradients", "attention.sinks", (*RING, *SINKS), has_any_family=True),
     Fault("sinks of the first heads (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *SINKS), has_any_family=True),
@@ -412,6 +416,12 @@ def plant(title: str) -> None:
             updates.join_experts()
         case "Muon: each rank of tp orthogonalizes its own part":
             updates.leave_parts()
+        case "Muon: a rank's partition taken as one matrix (ZeRO 1)":
+            updates.join_partition()
+        case "Muon: rows taken for columns (ZeRO 3)":
+            updates.swap_rows_and_columns()
+        case "Muon: an owner keeps what it computed (ZeRO 3)":
+            updates.keep_results()
         case "Muon: a matrix's momentum not restored":
             from parallel.checkpoint.read import Checkpoint
 

@@ -1,5 +1,7 @@
 """Faults in what the optimizer makes of right gradients. For prove_faults.plant."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 
@@ -56,8 +58,41 @@ def leave_parts() -> None:
     """Muon orthogonalizes what the rank holds of a matrix that tp cuts."""
     from parallel.matrices import CutMatrices
 
-    CutMatrices.gather = lambda self, weight, part: part
-    CutMatrices.own_part = lambda self, weight, whole: whole
+    CutMatrices.of_whole = lambda self, weight, part, function: function(part)
+
+
+def join_partition() -> None:
+    """Muon takes all elements of a flat partition as one matrix of one row."""
+    from parallel.zero.matrices import DealtMatrices
+
+    DealtMatrices.of_whole = lambda self, weight, part, function: function(part.view(1, -1)).view(-1)
+
+
+def swap_rows_and_columns() -> None:
+    """Muon takes a matrix's elements, brought together, as so many rows as it has columns."""
+    import parallel.zero.matrices as dealt
+
+    stacks_of = dealt.stacks_of
+    dealt.stacks_of = lambda mine, received: [
+        replace(stack, shape=(*stack.shape[:-2], stack.shape[-1], stack.shape[-2]))
+        for stack in stacks_of(mine, received)
+    ]
+
+
+def keep_results() -> None:
+    """What the owner of a matrix made of it does not come back to the ranks whose elements it took."""
+    import parallel.zero.matrices as dealt
+
+    exchange, calls = dealt.exchange_elements, itertools.count()
+
+    def losing(flat: Any, sent: Any, received: Any, axis: Any) -> Any:
+        result = exchange(flat, sent, received, axis)
+        if next(calls) % 2:
+            for rank, elements in enumerate(result.split(received)):
+                elements.mul_(rank == axis.rank)
+        return result
+
+    dealt.exchange_elements = losing
 
 
 def round_masters() -> None:

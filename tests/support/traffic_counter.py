@@ -27,6 +27,7 @@ ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel/collectives.py:_reduce_scatter": ("positions", ("tp",)),
     "parallel/collectives.py:sum_together": ("gradients of what tp does not cut", ("tp",)),
     "parallel/collectives.py:gather_parts": ("matrices that the update needs whole", ("tp",)),
+    "parallel/collectives.py:exchange_elements": ("matrices that the update needs whole", ("replicas", "edp")),
     "parallel/collectives.py:_SumForward.forward": ("balance sums", ("tp", "cp")),
     "parallel/collectives.py:_SumBothWays.forward": ("means of cut norms", ("tp",)),
     "parallel/collectives.py:_SumBothWays.backward": ("means of cut norms", ("tp",)),

@@ -24,6 +24,7 @@ class RankSent:
     pp_rank: int
     ep_rank: int
     replica_rank: int
+    edp_rank: int
     counted: Counted
     routed: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its pairs for each expert
 
@@ -57,7 +58,7 @@ def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str
         counter.start()
         run_step(config, engine, dataset, state)
         counted = counter.stop()
-    return RankSent(mesh.pp.rank, mesh.ep.rank, mesh.replicas.rank, counted, routed)
+    return RankSent(mesh.pp.rank, mesh.ep.rank, mesh.replicas.rank, mesh.edp.rank, counted, routed)
 
 
 def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
@@ -107,6 +108,7 @@ def expected(config: RunConfig, ranks: Sequence[RankSent], rank: int) -> dict[Ke
         pp_rank=ranks[rank].pp_rank,
         ep_rank=ranks[rank].ep_rank,
         replica_rank=ranks[rank].replica_rank,
+        edp_rank=ranks[rank].edp_rank,
         routed={layer: [ranks[other].routed[layer].tolist() for other in line] for layer in ranks[rank].routed},
     )
     return {(term.axis, term.what, term.collective): term.sent_bytes for term in step_traffic(step)}

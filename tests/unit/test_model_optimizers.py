@@ -2,7 +2,7 @@
 
 import ast
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -44,8 +44,6 @@ def test_states_and_the_count_of_updates_are_torchs(rule):
 
 class Scaled(AdamWConfig):
     """Matrices at a fifth of the learning rate."""
-
-    needs_whole_matrices: ClassVar[bool] = True
 
     def lr_scale(self, weight):
         return 0.2 if len(weight.dims) == 2 else 1.0

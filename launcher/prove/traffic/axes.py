@@ -2,8 +2,9 @@
 
 from fractions import Fraction
 
+from launcher.prove.traffic.matrices import matrices_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
-from launcher.prove.traffic.zero import elements_gathered_over_tp, elements_summed_over_tp, zero_traffic
+from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
 from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
 from parallel.pipeline.volume import sent_bytes
@@ -21,6 +22,7 @@ def step_traffic(step: Step) -> list[Traffic]:
         *ep_traffic(step),
         *pp_traffic(step),
         *zero_traffic(step),
+        *matrices_traffic(step),
         *bookkeeping_traffic(step),
     ]
     return [term for term in terms if term.sent_bytes]
@@ -47,10 +49,8 @@ def tp_traffic(step: Step) -> list[Traffic]:
         return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))
 
     summed = around_ring("all-reduce", FP32_BYTES * elements_summed_over_tp(step), n)  # once a step
-    gathered = around_ring("all-gather", FP32_BYTES * elements_gathered_over_tp(step), n)
     return [
         Traffic("tp", "gradients of what tp does not cut", "all-reduce", summed),
-        Traffic("tp", "matrices that the update needs whole", "all-gather", gathered),
         term("positions", "all-gather", gathers * step.hidden_bytes),
         term("positions", "reduce-scatter", scatters * step.hidden_bytes),
         term("loss over the vocabulary", "all-reduce", 3 * FP32_BYTES * tokens * head),

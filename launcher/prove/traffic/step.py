@@ -42,7 +42,8 @@ class Step:
     """One training step as a rank of pipeline position ``pp_rank`` sees it.
 
     ``replica_rank`` is its position among the dp x cp ranks: under ZeRO 1 and 2 they hold other shares of what tp does
-    not cut, and add them up over tp. All else its dp, cp and tp ranks send alike.
+    not cut, and add them up over tp; under ZeRO they own other matrices, as those of edp do (``edp_rank``). All else
+    its dp, cp and tp ranks send alike.
 
     ``routed`` are the token-expert pairs of the step, summed over micro-batches: layer -> for each rank of the ep axis
     in order, for each expert, how many pairs that rank sends to it. Needed for ep > 1 alone.
@@ -59,6 +60,7 @@ class Step:
     recompute: Literal["none", "selective", "full"]
     pp_rank: int = 0
     replica_rank: int = 0
+    edp_rank: int = 0
     ep_rank: int = 0
     routed: Mapping[int, Sequence[Sequence[int]]] | None = None
 

@@ -65,16 +65,10 @@ def elements_summed_over_tp(step: Step) -> int:
     return sum(
         max(0, min(end, stop) - max(begin, start))
         for group in optimizer_groups(step, names)
-        for start, stop in [flat_share(step, n, group)]
+        for start, stop in [flat_share(step, n, group, step.replica_rank)]
         for name, begin, end in places_in_flat(step, group)
         if name in whole
     )
-
-
-def elements_gathered_over_tp(step: Step) -> int:
-    """Elements of the whole matrices that the optimizer's update gathers."""
-    cut = (name for name, place in step.layout.items() if place.axis == "tp")
-    return sum(step.tensors[name].numel for name in cut if step.optimizer.takes_whole(step.tensors[name].weight))
 
 
 def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
@@ -89,10 +83,10 @@ def places_in_flat(step: Step, group: Sequence[str]) -> list[tuple[str, int, int
     return [(name, end - step.weights[name], end) for name, end in zip(group, ends, strict=True)]
 
 
-def flat_share(step: Step, n: int, group: Sequence[str]) -> tuple[int, int]:
-    """The elements [start, stop) of a group's flat tensor that this rank of ``n`` updates."""
+def flat_share(step: Step, n: int, group: Sequence[str], rank: int) -> tuple[int, int]:
+    """The elements [start, stop) of a group's flat tensor that ``rank`` of ``n`` updates."""
     size = padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) // n
-    return step.replica_rank * size, (step.replica_rank + 1) * size
+    return rank * size, (rank + 1) * size
 
 
 def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
