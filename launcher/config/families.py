@@ -49,7 +49,7 @@ def check_family(model: ModelConfig) -> Iterator[str]:
             yield f"model.{key}={_plain(value)} is not possible {told} derives it from other keys; try {_plain(wanted)}"
     for key in family.needs:
         if None in _values(model, key):
-            usual = ranges(ModelConfig)[key].usual
+            usual = usual_number(key)
             yield f"model.{key}=null is not possible {told} needs a number; try {_plain(usual)}"
     for key in family.whole:
         for value in _values(model, key):
@@ -106,6 +106,12 @@ def unused_where(model: ModelConfig) -> Iterator[tuple[bool, str, tuple[str, ...
         (moe is not None and moe.shared_width == 0, "no expert is shared", ("moe.shared_d_ff", "moe.shared_gate")),
         (moe is not None and moe.n_groups == 1, "model.moe.n_groups=1", ("moe.group_score",)),
     )
+
+
+def usual_number(key: str) -> Any:
+    """What a remedy names for the number at a dotted key below the model."""
+    section, _, name = key.rpartition(".")
+    return ranges(section_types()[section] if section else ModelConfig)[name].usual
 
 
 def _values(model: ModelConfig, key: str) -> Iterator[Any]:

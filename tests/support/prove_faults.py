@@ -51,6 +51,12 @@ MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zer
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
 ALIBI, SINKS = ("model.positions=alibi",), ("model.sinks=true",)
+GPT_OSS = (
+    *("model.family=gpt_oss", "model.qk_norm=false", "model.qkv_bias=true", "model.o_bias=true", "model.sinks=true"),
+    *("model.moe.n_dense_layers=0", "model.moe.n_shared_experts=0", "model.moe.score=softmax"),
+    *("model.moe.routed_scale=1", "model.moe.expert_bias=true", "model.moe.logit_bias=true"),
+    *("model.moe.swiglu_limit=7", "model.sliding_window=512", "model.full_attention_layers=[1,3,5,7]"),
+)
 OLMO2 = (  # with biases, and norms over all heads
     *("model.family=olmo2", "model.moe=null", "model.norm_placement=post", "model.qk_norm_over=all_heads"),
     *("model.qkv_bias=true", "model.o_bias=true"),
@@ -202,6 +208,7 @@ FAULTS = [
         ("model.parallel_block=true", "train.recompute=selective"),
         has_any_family=True,
     ),
+    Fault("router's trained bias not summed over tp", "gradients", "0.feed_forward.router.logit_bias", (*TP, *GPT_OSS)),
 ]
 
 
@@ -434,6 +441,8 @@ def plant(title: str) -> None:
                 return problems
 
             Checkpoint.fill = forgetful
+        case "router's trained bias not summed over tp":
+            change_engines(lambda engine: leave_gradients_alone(engine, ("scores",)))
         case "sinks' gradient forgotten":
             gradients.forget_sinks()
         case "sinks' gradient forgotten (ring)":

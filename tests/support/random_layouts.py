@@ -56,6 +56,7 @@ def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> Model
     moe = model.moe
     if moe is not None:
         shared = {"n_shared_experts": 1, "shared_d_ff": 8 * pick([1, 3])} if family == "qwen2_moe" else {}
+        shared |= {"swiglu_limit": 0.5} if family == "gpt_oss" else {}
         inside = {key.partition(".")[2]: value for key, value in fixed.items() if key.startswith("moe.")}
         inside = {key: value for key, value in (inside | shared).items() if "." not in key}
         moe = replace(moe, balance=pick([NoBalance(), moe.balance]), **inside)

@@ -51,7 +51,7 @@ def base(name: FamilyName) -> list[str]:
         default = defaults.get(key, allowed[0])
         if default < allowed[0] if key in least else default not in allowed:
             overrides.append(f"model.{key}={json.dumps(allowed[0])}")
-    overrides += [f"model.{key}={ranges.ranges(ModelConfig)[key].usual}" for key in family.needs]
+    overrides += [f"model.{key}={families.usual_number(key)}" for key in family.needs]
     overrides += [f"model.{key}={value(ModelConfig())!r}" for key, value in family.derived.items()]
     return overrides + (["model.moe.balance.name=bias"] if family.has_selection_bias else [])
 
@@ -143,6 +143,7 @@ CASES = [
     ("llama", "model.rope_scaling={name: llama3, high_freq_factor: 1.0}", 1, "model.rope_scaling.high_freq_factor=1.0 must be above model.rope_scaling.low_freq_factor=1.0; try 4.0", "model.rope_scaling.high_freq_factor=4.0"),
     ("llama", "model.rope_scaling={name: yarn, beta_fast: 1.0}", 1, "model.rope_scaling.beta_fast=1.0 must be above model.rope_scaling.beta_slow=1.0; try 32.0", "model.rope_scaling.beta_fast=32.0"),
     ("llama", "model.rope_theta=1 model.rope_scaling={name: yarn}", 1, "model.rope_theta=1.0 must be above 1 where model.rope_scaling.name=yarn (its frequencies must differ); try 10000.0", "model.rope_theta=10000.0"),
+    ("gpt_oss", "model.moe.swiglu_limit=null", 1, "model.moe.swiglu_limit=null is not possible with model.family=gpt_oss, whose `transformers` class needs a number; try 7.0", "model.moe.swiglu_limit=7.0"),
     ("gemma3_text", "model.local_rope_theta=null", 1, "model.local_rope_theta=null is not possible with model.family=gemma3_text, whose `transformers` class needs a number; try 10000.0", "model.local_rope_theta=10000.0"),
     ("gemma3_text", "model.score_channels=100.5", 1, "model.score_channels=100.5 is not possible with model.family=gemma3_text, whose `transformers` class needs a whole number; try 101.0", "model.score_channels=101.0"),
     ("gemma3_text", "model.embedding_scale=1", 1, "model.embedding_scale=1.0 is not possible with model.family=gemma3_text, whose `transformers` class derives it from other keys; try 22.627416997969522", "model.embedding_scale=22.627416997969522"),

@@ -170,7 +170,8 @@ def test_cached_tokens_are_attended_to_with_the_same_terms() -> None:
             now = slice(step, step + 1)
             seen = Context(context.positions_BS[:, now], context.documents_BS[:, now])
             q, k, v = (tensor[:, now] for tensor in tensors)
-            steps.append(cache.attend(q, k, v, seen, window, terms))
+            held = cache.extend((k, v), seen, window)
+            steps.append(held.attend(q, *held.kept, seen, window, terms))
         torch.testing.assert_close(torch.cat(steps, 1), attend(*tensors, context, window, terms), rtol=1e-5, atol=1e-5)
 
 
