@@ -202,15 +202,23 @@ def test_what_is_ignored_as_transformers_does(tmp_path: Path) -> None:
     assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
 
 
-def test_files_of_the_class_without_a_head(tmp_path: Path) -> None:
-    """GPT-2's on the hub: names without a prefix, and each layer's mask."""
-    config = example_config("gpt2", vocab_size=257, tie_embeddings=True)
+@pytest.mark.parametrize(
+    ("family", "prefix", "masked"),
+    [
+        ("gpt2", "transformer.", "h.{layer}.attn"),
+        ("bloom", "transformer.", None),
+        ("gpt_neox", "", "gpt_neox.layers.{layer}.attention"),
+    ],
+)
+def test_files_as_the_hub_has_them(family: FamilyName, prefix: str, masked: str | None, tmp_path: Path) -> None:
+    """GPT-2's and BLOOM's names lack a prefix, GPT-2's and Pythia's files hold each layer's mask."""
+    config = example_config(family, vocab_size=257, tie_embeddings=family != "gpt_neox")
     save_hf_model(tmp_path / "source", config)
     path = tmp_path / "source/model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
-    for layer in range(config.n_layers):
-        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 96, 96).tril()
-        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()}
+    for layer in range(config.n_layers) if masked else ():
+        tensors[masked.format(layer=layer) + ".bias"] = torch.ones(1, 1, 96, 96).tril()
+        tensors[masked.format(layer=layer) + ".masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, path, metadata={"format": "pt"})
     imported(tmp_path / "source", tmp_path / "run")
     assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
@@ -327,10 +335,11 @@ def test_a_tensor_is_read_in_small_blocks(tmp_path: Path, monkeypatch: pytest.Mo
     assert peak < 2 << 20
 
 
-def test_a_length_that_is_left_out_is_the_class_s(tmp_path: Path) -> None:
-    save_hf_model(tmp_path / "source", example_config("llama"), tokenizer=False)
+@pytest.mark.parametrize(("family", "key"), [("llama", "max_position_embeddings"), ("bloom", "seq_length")])
+def test_a_length_that_is_left_out_is_the_class_s(family: FamilyName, key: str, tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "source", example_config(family), tokenizer=False)
     path = tmp_path / "source/config.json"
     content = json.loads(path.read_text())
-    del content["max_position_embeddings"]
+    del content[key]
     path.write_text(json.dumps(content))
     assert imported(tmp_path / "source", tmp_path / "run").config.data.seq_len == 2048
