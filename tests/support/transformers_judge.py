@@ -36,7 +36,7 @@ def judge(folder: Path) -> None:
         warnings.simplefilter("always")
         options = {"dtype": torch.float32, "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(folder / "export", trust_remote_code=False, **options)
-        seen = tensors_seen(model.eval(), **asked)
+        seen = tensors_seen(model.eval(), **asked, packs=questions["packed"])
         found = {
             "version": version(),
             "config_dtype": str(AutoConfig.from_pretrained(folder / "export", trust_remote_code=False).dtype),
@@ -61,11 +61,16 @@ def version() -> str:
 
 
 @torch.no_grad()
-def tensors_seen(model: Any, tokens_BS: Tensor, positions_BS: Tensor, prompts_BS: Tensor) -> dict[str, Tensor]:
-    """Logits of the rows, each one document; of the rows packed as the positions say; and greedy continuations."""
+def tensors_seen(
+    model: Any, tokens_BS: Tensor, positions_BS: Tensor, prompts_BS: Tensor, *, packs: bool
+) -> dict[str, Tensor]:
+    """Logits of the rows, each one document; if ``packs``, of the rows packed as the positions say; and greedy
+    continuations.
+    """
+    packed = {"packed_BSV": model(tokens_BS, position_ids=positions_BS, use_cache=False).logits} if packs else {}
     return {
+        **packed,
         "logits_BSV": model(tokens_BS, use_cache=False).logits,
-        "packed_BSV": model(tokens_BS, position_ids=positions_BS, use_cache=False).logits,
         "greedy_BS": model.generate(
             prompts_BS,
             attention_mask=torch.ones_like(prompts_BS),
