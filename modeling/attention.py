@@ -17,7 +17,7 @@ from modeling.linear import Bias, Linear
 from modeling.norm import RMSNorm
 from modeling.positions import ALL_POSITIONS
 from modeling.rope import Rotary, rotate, score_factor
-from modeling.score_terms import Alibi, ScoreTerms, Sinks
+from modeling.score_terms import Alibi, Buckets, DistanceBias, ScoreTerms, Sinks
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: transformers' class has it so
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None, ScoreTerms], Tensor]
@@ -43,6 +43,11 @@ class Attention(nn.Module):
         self.rotary = Rotary(config.rope_dim_of(layer), theta, None if is_local else config.rope_scaling)
         self.alibi = Alibi(config.n_heads, range(config.n_heads)) if config.positions == "alibi" else None
         self.sinks = Sinks(config.n_heads) if config.sinks else None
+        self.buckets = self.distance_bias = None
+        if config.positions == "t5":
+            self.buckets = Buckets(config.t5_buckets, config.t5_max_distance)
+            self.distance_bias = DistanceBias(config.n_heads, config.t5_buckets)
+        self.score_cap = config.score_cap
         self.core: AttentionCore = attend
         self.positions = ALL_POSITIONS
 
@@ -61,7 +66,9 @@ class Attention(nn.Module):
     def score_terms(self) -> ScoreTerms:
         """What joins the scores of the heads that the weights hold."""
         alibi = None if self.alibi is None else self.alibi.of_part(self.positions.rank, self.positions.degree)
-        return ScoreTerms(alibi, None if self.sinks is None else self.sinks())
+        sinks_H = None if self.sinks is None else self.sinks()
+        bias_HN = None if self.distance_bias is None else self.distance_bias()
+        return ScoreTerms(alibi, sinks_H, bias_HN, self.buckets, self.score_cap)
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""

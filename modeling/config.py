@@ -26,6 +26,7 @@ FamilyName = Literal[
     "phi3",
     "smollm3",
     "olmo2",
+    "gemma2",
     "gemma3_text",
     "mixtral",
     "qwen2_moe",
@@ -183,8 +184,9 @@ class MLAConfig:
 
 # modeling.feed_forward.ACTIVATIONS has each one's formula
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "none"]
+PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
+Cap = Annotated[float, Interval(ge=1e-3, le=1e6)]
 Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
 
@@ -231,15 +233,21 @@ class ModelConfig:
     sliding_window: Width | None = field(default=None, metadata={"usual": 1024})
     # layers (from 0) whose tokens see all before them all the same
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
+    # attention's scores s become cap x tanh(s / cap) (Gemma 2, arXiv:2408.00118, section 2); None: they stay
+    score_cap: Cap | None = field(default=None, metadata={"usual": 50.0})
+    # the head's logits do; None: they stay
+    logit_cap: Cap | None = field(default=None, metadata={"usual": 30.0})
     sinks: bool = False  # each head has a trained logit that joins its softmax and carries no value
     # how tokens are told apart by place; rope: channels turn; alibi: scores fall with the distance;
     # learned: a table's row is added to each embedded token; sinusoidal: a row of sines and cosines is;
-    # none: by the causal mask alone
+    # t5: a trained bias of each head is added to scores, by the distance; none: by the causal mask alone
     positions: PositionsName = "rope"
     # layers (from 0) in which no channel turns, though positions=rope
     nope_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     # rows of the table of learned positions, and so the longest sequence; None: there is no table
     max_positions: Width | None = field(default=None, metadata={"usual": 1024})
+    t5_buckets: Annotated[int, Interval(ge=2, le=2**16)] = 32  # of distances, each with its bias where positions=t5
+    t5_max_distance: Annotated[int, Interval(ge=2, le=2**40)] = 128  # distances beyond share the last bucket
     rope_theta: Theta = 10000.0  # base of the rotary frequencies
     # base of the frequencies in layers with a sliding window, which are not scaled; None: rope_theta, scaled as in all
     local_rope_theta: Theta | None = field(default=None, metadata={"usual": 10000.0})
@@ -352,6 +360,11 @@ class ModelConfig:
 
     def position_problems(self) -> Iterator[str]:
         """One line for each field of the rotary embedding that is set where there is none."""
+        if self.positions == "t5" and self.t5_max_distance <= self.t5_buckets // 2:
+            yield (
+                f"model.t5_max_distance={self.t5_max_distance} must be above half of "
+                f"model.t5_buckets={self.t5_buckets} (each of these is one distance); try {self.t5_buckets}"
+            )
         if self.positions == "sinusoidal" and self.d_model % 2:
             yield (
                 f"model.d_model={self.d_model} must be even where model.positions=sinusoidal (each angle has a sine "

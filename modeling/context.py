@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling.rope import Rotary
-from modeling.score_terms import Alibi
+from modeling.score_terms import Alibi, Buckets
 
 PADDING = -1  # the document number of a position that holds no token
 
@@ -81,6 +81,17 @@ class Context:
             mask_BSS, positions_BS = self.mask_BSS(window), self.positions_BS
             self.sloping_masks[key] = alibi.mask(mask_BSS, positions_BS, positions_BS)
         return self.sloping_masks[key]
+
+    @cached_property
+    def buckets(self) -> dict[Buckets, Tensor]:
+        """Buckets of distances already told."""
+        return {}
+
+    def buckets_BSS(self, buckets: Buckets) -> Tensor:
+        """The bucket of each query's distance to each key; int64. Told once for all layers."""
+        if buckets not in self.buckets:
+            self.buckets[buckets] = buckets.of(self.positions_BS, self.positions_BS)
+        return self.buckets[buckets]
 
     @cached_property
     def rope(self) -> dict[Rotary, tuple[Tensor, Tensor]]:

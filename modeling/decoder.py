@@ -250,7 +250,7 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
     """
     numbers = range(config.n_layers) if layers is None else layers
     embed = Embedding(config.vocab_size, config.d_model)
-    head = Head(config.vocab_size, config.d_model, config.z_loss)
+    head = Head(config.vocab_size, config.d_model, config.z_loss, config.logit_cap)
     if config.tie_embeddings:
         head.weight = embed.weight
     return Decoder(

@@ -23,6 +23,7 @@ Dim = Literal[
     "positions",  # rows of the table of learned positions
     "heads",  # n_heads times the channels of a head
     "per_head",  # one entry a query head
+    "buckets",  # of distances between tokens
     "kv_heads",  # n_kv_heads times the channels of a head, where keys and values have projections of their own
     "d_head",
     "q_latent",  # channels into which queries are compressed before they become heads
@@ -58,8 +59,8 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of experts' matrices: no vector, and no stack of vectors."""
-        return len([dim for dim in self.dims if dim != "experts"]) >= 2
+        """Whether it is a matrix, or a stack of experts' matrices: no vector, no stack of them, no table of biases."""
+        return len([dim for dim in self.dims if dim != "experts"]) >= 2 and "buckets" not in self.dims
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def units_of(config: ModelConfig) -> dict[Dim, Unit]:
     }
     if config.has_kv_heads:
         units["kv_heads"] = Unit("model.n_kv_heads", config.n_kv_heads)
-    if config.sinks:
+    if config.sinks or config.positions == "t5":
         units["per_head"] = units["heads"]
     moe = config.moe
     if config.n_moe_layers < config.n_layers:

@@ -35,7 +35,8 @@ class Held:
             context.positions_BS, context.documents_BS, self.positions_BP, self.documents_BP, window
         )
         mask = terms.mask(mask_BSP, context.positions_BS, self.positions_BP)
-        return masked_attention(q_BSHC, k_BPGC, v_BPGC, mask, terms.sinks_H)
+        buckets_BSP = terms.buckets_of(context.positions_BS, self.positions_BP)
+        return masked_attention(q_BSHC, k_BPGC, v_BPGC, mask, terms, buckets_BSP)
 
 
 class LayerCache:

@@ -102,19 +102,35 @@ def logits_gradient(logits_TV: Tensor, targets_T: Tensor, counts_T: Tensor, z_sl
     return grad_TV.mul_(counts_T[:, None])
 
 
+def capped(losses: Losses, cap: float) -> Losses:
+    """``losses`` of logits that become ``cap`` times the tanh of themselves over it; their gradient is by those before.
+
+    Beside the chunk's logits there is one more tensor of their size.
+    """
+
+    def of_capped(logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        tanh_TV = logits_TV.div_(cap).tanh_()
+        slope_TV = 1 - tanh_TV.square() if wants_gradient else None
+        losses_T, z_losses_T, grad_TV = losses(tanh_TV.mul_(cap), targets_T, wants_gradient)
+        return losses_T, z_losses_T, grad_TV if slope_TV is None or grad_TV is None else grad_TV.mul_(slope_TV)
+
+    return of_capped
+
+
 class Head(nn.Module):
     """The vocabulary projection and the loss over it. Its weight may be the embedding's own parameter.
 
     ``z_loss`` is the coefficient of the z-loss (PaLM, arXiv:2204.02311, section 5), which keeps the logits' logsumexp
-    near zero.
+    near zero. With ``logit_cap`` logits are capped (Gemma 2, arXiv:2408.00118, section 2): losses are of these.
     """
 
-    def __init__(self, vocab_size: int, d_model: int, z_loss: float = 0.0) -> None:
+    def __init__(self, vocab_size: int, d_model: int, z_loss: float = 0.0, logit_cap: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.stated = {"weight": Weight(("vocab", "d_model"))}
         self.chunk_logits = CHUNK_LOGITS
         self.z_loss = z_loss
+        self.logit_cap = logit_cap
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The sums of the cross-entropies and the z-losses of the targets that count; without targets, the logits.
@@ -123,11 +139,13 @@ class Head(nn.Module):
         (B, S, V).
         """
         if targets_BS is None:
-            return F.linear(hidden_BSD, self.weight)
+            logits_BSV = F.linear(hidden_BSD, self.weight)
+            return logits_BSV if self.logit_cap is None else torch.tanh(logits_BSV / self.logit_cap) * self.logit_cap
         # Gradients are made in the forward pass, where torch.no_grad() does not show: a detached weight asks for none.
         weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
         rows = (hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
-        return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, self.chunk_losses)
+        losses = self.chunk_losses if self.logit_cap is None else capped(self.chunk_losses, self.logit_cap)
+        return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, losses)
 
     def chunk_losses(
         self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool

@@ -1,6 +1,6 @@
-"""What joins attention's scores besides queries times keys: a slope over the distance, and sinks.
+"""What joins attention's scores besides queries times keys: a slope over the distance, a trained bias, sinks, a cap.
 
-Shape letters: B batch, Q queries, S keys, H heads.
+Shape letters: B batch, Q queries, S keys, H heads, N buckets of distances.
 """
 
 import math
@@ -50,15 +50,69 @@ class Alibi:
         return (-slopes_H[:, None, None] * distance_BQS[:, None]).masked_fill_(~mask_BQS[:, None], float("-inf"))
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """T5's buckets of distances (Raffel et al. 2020, arXiv:1910.10683, section 2.1), for tokens that look back alone.
+
+    The first half of ``count`` have a distance each; the others grow with its logarithm up to ``max_distance``, from
+    where on all distances share the last one.
+    """
+
+    count: int
+    max_distance: int
+
+    def of(self, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
+        """The bucket of each query's distance to each key: int64 (B, Q, S); of keys after the query, the first."""
+        distance_BQS = (query_positions_BQ[:, :, None] - key_positions_BS[:, None, :]).clamp(min=0)
+        n_exact = self.count // 2
+        growth_BQS = torch.log(distance_BQS.clamp(min=1).float() / n_exact) / math.log(self.max_distance / n_exact)
+        far_BQS = n_exact + (growth_BQS * (self.count - n_exact)).to(torch.int64)
+        return torch.where(distance_BQS < n_exact, distance_BQS, far_BQS.clamp(max=self.count - 1))
+
+
+def biased(mask_BQS: Tensor | None, bias_HN: Tensor, buckets_BQS: Tensor) -> Tensor:
+    """What is added to the scores, fp32 (B, H, Q, S): each head's bias, -inf where ``mask`` hides a key."""
+    bias_BHQS = bias_HN[:, buckets_BQS].transpose(0, 1)
+    return bias_BHQS if mask_BQS is None else bias_BHQS.masked_fill(~mask_BQS[:, None], float("-inf"))
+
+
+def bucket_sums(dscores_BHQS: Tensor, buckets_BQS: Tensor, count: int) -> Tensor:
+    """The bias's gradient, fp64 (H, N): each head's gradients by its scores, summed over each bucket's pairs."""
+    buckets = buckets_BQS.flatten()
+    heads = dscores_BHQS.transpose(0, 1).flatten(1)
+    return torch.stack([torch.bincount(buckets, head.double(), minlength=count) for head in heads])
+
+
 class ScoreTerms(NamedTuple):
-    """What attention adds to the scores of each head that it computes; None: nothing."""
+    """What attention does to the scores of each head that it computes; None: nothing.
+
+    They are capped first (Gemma 2, arXiv:2408.00118, section 2: ``cap`` times the tanh of the score over it), then what
+    is added is added, then a sink joins.
+    """
 
     alibi: Alibi | None = None
     sinks_H: Tensor | None = None  # fp32, a logit that joins each query's softmax and carries no value
+    bias_HN: Tensor | None = None  # fp32, trained; added by the bucket of the distance
+    buckets: Buckets | None = None  # those that ``bias_HN`` is for
+    cap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing."""
+        return self.alibi is None and self.sinks_H is None and not self.needs_formula
+
+    @property
+    def needs_formula(self) -> bool:
+        """Whether the scores' own gradients are needed, which no fused kernel tells."""
+        return self.bias_HN is not None or self.cap is not None
 
     def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
         """``mask_BQS``, or what stands for it in scores that fall with the distance (``Alibi.mask``)."""
         return mask_BQS if self.alibi is None else self.alibi.mask(mask_BQS, query_positions_BQ, key_positions_BS)
+
+    def buckets_of(self, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor | None:
+        """Where there is a bias, the bucket of each pair (``Buckets.of``)."""
+        return None if self.buckets is None else self.buckets.of(query_positions_BQ, key_positions_BS)
 
 
 NO_TERMS = ScoreTerms()
@@ -77,4 +131,17 @@ class Sinks(nn.Module):
 
     def forward(self) -> Tensor:
         """sinks_H, fp32: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        return self.weight.to(torch.float32, copy=True)
+
+
+class DistanceBias(nn.Module):
+    """A trained bias for each head and bucket of distances (T5)."""
+
+    def __init__(self, n_heads: int, n_buckets: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads, n_buckets))
+        self.stated = {"weight": Weight(("per_head", "buckets"))}
+
+    def forward(self) -> Tensor:
+        """bias_HN, fp32: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
         return self.weight.to(torch.float32, copy=True)

@@ -18,6 +18,7 @@ AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
     "positions": None,
     "heads": "tp",
     "per_head": "tp",
+    "buckets": None,
     "kv_heads": "tp",
     "d_head": None,
     "q_latent": None,

@@ -97,7 +97,7 @@ class VocabParallelHead(Head):
     def __init__(self, head: Head, axis: Axis) -> None:
         nn.Module.__init__(self)
         self.weight, self.stated = head.weight, head.stated
-        self.chunk_logits, self.z_loss = head.chunk_logits, head.z_loss
+        self.chunk_logits, self.z_loss, self.logit_cap = head.chunk_logits, head.z_loss, head.logit_cap
         self.axis = axis
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -98,6 +98,7 @@ def unused_where(model: ModelConfig) -> Iterator[tuple[bool, str, tuple[str, ...
     yield from (
         (model.mla is not None, "model.mla is given", latent),
         (model.positions != "learned", f"model.positions={model.positions}", ("max_positions",)),
+        (model.positions != "t5", f"model.positions={model.positions}", ("t5_buckets", "t5_max_distance")),
         (not model.qk_norm, "model.qk_norm=false", ("qk_norm_over",)),
         (model.sliding_window is None, "model.sliding_window=null", ("local_rope_theta",)),
         (model.score_scale is not None, "model.score_scale is given", ("score_channels",)),

@@ -26,6 +26,7 @@ NORMS = {
 }
 DEFAULTS = {
     **DECODER_DEFAULTS,
+    "final_logit_softcapping": None,
     "head_dim": 256,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -65,6 +66,7 @@ FAMILY = Family(
             write=lambda config: config.sliding_window or DEFAULTS["sliding_window"],
             read=lambda width: {"sliding_window": width},
         ),
+        "final_logit_softcapping": "logit_cap",
         "layer_types": LAYER_TYPES,
         "query_pre_attn_scalar": Key(
             ours=("score_channels",),
@@ -75,8 +77,7 @@ FAMILY = Family(
     constants={
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,  # the class computes without it, whatever it says
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": False,
     },

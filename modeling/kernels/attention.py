@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.context import Context
-from modeling.kernels.sinks import sink_attention
+from modeling.kernels.terms import term_attention
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
@@ -24,25 +24,31 @@ def attend(
 
     CUDA in half precision takes variable-length flash attention, which never forms a mask; everything else
     takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA, B * S * S numbers of a mask are
-    made, with slopes H times as many, once for all layers of one window; sinks take fp32 scores in each layer besides.
+    made, with slopes H times as many, once for all layers of one window; other terms take fp32 scores in each layer.
     """
-    is_plain = terms.alibi is None and terms.sinks_H is None
-    if is_plain and q_BSHC.is_cuda and q_BSHC.dtype in (torch.bfloat16, torch.float16):
+    if terms.is_plain and q_BSHC.is_cuda and q_BSHC.dtype in (torch.bfloat16, torch.float16):
         return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
     mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
-    return masked_attention(q_BSHC, k_BSGC, v_BSGC, mask, terms.sinks_H)
+    buckets_BSS = None if terms.buckets is None else context.buckets_BSS(terms.buckets)
+    return masked_attention(q_BSHC, k_BSGC, v_BSGC, mask, terms, buckets_BSS)
 
 
 def masked_attention(
-    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor, sinks_H: Tensor | None = None
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    mask: Tensor,
+    terms: ScoreTerms = NO_TERMS,
+    buckets_BQS: Tensor | None = None,
 ) -> Tensor:
     """Attention's output (B, Q, H, C) to the keys that ``mask`` shows, and to the sinks where there are any.
 
-    ``mask``: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is -inf where a key is not seen.
+    ``mask``: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is -inf where a key is not seen: it
+    holds the slopes of ``terms``. ``buckets_BQS``: those of ``terms.buckets_of`` these pairs.
     """
-    if sinks_H is not None:
+    if terms.sinks_H is not None or terms.needs_formula:
         wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-        return sink_attention(q_BQHC, k_BSGC, wide_BSGC, mask, sinks_H)[..., : v_BSGC.shape[-1]]
+        return term_attention(q_BQHC, k_BSGC, wide_BSGC, mask, terms, buckets_BQS)[..., : v_BSGC.shape[-1]]
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:
         k_BSGC, v_BSGC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 
-def attend_block(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_block(
+    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The queries' attention to this block alone, out_BQHC, and the log of its normalizer, lse_BHQ (fp32).
 
     ``mask`` says which keys each query sees: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is
     -inf where a key is not seen; None: all. A query that sees no key gets zeros and -inf. On a CPU torch's flash kernel
-    does it, and the output has the queries' dtype; elsewhere the plain formula, in fp32.
+    does it, and the output has the queries' dtype; elsewhere, or where scores are capped, the plain formula, in fp32.
     """
-    attend = _attend_flash if q_BQHC.is_cpu else attend_plain
-    return attend(q_BQHC, k_BSGC, v_BSGC, mask)
+    if q_BQHC.is_cpu and cap is None:
+        return _attend_flash(q_BQHC, k_BSGC, v_BSGC, mask)
+    return attend_plain(q_BQHC, k_BSGC, v_BSGC, mask, cap)
 
 
 def attend_block_backward(
@@ -79,9 +82,11 @@ def _sees_nothing(mask: Tensor) -> Tensor:
     return ~mask.any(-1)[:, None] if mask.dtype == torch.bool else mask.isneginf().all(-1)
 
 
-def attend_plain(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_plain(
+    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """``attend_block`` by the formula, in fp32 whatever the dtype."""
-    scores_BGRQS = _scores(q_BQHC, k_BSGC, mask)
+    scores_BGRQS = _seen(_scores(q_BQHC, k_BSGC, cap), mask)
     lse_BGRQ = scores_BGRQS.logsumexp(-1)
     weights_BGRQS = torch.exp(scores_BGRQS - lse_BGRQ.masked_fill(lse_BGRQ.isneginf(), 0)[..., None])
     out_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", weights_BGRQS, v_BSGC.float())
@@ -98,26 +103,48 @@ def attend_plain_backward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_block_backward`` by the formula, in fp32 whatever the dtype."""
+    return attend_scored_backward(grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask)[:3]
+
+
+def attend_scored_backward(
+    grad_BQHC: Tensor,
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    out_BQHC: Tensor,
+    lse_BHQ: Tensor,
+    mask: Tensor | None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS), fp32, the last by what is added to the scores once they are capped."""
     n_kv_heads = k_BSGC.shape[2]
     q_BQGRC, grad_BQGRC, out_BQGRC = (
         heads.float().unflatten(2, (n_kv_heads, -1)) for heads in (q_BQHC, grad_BQHC, out_BQHC)
     )
-    weights_BGRQS = torch.exp(_scores(q_BQHC, k_BSGC, mask) - lse_BHQ.unflatten(1, (n_kv_heads, -1))[..., None])
+    scores_BGRQS = _scores(q_BQHC, k_BSGC, cap)
+    weights_BGRQS = torch.exp(_seen(scores_BGRQS, mask) - lse_BHQ.unflatten(1, (n_kv_heads, -1))[..., None])
     dv_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", weights_BGRQS, grad_BQGRC)
     dweights_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", grad_BQGRC, v_BSGC.float())
     mean_BGRQ = (grad_BQGRC * out_BQGRC).sum(-1).permute(0, 2, 3, 1)
-    dscores_BGRQS = weights_BGRQS * (dweights_BGRQS - mean_BGRQ[..., None]) * q_BQHC.shape[-1] ** -0.5
-    dq_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", dscores_BGRQS, k_BSGC.float())
-    dk_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", dscores_BGRQS, q_BQGRC)
-    return dq_BQGRC.flatten(2, 3), dk_BSGC, dv_BSGC
+    dscores_BGRQS = weights_BGRQS * (dweights_BGRQS - mean_BGRQ[..., None])
+    slopes_BGRQS = dscores_BGRQS if cap is None else dscores_BGRQS * (1 - (scores_BGRQS / cap).square())
+    slopes_BGRQS = slopes_BGRQS * q_BQHC.shape[-1] ** -0.5
+    dq_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", slopes_BGRQS, k_BSGC.float())
+    dk_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", slopes_BGRQS, q_BQGRC)
+    return dq_BQGRC.flatten(2, 3), dk_BSGC, dv_BSGC, dscores_BGRQS.flatten(1, 2)
 
 
-def _scores(q_BQHC: Tensor, k_BSGC: Tensor, mask: Tensor | None) -> Tensor:
-    """scores_BGRQS in fp32, -inf where a key is not seen."""
+def _scores(q_BQHC: Tensor, k_BSGC: Tensor, cap: float | None) -> Tensor:
+    """scores_BGRQS in fp32, of all pairs."""
     q_BQGRC = q_BQHC.float().unflatten(2, (k_BSGC.shape[2], -1))
     scores_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", q_BQGRC, k_BSGC.float()) * q_BQHC.shape[-1] ** -0.5
+    return scores_BGRQS if cap is None else scores_BGRQS.div_(cap).tanh_().mul_(cap)
+
+
+def _seen(scores_BGRQS: Tensor, mask: Tensor | None) -> Tensor:
+    """The scores with what is added to them, -inf where a key is not seen."""
     if mask is None:
         return scores_BGRQS
     if mask.dtype == torch.bool:
-        return scores_BGRQS.masked_fill_(~mask[:, None, None], float("-inf"))
-    return scores_BGRQS.add_(mask.unflatten(1, scores_BGRQS.shape[1:3]))
+        return scores_BGRQS.masked_fill(~mask[:, None, None], float("-inf"))
+    return scores_BGRQS + mask.unflatten(1, scores_BGRQS.shape[1:3])

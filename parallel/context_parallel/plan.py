@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modeling.context import Context, attention_mask
-from modeling.score_terms import Alibi
+from modeling.score_terms import ScoreTerms, biased
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Axis
 
@@ -39,11 +39,19 @@ class Tile:
         """Which keys each query sees (bool, by ``modeling``'s own rule), or None for all."""
         return None if self.sees_all else self._mask_BQS()
 
-    def mask(self, alibi: Alibi | None) -> Tensor | None:
-        """The mask; where scores fall with the distance, what is added to them (``Alibi.mask``)."""
-        if alibi is None:
+    def mask(self, terms: ScoreTerms) -> Tensor | None:
+        """The mask; where scores go by the distance, what is added to them (``Alibi.mask``, ``biased``)."""
+        if terms.alibi is not None:
+            return terms.alibi.mask(self._mask_BQS(), self.query_positions_BQ, self.key_positions_BS)
+        if terms.bias_HN is None:
             return self.mask_BQS()
-        return alibi.mask(self._mask_BQS(), self.query_positions_BQ, self.key_positions_BS)
+        return biased(self.mask_BQS(), terms.bias_HN, self.buckets_BQS(terms))
+
+    def buckets_BQS(self, terms: ScoreTerms) -> Tensor:
+        """The bucket of each pair's distance, where there is a bias."""
+        buckets_BQS = terms.buckets_of(self.query_positions_BQ, self.key_positions_BS)
+        assert buckets_BQS is not None
+        return buckets_BQS
 
     def _mask_BQS(self) -> Tensor:
         return attention_mask(

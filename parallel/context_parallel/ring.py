@@ -12,9 +12,9 @@ from torch import Tensor
 
 from modeling.context import Context
 from modeling.kernels.attention import widened
-from modeling.kernels.blocks import attend_block, attend_block_backward
+from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.sinks import join_sinks, sinks_gradient
-from modeling.score_terms import NO_TERMS, Alibi, ScoreTerms
+from modeling.score_terms import NO_TERMS, ScoreTerms, bucket_sums
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.plan import TILE, RingPlan, plan_ring
 from parallel.mesh import Axis
@@ -49,7 +49,9 @@ def ring_attend(
     if window not in context.plans:
         context.plans[window] = plan_ring(context.whole, window, axis, tile)
     plan = context.plans[window]
-    return _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, terms.sinks_H, plan, axis, terms.alibi)[..., :n_channels]
+    told = terms._replace(sinks_H=None, bias_HN=None)
+    out_BSHC = _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN, plan, axis, told)
+    return out_BSHC[..., :n_channels]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -60,32 +62,35 @@ class _RingAttention(torch.autograd.Function):
         k_BSGC: Tensor,
         v_BSGC: Tensor,
         sinks_H: Tensor | None,
+        bias_HN: Tensor | None,
         plan: RingPlan,
         axis: Axis,
-        alibi: Alibi | None,
+        terms: ScoreTerms,
     ) -> Tensor:
-        out_BSHC, lse_BHS = ring_forward(q_BSHC, torch.stack([k_BSGC, v_BSGC]), sinks_H, plan, axis, alibi)
+        terms = terms._replace(sinks_H=sinks_H, bias_HN=bias_HN)
+        out_BSHC, lse_BHS = ring_forward(q_BSHC, torch.stack([k_BSGC, v_BSGC]), plan, axis, terms)
         out_BSHC = out_BSHC.to(q_BSHC.dtype)
-        ctx.save_for_backward(q_BSHC, k_BSGC, v_BSGC, sinks_H, out_BSHC, lse_BHS)
-        ctx.plan, ctx.axis, ctx.alibi = plan, axis, alibi
+        ctx.save_for_backward(q_BSHC, k_BSGC, v_BSGC, sinks_H, bias_HN, out_BSHC, lse_BHS)
+        ctx.plan, ctx.axis, ctx.terms = plan, axis, terms._replace(sinks_H=None, bias_HN=None)
         return out_BSHC
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_BSHC: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]:
-        q_BSHC, k_BSGC, v_BSGC, sinks_H, out_BSHC, lse_BHS = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        q_BSHC, k_BSGC, v_BSGC, sinks_H, bias_HN, out_BSHC, lse_BHS = ctx.saved_tensors
+        terms = ctx.terms._replace(sinks_H=sinks_H, bias_HN=bias_HN)
         kv_2BSGC = torch.stack([k_BSGC, v_BSGC])
-        dq_BSHC, dkv_2BSGC = ring_backward(
-            grad_BSHC.contiguous(), q_BSHC, kv_2BSGC, out_BSHC, lse_BHS, ctx.plan, ctx.axis, ctx.alibi
+        dq_BSHC, dkv_2BSGC, dbias_HN = ring_backward(
+            grad_BSHC.contiguous(), q_BSHC, kv_2BSGC, out_BSHC, lse_BHS, ctx.plan, ctx.axis, terms
         )
         dk_BSGC, dv_BSGC = dkv_2BSGC.to(k_BSGC.dtype)
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BSHC, out_BSHC, lse_BHS, sinks_H)
-        return dq_BSHC.to(q_BSHC.dtype), dk_BSGC, dv_BSGC, dsinks_H, None, None, None
+        return dq_BSHC.to(q_BSHC.dtype), dk_BSGC, dv_BSGC, dsinks_H, dbias_HN, None, None, None
 
 
 def ring_forward(
-    q_BSHC: Tensor, kv_2BSGC: Tensor, sinks_H: Tensor | None, plan: RingPlan, axis: Axis, alibi: Alibi | None
+    q_BSHC: Tensor, kv_2BSGC: Tensor, plan: RingPlan, axis: Axis, terms: ScoreTerms
 ) -> tuple[Tensor, Tensor]:
     """(out_BSHC, lse_BHS) in fp32. At step n this rank works on the keys of rank - n, while the next block arrives.
 
@@ -102,12 +107,13 @@ def ring_forward(
         k_BSGC, v_BSGC = kv_2BSGC
         for tile in plan[(axis.rank - step) % axis.degree]:
             queries, keys = tile.queries, tile.keys
-            block = attend_block(q_BSHC[:, queries], k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(alibi))
+            seen = (k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(terms), terms.cap)
+            block = attend_block(q_BSHC[:, queries], *seen)
             merge(out_BSHC[:, queries], lse_BHS[:, :, queries], *block)
         if receive is not None:
             kv_2BSGC = receive()
-    if sinks_H is not None:
-        out_BSHC, lse_BHS = join_sinks(out_BSHC, lse_BHS, sinks_H)
+    if terms.sinks_H is not None:
+        out_BSHC, lse_BHS = join_sinks(out_BSHC, lse_BHS, terms.sinks_H)
     return out_BSHC, lse_BHS.float()
 
 
@@ -130,15 +136,18 @@ def ring_backward(
     lse_BHS: Tensor,
     plan: RingPlan,
     axis: Axis,
-    alibi: Alibi | None,
-) -> tuple[Tensor, Tensor]:
-    """(dq_BSHC, dkv_2BSGC) in fp32, the latter for this rank's own keys and values.
+    terms: ScoreTerms,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dq_BSHC, dkv_2BSGC, dbias_HN) in fp32, the second for this rank's own keys and values.
+
+    The last, where there is a bias, is of this rank's queries: gradients are summed over cp anyway.
 
     Keys and values travel again. A block's gradient starts at the first rank that the block visits, follows it one step
     behind, grows at every rank, and ends at the block's home, which adds its own part.
     """
     dq_BSHC = torch.zeros_like(q_BSHC, dtype=torch.float32)
     home_2BSGC = torch.zeros_like(kv_2BSGC, dtype=torch.float32)
+    dbias_HN = None if terms.bias_HN is None else torch.zeros_like(terms.bias_HN, dtype=torch.float64)
     receive_gradient: Callable[[], Tensor] | None = None
     for step in range(axis.degree):
         is_last = step == axis.degree - 1
@@ -147,15 +156,21 @@ def ring_backward(
         k_BSGC, v_BSGC = kv_2BSGC
         for tile in plan[(axis.rank - step) % axis.degree]:
             queries, keys = tile.queries, tile.keys
-            dq_BQHC, dk_BSGC, dv_BSGC = attend_block_backward(
+            passed = (
                 grad_BSHC[:, queries],
                 q_BSHC[:, queries],
                 k_BSGC[:, keys],
                 v_BSGC[:, keys],
                 out_BSHC[:, queries],
                 lse_BHS[:, :, queries],
-                tile.mask(alibi),
+                tile.mask(terms),
             )
+            if terms.needs_formula:
+                dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS = attend_scored_backward(*passed, terms.cap)
+                if dbias_HN is not None:
+                    dbias_HN += bucket_sums(dscores_BHQS, tile.buckets_BQS(terms), dbias_HN.shape[1])
+            else:
+                dq_BQHC, dk_BSGC, dv_BSGC = attend_block_backward(*passed)
             dq_BSHC[:, queries] += dq_BQHC
             found_2BSGC[0, :, keys] += dk_BSGC
             found_2BSGC[1, :, keys] += dv_BSGC
@@ -165,7 +180,7 @@ def ring_backward(
             kv_2BSGC = receive()
     if receive_gradient is not None:
         home_2BSGC += receive_gradient()
-    return dq_BSHC, home_2BSGC
+    return dq_BSHC, home_2BSGC, None if dbias_HN is None else dbias_HN.float()
 
 
 def send_gradient_on(

@@ -54,10 +54,12 @@ def ulysses_attend(
 def own_terms(terms: ScoreTerms, axis: Axis) -> ScoreTerms:
     """The terms of the heads that this rank has during attention. No communication.
 
-    Of the sinks' gradient each rank finds its heads' part at all positions; gradients are summed over cp anyway.
+    Of the weights' gradients each rank finds its heads' part at all positions; gradients are summed over cp anyway.
     """
     alibi = None if terms.alibi is None else terms.alibi.of_part(axis.rank, axis.degree)
-    return ScoreTerms(alibi, None if terms.sinks_H is None else terms.sinks_H.chunk(axis.degree)[axis.rank])
+    weights = (terms.sinks_H, terms.bias_HN)
+    sinks_H, bias_HN = (None if weight is None else weight.chunk(axis.degree)[axis.rank] for weight in weights)
+    return terms._replace(alibi=alibi, sinks_H=sinks_H, bias_HN=bias_HN)
 
 
 def positions_to_heads(heads_BSPX: Tensor, axis: Axis) -> Tensor:

@@ -44,6 +44,8 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
         tile=draw(st.sampled_from([1024, 3])),
         has_slopes=draw(st.booleans()),
         has_sinks=draw(st.booleans()),
+        has_bias=draw(st.booleans()),
+        cap=draw(st.sampled_from([None, 0.7])),
     )
 
 
@@ -181,11 +183,15 @@ def test_planted_fault_is_seen(kind: str, fault: str, broken: list[str]) -> None
         ("ring", "sinks joined once a block", ["out", "dq", "dk", "dv", "dsinks"]),
         ("ring", "sinks' gradient forgotten", ["dsinks"]),
         ("ring", "normalizer without sinks", ["dq", "dk", "dv", "dsinks"]),
+        ("ulysses", "bias of the first heads", ["out", "dq", "dk", "dv", "dsinks", "dbias"]),
+        ("ring", "bias' gradient forgotten", ["dbias"]),
+        ("ring", "cap's slope forgotten", ["dq", "dk"]),
     ],
 )
 def test_planted_fault_in_terms_is_seen(kind: str, fault: str, broken: list[str]) -> None:
     """Each fault in slopes or sinks breaks the tensors it should, and no other."""
-    patterns = [Case(((20, 9, 3), (32,)), n_kv_heads=4, tile=3, has_slopes=True, has_sinks=True)]
+    terms = {"has_bias": True, "cap": 0.7} if fault.startswith(("bias", "cap")) else {"has_slopes": True}
+    patterns = [Case(((20, 9, 3), (32,)), n_kv_heads=4, tile=3, has_sinks=True, **terms)]
     found = worst(run_cases(kind, patterns, 4, fault=fault), [reference(case) for case in patterns])
     for name, error in found.items():
         assert error > 1e4 * BOUND if name in broken else error <= BOUND, found

@@ -98,6 +98,38 @@ def test_slopes_and_sinks_are_proven(tmp_path, overrides, ranks):
     assert outcome.proven, failures(outcome)
 
 
+DISTANCES = ("model.positions=t5", "model.score_cap=0.5", "model.logit_cap=0.5", "model.z_loss=1e-4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.cp=2", "parallel.cp_attention=ring"), 4),
+        pytest.param(("parallel.cp=2", "parallel.tp=2"), 4, marks=pytest.mark.slow),
+        pytest.param(("parallel.tp=2", "parallel.pp=2"), 8, marks=pytest.mark.slow),
+        pytest.param(("parallel.zero=3", "train.precision=bf16", "train.recompute=full"), 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_biases_of_distances_and_caps_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*DISTANCES, *overrides), ranks, on_both_sides=(any_family,))
+    assert outcome.proven, failures(outcome)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("model.positions=sinusoidal", "parallel.tp=2", "parallel.pp=2"), 4),
+        pytest.param(("model.nope_layers=[1,3,5]", "parallel.cp=2"), 4, marks=pytest.mark.slow),
+        pytest.param(("model.positions=none", "parallel.zero=3", "train.recompute=full"), 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_models_of_no_family_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, ("model.family=none", *overrides), ranks)
+    assert outcome.proven, failures(outcome)
+
+
 PLAIN = (
     *("model.norm=layer", "model.embedding_norm=true", "model.parallel_block=true", "model.ff_gated=false"),
     *("model.activation=gelu", "model.ff_bias=true", "model.positions=learned", "model.max_positions=1024"),

@@ -72,13 +72,34 @@ def plant(fault: str | None) -> None:
             ulysses.own_terms = lambda terms, axis: own(terms, axis)._replace(
                 sinks_H=terms.sinks_H[: len(terms.sinks_H) // axis.degree]
             )
+        case "bias of the first heads":
+            own_of = ulysses.own_terms
+            ulysses.own_terms = lambda terms, axis: own_of(terms, axis)._replace(
+                bias_HN=terms.bias_HN[: len(terms.bias_HN) // axis.degree]
+            )
+        case "bias' gradient forgotten":
+            sums = ring.bucket_sums
+            ring.bucket_sums = lambda *arguments: 0 * sums(*arguments)
+        case "cap's slope forgotten":
+            backward = ring.attend_scored_backward
+
+            def without_slope(*arguments: Any) -> Any:
+                scores, cap = blocks._scores, arguments[7]
+                blocks._scores = lambda q, k, _: scores(q, k, cap)
+                found = backward(*arguments[:7], 1e9 * cap)  # so far above the scores that none is held back
+                blocks._scores = scores
+                return found
+
+            ring.attend_scored_backward = without_slope
         case "slopes from the first key of a tile":  # as if a tile were a sequence of its own
-            alibi_mask = plan.Alibi.mask
+            from modeling.score_terms import Alibi
+
+            alibi_mask = Alibi.mask
 
             def from_first(self: Any, mask_BQS: Tensor, queries_BQ: Tensor, keys_BS: Tensor) -> Tensor:
                 return alibi_mask(self, mask_BQS, queries_BQ, keys_BS - keys_BS[:, :1])
 
-            plan.Alibi.mask = from_first
+            Alibi.mask = from_first
         case "sinks joined once a block":
             attend, join = ring.attend_block, ring.join_sinks
             ring.join_sinks = lambda out, lse, sinks_H: (out, lse)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modeling.context import PADDING, Context
-from modeling.score_terms import Alibi, ScoreTerms
+from modeling.score_terms import Alibi, Buckets, ScoreTerms
 
 D_HEAD = 8
 HELD = ("out", "dq", "dk", "dv")  # what each rank has for its positions
@@ -29,12 +29,20 @@ class Case:
     tile: int = 1024
     has_slopes: bool = False
     has_sinks: bool = False
+    has_bias: bool = False
+    cap: float | None = None
 
     def terms(self) -> ScoreTerms:
-        """The sinks, a leaf that wants its gradient, and the slopes; one of the sinks is above most scores."""
-        alibi = Alibi(self.n_heads, range(self.n_heads)) if self.has_slopes else None
+        """Sinks and bias are leaves that want their gradients; one of the sinks is above most scores.
+
+        There are slopes or a bias, not both. Distances of short documents fall in several buckets of each kind.
+        """
+        alibi = Alibi(self.n_heads, range(self.n_heads)) if self.has_slopes and not self.has_bias else None
         sinks_H = torch.linspace(-2, 3, self.n_heads).requires_grad_() if self.has_sinks else None
-        return ScoreTerms(alibi, sinks_H)
+        if not self.has_bias:
+            return ScoreTerms(alibi, sinks_H, cap=self.cap)
+        bias_HN = torch.randn(self.n_heads, 6, generator=torch.Generator().manual_seed(self.seed)).requires_grad_()
+        return ScoreTerms(None, sinks_H, bias_HN, Buckets(6, 11), self.cap)
 
     def context(self) -> Context:
         positions, documents = [], []
@@ -81,10 +89,12 @@ def reference(case: Case) -> Answer:
 
 
 def gradients(out: Tensor, heads: list[Tensor], terms: ScoreTerms, grad: Tensor) -> dict[str, Tensor]:
-    """By the queries, keys, values, and sinks."""
+    """By the queries, keys, values, sinks and the bias."""
     leaves = {"dq": heads[0], "dk": heads[1], "dv": heads[2]}
     if terms.sinks_H is not None:
         leaves["dsinks"] = terms.sinks_H
+    if terms.bias_HN is not None:
+        leaves["dbias"] = terms.bias_HN
     return dict(zip(leaves, torch.autograd.grad(out, [*leaves.values()], grad), strict=True))
 
 
@@ -101,8 +111,9 @@ def run_cases(kind: str, cases: Sequence[Case], cp: int, *, n_axes: int = 1, fau
             shares = [by_rank[rank * n_axes + axis][number] for rank in range(cp)]
             rank_major = {name: torch.cat([share[0][name] for share in shares], dim=1) for name in HELD}
             tensors = {name: part[:, natural_order(part.shape[1], cp)] for name, part in rank_major.items()}
-            if "dsinks" in shares[0][0]:
-                tensors["dsinks"] = sum(share[0]["dsinks"] for share in shares)
+            for name in ("dsinks", "dbias"):
+                if name in shares[0][0]:
+                    tensors[name] = sum(share[0][name] for share in shares)
             axes.append(Answer(tensors, *(tuple(share[place] for share in shares) for place in (1, 2))))
         for other in axes[1:]:
             assert all(torch.equal(other.tensors[name], part) for name, part in axes[0].tensors.items())
@@ -181,8 +192,9 @@ def errors(ours: Answer, exact: Answer) -> dict[str, float]:
     """
     gradient = max(float(exact.tensors[name].norm()) for name in ("dq", "dk", "dv"))
     scales = {"out": float(exact.tensors["out"].norm()), "dq": gradient, "dk": gradient, "dv": gradient}
-    if "dsinks" in exact.tensors:
-        scales["dsinks"] = max(gradient, float(exact.tensors["dsinks"].norm()))
+    for name in ("dsinks", "dbias"):
+        if name in exact.tensors:
+            scales[name] = max(gradient, float(exact.tensors[name].norm()))
     return {
         name: float((ours.tensors[name].float() - exact.tensors[name]).norm()) / scale for name, scale in scales.items()
     }

@@ -26,6 +26,11 @@ def attend_reference(
     groups = q_BSHC.shape[2] // k_BSGC.shape[2]
     k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
     scores_BHQS = torch.einsum("bqhc,bshc->bhqs", q_BSHC.float(), k_BSHC.float()) * q_BSHC.shape[-1] ** -0.5
+    if terms.cap is not None:
+        scores_BHQS = terms.cap * torch.tanh(scores_BHQS / terms.cap)
+    if terms.bias_HN is not None and terms.buckets is not None:
+        buckets_BQS = terms.buckets.of(context.positions_BS, context.positions_BS)
+        scores_BHQS = scores_BHQS + terms.bias_HN[:, buckets_BQS].transpose(0, 1)
     scores_BHQS = scores_BHQS.masked_fill(~context.mask_BSS(window)[:, None], float("-inf"))
     if terms.alibi is not None:
         distance_BQS = context.positions_BS[:, :, None] - context.positions_BS[:, None]

@@ -57,6 +57,8 @@ GPT_OSS = (
     *("model.moe.routed_scale=1", "model.moe.expert_bias=true", "model.moe.logit_bias=true"),
     *("model.moe.swiglu_limit=7", "model.sliding_window=512", "model.full_attention_layers=[1,3,5,7]"),
 )
+T5, BIAS_OF_T5 = ("model.positions=t5",), "attention.distance_bias"
+SCORE_CAP, LOGIT_CAP = ("model.score_cap=0.5",), ("model.logit_cap=0.5",)
 OLMO2 = (  # with biases, and norms over all heads
     *("model.family=olmo2", "model.moe=null", "model.norm_placement=post", "model.qk_norm_over=all_heads"),
     *("model.qkv_bias=true", "model.o_bias=true"),
@@ -209,6 +211,19 @@ FAULTS = [
         has_any_family=True,
     ),
     Fault("router's trained bias not summed over tp", "gradients", "0.feed_forward.router.logit_bias", (*TP, *GPT_OSS)),
+    Fault("distances' biases: gradient forgotten", "gradients", BIAS_OF_T5, (*TP, *T5), has_any_family=True),
+    Fault("distances' biases: whole tiles left out (ring)", "gradients", BIAS_OF_T5, (*RING, *T5), has_any_family=True),
+    Fault(
+        "distances' biases of the first heads (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *T5), has_any_family=True
+    ),
+    Fault("capped scores: slope forgotten", "gradients", EVERY_GRADIENT, (*TP, *SCORE_CAP), has_any_family=True),
+    Fault(
+        "capped logits: slope forgotten (cut vocabulary)",
+        "gradients",
+        EVERY_GRADIENT,
+        (*TP, *LOGIT_CAP),
+        has_any_family=True,
+    ),
 ]
 
 
@@ -461,6 +476,16 @@ def plant(title: str) -> None:
             gradients.look_up_first_positions()
         case "recomputation makes a parallel block a sequential one":
             gradients.forget_parallel_blocks()
+        case "distances' biases: gradient forgotten":
+            gradients.forget_bias()
+        case "distances' biases: whole tiles left out (ring)":
+            gradients.sum_small_tiles()
+        case "distances' biases of the first heads (all-to-all)":
+            gradients.take_first_bias()
+        case "capped scores: slope forgotten":
+            gradients.forget_score_slope()
+        case "capped logits: slope forgotten (cut vocabulary)":
+            gradients.forget_logit_slope()
         case "masters rounded to bf16 (ZeRO 2)":
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":

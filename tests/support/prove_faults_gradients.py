@@ -32,9 +32,9 @@ def first_query_head_only() -> None:
 
     attend = kernels.masked_attention
 
-    def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask_BQS: Tensor) -> Tensor:
+    def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *seen: Any) -> Tensor:
         groups = q_BQHC.shape[2] // k_BSGC.shape[2]
-        return attend(q_BQHC, first_copy_only(k_BSGC, groups), first_copy_only(v_BSGC, groups), mask_BQS)
+        return attend(q_BQHC, first_copy_only(k_BSGC, groups), first_copy_only(v_BSGC, groups), *seen)
 
     kernels.masked_attention = masked_attention
 
@@ -148,9 +148,9 @@ def count_every_logsumexp() -> None:
 
 def forget_sinks() -> None:
     """Sinks get no gradient."""
-    import modeling.kernels.sinks as sinks
+    import modeling.kernels.terms as terms
 
-    sinks.sinks_gradient = lambda grad, out, lse, sinks_H: torch.zeros_like(sinks_H)
+    terms.sinks_gradient = lambda grad, out, lse, sinks_H: torch.zeros_like(sinks_H)
 
 
 def forget_sinks_in_ring() -> None:
@@ -212,3 +212,58 @@ def forget_parallel_blocks() -> None:
         self.is_parallel = False
 
     RecomputedLayer.__init__ = make_sequential
+
+
+def forget_bias() -> None:
+    """The biases of distances get no gradient."""
+    import modeling.kernels.terms as terms
+
+    sums = terms.bucket_sums
+    terms.bucket_sums = lambda *arguments: torch.zeros_like(sums(*arguments))
+
+
+def sum_small_tiles() -> None:
+    """Under ring attention the biases' gradient lacks whole tiles."""
+    import parallel.context_parallel.ring as ring
+
+    sums = ring.bucket_sums
+    ring.bucket_sums = lambda dscores, buckets, count: sums(dscores, buckets, count) * bool(dscores.shape[-1] < 3)
+
+
+def take_first_bias() -> None:
+    """Under all-to-all attention every rank's heads have the first rank's biases."""
+    import parallel.context_parallel.ulysses as ulysses
+
+    own = ulysses.own_terms
+
+    def first(terms: Any, axis: Any) -> Any:
+        return own(terms, axis)._replace(bias_HN=terms.bias_HN.chunk(axis.degree)[0])
+
+    ulysses.own_terms = first
+
+
+def forget_score_slope() -> None:
+    """A capped score's gradient is as if it were not capped."""
+    import modeling.kernels.terms as terms
+    from modeling.kernels import blocks
+
+    backward, scores = terms.attend_scored_backward, blocks._scores
+
+    def without_slope(*arguments: Any) -> Any:
+        cap = arguments[-1]
+        blocks._scores = lambda q_BQHC, k_BSGC, _: scores(q_BQHC, k_BSGC, cap)
+        found = backward(*arguments[:-1], 1e9 * cap)
+        blocks._scores = scores
+        return found
+
+    terms.attend_scored_backward = without_slope
+
+
+def forget_logit_slope() -> None:
+    """A capped logit's gradient is as if it were not capped."""
+    import modeling.loss as loss
+
+    def capped(losses: Any, cap: float) -> Any:
+        return lambda logits_TV, *rest: losses(logits_TV.div_(cap).tanh_().mul_(cap), *rest)
+
+    loss.capped = capped

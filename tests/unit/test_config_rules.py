@@ -296,7 +296,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 100
+    assert len(RANGES) == 104
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -416,10 +416,19 @@ def test_where_no_channel_turns_nothing_says_how(changes, line):
     assert [*ModelConfig(positions="alibi").problems()] == []
 
 
+def test_half_of_the_buckets_are_for_longer_distances():
+    assert [*ModelConfig(positions="t5", t5_max_distance=16).problems()] == [
+        "model.t5_max_distance=16 must be above half of model.t5_buckets=32 (each of these is one distance); try 32"
+    ]
+
+
 def test_every_angle_has_a_sine_and_a_cosine():
     assert [*ModelConfig(positions="sinusoidal", d_model=33).problems()] == [
         "model.d_model=33 must be even where model.positions=sinusoidal (each angle has a sine and a cosine); try 34"
     ]
+
+
+T5 = "model.t5_max_distance=16"
 
 
 def test_muon_goes_with_every_stage_and_precision(load):
@@ -444,9 +453,9 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
         (tmp_path / f"a{suffix}").touch()
     cases.append((load("train.eval_every_steps=5", f"data.sources=[{{path: {tmp_path}/a}}]"), 1))
     cases += [
-        (load(*BASES[family], f"model.positions={positions}", "model.d_model=33", "model.rope_theta=5"), 1)
+        (load(*BASES[family], f"model.positions={positions}", "model.d_model=33", "model.rope_theta=5", T5), 1)
         for family in ("deepseek_v3", "llama")
-        for positions in ("alibi", "sinusoidal")
+        for positions in ("alibi", "sinusoidal", "t5")
     ]
     assert wanted - set(lines_run(cases)) == set()
 

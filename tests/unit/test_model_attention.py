@@ -1,17 +1,20 @@
 """Attention over packed documents: the fast cores against the formula, and the mask against a loop."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context, attention_mask
 from modeling.kernels.attention import attend, widened
 from modeling.kv_cache import LayerCache
-from modeling.score_terms import Alibi, ScoreTerms
+from modeling.score_terms import Alibi, Buckets, ScoreTerms
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -53,6 +56,8 @@ def heads(
     d_v=st.sampled_from([8, 4]),
     has_slopes=st.booleans(),
     has_sinks=st.booleans(),
+    has_bias=st.booleans(),
+    cap=st.sampled_from([None, 0.7]),
     seed=st.integers(0, 99),
 )
 def test_attend_equals_reference(
@@ -63,17 +68,27 @@ def test_attend_equals_reference(
     d_v: int,
     has_slopes: bool,
     has_sinks: bool,
+    has_bias: bool,
+    cap: float | None,
     seed: int,
 ) -> None:
     """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys."""
     n_heads = n_kv_heads * groups
     ours, references = (heads(context, n_heads, n_kv_heads, seed, d_v=d_v) for _ in range(2))
-    alibi = Alibi(8, range(8)[1 : 1 + n_heads]) if has_slopes else None
-    if has_sinks:
-        for tensors in (ours, references):
-            tensors.append(torch.randn(n_heads, generator=torch.Generator().manual_seed(seed)).requires_grad_())
-    out = attend(*ours[:3], context, window, ScoreTerms(alibi, *ours[3:]))
-    reference = attend_reference(*references[:3], context, window, ScoreTerms(alibi, *references[3:]))
+    found = []
+    for tensors, kernel in ((ours, attend), (references, attend_reference)):
+        generator = torch.Generator().manual_seed(seed)
+        sinks_H, bias_HN = (torch.randn(shape, generator=generator) for shape in ((n_heads,), (n_heads, 5)))
+        tensors += [each.requires_grad_() for each, wanted in ((sinks_H, has_sinks), (bias_HN, has_bias)) if wanted]
+        terms = ScoreTerms(
+            Alibi(8, range(8)[1 : 1 + n_heads]) if has_slopes and not has_bias else None,
+            sinks_H if has_sinks else None,
+            bias_HN if has_bias else None,
+            Buckets(5, 9) if has_bias else None,
+            cap,
+        )
+        found.append(kernel(*tensors[:3], context, window, terms))
+    out, reference = found
     torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
     (out * weights).sum().backward()
@@ -158,12 +173,23 @@ def test_slopes_are_those_of_the_authors_code() -> None:
         assert torch.equal(torch.cat([part.slopes(torch.device("cpu")) for part in parts]), slopes)
 
 
+def test_buckets_are_those_of_t5() -> None:
+    """As transformers' T5 has them for a decoder, for distances far beyond the last bucket."""
+    keys_S = torch.arange(3000)
+    for count, max_distance in ((32, 128), (2, 3), (7, 20), (64, 1024)):
+        theirs = T5Attention._relative_position_bucket(-keys_S, False, count, max_distance)
+        ours = Buckets(count, max_distance).of(torch.tensor([[2999]]), keys_S[None])
+        assert torch.equal(ours[0, 0].flip(0), theirs)
+
+
 def test_cached_tokens_are_attended_to_with_the_same_terms() -> None:
     """Token by token with a cache, as all at once; positions go on from those that are cached."""
     context = Context(torch.arange(9)[None], torch.zeros(1, 9, dtype=torch.long))
     tensors = heads(context, 4, 2, 0)
-    terms = ScoreTerms(Alibi(4, range(4)), torch.tensor([0.5, -1.0, 0.0, 2.0]))
-    for window in (None, 3):
+    sinks_H = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    slopes = ScoreTerms(Alibi(4, range(4)), sinks_H)
+    bias = ScoreTerms(None, sinks_H, torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), Buckets(6, 8), 0.7)
+    for window, terms in product((None, 3), (slopes, bias)):
         cache = LayerCache()
         steps = []
         for step in range(9):

@@ -22,14 +22,19 @@ def problem(n_tokens: int, vocab_size: int, ignored: float, seed: int) -> tuple[
     return head, torch.randn(1, n_tokens, 12, generator=generator, requires_grad=True), targets_T[None]
 
 
-def plain_loss(head: Head, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+def plain_logits(head: Head, hidden_BSD: Tensor) -> Tensor:
     logits_TV = F.linear(hidden_BSD.double(), head.weight.double()).flatten(0, 1)
+    return logits_TV if head.logit_cap is None else head.logit_cap * torch.tanh(logits_TV / head.logit_cap)
+
+
+def plain_loss(head: Head, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+    logits_TV = plain_logits(head, hidden_BSD)
     return F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def plain_z_loss(head: Head, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
     """The squared logarithms of the partition functions, of those targets that count."""
-    logits_TV = F.linear(hidden_BSD.double(), head.weight.double()).flatten(0, 1)
+    logits_TV = plain_logits(head, hidden_BSD)
     return logits_TV[targets_BS.flatten() != IGNORE].exp().sum(-1).log().square().sum()
 
 
@@ -56,13 +61,14 @@ def compare(head: Head, hidden_BSD: Tensor, targets_BS: Tensor, scale: float) ->
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 99),
     z_loss=st.sampled_from([0.0, 1e-4, 0.5]),
+    logit_cap=st.sampled_from([None, 2.0]),
 )
 def test_equals_cross_entropy(
-    n_tokens: int, vocab_size: int, chunk: int, ignored: float, seed: int, z_loss: float
+    n_tokens: int, vocab_size: int, chunk: int, ignored: float, seed: int, z_loss: float, logit_cap: float | None
 ) -> None:
-    """Whatever the chunks, and wherever their boundaries lie, with a z-loss and without."""
+    """Whatever the chunks, and wherever their boundaries lie, with a z-loss or a cap on the logits and without."""
     head, *batch = problem(n_tokens, vocab_size, ignored, seed)
-    head.z_loss = z_loss
+    head.z_loss, head.logit_cap = z_loss, logit_cap
     head.chunk_logits = chunk * vocab_size
     compare(head, *batch, scale=1 / 7)
 

@@ -21,6 +21,7 @@ _IN_LAYER = (
     "attention.k",
     "attention.v",
     "attention.sinks",
+    "attention.distance_bias",
     "attention.o",
     "attention",
     "feed_forward_norm",
