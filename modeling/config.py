@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Interval
 
-from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal[
@@ -345,6 +345,11 @@ class ModelConfig:
             yield (
                 f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be above "
                 f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}; try {4 * scaling.low_freq_factor}"
+            )
+        if isinstance(scaling, DynamicScaling) and self.rope_dim == 2:
+            yield (
+                "model.rope_scaling.name=dynamic is not possible where 2 channels of a head turn (its exponent is the "
+                "channels over two less); try model.rope_scaling=null"
             )
         if isinstance(scaling, YarnScaling):
             if scaling.beta_fast <= scaling.beta_slow:

@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from modeling.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class Rotary:
 
     def tables(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of each position's angles: two fp32 tensors (B, S, R/2)."""
-        angles_BSR = positions_BS[..., None].float() * self.frequencies(positions_BS.device)
+        length = int(positions_BS.max()) + 1 if isinstance(self.scaling, DynamicScaling) else None
+        angles_BSR = positions_BS[..., None].float() * self.frequencies(positions_BS.device, length)
         if not isinstance(self.scaling, YarnScaling):
             return angles_BSR.cos(), angles_BSR.sin()
         factor = cosine_factor(self.scaling)
         return angles_BSR.cos() * factor, angles_BSR.sin() * factor
 
-    def frequencies(self, device: torch.device) -> Tensor:
-        """Radians of each pair from one position to the next: fp32 (R/2,)."""
+    def frequencies(self, device: torch.device, length: int | None = None) -> Tensor:
+        """Radians of each pair from one position to the next: fp32 (R/2,). ``length``: positions of the pass."""
         exponents_R = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         plain_R = 1.0 / self.theta**exponents_R
         match self.scaling:
@@ -40,10 +41,17 @@ class Rotary:
                 return plain_R / factor
             case Llama3Scaling() as scaling:
                 return mixed(plain_R, scaling.factor, llama3_kept(plain_R, scaling))
+            case DynamicScaling() as scaling:
+                return 1.0 / (self.theta * self.dynamic_growth(scaling, length or 1)) ** exponents_R
             case YarnScaling() as scaling:
                 return mixed(plain_R, scaling.factor, self.yarn_kept(plain_R, scaling))
             case _:
                 assert_never(self.scaling)
+
+    def dynamic_growth(self, scaling: DynamicScaling, length: int) -> float:
+        """By what the base is multiplied; 1 up to the original length."""
+        ratio = max(1.0, length / scaling.original_seq_len)
+        return (scaling.factor * ratio - scaling.factor + 1) ** (self.dim / max(1, self.dim - 2))
 
     def yarn_kept(self, plain_R: Tensor, scaling: YarnScaling) -> Tensor:
         """How much of each frequency is kept: a ramp over the channels between those of beta_fast and beta_slow."""

@@ -18,7 +18,8 @@ Scale = Annotated[float, Interval(ge=1e-3, le=1000.0)]
 class LinearScaling:
     """All frequencies divided by one factor: positions are interpolated (Chen et al. 2023, arXiv:2306.15595)."""
 
-    # linear: all frequencies are divided by factor; llama3: the low ones; yarn: the low ones, and attention is sharper
+    # linear: all frequencies are divided by factor; llama3: the low ones; yarn: the low ones, and attention is sharper;
+    # dynamic: the base grows in passes over sequences longer than original_seq_len
     name: Literal["linear"] = "linear"
     factor: Factor = 8.0  # by which the sequence may be longer
 
@@ -51,4 +52,17 @@ class YarnScaling:
     truncate: bool = True  # the bounds between the parts fall on whole channels
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """Dynamic NTK: a base that grows with a sequence's length beyond the original one, where nothing changes.
+
+    As transformers computes it (bloc97 and emozilla, 2023): of a pass that sees positions up to N - 1, the base is
+    multiplied by (factor N / original_seq_len - factor + 1) ** (R / (R - 2)), R the channels that turn.
+    """
+
+    name: Literal["dynamic"] = "dynamic"
+    factor: Factor = 8.0
+    original_seq_len: Length = 8192
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling

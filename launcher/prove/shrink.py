@@ -11,6 +11,7 @@ from launcher.errors import UserError
 from modeling.config import NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.families.family import family_of, section_types
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
+from modeling.rope_scaling import DynamicScaling, RopeScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
@@ -86,6 +87,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             model,
             sliding_window=_window(config, seq_len),
             max_positions=None if model.max_positions is None else seq_len,
+            rope_scaling=shrink_scaling(model.rope_scaling, seq_len),
         ),
         data=replace(config.data, seq_len=seq_len, heldout_path=None),
         train=replace(
@@ -144,6 +146,13 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
     )
     derived = {} if model.family == NO_FAMILY else family_of(model.family).derived
     return replace(small, **{name: value(small) for name, value in derived.items()})
+
+
+def shrink_scaling(scaling: RopeScaling | None, seq_len: int) -> RopeScaling | None:
+    """The same, whose original length, where sequences must be within it, is at least ``seq_len``."""
+    if not isinstance(scaling, DynamicScaling):
+        return scaling
+    return replace(scaling, original_seq_len=max(seq_len, scaling.original_seq_len))
 
 
 def shrink_fraction(model: ModelConfig, d_head: int) -> float:

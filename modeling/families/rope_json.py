@@ -11,7 +11,7 @@ from typing import Any, get_args
 from modeling.config import ModelConfig
 from modeling.families.family import Family
 from modeling.families.values import checked, hints_of, shown
-from modeling.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {kind().name: kind for kind in get_args(RopeScaling)}  # transformers has the same names
 ORIGINAL = {"original_seq_len": "original_max_position_embeddings"}  # our field -> the key, where they differ
@@ -30,6 +30,8 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         scaling["rope_type"] = config.rope_scaling.name
         for each in fields(config.rope_scaling):
             value = getattr(config.rope_scaling, each.name)
+            if isinstance(config.rope_scaling, DynamicScaling) and each.name == "original_seq_len":
+                continue  # which the longest sequence is (``longest``)
             if each.name != "name" and value is not None and value is not True:  # which is what left out means
                 scaling[ORIGINAL.get(each.name, each.name)] = value
     is_told = config.rope_scaling is not None or family.tells_plain_rope
@@ -52,6 +54,8 @@ def longest(config: ModelConfig, seq_len: int) -> int:
             return round(factor * original)
         case Llama3Scaling(factor=factor, original_seq_len=original):
             return max(seq_len, round(factor * original))
+        case DynamicScaling(original_seq_len=original):
+            return original
         case _:
             return seq_len
 
@@ -125,7 +129,11 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
     if unknown:
         raise ValueError(f"{unknown[0]} is not known with rope_type={kind}")
     values = {names[key]: value for key, value in given.items() if value is not None}
-    if "factor" not in values and "original_seq_len" in values:
+    if scaling is DynamicScaling:  # whatever else is told of the original length, the classes take this
+        longest = content.get("max_position_embeddings")
+        if values.setdefault("original_seq_len", longest) != longest:
+            raise ValueError(f"original_max_position_embeddings must be max_position_embeddings={shown(longest)}")
+    elif "factor" not in values and "original_seq_len" in values:
         longest, original = content.get("max_position_embeddings"), checked(values["original_seq_len"], int)
         if type(longest) is int and 0 < original <= longest:
             values["factor"] = checked(longest, float) / original

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from launcher.errors import UserError
 from modeling.config import FAMILIES, FamilyName
 from modeling.context import Context
 from modeling.generate import choose, generate, new_tokens, nucleus
+from modeling.rope_scaling import DynamicScaling
 from saved_runs import save_run
 from small_models import build, example_config, expressible, tensors_of
 from warnings_seen import no_warnings
@@ -65,6 +67,21 @@ def test_greedy_equals_transformers(
             tokens_BS, attention_mask=torch.ones_like(tokens_BS), max_new_tokens=20, do_sample=False
         )
     assert torch.equal(generate(model, tokens_BS, 20, temperature=0.0), expected_BS)
+
+
+def test_greedy_beyond_a_dynamic_base_equals_transformers(tmp_path: Path) -> None:
+    """Each pass goes by its own length; keys that are cached stay as they were turned."""
+    scaling = DynamicScaling(factor=4.0, original_seq_len=10)
+    config = example_config("llama", rope_scaling=scaling, rope_theta=100.0, init_std=0.5)
+    model = build(config, 2)
+    write_export(tensors_of(model).items(), config, 10, None, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, trust_remote_code=False)
+    tokens_BS = prompts(config.vocab_size)
+    told = {"attention_mask": torch.ones_like(tokens_BS), "max_new_tokens": 20, "do_sample": False}
+    generated_BS = generate(model, tokens_BS, 20, temperature=0.0)
+    assert torch.equal(generated_BS, theirs.generate(tokens_BS, **told))
+    plain = build(replace(config, rope_scaling=None), 2)
+    assert not torch.equal(generated_BS, generate(plain, tokens_BS, 20, temperature=0.0))
 
 
 def test_planted_cache_forgets_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ from modeling.families.packed import Packed
 from modeling.families.weights import from_hf
 from modeling.loss import IGNORE, Head
 from modeling.norm import RMSNorm
+from modeling.rope_scaling import DynamicScaling
 from modeling.router import Router
 from small_models import (
     LENGTHS,
@@ -336,6 +337,22 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
         and not config.sinks
         and any(part in name for part in (".q.", ".k.", "q_norm", "k_norm"))
     )
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "rope_scaling" in family_of(name).told])
+def test_dynamic_base_goes_by_the_longest_sequence_of_a_pass(family: FamilyName) -> None:
+    """Packed rows of up to 20 tokens, beyond an original length of 8, equal theirs; rows within it are not scaled."""
+    config = example_config(family, rope_scaling=DynamicScaling(factor=3.0, original_seq_len=8))
+    model, plain = build(config, 1), build(replace(config, rope_scaling=None), 1)
+    theirs = exported(model, config)
+    within = packed_rows(config.vocab_size, 1, [[4, 3], [7]])
+    with torch.no_grad():
+        for rows in (packed_rows(config.vocab_size, 1, LENGTHS), within):
+            with recorded_routes(theirs) as routes:
+                reference_BSV = theirs(rows.tokens_BS, position_ids=rows.positions_BS, use_cache=False).logits
+            logits_BSV = our_logits(model, config, rows, routes)
+            torch.testing.assert_close(logits_BSV, reference_BSV, rtol=0.0, atol=LOGITS_TOLERANCE)
+        assert torch.equal(logits_BSV, our_logits(plain, config, within, routes))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,7 +26,7 @@ from modeling.dims import stated_weights
 from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
-from modeling.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
@@ -111,6 +111,8 @@ def with_told_together(config: ModelConfig) -> ModelConfig:
     """The config with those fields equal that the family's class tells by one key, and those that it derives."""
     family = family_of(config.family)
     equal = {second: getattr(config, first) for first, second in family.equal}
+    if isinstance(config.rope_scaling, DynamicScaling) and config.rope_dim == 2:
+        config = replace(config, rope_scaling=None)  # which one pair of channels cannot have
     return replace(config, **equal, **{name: value(config) for name, value in family.derived.items()})
 
 
@@ -129,6 +131,7 @@ def rope_scalings() -> st.SearchStrategy[RopeScaling | None]:
     return st.one_of(
         st.none(),
         st.builds(LinearScaling, factor=factors),
+        st.builds(DynamicScaling, factor=factors, original_seq_len=lengths),
         st.builds(
             Llama3Scaling,
             factor=st.sampled_from([2.0, 5.5]),
