@@ -39,6 +39,7 @@ FamilyName = Literal[
     "gpt_oss",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
+
 ModelFamily = Literal[FamilyName, "none"]
 NO_FAMILY = "none"  # a model that no class of `transformers` computes: it can have every block, and is not exported
 
