@@ -270,7 +270,7 @@ class ModelConfig:
 
     def keys_shift_alike(self, layer: int) -> bool:
         """Whether a vector that is added to all keys of a layer moves a query's scores alike: no softmax sees it."""
-        return self.rope_dim_of(layer) == 0 and not self.qk_norm and not self.sinks
+        return self.rope_dim_of(layer) == 0 and not self.qk_norm and not self.sinks and self.score_cap is None
 
     @property
     def head_dim(self) -> int:
