@@ -60,9 +60,10 @@ def train_theirs(config: RunConfig) -> float:
         open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
         for split in ("train", "heldout")
     )
-    batch_size = config.train.global_batch_size
+    batches = config.train.batches
     for step in range(1, config.train.steps + 1):
-        indices = take((step - 1) * batch_size, batch_size)
+        batch_size = batches.size_at(step)
+        indices = take(batches.samples_in(step - 1), batch_size)
         n_targets, _ = train.count(indices)
         for part in np.split(indices, batch_size // config.train.micro_batch_size):
             loss, auxiliary = losses(model, train, part)

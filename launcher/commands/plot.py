@@ -63,6 +63,7 @@ PANELS = (
     Panel("eval_loss", "held-out loss (nats per token)"),
     Panel("grad_norm", "gradient norm", scale="log", smoothed=True),
     Panel("lr", "learning rate", from_zero=True),
+    Panel("batch_size", "batch size (sequences)", from_zero=True),
     Panel("tokens_per_second", "tokens per second", smoothed=True, from_zero=True),
     Panel("load", "busiest expert's load (1 = balanced)", smoothed=True),
 )
@@ -133,7 +134,7 @@ def read_curves(path: Path, name: str) -> Curves:
         raise UserError([f"{path} holds no update yet; plot the run after its first step"])
     tokens = {row["step"]: row.get("tokens", math.nan) for row in updates}
     evaluations = [row for row in rows if "eval_loss" in row and "loss" not in row]
-    keys = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second")
+    keys = ("step", "tokens", "loss", "grad_norm", "lr", "batch_size", "tokens_per_second")
     curves = Curves(name, {key: _column(row.get(key) for row in updates) for key in keys})
     curves.updates["load"] = _column(_busiest(row) for row in updates)
     curves.evaluations = {

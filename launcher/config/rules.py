@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data.places import why_no_path
+from launcher.config.batch_rules import check_batch
 from launcher.config.families import check_family
-from launcher.config.layout_rules import check_layout, dp_of
+from launcher.config.layout_rules import check_layout
 from launcher.config.ranges import is_beyond, range_problems
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
@@ -35,7 +36,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
     broken = {line.partition("=")[0].partition("[")[0] for line in lines}
     relations = [
         *([] if lines else _check_size(config)),
-        *_check_batch(config, world_size),
+        *check_batch(config, world_size),
         *_check_attention(config),
         *config.model.problems(),
         *_check_positions(config),
@@ -100,22 +101,6 @@ def _check_names(config: RunConfig) -> Iterator[str]:
             reason = why_no_path(path, created=True) if path and path.isprintable() else "must be a path"
             if reason is not None:
                 yield f"{key}={show(path)} {reason}; try {usual}"
-
-
-def _check_batch(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The global batch splits evenly over the ranks and their micro-batches."""
-    train = config.train
-    dp = dp_of(config, world_size)
-    share = dp * train.micro_batch_size
-    if share < 1:
-        return
-    if train.global_batch_size < 1 or train.global_batch_size % share:
-        below = train.global_batch_size // share * share
-        near = f"{below} or {below + share}" if below > 0 else str(share)
-        yield (
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of dp={dp} x "
-            f"train.micro_batch_size={train.micro_batch_size} = {share}; try {near}"
-        )
 
 
 def _check_attention(config: RunConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from annotated_types import Interval
 
 from data.config import DataConfig
 from launcher.slurm.config import YEAR_SECONDS, SlurmConfig
+from launcher.training.batch_ramp import Batches, BatchRamp, batches_of
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig
 from modeling.schedules import CosineSchedule, ScheduleConfig
@@ -25,6 +26,8 @@ class TrainConfig:
 
     steps: Steps = 1000  # updates
     global_batch_size: Annotated[int, Interval(ge=1, le=2**24)] = 8  # sequences of an update, over all ranks
+    # a global batch that grows to that size over the first updates; null: it has it from the first one on
+    batch_ramp: BatchRamp | None = None
     micro_batch_size: Annotated[int, Interval(ge=1, le=2**20)] = 1  # sequences of one forward pass on one rank
     # of the forward and backward passes; the optimizer's state is fp32 always
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -40,6 +43,11 @@ class TrainConfig:
     step_timeout_seconds: Seconds | None = field(default=None, metadata={"usual": 540})
     # at the start of a job, a rank that does not answer for so long is named, and all end
     start_seconds: Seconds = 300
+
+    @property
+    def batches(self) -> Batches:
+        """How many sequences each update takes."""
+        return batches_of(self.global_batch_size, self.batch_ramp)
 
 
 @dataclass(frozen=True, kw_only=True)

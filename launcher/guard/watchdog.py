@@ -60,13 +60,15 @@ class Watchdog:
         self.places = Degrees.of(config.parallel, mesh.world_size).places()
         self.timeout = float(config.train.timeout_seconds)
         self.step_timeout = config.train.step_timeout_seconds
+        self.batches = config.train.batches
         shortest = min(self.timeout, self.step_timeout or self.timeout)
         self.interval = min(2.0, max(0.1, shortest / 20))
         self.log_path = config.run_path / LOGS / f"rank-{mesh.rank}.txt"
         self.watchers: Watchers | NullWatchers = NullWatchers()
         self.waits = Waits()
         self.step, self.phase, self.since = 0, "start", time.monotonic()
-        self.steps_done, self.longest, self.begun = 0, 0.0, 0
+        self.steps_done, self.begun = 0, 0
+        self.longest = 0.0  # seconds of a step for each of its sequences, of which it may get more
         self.own_times, self.held_before = OwnTimes(), 0.0
         self.news: deque[dict[str, Any]] = deque()  # events for the main thread to pass on
         now = time.monotonic()
@@ -88,7 +90,7 @@ class Watchdog:
         if self.phase == STEP and (step, phase) != (self.step, STEP):
             self.steps_done += 1
             if self.steps_done > 1:
-                self.longest = max(self.longest, now - self.since)
+                self.longest = max(self.longest, (now - self.since) / self.batches.size_at(self.step))
                 self.own_times.add(now - self.since, self.waits.seconds - self.held_before)
         self.step, self.phase, self.since, self.held_before = step, phase, now, self.waits.seconds
         while self.news:
@@ -273,7 +275,7 @@ class Watchdog:
             return SLOW_FACTOR * max(self.timeout, self.step_timeout or 0.0)
         if self.step_timeout is not None:
             return float(self.step_timeout)
-        return max(0.9 * self.timeout, LONGEST_FACTOR * self.longest)
+        return max(0.9 * self.timeout, LONGEST_FACTOR * self.longest * self.batches.size_at(self.step))
 
     def limit_key(self) -> str:
         """The config's key that sets the limit."""

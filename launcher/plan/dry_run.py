@@ -186,13 +186,15 @@ def describe_data(config: RunConfig) -> dict[str, Any]:
     """Tokens of the run, and of each source its epochs; where token files are missing, what would be prepared."""
     from data.prepared import find_prepared
 
-    batch = config.train.global_batch_size
-    samples = config.train.steps * batch
+    batches, steps, seq_len = config.train.batches, config.train.steps, config.data.seq_len
     found: dict[str, Any] = {
-        "steps": config.train.steps,
-        "tokens_per_step": batch * config.data.seq_len,
-        "tokens": samples * config.data.seq_len,
+        "steps": steps,
+        "tokens_per_step": batches.sizes[-1] * seq_len,
+        "tokens": batches.samples_in(steps) * seq_len,
     }
+    if config.train.batch_ramp is not None:
+        ramp = {"tokens_per_step": batches.sizes[0] * seq_len, "steps": batches.steps[-1]}
+        found["ramp"] = {**ramp, "tokens": batches.samples[-1] * seq_len}
     prepared = find_prepared(config.data, config.model.vocab_size)
     if prepared is None:
         return {**found, "prepared": False, "to_prepare": to_prepare(config), "sources": None}
@@ -209,9 +211,12 @@ def epochs_of_sources(config: RunConfig) -> list[dict[str, Any]]:
     weights = [weight_fraction(source.weight) for source in data.sources]
     rows = []
     for source, weight, samples in zip(data.sources, weights, dataset.source_samples, strict=True):
-        a_step = weight / sum(weights) * train.global_batch_size  # samples of the source, in the mean
-        epochs = {"steps_to_an_epoch": float(samples / a_step), "epochs": float(train.steps * a_step / samples)}
-        rows.append({"path": source.path, "share": float(weight / sum(weights)), "samples": samples, **epochs})
+        share = weight / sum(weights)
+        epochs = {
+            "steps_to_an_epoch": train.batches.steps_for(float(samples / share)),
+            "epochs": float(train.batches.samples_in(train.steps) * share / samples),
+        }
+        rows.append({"path": source.path, "share": float(share), "samples": samples, **epochs})
     return rows
 
 

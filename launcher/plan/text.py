@@ -44,8 +44,20 @@ def fact_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "FLOPs", f"{model['flops_per_token']:.3g} a token, forward and backward"
     yield "layout", layout_words(layout)
     if data is not None:
-        yield "tokens", f"{data['tokens']:,} in {data['steps']:,} steps of {data['tokens_per_step']:,}"
+        yield (
+            "tokens",
+            f"{data['tokens']:,} in {data['steps']:,} steps of {data['tokens_per_step']:,}{ramp_words(data)}",
+        )
     yield "checkpoints", disk_words(found["disk"])
+
+
+def ramp_words(data: dict[str, Any]) -> str:
+    """How the batch grows, where it does."""
+    if "ramp" not in data:
+        return ""
+    ramp = data["ramp"]
+    smaller = f"smaller ones for {ramp['steps']:,} steps, {ramp['tokens']:,} tokens"
+    return f"; the first of {ramp['tokens_per_step']:,}, and {smaller}"
 
 
 def resume_words(resume: dict[str, Any] | None) -> str:

@@ -60,12 +60,13 @@ def degrees_of(proof: Proof) -> dict[str, int]:
     """Every number that could have been multiplied once too often, by name."""
     mesh = Degrees.of(proof.config.parallel, proof.n_ranks)
     train = proof.config.train
+    batch_size = train.batches.size_at(1)
     degrees = {name: getattr(mesh, name) for name in ("dp", "cp", "tp", "ep", "pp")}
     degrees["edp"] = mesh.edp if mesh.ep > 1 else 1  # else the same as the others
     degrees["dp x cp"] = mesh.dp * mesh.cp if mesh.cp > 1 else 1
-    degrees["micro-batches of a rank"] = train.global_batch_size // (mesh.dp * train.micro_batch_size)
-    degrees["micro-batches"] = train.global_batch_size // train.micro_batch_size
-    degrees["sequences"] = train.global_batch_size
+    degrees["micro-batches of a rank"] = batch_size // (mesh.dp * train.micro_batch_size)
+    degrees["micro-batches"] = batch_size // train.micro_batch_size
+    degrees["sequences"] = batch_size
     return {name: int(degree) for name, degree in degrees.items() if degree > 1}
 
 
@@ -201,7 +202,7 @@ def gradients_of(proof: Proof, step: int, model: ModelConfig) -> dict[str, Tenso
     plain = proof.plain.sgd
     trainer = plain_trainer(replace(proof.config, model=model), proof.dataset, sgd_for(proof.config.optimizer))
     trainer.load(plain.states[step])
-    samples = samples_of_step(step, proof.config.train.global_batch_size)
+    samples = samples_of_step(step, proof.config.train.batches)
     return trainer.step(samples, plain.choices[step]).gradients
 
 

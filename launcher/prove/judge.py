@@ -128,7 +128,7 @@ def heldout_losses(proof: Proof, phase: str) -> dict[str, dict[str, float]]:
 
 def expected_samples(proof: Proof, step: int) -> dict[int, str]:
     """The samples of a step, and what each brings into the model."""
-    samples = samples_of_step(step, proof.config.train.global_batch_size)
+    samples = samples_of_step(step, proof.config.train.batches)
     batch = proof.dataset.read(samples)
     return {int(sample): hash_row(batch, row) for row, sample in enumerate(samples)}
 

@@ -55,7 +55,7 @@ def layouts() -> Iterator[Layout]:
 def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
     """The config, shrunk, under the layout; and the rules that it breaks there, in which case it is not to be run."""
     precision = "fp32" if layout.parallel.zero == 0 else config.train.precision
-    train = replace(config.train, global_batch_size=32, micro_batch_size=1, precision=precision)
+    train = replace(config.train, global_batch_size=32, batch_ramp=None, micro_batch_size=1, precision=precision)
     wanted = replace(config, parallel=layout.parallel, train=train)
     problems = check(wanted, layout.n_ranks)
     if problems:

@@ -13,6 +13,7 @@ from data.order import take
 from launcher.prove.compare.outputs import record_outputs
 from launcher.prove.compare.routing import StepChoices, record_choices
 from launcher.prove.reference import PlainBatch, ReferenceStep, ReferenceTrainer
+from launcher.training.batch_ramp import Batches
 from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.loss import IGNORE
@@ -156,20 +157,20 @@ class PlainTrainer:
 
 
 def run_plain(
-    trainer: PlainTrainer, steps: int, batch_size: int, heldout: Dataset, n_sequences: int, evaluated: Collection[int]
+    trainer: PlainTrainer, steps: int, batches: Batches, heldout: Dataset, n_sequences: int, evaluated: Collection[int]
 ) -> PlainRun:
     """``steps`` updates from sample 0, and evaluations after so many steps as ``evaluated`` says."""
     for step in range(steps + 1):
         if step in evaluated:
             trainer.evaluate(heldout, n_sequences)
         if step < steps:
-            trainer.step(samples_of_step(step, batch_size))
+            trainer.step(samples_of_step(step, batches))
     return trainer.run
 
 
-def samples_of_step(step: int, batch_size: int) -> np.ndarray:
+def samples_of_step(step: int, batches: Batches) -> np.ndarray:
     """The sample numbers of step ``step`` (from 0)."""
-    return take(step * batch_size, batch_size)
+    return take(batches.samples_in(step), batches.size_at(step + 1))
 
 
 def apply_gradients(

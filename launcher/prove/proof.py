@@ -73,7 +73,7 @@ class Proof:
     @property
     def samples_after(self) -> Sequence[int]:
         """The samples of the step after the checkpoint."""
-        return samples_of_step(self.steps, self.config.train.global_batch_size).tolist()
+        return samples_of_step(self.steps, self.config.train.batches).tolist()
 
 
 def nonlinear_phase(config: RunConfig) -> str:
@@ -98,13 +98,13 @@ def run_plain_side(
     config: RunConfig, dataset: Dataset, heldout: Dataset, steps: int, tell: Callable[[str], None]
 ) -> PlainSide:
     """All of the plain side's runs."""
-    size, n_sequences = config.train.global_batch_size, config.train.eval_sequences
+    batches, n_sequences = config.train.batches, config.train.eval_sequences
     tell("one process: fp32, SGD")
     trainer = plain_trainer(config, dataset, sgd_for(config.optimizer))
-    sgd = run_plain(trainer, steps, size, heldout, n_sequences, (0, steps))
+    sgd = run_plain(trainer, steps, batches, heldout, n_sequences, (0, steps))
     tell(f"one process: {nonlinear_phase(config)}")
     trainer = plain_trainer(config, dataset, nonlinear_for(config.optimizer))
-    nonlinear = run_plain(trainer, steps + 1, size, heldout, n_sequences, (steps,))
+    nonlinear = run_plain(trainer, steps + 1, batches, heldout, n_sequences, (steps,))
     side = PlainSide(sgd, nonlinear)
     if config.train.precision == "fp32":
         return side
@@ -121,7 +121,7 @@ def run_own_precision(
     The second chooses experts as the first does. Where it skips a step for overflow, the first takes its step back, so
     that both always have the same number of updates. Both evaluate before the steps and after them.
     """
-    size, n_sequences = config.train.global_batch_size, config.train.eval_sequences
+    batches, n_sequences = config.train.batches, config.train.eval_sequences
     exact = plain_trainer(config, dataset, config.optimizer)
     low = plain_trainer(config, dataset, config.optimizer, config.train.precision)
     for step in range(steps + 1):
@@ -131,8 +131,8 @@ def run_own_precision(
             exact.load(saved)
             low.load(saved)
         before = exact.state()
-        exact.step(samples_of_step(step, size))
-        if low.step(samples_of_step(step, size), exact.run.choices[step]).skipped:
+        exact.step(samples_of_step(step, batches))
+        if low.step(samples_of_step(step, batches), exact.run.choices[step]).skipped:
             exact.load(before)
     return exact.run, low.run
 
@@ -210,7 +210,7 @@ def run_proof(
     plain = run_plain_side(config, dataset, heldout, steps, tell)
     proof = Proof(config, n_ranks, steps, folder, dataset, heldout, plain)
     scalars = {
-        "consumed": steps * config.train.global_batch_size,
+        "consumed": config.train.batches.samples_in(steps),
         "skipped": [],
         "tokens": 0,
         "loss_scaler": {},

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.training.batch_ramp import BatchRamp
 from modeling.config import NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.families.family import family_of, section_types
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
@@ -81,6 +82,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
     seq_len = _up_to(SEQ_LEN, 2 * degrees.cp * degrees.tp)
     micro_batch_size = min(2, config.train.micro_batch_size)
     n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
+    first = degrees.dp * micro_batch_size * n_micro_batches
     return replace(
         config,
         model=replace(
@@ -92,7 +94,8 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
         data=replace(config.data, seq_len=seq_len, heldout_path=None),
         train=replace(
             config.train,
-            global_batch_size=degrees.dp * micro_batch_size * n_micro_batches,
+            global_batch_size=first if config.train.batch_ramp is None else 2 * first,
+            batch_ramp=None if config.train.batch_ramp is None else BatchRamp(start=first, increment=first, samples=1),
             micro_batch_size=micro_batch_size,
             eval_every_steps=None,
             eval_sequences=HELDOUT_ROUNDS * degrees.dp * micro_batch_size + 1,

@@ -235,7 +235,7 @@ def run_step(
     """
     started = time.perf_counter()
     step = state.step + 1
-    indices = take(state.consumed, config.train.global_batch_size, state.skipped)
+    indices = take(state.consumed, config.train.batches.size_at(step), state.skipped)
     n_targets, n_tokens = dataset.count(indices)
     totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop or StopRequest())
     if n_targets:
@@ -305,13 +305,15 @@ def metrics_row(
     if config.model.z_loss:
         row |= {"z_loss": totals.z_loss / max(1, n_targets)}
     row |= {"grad_norm": update.grad_norm, **speed}
+    if config.train.batch_ramp is not None:
+        row |= {"batch_size": config.train.batches.size_at(state.step)}
     if precision == "fp16":
         row |= {"loss_scale": update.loss_scale}
     if precision == "fp16" or update.skipped:
         row |= {"skipped": update.skipped}
     if config.model.moe is not None:
         row |= load_metrics(totals.counts, n_tokens=n_tokens, top_k=config.model.moe.top_k)
-        n_sequences = config.train.global_batch_size
+        n_sequences = config.train.batches.size_at(state.step)
         row |= logged(metrics_of(RoutingStats), totals.metrics, n_tokens=n_tokens, n_sequences=n_sequences)
     return row
 

@@ -106,12 +106,21 @@ def _draw_curves(
     rate_axes.set_ylim(bottom=0)
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     rate_axes.set_xlabel("step")
+    if any("batch_size" in row for row in updates):
+        _draw_batch_sizes(rate_axes.twinx(), steps, numbers(updates, "batch_size"))
     rate_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (loss_axes, rate_axes):
         axes.grid(color=GRID, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         pad = max(0.01 * (steps[-1] - steps[0]), 0.5)
         axes.set_xlim(steps[0] - pad, steps[-1] + pad)
+
+
+def _draw_batch_sizes(axes: Axes, steps: list[int], size_N: np.ndarray) -> None:
+    axes.plot(steps, size_N, color=HELD_OUT, linewidth=1.2, drawstyle="steps-mid")
+    axes.set_ylabel("sequences", color=HELD_OUT)
+    axes.set_ylim(bottom=0)
+    axes.spines["top"].set_visible(False)
 
 
 def _draw_loss(axes: Axes, steps: list[int], loss_N: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:

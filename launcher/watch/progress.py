@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
+
 PACE_ROWS = 64  # updates over which the pace is measured: evaluations and checkpoints in between count
 TRACE_POINTS = 512
 EVENTS_KEPT = 3
@@ -42,13 +44,20 @@ class RunProgress:
     """A run as rows of metrics.jsonl describe it; ``observe`` takes them as they come."""
 
     def __init__(
-        self, total_steps: int, first_step: int, name: str, run_dir: Path, every_steps: int | None = None
+        self,
+        total_steps: int,
+        first_step: int,
+        name: str,
+        run_dir: Path,
+        every_steps: int | None = None,
+        batches: Batches = OF_ONE_SIZE,
     ) -> None:
         """``first_step`` is the first update of this process: 1, or the restored step + 1.
 
         ``every_steps``: of the updates between the first and the last, only multiples of it change ``update``.
         """
         self.total_steps = total_steps
+        self.batches = batches
         self.first_step = first_step
         self.name = name
         self.run_dir = run_dir
@@ -88,9 +97,12 @@ class RunProgress:
         self._moments = deque([(time.monotonic(), step)], maxlen=PACE_ROWS)
 
     def seconds_left(self) -> float | None:
-        """The time to the last step at the present pace, or None before the first update."""
+        """The time to the last step at the present pace, in sequences, or None before the first update."""
         (start, first), (now, last) = self._moments[0], self._moments[-1]
-        return (self.total_steps - last) * (now - start) / (last - first) if last > first else None
+        if last <= first:
+            return None
+        behind, done, all_ = (self.batches.samples_in(step) for step in (first, last, self.total_steps))
+        return (all_ - done) * (now - start) / (done - behind)
 
 
 def event_text(row: Mapping[str, Any]) -> str:

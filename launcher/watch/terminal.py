@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.console import Unheard, drop_output, open_console, say
+from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
 from launcher.watch.moe import layer_of, load_keys
 from launcher.watch.progress import RunProgress, event_text
@@ -60,14 +61,21 @@ class View(ABC):
         self.close()
 
 
-def open_view(total_steps: int, first_step: int, name: str, run_dir: Path, every_steps: int | None = None) -> View:
+def open_view(
+    total_steps: int,
+    first_step: int,
+    name: str,
+    run_dir: Path,
+    every_steps: int | None = None,
+    batches: Batches = OF_ONE_SIZE,
+) -> View:
     """The live view where stdout is a terminal that can be drawn on, plain lines elsewhere. For rank 0.
 
     ``first_step`` is the first update of this process: 1, or the restored step + 1. ``every_steps``: only the numbers
     of multiples of it, of the first and of the last update are shown; None: each in the live view, and so many plain
     lines that a log shows that the run lives.
     """
-    progress = RunProgress(total_steps, first_step, name, run_dir, every_steps)
+    progress = RunProgress(total_steps, first_step, name, run_dir, every_steps, batches)
     console = open_console()
     if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(progress, console)

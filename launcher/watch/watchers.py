@@ -136,8 +136,9 @@ def open_watchers(
     with ExitStack() as opened:  # closes again what was opened before a failure
         metrics = opened.enter_context(MetricsFile.resume(run_dir / METRICS, restored_step, guard))
         ledger = opened.enter_context(MetricsFile.resume(run_dir / LEDGER, restored_step, guard))
-        every_steps = config.metrics.terminal_every_steps
-        view = opened.enter_context(open_view(config.train.steps, restored_step + 1, config.name, run_dir, every_steps))
+        train, every_steps = config.train, config.metrics.terminal_every_steps
+        shown = (train.steps, restored_step + 1, config.name, run_dir, every_steps, train.batches)
+        view = opened.enter_context(open_view(*shown))
         wandb_run: WandbRun | NullRun = NullRun()
         if config.metrics.wandb.mode != "disabled":
             from launcher.watch.wandb_run import open_wandb  # takes a second, which no other rank and run needs

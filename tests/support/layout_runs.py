@@ -172,11 +172,11 @@ def run_reference(
         config.model, config.optimizer, seed=config.seed, precision=config.train.precision, loss_scale=loss_scale
     )
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-    result = LayoutResult([])
+    result, sizes = LayoutResult([]), config.train.batches
     for step in range(config.train.steps):
         if step + 1 in skipped:
             continue
-        indices = take(step * config.train.global_batch_size, config.train.global_batch_size)
+        indices = take(sizes.samples_in(step), sizes.size_at(step + 1))
         batches = [
             read(dataset, part)
             for part in np.split(indices, len(indices) // (micro_batch_size or config.train.micro_batch_size))

@@ -48,6 +48,7 @@ TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("p
 HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zero=3")
+GROWING = ("train.global_batch_size=32", "train.batch_ramp.start=8", "train.batch_ramp.increment=8")
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
 ALIBI, SINKS = ("model.positions=alibi",), ("model.sinks=true",)
@@ -172,6 +173,7 @@ FAULTS = [
     Fault("Muon: a rank's partition taken as one matrix (ZeRO 1)", OF_MUON, "layers.", MUON_ZERO_1),
     Fault("Muon: rows taken for columns (ZeRO 3)", OF_MUON, "layers.", MUON_ZERO_3),
     Fault("Muon: an owner keeps what it computed (ZeRO 3)", OF_MUON, "layers.", MUON_ZERO_3),
+    Fault("batch ramp: the whole batch from the first update on", "samples read", "(step 1) is another", GROWING),
     Fault("sinks' gradient forgotten", "gradients", "attention.sinks", (*TP, *SINKS), has_any_family=True),
     Fault("sinks' gradient forgotten (ring)", "gradients", "attention.sinks", (*RING, *SINKS), has_any_family=True),
     Fault("sinks of the first heads (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *SINKS), has_any_family=True),
@@ -458,6 +460,10 @@ def plant(title: str) -> None:
             Checkpoint.fill = forgetful
         case "router's trained bias not summed over tp":
             change_engines(lambda engine: leave_gradients_alone(engine, ("scores",)))
+        case "batch ramp: the whole batch from the first update on":
+            from launcher.training.batch_ramp import Batches
+
+            Batches.size_at = lambda self, step: self.sizes[-1]
         case "sinks' gradient forgotten":
             gradients.forget_sinks()
         case "sinks' gradient forgotten (ring)":

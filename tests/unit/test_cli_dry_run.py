@@ -78,6 +78,17 @@ def test_the_sizes_are_those_of_the_functions_that_know(place, capsys):
     assert {check["name"] for check in found["checks"]} >= {*start_checks(), "token files", "config and sources"}
 
 
+def test_a_batch_that_grows_is_counted(place, capsys):
+    """4 updates of 2 sequences, 2 of 4 and one of 6 make 22 of the 50 updates' 366; source a has three quarters."""
+    ramp = ("train.batch_ramp.start=2", "train.batch_ramp.increment=2", "train.batch_ramp.samples=22")
+    found = dry_run(capsys, "--ranks", "2", *ramp)["data"]
+    assert found["tokens"] == 366 * 16 and found["tokens_per_step"] == 8 * 16
+    assert found["ramp"] == {"tokens_per_step": 2 * 16, "steps": 7, "tokens": 22 * 16}
+    (first, _) = found["sources"]
+    assert first["epochs"] == 366 * 0.75 / 100
+    assert first["steps_to_an_epoch"] == pytest.approx(7 + (100 / 0.75 - 22) / 8)
+
+
 def test_nothing_is_created_or_changed(place, capsys):
     run = place / "runs" / "small"
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)

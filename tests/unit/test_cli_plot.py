@@ -69,6 +69,12 @@ def test_tokens_can_be_the_axis_of_everything(tmp_path):
     np.testing.assert_array_equal(drawn["held-out loss"][0], [[200], [8.0]])
 
 
+def test_a_batch_that_grows_has_a_panel(tmp_path):
+    rows = [row(step, moe=False) | {"batch_size": 4 * step} for step in range(1, 9)]
+    drawn = panels(draw_runs([read_curves(write_run(tmp_path / "run", rows), "run")], "steps"))
+    np.testing.assert_array_equal(drawn["batch size"], [[np.arange(1, 9), 4 * np.arange(1, 9)]])
+
+
 @pytest.mark.parametrize(
     "rows",
     [

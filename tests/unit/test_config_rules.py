@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from config_ranges import RANGES, range_faults
 from config_strategies import configs
-from launcher.config import families, layout_rules, ranges, rules
+from launcher.config import batch_rules, families, layout_rules, ranges, rules
 from launcher.config.checked import load_checked
 from launcher.config.dump import config_to_json, describe_config
 from launcher.config.load import load_config
@@ -106,6 +106,14 @@ CASES = [
     ("llama", "run_dir=$SCRATCH/runs", 1, "run_dir='$SCRATCH/runs' must be written out, since variables are not expanded in a config; try null (runs/NAME)", "run_dir=null"),
     ("llama", 'checkpoint.dir="a\\0b"', 1, "checkpoint.dir='a\\x00b' must be a path; try null (RUN_DIR/checkpoints)", "checkpoint.dir=null"),
     ("llama", "train={global_batch_size: 10, micro_batch_size: 2}", 4, "train.global_batch_size=10 must be a multiple of dp=4 x train.micro_batch_size=2 = 8; try 8 or 16", "train.global_batch_size=16"),
+    ("llama", "train.batch_ramp.start=8", 1, "train.batch_ramp.start=8 must be less than train.global_batch_size=8; try 7", "train.batch_ramp.start=7"),
+    ("llama", "train.batch_ramp.start=8", 8, "train.batch_ramp.start=8 must be less than train.global_batch_size=8; try train.batch_ramp=null", "train.batch_ramp=null"),
+    ("llama", "train.global_batch_size=32 train.batch_ramp.start=6 train.batch_ramp.increment=8", 4, "train.batch_ramp.start=6 must be a multiple of dp=4 x train.micro_batch_size=1 = 4; try 8", "train.batch_ramp.start=8"),
+    ("llama", "train.global_batch_size=32 train.batch_ramp.start=14 train.batch_ramp.increment=8", 4, "train.batch_ramp.start=14 must be a multiple of dp=4 x train.micro_batch_size=1 = 4; try 8 or 16", "train.batch_ramp.start=16"),
+    ("llama", "train.global_batch_size=32 train.batch_ramp.start=8 train.batch_ramp.increment=10", 2, "train.batch_ramp.increment=10 must be a multiple of dp=2 x train.micro_batch_size=1 = 2 and divide train.global_batch_size=32 - train.batch_ramp.start=8 = 24; try 8 or 12", "train.batch_ramp.increment=12"),
+    ("llama", "train.global_batch_size=4002 train.batch_ramp.start=2", 1, "train.batch_ramp.increment=1 makes 4000 sizes from train.batch_ramp.start=2 to train.global_batch_size=4002, and must make at most 1000; try 4", "train.batch_ramp.increment=4"),
+    ("llama", "parallel.pp=4 model.n_layers=8 train.global_batch_size=16 train.batch_ramp.start=2 train.batch_ramp.increment=2", 4, "train.batch_ramp.start=2 and train.batch_ramp.increment=2 make a batch of 2, whose 2 micro-batches a rank parallel.pipeline.name=1f1b cannot run with parallel.pp=4; try train.batch_ramp.start=4", "train.batch_ramp.start=4"),
+    ("llama", "parallel.pp=2 model.n_layers=8 parallel.pipeline.name=dualpipev train.global_batch_size=4 train.batch_ramp.start=2 train.batch_ramp.increment=1", 2, "train.batch_ramp.start=2 and train.batch_ramp.increment=1 make a batch of 2, whose 2 micro-batches a rank parallel.pipeline.name=dualpipev cannot run with parallel.pp=2; try train.batch_ramp=null", "train.batch_ramp=null"),
     ("llama", "train.global_batch_size=3", 4, "train.global_batch_size=3 must be a multiple of dp=4 x train.micro_batch_size=1 = 4; try 4", "train.global_batch_size=4"),
     ("llama", "train.global_batch_size=0", 2, "train.global_batch_size=0 must be at least 1; try 8", "train.global_batch_size=8"),
     ("llama", "train.micro_batch_size=0", 2, "train.micro_batch_size=0 must be at least 1; try 1", "train.micro_batch_size=1"),
@@ -300,7 +308,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 104
+    assert len(RANGES) == 107
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -448,7 +456,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, ranges, families, layout_rules, slurm_rules, model_config)
+        for module in (rules, batch_rules, ranges, families, layout_rules, slurm_rules, model_config)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }
@@ -515,6 +523,7 @@ NOT_ALONE = (
     "parallel.pipeline",
     "data.",
     "train.global_batch_size",
+    "train.batch_ramp",
     "train.eval_every",
 )  # need others with them
 INTEGER_KEYS = [key for key in RANGES if is_integer(key) and not any(part in key for part in NOT_ALONE)]
@@ -522,6 +531,7 @@ INTEGER_KEYS = [key for key in RANGES if is_integer(key) and not any(part in key
 SMALL_VALUES = {
     "train.steps": [1, 2, 7],
     "train.global_batch_size": [1, 4, 6, 8, 12],
+    "train.batch_ramp": ["null", "{}", "{start: 2, increment: 2, samples: 20}", "{start: 4, increment: 8, samples: 1}"],
     "train.micro_batch_size": [1, 2, 3],
     "train.precision": ["fp32", "bf16"],
     "parallel.zero": [0, 1, 3],
@@ -575,6 +585,8 @@ def assert_sound(config: RunConfig, world_size: int) -> None:
     train, model = config.train, config.model
     assert train.global_batch_size % (world_size * train.micro_batch_size) == 0
     assert train.global_batch_size > 0
+    assert all(size % (world_size * train.micro_batch_size) == 0 for size in train.batches.sizes)
+    assert train.batches.sizes[-1] == train.global_batch_size == train.batches.size_at(10**15)
     assert model.n_heads % model.n_kv_heads == 0
     assert model.head_dim > 0
     assert model.head_dim % 2 == 0 or model.positions != "rope"

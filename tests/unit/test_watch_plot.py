@@ -47,6 +47,12 @@ def test_the_panels_show_the_rows() -> None:
     np.testing.assert_allclose(maps[0], expected_EN)
 
 
+def test_a_batch_that_grows_is_drawn_beside_the_learning_rate() -> None:
+    updates = [row | {"batch_size": 4 + row["step"] // 3} for row in rows(9, 0)]
+    *_, size_axes = draw("run", updates, []).axes
+    assert list(size_axes.lines[0].get_ydata()) == [row["batch_size"] for row in updates]
+
+
 def test_a_dense_run_has_no_expert_panels() -> None:
     assert len(draw("run", rows(5, 0), []).axes) == 2
 
