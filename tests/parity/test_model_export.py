@@ -313,3 +313,14 @@ def test_checkpoints_that_are_none_are_refused(tmp_path: Path, run_config: RunCo
             export(tmp_path / path, tmp_path / "out")
         assert len(refused.value.problems) == 1
     assert only(tmp_path) == {"run", "empty"}
+
+
+def test_a_model_of_no_family_is_not_exported(tmp_path: Path) -> None:
+    config = replace(example_config("llama"), family="none", positions="t5", score_cap=5.0)
+    with pytest.raises(UserError) as caught:
+        write_export(tensors_of(build(config, 0)).items(), config, 64, None, tmp_path / "out")
+    assert caught.value.problems == [
+        "model.family=none names no class of `transformers` that an export could become; `roundtable generate` and "
+        "`eval` take the checkpoint itself"
+    ]
+    assert not (tmp_path / "out").exists()

@@ -33,7 +33,7 @@ from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
 from modeling import config as model_config
-from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig
+from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig, MoEConfig
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
 from modeling.rope_scaling import LinearScaling
@@ -426,6 +426,27 @@ def test_token_files_have_no_held_out_split(load, tmp_path):
 def test_where_no_channel_turns_nothing_says_how(changes, line):
     assert [*ModelConfig(positions="alibi", **changes).problems()] == [line]
     assert [*ModelConfig(positions="alibi").problems()] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"t5_buckets": 8}, "model.positions=rope"),
+        ({"qk_norm_over": "all_heads"}, "model.qk_norm=false"),
+        ({"local_rope_theta": 5.0}, "model.sliding_window=null"),
+        ({"score_channels": 9.0, "score_scale": 0.5}, "model.score_scale is given"),
+        ({"qkv_bias": True, "mla": MLAConfig()}, "model.mla is given"),
+        ({"ff_bias": True, "moe": MoEConfig(n_dense_layers=0)}, "no layer is dense"),
+        ({"activation": "gelu", "moe": MoEConfig(n_dense_layers=0)}, "no layer is dense and no expert shared"),
+    ],
+)  # fmt: skip
+def test_without_a_family_no_field_is_set_in_vain(changes, reason):
+    key, value = next(iter(changes.items()))
+    (line,) = families.check_family(ModelConfig(family="none", **changes))
+    told = value if isinstance(value, str) else json.dumps(value)
+    assert line.startswith(f"model.{key}={told} changes nothing where {reason}; try model.{key}=")
+    del changes[key]
+    assert [*families.check_family(ModelConfig(family="none", **changes))] == []
 
 
 def test_half_of_the_buckets_are_for_longer_distances():
