@@ -258,6 +258,8 @@ def base_of(key: str) -> list[str]:
         if ".moe." in key
         else "qwen2"
         if "sliding" in key or "full_attention" in key
+        else "gemma2"
+        if "_cap" in key
         else "smollm3"
         if "nope" in key
         else "llama"
