@@ -248,8 +248,6 @@ def base_of(key: str) -> list[str]:
         if "swiglu" in key
         else "gemma3_text"
         if "score_channels" in key or "local_rope" in key
-        else "gemma2"
-        if "score_cap" in key or "logit_cap" in key
         else "granitemoe"
         if any(part in key for part in ("score_scale", "residual_scale", "logit_divisor", "embedding_scale"))
         else "gpt2"
