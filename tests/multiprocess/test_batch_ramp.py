@@ -79,7 +79,7 @@ GROWING = ("train.global_batch_size=32", "train.batch_ramp.start=8", "train.batc
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (2, ("train.precision=bf16",)),
+        pytest.param(2, ("train.precision=bf16",), marks=pytest.mark.slow),
         pytest.param(4, ("parallel.tp=2", "parallel.pp=2"), marks=pytest.mark.slow),
         pytest.param(4, ("parallel.ep=2", "parallel.zero=3"), marks=pytest.mark.slow),
     ],

@@ -44,8 +44,8 @@ def tokens(tmp_path_factory):
     ("ranks", "overrides"),
     [
         (4, ("parallel.tp=2", "parallel.ep=4")),
-        (4, ("parallel.pp=2", "parallel.ep=2")),
-        (2, ("parallel.zero=1", "train.precision=bf16")),
+        pytest.param(4, ("parallel.pp=2", "parallel.ep=2"), marks=pytest.mark.slow),
+        pytest.param(2, ("parallel.zero=1", "train.precision=bf16"), marks=pytest.mark.slow),
         (4, ("parallel.zero=3", "parallel.tp=2", "parallel.ep=2")),
         pytest.param(2, ("parallel.zero=2", "train.precision=fp16"), marks=pytest.mark.slow),
         pytest.param(2, ("parallel.zero=3", "train.precision=bf16", "parallel.ep=2"), marks=pytest.mark.slow),

@@ -29,6 +29,7 @@ from modeling.families.config_json import SpecialTokens, to_config_json
 from modeling.families.weights import HFPart, hf_parts, hf_template
 from modeling.logical import logical_shapes
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, hash_file, write_manifest
+from rotating import some_fast
 from small_models import MOE_FAMILIES, configs, example_config
 from warnings_seen import no_warnings
 
@@ -72,8 +73,15 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("shard", ["5GB", SMALL_SHARDS], ids=["one file", "shards"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "shard"),
+    [
+        pytest.param(torch.float32, SMALL_SHARDS, id="fp32, shards"),
+        pytest.param(torch.float32, "5GB", id="fp32, one file", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, SMALL_SHARDS, id="bf16, shards", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "5GB", id="bf16, one file", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family: FamilyName, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
     """Logits are transformers', and an export is the source again: each tensor bit for bit, the config, the tokens."""
@@ -103,7 +111,7 @@ def test_there_and_back(family: FamilyName, dtype: torch.dtype, shard: str, tmp_
     assert texts[0] == texts[1] and len(texts[0]) > 9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(FAMILIES, "gpt2", "gpt_neox", "granitemoe", "gpt_oss", "deepseek_v3"))
 def test_random_models(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family))

@@ -102,11 +102,12 @@ def test_the_live_view_shows_the_numbers_as_often_as_asked() -> None:
     assert len(progress.losses.means) == 55
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+def test_a_reader_that_goes_away_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # whose descriptor would be sent to nowhere: pytest's own
     view = PlainView(RunProgress(10, 1, "run", Path("runs/run")), Gone())
     view.update(update(1))
 
