@@ -19,7 +19,8 @@ MODELS = Path(__file__).parents[2] / "configs/models"
 FAST = ("deepseek_v2",)  # under tp, pp and dp: latent attention, groups, shared experts
 
 
-FITTING = {"gemma3_text": ("model.n_kv_heads=2",)}  # its one key-value head is not to be cut
+# Key-value heads that tp and cp can cut: gemma3_text has one, phi3 ten, five on each rank of tp.
+FITTING = {"gemma3_text": ("model.n_kv_heads=2",), "phi3": ("model.n_kv_heads=20",)}
 
 
 def largest_of(family: FamilyName) -> Path:
