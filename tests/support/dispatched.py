@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,10 @@ from torch import Tensor
 from warnings_seen import Messages
 
 
-def dispatched(folder: Path, tokens_BS: Tensor) -> tuple[Tensor | None, list[str]]:
+def dispatched(folder: Path, tokens_BS: Tensor, **options: Any) -> tuple[Tensor | None, list[str]]:
     """The logits (B, S, V) of an empty model filled from the folder's files; None where a weight stays empty.
 
-    And what accelerate warned of.
+    And what accelerate warned of. ``options`` are ``from_config``'s.
     """
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,7 +23,7 @@ def dispatched(folder: Path, tokens_BS: Tensor) -> tuple[Tensor | None, list[str
     logger.addHandler(messages)
     with init_empty_weights():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
     model.tie_weights()
     try:
         model = load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}).eval()

@@ -34,8 +34,11 @@ def judge(folder: Path) -> None:
     logger.addHandler(messages)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        attention = {"attn_implementation": questions["attention"]}
         options = {"dtype": torch.float32, "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(folder / "export", trust_remote_code=False, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder / "export", trust_remote_code=False, **attention, **options
+        )
         seen = tensors_seen(model.eval(), **asked, packs=questions["packed"])
         found = {
             "version": version(),
@@ -46,7 +49,7 @@ def judge(folder: Path) -> None:
             found |= tokenizer_seen(folder / "export", model, texts)
     logger.removeHandler(messages)
     if questions["accelerate"]:
-        found["accelerate"], logits = accelerate_seen(folder, model, asked["tokens_BS"])
+        found["accelerate"], logits = accelerate_seen(folder, model, asked["tokens_BS"], **attention)
         seen |= {} if logits is None else {"dispatched_BSV": logits}
     found["warnings"] = messages.messages + [str(each.message) for each in caught]
     save_file(seen, folder / "seen.safetensors")
@@ -81,10 +84,12 @@ def tensors_seen(
     }
 
 
-def accelerate_seen(folder: Path, model: Any, tokens_BS: Tensor) -> tuple[dict[str, bool], Tensor | None]:
+def accelerate_seen(
+    folder: Path, model: Any, tokens_BS: Tensor, **options: Any
+) -> tuple[dict[str, bool], Tensor | None]:
     """Whether accelerate fills an empty model from transformers' save, and from the export; the latter's logits."""
     model.save_pretrained(folder / "saved")
-    theirs, ours = (dispatched(folder / each, tokens_BS)[0] for each in ("saved", "export"))
+    theirs, ours = (dispatched(folder / each, tokens_BS, **options)[0] for each in ("saved", "export"))
     return {"theirs": theirs is not None, "ours": ours is not None}, ours
 
 
