@@ -120,6 +120,11 @@ class MoEConfig:
         return self.shared_d_ff
 
     @property
+    def balance_coefficient(self) -> float:
+        """Factor of the balance loss; 0 where balance is kept otherwise."""
+        return self.balance.coefficient if isinstance(self.balance, SequenceAuxBalance) else 0.0
+
+    @property
     def choosable(self) -> int:
         """Among how many experts a token's top_k are chosen by their own scores."""
         return self.n_experts // self.n_groups * self.top_k_groups

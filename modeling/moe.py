@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses
-from modeling.config import ActivationName, MoEConfig, SequenceAuxBalance
+from modeling.config import ActivationName, MoEConfig
 from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
@@ -174,6 +174,6 @@ def build_moe(config: MoEConfig, d_model: int, activation: ActivationName = "sil
         ),
         shared=FeedForward(d_model, width, "shared_d_ff", activation=activation) if width else None,
         shared_gate=Linear(1, d_model, ("one", "d_model")) if width and config.shared_gate else None,
-        balance_coefficient=config.balance.coefficient if isinstance(config.balance, SequenceAuxBalance) else 0.0,
+        balance_coefficient=config.balance_coefficient,
         z_loss=config.z_loss,
     )

@@ -72,7 +72,9 @@ class Router(nn.Module):
         routed_scale: float,
         has_bias: bool,
         logit_bias: bool = False,
+        has_auxiliary_losses: bool = True,
     ) -> None:
+        """``has_auxiliary_losses``: others than the model's own loss train the router's weights."""
         super().__init__()
         self.top_k = top_k
         self.n_groups = n_groups
@@ -83,9 +85,11 @@ class Router(nn.Module):
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(n_experts)) if logit_bias else None
+        weighs_one = top_k == 1 and normalize_top_k  # whatever the scores are
+        cancels = weighs_one and not has_auxiliary_losses
         self.stated = {
-            "weight": Weight(("scores", "d_model")),
-            "logit_bias": Weight(("scores",), "zeros"),
+            "weight": Weight(("scores", "d_model"), cancels=cancels),
+            "logit_bias": Weight(("scores",), "zeros", cancels=cancels),
             "bias": Weight(("scores",), "zeros"),
         }
         self.settle: Settle = keep_choice
@@ -162,4 +166,5 @@ def build_router(config: MoEConfig, d_model: int) -> Router:
         routed_scale=config.routed_scale,
         has_bias=isinstance(config.balance, BiasBalance),
         logit_bias=config.logit_bias,
+        has_auxiliary_losses=config.balance_coefficient > 0 or config.z_loss > 0,
     )

@@ -25,8 +25,8 @@ BIAS_BOUND = 1e-7  # absolute; a bias moves by a fixed rate, so a fault moves it
 # update; what the optimizer makes of equal gradients is held to WEIGHT_BOUND.
 DRIFT_BOUND = 1e-2
 TINY = GRADIENT_BOUND / DRIFT_BOUND
-# A gradient that is zero by algebra (keys' biases where no channel turns), of all gradients' norm: 2e-9 was seen, of
-# some hundred tokens, and what a fault leaves of it is as large as the queries' (1e-3 and more).
+# A gradient that is zero by algebra (``Weight.cancels``), of all gradients' norm: 2e-9 was seen of keys' biases, over
+# some hundred tokens; what a fault leaves of them is as large as the queries' (1e-3 and more).
 CANCELLED_BOUND = 1e-7
 # A gradient below this share of all gradients' norm is rounding alone (that of a router whose one choice weighs one),
 # and AdamW's update of it noise: nothing to compare.
