@@ -44,7 +44,8 @@ class Stragglers:
 
     def __init__(self, stages: Sequence[Sequence[int]]) -> None:
         ranks = [rank for stage in stages for rank in stage]
-        self.peers = {rank: stage if len(stage) > 1 else ranks for stage in stages for rank in stage}
+        self.peers = [stage if len(stage) > 1 else ranks for stage in stages]
+        self.stage_of = {rank: stage for stage, members in enumerate(stages) for rank in members}
         self.named: dict[int, int] = {}  # rank -> the step at which it was named
 
     def find(self, figures: Mapping[int, float], step: int) -> list[Straggler]:
@@ -52,11 +53,12 @@ class Stragglers:
 
         Peers' median is the lower one of two, so that of two ranks the slow one stands out.
         """
-        if set(figures) != set(self.peers):
+        if figures.keys() != self.stage_of.keys():
             return []
         found = []
+        medians = [statistics.median_low([figures[peer] for peer in peers]) for peers in self.peers]
         for rank, seconds in figures.items():
-            typical = statistics.median_low([figures[peer] for peer in self.peers[rank]])
+            typical = medians[self.stage_of[rank]]
             ratio = seconds / typical if typical > 0 else 1.0
             if ratio < SLOW_RATIO:
                 self.named.pop(rank, None)

@@ -22,6 +22,7 @@ from typing import IO, Any, Self
 from launcher.config.tree import RunConfig
 from launcher.console import tell
 from launcher.guard.hangs import (
+    CUT_SECONDS,
     Report,
     Seen,
     Verdict,
@@ -47,6 +48,7 @@ LONGEST_FACTOR = 3  # with train.step_timeout_seconds=null, a step may take so m
 REPORT_SECONDS = 10.0  # a rank that has said nothing for so long, when all are to say what they do, is missing
 TELL_SECONDS = 45.0  # for metrics.jsonl and W&B to take the last event; W&B gives up after 30
 LAUNCHER_SECONDS = 10.0  # a launcher that sees a rank end kills the others long before
+WORDS_A_SECOND = 400  # that rank 0 takes from all ranks: above 800 ranks each speaks less often than every 2 seconds
 
 
 class Watchdog:
@@ -62,7 +64,8 @@ class Watchdog:
         self.step_timeout = config.train.step_timeout_seconds
         self.batches = config.train.batches
         shortest = min(self.timeout, self.step_timeout or self.timeout)
-        self.interval = min(2.0, max(0.1, shortest / 20))
+        self.interval = min(max(2.0, mesh.world_size / WORDS_A_SECOND), max(0.1, shortest / 20))
+        self.report_seconds = max(REPORT_SECONDS, 3 * self.interval)
         self.log_path = config.run_path / LOGS / f"rank-{mesh.rank}.txt"
         self.watchers: Watchers | NullWatchers = NullWatchers()
         self.waits = Waits()
@@ -76,6 +79,7 @@ class Watchdog:
         self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages())
         self.reports: dict[int, Report] = {}
         self.own_end: Message | None = None  # "failed", "cut" or "bye", to be sent by the thread
+        self.has_news = False  # the thread has heard what cannot wait for its next turn
         self.is_raising = False  # the main thread is on its way to the launcher with an exception
         self.over = threading.Event()  # nothing more is to be expected of the thread
         self.heart: Heart | None = None
@@ -157,7 +161,7 @@ class Watchdog:
         """Has the thread send this rank's last word, and waits for what comes of it."""
         assert self.heart is not None
         self.heart.wake()
-        self.over.wait(2 * self.interval + REPORT_SECONDS + TELL_SECONDS)
+        self.over.wait(2 * self.interval + self.report_seconds + TELL_SECONDS)
 
     # The thread.
 
@@ -170,20 +174,27 @@ class Watchdog:
             os._exit(1)
 
     def keep_watch(self) -> None:
-        """The thread's loop."""
+        """The thread's loop: a turn every ``interval``, or at once for an end of whatever kind.
+
+        A beat that arrives begins no turn: it would be answered by one, which is answered, as fast as the ranks can.
+        """
         heart = self.heart
         assert heart is not None and self.log is not None
-        turned = time.monotonic()
+        now = turned = next_turn = time.monotonic()
+        said: Message | None = None
         while True:
-            faulthandler.dump_traceback_later(self.limit() + 30, exit=True, file=self.log)
-            arrived = heart.poll(self.interval)
+            arrived = heart.poll(max(0.0, next_turn - now))
             now = time.monotonic()
             if now - turned > max(5.0, 5 * self.interval):  # we were stopped ourselves: nobody else was late
                 self.forgive(now)
-            turned = now
             for rank, message in arrived:
                 self.take(rank, message, now)
             own_end = self.own_end  # read once: "bye" must have been sent before we go, and the main thread sets it
+            if now < next_turn and not self.has_news and own_end is said:
+                continue
+            turned, said, self.has_news = now, own_end, False
+            next_turn = now + min(self.interval, CUT_SECONDS)
+            faulthandler.dump_traceback_later(self.limit() + self.interval + 30, exit=True, file=self.log)
             self.send_own(heart, now, own_end)
             if own_end is not None and "bye" in own_end:
                 heart.close()
@@ -225,6 +236,7 @@ class Watchdog:
         state.heard = now
         if message is None:
             state.gone = not state.left and state.failed is None
+            self.has_news |= state.gone
             return
         if "beat" in message:
             state.beat = message["beat"]
@@ -236,6 +248,7 @@ class Watchdog:
             state.left = True
         if "failed" in message:
             state.failed = (message["failed"], message["code"])
+            self.has_news = True
         if "cut" in message and state.cut is None:
             state.cut = (now, message["cut"])
         if "verdict" in message:
@@ -332,7 +345,7 @@ class Watchdog:
         assert heart is not None
         report = self.write_report(verdict)
         heart.send({"report": vars(report)})
-        deadline = time.monotonic() + REPORT_SECONDS + TELL_SECONDS
+        deadline = time.monotonic() + self.report_seconds + TELL_SECONDS
         while time.monotonic() < deadline:
             if any(message is None or "done" in message for _, message in heart.poll(self.interval)):
                 break
@@ -342,7 +355,7 @@ class Watchdog:
         """Waits until every rank that can has said what it does."""
         while True:
             now = time.monotonic()
-            heard = [rank for rank, state in self.seen.items() if now - state.heard < REPORT_SECONDS]
+            heard = [rank for rank, state in self.seen.items() if now - state.heard < self.report_seconds]
             if all(rank in self.reports or self.seen[rank].left or self.seen[rank].gone for rank in heard):
                 return
             for rank, message in heart.poll(self.interval):

@@ -26,6 +26,11 @@ HELLO_BYTES = 256  # of the first line, which says who it is
 HELLO_SECONDS = 60.0  # for all ranks to connect: they have just met in a collective
 
 
+def encoded(message: Message) -> bytes:
+    """A line of JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
 class Wire:
     """One connection: JSON lines in both directions."""
 
@@ -36,9 +41,13 @@ class Wire:
         self.rest = b""
 
     def send(self, message: Message) -> None:
+        """Sends one line."""
+        self.send_line(encoded(message))
+
+    def send_line(self, line: bytes) -> None:
         """Sends one line. Errors are left to the reading side, which sees the connection's end too."""
         with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.sendall(line)
 
     def read(self) -> list[Message | None]:
         """What has arrived, when the connection is readable; None at last where it has ended."""
@@ -84,8 +93,9 @@ class Heart:
 
     def send(self, message: Message) -> None:
         """To rank 0; from rank 0, to all."""
+        line = encoded(message)
         for wire in self.wires.values():
-            wire.send(message)
+            wire.send_line(line)
 
     def drop(self, rank: int) -> None:
         """Forgets a connection that has ended."""
