@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,6 +40,24 @@ class Context:
     def between_layers(self) -> "Context":
         """The context of the positions that this rank holds between layers: what routers see."""
         return self if self.part is None else self.part
+
+    def to(self, device: torch.device) -> Self:
+        """This context, which lies on the CPU and has cached nothing, on the device.
+
+        What a CUDA device's host would have to wait for, since its size or value depends on where documents lie, is
+        told here, before the tensors go.
+        """
+        if device.type == "cpu":
+            return self
+        moved = copy.copy(self)
+        moved.positions_BS, moved.documents_BS = (
+            each.to(device, non_blocking=True) for each in (self.positions_BS, self.documents_BS)
+        )
+        boundaries, longest = self.cu_seqlens
+        moved.cu_seqlens = (boundaries.to(device, non_blocking=True), longest)
+        moved.valid_T = None if self.valid_T is None else self.valid_T.to(device, non_blocking=True)
+        moved.part = None if self.part is None else self.part.to(device)
+        return moved
 
     def replaying(self, choices: Mapping[int, Tensor]) -> "Context":
         """This context with ``choices`` for the routers of the layers that it names; masks are shared."""

@@ -15,7 +15,7 @@ from modeling.config import ActivationName, MoEConfig
 from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
-from modeling.kernels.experts import ExpertBiases, experts_grouped
+from modeling.kernels.experts import ExpertBiases, count_pairs, experts_grouped
 from modeling.linear import Linear
 from modeling.metrics import Metric
 from modeling.router import Router, Routing, build_router
@@ -139,7 +139,7 @@ class MoE(nn.Module):
         if self.z_loss:
             weights_TK = InjectLoss.apply(weights_TK, z, self.z_loss * context.z_scale)
         entropy = -torch.special.xlogy(affinity_TE, affinity_TE).sum()
-        counts_E = torch.bincount(indices_TK.flatten(), minlength=logits_TE.shape[1])
+        counts_E = count_pairs(indices_TK, logits_TE.shape[1])
         stats = RoutingStats(
             counts_E=counts_E,
             choice_TK=indices_TK,

@@ -6,6 +6,7 @@ Shape letters: B micro-batch, S sequence.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from modeling.context import Context
@@ -21,6 +22,11 @@ class MicroBatch:
     tokens_BS: Tensor
     targets_BS: Tensor
     context: Context
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """This micro-batch, which lies on the CPU, on the device. From pinned memory, the host does not wait for it."""
+        tokens_BS, targets_BS = (each.to(device, non_blocking=True) for each in (self.tokens_BS, self.targets_BS))
+        return MicroBatch(tokens_BS, targets_BS, self.context.to(device))
 
 
 def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:

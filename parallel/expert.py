@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.kernels.experts import ExpertBiases, FromRows, ToRows, experts_grouped, place_rows
+from modeling.kernels.experts import ExpertBiases, FromRows, ToRows, count_pairs, experts_grouped, place_rows
 from modeling.moe import ExpertDispatch
 from parallel.collectives import exchange_rows
 from parallel.mesh import Axis
@@ -33,14 +33,15 @@ def make_dispatch(axis: Axis, row_multiple: int | None = None) -> ExpertDispatch
         swiglu_limit: float | None = None,
     ) -> Tensor:
         n_local = gate_EFD.shape[0]
-        counts_E = torch.bincount(indices_TK.flatten(), minlength=n_local * axis.degree)
+        counts_E = count_pairs(indices_TK, n_local * axis.degree)
         theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
-        sent = counts_E.view(axis.degree, n_local).sum(1).tolist()
-        received = theirs_NE.sum(1).tolist()
+        sent, received = sizes_on_host(counts_E, theirs_NE)
         rows_TK, _, n_rows = place_rows(indices_TK, counts_E, 1)
         rows_RD = exchange_rows(ToRows.apply(hidden_TD, rows_TK, n_rows), sent, received, axis)
         experts_R = (
-            torch.arange(n_local, device=rows_RD.device).repeat(axis.degree).repeat_interleave(theirs_NE.flatten())
+            torch.arange(n_local, device=rows_RD.device)
+            .repeat(axis.degree)
+            .repeat_interleave(theirs_NE.flatten(), output_size=sum(received))
         )
         ones_R1 = torch.ones_like(experts_R, dtype=torch.float32)[:, None]
         experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, row_multiple)
@@ -49,6 +50,14 @@ def make_dispatch(axis: Axis, row_multiple: int | None = None) -> ExpertDispatch
         return (out_TKD * weights_TK[..., None].to(hidden_TD.dtype)).sum(1)
 
     return dispatch
+
+
+def sizes_on_host(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
+    """The rows that this rank sends to each rank of the axis, and those that it receives from each.
+
+    All-to-all is told them by the host, which waits here for the GPU: the one wait of a layer.
+    """
+    return torch.stack([counts_E.view(len(theirs_NE), -1).sum(1), theirs_NE.sum(1)]).tolist()
 
 
 def exchange_counts(counts_E: Tensor, axis: Axis) -> Tensor:

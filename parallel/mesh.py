@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.config import ParallelConfig
+from parallel.processes.device import choose_interface, own_device
 from parallel.processes.environment import number
 from parallel.processes.rendezvous import store_of_next_group
 
@@ -145,15 +146,15 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "replicas", "model")
 def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     """Joins the process group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All ranks call it.
 
-    On CUDA the device is set from LOCAL_RANK before anything else, so that no two ranks share a GPU. DeepSpeed finds
-    the group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
+    On CUDA the rank's own device is set before anything else, so that no two ranks share a GPU. DeepSpeed finds the
+    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
     """
     rank, world_size = number("RANK"), number("WORLD_SIZE")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cpu")
+    device = own_device()
+    cuda = device.type == "cuda"
     if cuda:
-        device = torch.device("cuda", number("LOCAL_RANK"))
         torch.cuda.set_device(device)
+    choose_interface()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store = store_of_next_group(timeout_seconds)
     store.set_timeout(timeout)

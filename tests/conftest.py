@@ -11,6 +11,9 @@ import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if os.environ.get("TESTS_ON_GPU") != "1":  # as `make gpu` sets it: elsewhere all tests compute on the CPU, over gloo
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("WANDB_API_KEY", None)
@@ -63,4 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.cuda.is_available():
         for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device and TESTS_ON_GPU=1, and torch finds none here")
+            )

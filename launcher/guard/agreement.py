@@ -12,6 +12,7 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.run_dir import Claim, check_run_dir, claim
+from parallel.processes.device import device_problems, held_device
 from parallel.processes.roll_call import RollCall, RollCallError
 from parallel.processes.world import rank_hosts
 
@@ -54,6 +55,7 @@ def agree(config: RunConfig) -> Agreed:
         except UserError as error:
             problems = error.problems
     roll.fail_together("claim", problems)
+    roll.judge("devices", held_device(), device_problems)
     check_shared(roll, config.run_path)
     return Agreed(roll, lock)
 

@@ -22,7 +22,7 @@ from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.console import say, tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
-from launcher.guard.watchdog import STEP, Watchdog
+from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.ledger import ledger_row
 from launcher.training.start_record import start_record
@@ -161,7 +161,9 @@ def prepare_process(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():  # what NCCL was doing when it timed out; the rank's number follows
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_path / LOGS / "nccl-rank-"))
+    else:
         keep_heap_from_growing()
     gc.disable()
     gc.collect()

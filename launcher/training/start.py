@@ -48,6 +48,7 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
     check_limits(n_ranks)
     config = with_source(load_checked(path, overrides, world_size=n_ranks))
     changed = check_start(config)
+    check_gpus(n_ranks)
     check_run_dir(config)
     prepare_missing(config)
     check_tokens(config)
@@ -157,6 +158,16 @@ def default_ranks() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+def check_gpus(n_ranks: int) -> None:
+    """Refuses more local processes than there are GPUs, where there are any: NCCL takes no two ranks on one."""
+    import torch
+
+    n_gpus = torch.cuda.device_count()
+    if 0 < n_gpus < n_ranks:
+        remedy = f"try {n_gpus}, or CUDA_VISIBLE_DEVICES= before the command to train on the CPU"
+        raise UserError([f"--ranks={n_ranks} must be at most {n_gpus}, this machine's GPUs; {remedy}"])
 
 
 def prepare_missing(config: RunConfig) -> None:

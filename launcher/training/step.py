@@ -49,14 +49,16 @@ def read_micro_batch(
     The scales are what the auxiliary losses weigh. ``expects_padding``: the model takes the way around padding where
     there is none, too.
     """
-    batch = dataset.read(indices)
-    arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-    tokens_BS, targets_BS, positions_BS, documents_BS = (
-        torch.from_numpy(array).to(mesh.device, non_blocking=True) for array in arrays
-    )
-    has_padding = expects_padding or bool((batch.documents_BS == PADDING).any())
+    read = dataset.read(indices)
+    arrays = (read.tokens_BS, read.targets_BS, read.positions_BS, read.documents_BS)
+    on_host = [torch.from_numpy(array) for array in arrays]
+    if mesh.device.type == "cuda":
+        on_host = [tensor.pin_memory() for tensor in on_host]
+    tokens_BS, targets_BS, positions_BS, documents_BS = on_host
+    has_padding = expects_padding or bool((read.documents_BS == PADDING).any())
     scales = (balance_scale, z_scale)
-    return cut_micro_batch(tokens_BS, targets_BS, positions_BS, documents_BS, mesh, *scales, has_padding=has_padding)
+    batch = cut_micro_batch(tokens_BS, targets_BS, positions_BS, documents_BS, mesh, *scales, has_padding=has_padding)
+    return batch.to(mesh.device)
 
 
 def accumulate_gradients(

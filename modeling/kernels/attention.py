@@ -3,6 +3,10 @@
 Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,6 +14,9 @@ from torch.nn import functional as F
 from modeling.context import Context
 from modeling.kernels.terms import term_attention
 from modeling.score_terms import NO_TERMS, ScoreTerms
+
+FLASH_CHANNELS = 256  # of a head, at most
+FLASH_UNIT = 8  # channels: 16 bytes in 16 bits
 
 
 def attend(
@@ -22,11 +29,13 @@ def attend(
 ) -> Tensor:
     """Attention's output (B, S, H, C), by the fastest kernel that fits the device, the dtype and the scores' terms.
 
-    CUDA in half precision takes variable-length flash attention, which never forms a mask; everything else
-    takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA, B * S * S numbers of a mask are
-    made, with slopes H times as many, once for all layers of one window; other terms take fp32 scores in each layer.
+    CUDA in half precision takes variable-length flash attention, which never forms a mask and knows heads of up to
+    ``FLASH_CHANNELS``; everything else takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA,
+    B * S * S numbers of a mask are made, with slopes H times as many, once for all layers of one window; other terms
+    take fp32 scores in each layer.
     """
-    if terms.is_plain and q_BSHC.is_cuda and q_BSHC.dtype in (torch.bfloat16, torch.float16):
+    halves = q_BSHC.dtype in (torch.bfloat16, torch.float16)
+    if terms.is_plain and q_BSHC.is_cuda and halves and q_BSHC.shape[-1] <= FLASH_CHANNELS:
         return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
     mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
     buckets_BSS = None if terms.buckets is None else context.buckets_BSS(terms.buckets)
@@ -58,11 +67,14 @@ def masked_attention(
 
 
 def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
-    """Attention's output by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16)."""
-    from torch.nn.attention.varlen import varlen_attn
+    """Attention's output by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16).
 
-    n_channels = v_BSGC.shape[-1]
-    v_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
+    Heads whose channels fill no whole units of FLASH_UNIT are filled up with zeros, which change no score.
+    """
+    varlen_attn, options = varlen_kernel(grouped=q_BSHC.shape[2] != k_BSGC.shape[2])
+    n_channels, scale = v_BSGC.shape[-1], q_BSHC.shape[-1] ** -0.5
+    width = -(-q_BSHC.shape[-1] // FLASH_UNIT) * FLASH_UNIT
+    q_BSHC, k_BSGC, v_BSGC = (widened(heads, width) for heads in (q_BSHC, k_BSGC, v_BSGC))
 
     boundaries, longest = context.cu_seqlens
     left = -1 if window is None else window - 1
@@ -74,17 +86,29 @@ def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Co
         boundaries,
         longest,
         longest,
+        scale=scale,
         window_size=(left, 0),
-        enable_gqa=q_BSHC.shape[2] != k_BSGC.shape[2],
+        **options,
     )
-    assert isinstance(out_THC, Tensor)
     return out_THC.view_as(q_BSHC)[..., :n_channels]
 
 
-def widened(v_BSGC: Tensor, n_channels: int) -> Tensor:
-    """Values with ``n_channels``, filled up with zeros, for code that wants them as wide as queries and keys.
+def varlen_kernel(*, grouped: bool) -> tuple[Callable[..., Tensor], dict[str, bool]]:
+    """The kernel for documents of various lengths, and the options by which it takes ``grouped`` key-value heads.
 
-    Attention's output then has zeros in the same channels.
+    From torch 2.12 on it wants to be told of them; that of 2.11 takes them as they come, and knows no option for it.
     """
-    missing = n_channels - v_BSGC.shape[-1]
-    return F.pad(v_BSGC, (0, missing)) if missing else v_BSGC
+    from torch.nn.attention import varlen
+
+    kernel: Any = varlen.varlen_attn
+    told = "enable_gqa" in inspect.signature(kernel).parameters
+    return kernel, {"enable_gqa": grouped} if told else {}
+
+
+def widened(heads: Tensor, n_channels: int) -> Tensor:
+    """Queries, keys or values with ``n_channels``, filled up with zeros, for code that wants all equally wide.
+
+    Attention's output then has zeros in the channels that values were given.
+    """
+    missing = n_channels - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads

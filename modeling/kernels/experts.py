@@ -41,7 +41,7 @@ def experts_grouped(
     Deterministic in both directions. ``swiglu_limit``: as ``gated`` has it. Each expert's rows are rounded up to
     ``row_multiple`` (None: what is fast on the device).
     """
-    counts_E = torch.bincount(indices_TK.flatten(), minlength=gate_EFD.shape[0])
+    counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
     if row_multiple is None:
         row_multiple = 1 if hidden_TD.is_cuda else CPU_ROW_MULTIPLE
     rows_TK, ends_E, n_rows = place_rows(indices_TK, counts_E, row_multiple)
@@ -75,6 +75,15 @@ def grouped_linear(rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO:
         return out_RO
     ones_RI = rows_RI.new_ones(rows_RI.shape[0], ONES)
     return out_RO + F.grouped_mm(ones_RI, F.pad(bias_EO[:, None], (0, 0, 0, ONES - 1)), offs=ends_E)
+
+
+def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
+    """The pairs of each expert (E,), int64.
+
+    Unlike torch.bincount, whose output's size depends on the values, it does not make the host wait for the GPU.
+    """
+    experts_P = indices_TK.flatten().long()
+    return experts_P.new_zeros(n_experts).scatter_add_(0, experts_P, torch.ones_like(experts_P))
 
 
 def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> tuple[Tensor, Tensor, int]:

@@ -1,6 +1,9 @@
 """What a layer may look at where a rank holds only a part of each sequence."""
 
 from dataclasses import dataclass, field
+from typing import Self
+
+import torch
 
 from modeling.context import Context
 from parallel.context_parallel.part import take_share
@@ -19,6 +22,12 @@ class HeldContext(Context):
 
     whole: Context = field(kw_only=True)
     plans: dict[int | None, RingPlan] = field(default_factory=dict)  # sliding window -> what ring attention computes
+
+    def to(self, device: torch.device) -> Self:
+        """This context on the device, the whole sequences' too."""
+        moved = super().to(device)
+        moved.whole = self.whole.to(device)
+        return moved
 
 
 def split_context(whole: Context, axis: Axis) -> HeldContext:

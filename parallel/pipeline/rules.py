@@ -1,8 +1,16 @@
 """What a pipeline must satisfy, told as lines for the user: key, value, rule, remedy. Plain numbers, no torch."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from parallel.pipeline.config import DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, splits_backward
+
+SPLITS_RIGHTLY = (2, 13)  # the first torch under which schedules that split the backward pass were proven
+
+
+def splits_rightly(installed: str) -> bool:
+    """Whether this version of torch computes the parts of a backward pass as the whole (it fails in 2.11)."""
+    return tuple(int(number) for number in installed.split(".")[:2]) >= SPLITS_RIGHTLY
 
 
 def pipeline_problems(
@@ -30,6 +38,12 @@ def pipeline_problems(
         problems.append(
             f"parallel.zero=3 must be at most 2 with parallel.pipeline.name={pipeline.name}, whose backward pass needs "
             "the weights twice; try parallel.zero=2, or parallel.pipeline.name=interleaved"
+        )
+    if splits_backward(pipeline) and not splits_rightly(installed := version("torch")):
+        problems.append(
+            f"parallel.pipeline.name={pipeline.name} must be 1f1b or interleaved with torch {installed}, which cannot "
+            "take custom functions' backward passes apart, and adds gradients up that do not belong together; "
+            f"try parallel.pipeline.name=interleaved, or torch {'.'.join(map(str, SPLITS_RIGHTLY))}"
         )
     if global_batch_size % (dp * micro_batch_size) == 0:  # else another rule speaks
         problems += micro_batch_problems(pipeline, pp, global_batch_size, micro_batch_size, dp)

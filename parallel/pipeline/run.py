@@ -3,7 +3,6 @@
 Shape letters: B batch, S sequence, D d_model.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +38,14 @@ class ScheduledStage(PipelineStage):
             group=axis.group,
         )
         self.after_backward = after_backward
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The first transfers, which open connections; none to this rank itself, where it holds two stages in a row.
+
+        torch 2.11 has all schedules make them, and gloo knows no connection of a rank with itself.
+        """
+        assert self.group is not None
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group.rank()]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -126,17 +133,19 @@ class Pipeline:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Output]:
         """Forward passes only, of any number of micro-batches; returns as ``train`` does. All ranks call it.
 
-        At time t stage s computes micro-batch t - s. Transfers are ordered by (time, stage) on every rank, so they
-        cannot wait for each other in a circle, whatever the backend's buffering.
+        At time t stage s computes micro-batch t - s. Between two times each rank begins all its transfers at once,
+        those of what the time before has made: on NCCL, where a send ends only with its receive, sends and receives
+        one by one would wait for each other in a circle.
         """
         for stage in self.stages:
             stage.open(micro_batches)
         ranks = stage_ranks(self.config, self.axis.degree)
         passed: dict[tuple[int, int], Tensor] = {}  # (stage, micro-batch) -> what it computes on
-        sends: deque[tuple[Any, Tensor]] = deque()
+        made: list[tuple[int, Tensor]] = []  # for which rank, in the stages' order
         for time in range(len(micro_batches) + len(ranks) - 1):
             due = [stage for stage in self.stages if 0 <= time - stage.part.stage < len(micro_batches)]
-            passed |= self.receive(due, time, ranks)
+            passed |= self.exchange(made, due, time, ranks)
+            made = []
             for stage in due:
                 number = time - stage.part.stage
                 carried = passed.pop((stage.part.stage, number), None)
@@ -147,25 +156,23 @@ class Pipeline:
                 if receiver == self.axis.rank:
                     passed[stage.part.stage + 1, number] = out
                 else:
-                    out = out.contiguous()
-                    sends.append((dist.isend(out, self.axis.ranks[receiver], self.axis.group), out))
-            while len(sends) > len(ranks):
-                sends.popleft()[0].wait()
-        for work, _ in sends:
-            work.wait()
+                    made.append((receiver, out.contiguous()))
         return merge_outputs([stage.close() for stage in self.stages], len(micro_batches))
 
-    def receive(self, due: Sequence[Stage], time: int, ranks: Sequence[int]) -> dict[tuple[int, int], Tensor]:
-        """What other ranks send to the stages that compute at ``time``."""
+    def exchange(
+        self, made: Sequence[tuple[int, Tensor]], due: Sequence[Stage], time: int, ranks: Sequence[int]
+    ) -> dict[tuple[int, int], Tensor]:
+        """Sends what was ``made``; returns what other ranks send to the stages that are ``due`` at ``time``."""
         received = {}
-        works = []
+        transfers = [dist.P2POp(dist.isend, out, self.axis.ranks[rank], group=self.axis.group) for rank, out in made]
         for stage in due:
             index = stage.part.stage
             if index > 0 and ranks[index - 1] != self.axis.rank:
                 hidden_BSD = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=self.device)
-                works.append(dist.irecv(hidden_BSD, self.axis.ranks[ranks[index - 1]], self.axis.group))
+                sender = self.axis.ranks[ranks[index - 1]]
+                transfers.append(dist.P2POp(dist.irecv, hidden_BSD, sender, group=self.axis.group))
                 received[index, time - index] = hidden_BSD
-        for work in works:
+        for work in dist.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return received
 

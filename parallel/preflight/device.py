@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.processes.environment import number
+from parallel.processes.device import own_device
 
 MIB, GIB = 2**20, 2**30
 
@@ -50,12 +50,11 @@ CPU_SIZES = Sizes(
 
 
 def open_device() -> torch.device:
-    """This rank's GPU, by LOCAL_RANK, or the CPU. Raises RuntimeError where the GPU cannot be used."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", number("LOCAL_RANK"))
-    torch.cuda.set_device(device)
-    torch.zeros(1, device=device)
+    """This rank's GPU, or the CPU. Raises RuntimeError where the GPU cannot be used."""
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
     return device
 
 

@@ -84,6 +84,13 @@ class RollCall:
             name, list(problems), lambda answers: list(dict.fromkeys(line for each in answers for line in each))
         )
 
+    def judge(self, name: str, answer: Any, problems: Callable[[list[Any]], list[str]]) -> None:
+        """Returns when all ranks have called it and rank 0 finds no ``problems`` in their answers, JSON, by rank.
+
+        Raises RollCallError with the problems on all of them elsewhere.
+        """
+        self._round(name, answer, problems)
+
     def share(self, name: str, text: str | None = None) -> str:
         """Rank 0's text, on every rank. All ranks call it; only rank 0's ``text`` counts."""
         if self.rank == 0:

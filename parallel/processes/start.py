@@ -37,6 +37,9 @@ PRELOAD = [
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the interface of 127.0.0.1
 FIRST_PORT = 20000  # below are the ports of known services
 
+# A process that has asked CUDA itself for its GPUs cannot be forked; with this torch asks the driver's library instead.
+COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
 # How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection.
 LINGER_SECONDS = 15.0
 
@@ -131,6 +134,7 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault(COUNT_BY_NVML, "1")  # read where torch is imported
     return context
 
 

@@ -4,6 +4,7 @@ Imported by the fork server, so that no rank waits for it, and before any use of
 method. tests/multiprocess/test_deepspeed_room.py runs an engine of each kind and sees that DeepSpeed calls all of it.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from parallel.processes.device import own_device
+
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
@@ -43,7 +46,9 @@ def check_nothing(*_: Any, **__: Any) -> None:
 
 bf16_optimizer.see_memory_usage = print_nothing
 partitioned_param_coordinator.assert_ints_same_as_other_ranks = check_nothing
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an optional CPU operator that takes 72 s to build
+# Which optional operators can be built: told before DeepSpeed asks, since it would run compilers for each, on each
+# rank; the only one that it then builds (a CPU collective) takes 72 s, and none is needed.
+deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SlowFp16(CPU_Accelerator):
@@ -153,13 +158,31 @@ def replaced(module: Any, **values: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def in_place_of_local_rank(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make`` with LOCAL_RANK being the device's number, which is what DeepSpeed takes it for.
+
+    It is another where a rank sees its own GPU alone (``parallel.processes.device``).
+    """
+    device = own_device()
+
+    def made(**options: Any) -> Any:
+        local_rank = os.environ["LOCAL_RANK"]
+        os.environ["LOCAL_RANK"] = local_rank if device.index is None else str(device.index)
+        try:
+            return make(**options)
+        finally:
+            os.environ["LOCAL_RANK"] = local_rank
+
+    return made
+
+
 def initialize(optimizer_class: type | None, shows_experts: bool, model: nn.Module, **options: Any) -> Any:
     """DeepSpeed's engine around the model, with an optimizer of ``optimizer_class``. All ranks call it.
 
     DeepSpeed makes its optimizer by name and takes no class for it, so ours bears that name meanwhile. None: DeepSpeed
     wraps the optimizer in none of its own (ZeRO 0). ``shows_experts``: a module shows that the model has experts.
     """
-    make: Callable[..., Any] = deepspeed.initialize
+    make = in_place_of_local_rank(deepspeed.initialize)
     if shows_experts:
         model.add_module("experts_are_here", ExpertsAreHere())
     if optimizer_class is None:

@@ -217,7 +217,7 @@ def count_sent() -> list[int]:
     isend = getattr(dist.isend, "uncounted", dist.isend)
 
     def counted(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-        sent[0] += tensor.nbytes if tensor.is_floating_point() else 0
+        sent[0] += tensor.nbytes if tensor.is_floating_point() and tensor.numel() > 1 else 0  # 1: torch 2.11 connects
         return isend(tensor, *arguments, **named)
 
     counted.uncounted = isend

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modeling.kernels.attention import masked_attention
+from modeling.context import Context
+from modeling.kernels.attention import masked_attention, varlen_attention, varlen_kernel
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_plain, attend_plain_backward
 from parallel.context_parallel.ring import merge
 
@@ -109,6 +110,24 @@ def test_many_merges_lose_nothing() -> None:
     assert float((lse - exact).abs().max()) < 1e-7
     weights = (lses.double() - exact).exp().transpose(2, 3)[..., None]
     assert close(out, (weights.reshape(values.shape) * values.double()).sum(0), 1e-6)
+
+
+@pytest.mark.parametrize(("knows", "options"), [(True, {"enable_gqa": True}), (False, {})])
+def test_flash_attention_is_told_of_grouped_heads_where_it_asks(monkeypatch, knows, options):
+    """As in torch 2.12 and later, and as in 2.11, which would raise TypeError in every step."""
+
+    def later(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        return query
+
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", later if knows else of_2_11)
+    assert varlen_kernel(grouped=True)[1] == options
+    rows = torch.randn(1, 6, 4, 12), torch.randn(1, 6, 2, 12), torch.randn(1, 6, 2, 10)
+    context = Context(torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.int64))
+    out_BSHC = varlen_attention(*rows, context, None)
+    assert out_BSHC.shape == (1, 6, 4, 10)  # heads of 12 channels, filled up to 16, and cut to the values' width
 
 
 @pytest.mark.gpu

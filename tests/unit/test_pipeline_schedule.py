@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import parallel.pipeline.rules as rules
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 from parallel.pipeline.draw import Durations, bubble_fraction, draw_svg, draw_text, peak_activations, summary, timeline
 from parallel.pipeline.rules import pipeline_problems, runs_micro_batches
@@ -172,6 +173,16 @@ def test_the_batch_size_that_a_line_suggests_is_legal(schedule, pp, count, dp, m
     for line in lines:
         for size in line.split("train.global_batch_size=")[-1].split(" or "):
             assert pipeline_problems(schedule, **values, global_batch_size=int(size)) == []
+
+
+@pytest.mark.parametrize(("installed", "refused"), [("2.11.0+cu130", True), ("2.12.1", True), ("2.13.0+cpu", False)])
+def test_split_backward_passes_want_a_torch_that_splits_rightly(monkeypatch, installed, refused):
+    monkeypatch.setattr(rules, "version", lambda _: installed)
+    lines = pipeline_problems(ZBV(), **GOOD)
+    assert [line.partition(", which")[0] for line in lines] == (
+        [f"parallel.pipeline.name=zbv must be 1f1b or interleaved with torch {installed}"] if refused else []
+    )
+    assert pipeline_problems(OneFOneB(), **GOOD) == []
 
 
 def test_sixteen_bit_gradients_are_summed_in_fp32():

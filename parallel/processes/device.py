@@ -1,0 +1,117 @@
+"""Which GPU is a rank's own, and the network interface over which ranks on other nodes reach this one.
+
+Slurm can show a task its own GPU alone (``--gpus-per-task`` with binding), which is then device 0 whatever LOCAL_RANK
+says; torchrun shows each rank all GPUs of the node. Neither hinders two ranks from taking one GPU, at which NCCL stops.
+"""
+
+import os
+import socket
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import TypedDict
+
+import psutil
+import torch
+
+from parallel.processes.environment import number, show
+from parallel.processes.rendezvous import address_of, all_ranks_here
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): what routes to it is the default route
+PORT = 9  # no packet is sent to it
+
+
+class Held(TypedDict):
+    """What a rank says of its GPU."""
+
+    host: str
+    gpu: str  # its UUID; empty without CUDA
+    problem: str  # why it has none, or nothing
+
+
+def device_index(n_devices: int, local_rank: int) -> int:
+    """The rank's own among ``n_devices`` that it sees: the only one, or its LOCAL_RANK's."""
+    return 0 if n_devices == 1 else local_rank
+
+
+def own_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", device_index(torch.cuda.device_count(), number("LOCAL_RANK")))
+
+
+def held_device() -> Held:
+    """This rank's GPU in words that other ranks can compare."""
+    device, host = own_device(), socket.gethostname()
+    if device.index is None:
+        return Held(host=host, gpu="", problem="")
+    if device.index >= torch.cuda.device_count():
+        shown = f" (CUDA_VISIBLE_DEVICES={show(os.environ.get('CUDA_VISIBLE_DEVICES', 'not set'))})"
+        return Held(host=host, gpu="", problem=f"{number('LOCAL_RANK')} of {torch.cuda.device_count()}{shown}")
+    return Held(host=host, gpu=str(torch.cuda.get_device_properties(device).uuid), problem="")
+
+
+def device_problems(held: Sequence[Held]) -> list[str]:
+    """A line for each rank without a GPU, and for each GPU of two ranks; ``held`` by rank."""
+    lines = [
+        f"LOCAL_RANK on rank {rank} ({each['host']}) must number a GPU that the rank sees, and is {each['problem']}; "
+        "start one rank for each GPU"
+        for rank, each in enumerate(held)
+        if each["problem"]
+    ]
+    of_gpu: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(held):
+        if each["gpu"]:
+            of_gpu.setdefault((each["host"], each["gpu"]), []).append(rank)
+    for (host, gpu), ranks in of_gpu.items():
+        if len(ranks) > 1:
+            lines.append(
+                f"ranks {', '.join(map(str, ranks))} ({host}) must each have a GPU of their own, and share {gpu}; "
+                "start one rank for each GPU (or set CUDA_VISIBLE_DEVICES= to train on the CPU)"
+            )
+    return lines
+
+
+def choose_interface(
+    environment: MutableMapping[str, str] = os.environ, source_to: Callable[[str], str | None] | None = None
+) -> None:
+    """Sets GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, where nobody has set it and nodes are several.
+
+    gloo otherwise binds to what this machine's own name resolves to: on Debian and on many clusters 127.0.1.1, where no
+    other node reaches it. On the node whose own address MASTER_ADDR is, the interface with that address counts; where
+    that is a loopback address, the one of the default route. Call before the first group of gloo.
+    """
+    if INTERFACE in environment or all_ranks_here(environment):
+        return
+    source_of = source_to or source_address
+    master = address_of(environment["MASTER_ADDR"])
+    for target in ([] if master is None else [str(master)]) + [ELSEWHERE]:
+        source = source_of(target)
+        name = None if source is None else interface_of(source)
+        if name is not None and not is_loopback(name):
+            environment[INTERFACE] = name
+            return
+
+
+def source_address(target: str) -> str | None:
+    """This machine's address from which it would reach ``target``; None where nothing routes there."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, PORT))  # of a datagram socket: it chooses a route, and sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has the address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None
+
+
+def is_loopback(name: str) -> bool:
+    """Whether an interface leads nowhere else."""
+    return any(each.address in ("127.0.0.1", "::1") for each in psutil.net_if_addrs()[name])

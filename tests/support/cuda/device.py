@@ -1,0 +1,63 @@
+"""A CUDA device for fake tensors in a build of torch without CUDA. Import before torch, and in a process of its own.
+
+``shim.cpp`` is compiled once against the installed torch. Fake tensors have shapes, dtypes and devices, and neither
+memory nor values: what runs over them is checked by torch's own rules for CUDA, at any size.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.cpp")
+
+
+class NoShim(Exception):
+    """Why there is no device."""
+
+
+def torch_folder() -> Path:
+    """Where torch is installed, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def built(torch: Path) -> Path:
+    """The compiled shim, of this torch. Raises NoShim where it cannot be compiled."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise NoShim("no C++ compiler is installed (g++, c++, clang++, or CXX)")
+    version = (torch / "version.py").read_bytes()
+    name = hashlib.sha256(SOURCE.read_bytes() + version + str(torch).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"roundtable-cuda-shim-{os.getuid()}-{name}.so"
+    if path.exists():
+        return path
+    include = torch / "include"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "shim.so"
+        headers = [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
+        command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *headers, str(SOURCE), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NoShim(f"{compiler} cannot compile it: {done.stderr[-500:]}")
+        shutil.move(out, path)
+    return path
+
+
+def open_device() -> None:
+    """Makes the device. Raises NoShim, with the reason, where there can be none."""
+    torch = torch_folder()
+    path = built(torch)
+    for library in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so"):
+        if (torch / "lib" / library).exists():
+            ctypes.CDLL(str(torch / "lib" / library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+    import torch as imported
+
+    imported._C._set_multithreading_enabled(False)  # other threads of autograd know nothing of fake tensors

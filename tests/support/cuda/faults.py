@@ -1,0 +1,73 @@
+"""Mistakes that only a GPU would show, planted for the dry run."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import modeling.kernels.experts as experts
+import modeling.moe as moe
+from modeling.feed_forward import FeedForward
+from modeling.norm import RMSNorm
+
+
+def _host_tensor(original: Any) -> Any:
+    """The norm's factor comes from the host."""
+
+    def forward(self: Any, hidden: Any) -> Any:
+        return original(self, hidden) * torch.ones(hidden.shape[-1], device="cpu")
+
+    return forward
+
+
+def _item(original: Any) -> Any:
+    """A layer looks at a value."""
+
+    def forward(self: Any, hidden: Any) -> Any:
+        out = original(self, hidden)
+        return out if float(out.detach().abs().max()) < 1e30 else out.clamp(max=1e30)
+
+    return forward
+
+
+def _copy(original: Any) -> Any:
+    """A layer's input is copied."""
+    return lambda self, hidden: original(self, hidden.clone())
+
+
+def _bincount(_: Any) -> Any:
+    """Counts whose size depends on the values."""
+    return lambda indices_TK, n_experts: torch.bincount(indices_TK.flatten(), minlength=n_experts)
+
+
+class Fault(NamedTuple):
+    """What is replaced by what, and the case that shows it."""
+
+    owners: tuple[Any, ...]
+    attribute: str
+    replaced: Callable[[Any], Any]
+    case: str
+    is_slower: bool = False  # no mistake but a cost
+
+
+FAULTS = {
+    "device mix": Fault((RMSNorm,), "forward", _host_tensor, "llama bf16"),
+    "item": Fault((FeedForward,), "forward", _item, "llama bf16"),
+    "bincount": Fault((experts, moe), "count_pairs", _bincount, "mixtral bf16"),
+    "extra copy": Fault((FeedForward,), "forward", _copy, "llama bf16", is_slower=True),
+}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """With the fault."""
+    fault = FAULTS[name]
+    originals = [getattr(owner, fault.attribute) for owner in fault.owners]
+    for owner, original in zip(fault.owners, originals, strict=True):
+        setattr(owner, fault.attribute, fault.replaced(original))
+    try:
+        yield
+    finally:
+        for owner, original in zip(fault.owners, originals, strict=True):
+            setattr(owner, fault.attribute, original)

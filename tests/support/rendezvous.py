@@ -1,0 +1,170 @@
+"""Each rank's communications in the order in which it begins them, and whether all of them end on NCCL.
+
+gloo buffers small messages, so what it lets pass can wait without end on NCCL: there a send ends only with its receive,
+and whatever a rank begins on one stream waits for what it began before. The model here is the strictest: all that a
+rank begins, in whatever group, is one queue. What ends in it ends on NCCL.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """One communication: its kind, the ranks of its group, and of a transfer the other rank."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    peer: int | None = None
+
+    @property
+    def partner(self) -> str | None:
+        """What the other rank of a transfer must begin."""
+        return {"send": "recv", "recv": "send"}.get(self.kind)
+
+
+Queue = list[tuple[Begun, ...]]  # what begins together is one entry
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Queue]:
+    """The queue of this process, while the context lasts."""
+    queue: Queue = []
+    together: list[list[Begun]] = []  # of the batch that is being begun
+
+    def add(begun: Begun) -> None:
+        if together:
+            together[-1].append(begun)
+        else:
+            queue.append((begun,))
+
+    def collective(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(group: Any, *arguments: Any, **options: Any) -> Any:
+            add(Begun(kind, tuple(distributed_c10d.get_process_group_ranks(group))))
+            return original(group, *arguments, **options)
+
+        return run
+
+    def transfer(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(group: Any, tensors: Any, peer: int, *arguments: Any, **options: Any) -> Any:
+            ranks = tuple(distributed_c10d.get_process_group_ranks(group))
+            add(Begun(kind, ranks, ranks[peer]))
+            return original(group, tensors, peer, *arguments, **options)
+
+        return run
+
+    begin_all = distributed_c10d.batch_isend_irecv
+
+    def batch(transfers: Sequence[Any]) -> Any:
+        together.append([])
+        try:
+            return begin_all(transfers)
+        finally:
+            queue.append(tuple(together.pop()))
+
+    with contextlib.ExitStack() as stack:
+        for kind in COLLECTIVES:
+            if hasattr(dist.ProcessGroup, kind):
+                _replace(stack, dist.ProcessGroup, kind, collective(kind, getattr(dist.ProcessGroup, kind)))
+        for kind in ("send", "recv"):
+            _replace(stack, dist.ProcessGroup, kind, transfer(kind, getattr(dist.ProcessGroup, kind)))
+        for module in (dist, distributed_c10d):
+            _replace(stack, module, "batch_isend_irecv", batch)
+        yield queue
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+def stuck(queues: Sequence[Queue]) -> list[str]:
+    """What each rank waits for without end, in a line; nothing where every queue comes to its end."""
+    heads = [0] * len(queues)
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while heads[rank] < len(queue) and (together := _meeting(queues, heads, rank)) is not None:
+                for each in together:
+                    heads[each] += 1
+                moved = True
+    return [
+        f"rank {rank} waits in {number + 1} of {len(queue)}: {', '.join(map(str, queue[number]))}"
+        for rank, (queue, number) in enumerate(zip(queues, heads, strict=True))
+        if number < len(queue)
+    ]
+
+
+def _meeting(queues: Sequence[Queue], heads: Sequence[int], rank: int) -> set[int] | None:
+    """The ranks whose first entries end together, that of ``rank`` among them; None where they cannot yet."""
+    found: set[int] = set()
+    open_ranks = [rank]
+    while open_ranks:
+        one = open_ranks.pop()
+        if one in found:
+            continue
+        if heads[one] >= len(queues[one]):
+            return None
+        found.add(one)
+        for begun, times in Counter(queues[one][heads[one]]).items():
+            if begun.partner is None:
+                others = [(other, begun) for other in begun.ranks if other != one]
+            else:
+                assert begun.peer is not None
+                others = [(begun.peer, Begun(begun.partner, begun.ranks, one))]
+            for other, expected in others:
+                if heads[other] >= len(queues[other]) or queues[other][heads[other]].count(expected) != times:
+                    return None
+                open_ranks.append(other)
+    return found
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """This process as one rank of a world whose communications move nothing: for what a rank begins, not for values."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def queues_of(world_size: int, work: Callable[[int], object]) -> list[Queue]:
+    """What each rank begins in ``work(rank)``."""
+    queues = []
+    for rank in range(world_size):
+        with as_rank(rank, world_size), recording() as queue:
+            work(rank)
+        queues.append(queue)
+    return queues

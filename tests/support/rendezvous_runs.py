@@ -1,0 +1,71 @@
+"""What each rank of a pipeline begins in training and evaluation, taken from real runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from modeling.config import ModelConfig
+from parallel.pipeline.config import PipelineConfig, stage_ranks
+from parallel.pipeline.rules import pipeline_problems
+from parallel.processes.start import run_ranks
+from pp_runs import Case, batch_of, build_pipeline, micro_batches
+from rendezvous import Queue, recording
+
+STEPS = 2  # torch's first one also tells its stages' shapes
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A schedule and its number of micro-batches."""
+
+    pipeline: PipelineConfig
+    n_micro: int
+
+    def is_legal(self, pp: int) -> bool:
+        """Whether a config of ``pp`` stages may have it."""
+        sizes = {"n_layers": 99, "zero": 0, "micro_batch_size": 1, "dp": 1, "global_batch_size": self.n_micro}
+        return not list(pipeline_problems(self.pipeline, pp=pp, **sizes))
+
+
+def queues(pp: int, drawn: Sequence[Drawn], fault: str | None = None) -> list[list[Queue]]:
+    """For each of ``drawn`` every rank's queue of two training steps and an evaluation."""
+    by_rank = run_ranks(begun_in_rank, pp, pp, drawn, fault, timeout_seconds=280, threads=1)
+    return [list(each) for each in zip(*by_rank, strict=True)]
+
+
+def begun_in_rank(pp: int, drawn: Sequence[Drawn], fault: str | None) -> list[Queue]:
+    """This rank's queues."""
+    from parallel.mesh import close_mesh, open_mesh
+
+    mesh = open_mesh(SimpleNamespace(pp=pp), 240)
+    found = [begun_in(mesh, each, fault) for each in drawn]
+    close_mesh()
+    return found
+
+
+def begun_in(mesh: Any, drawn: Drawn, fault: str | None) -> Queue:
+    """This rank's queue of one pipeline, of a model with a layer for each stage."""
+    n_layers = len(stage_ranks(drawn.pipeline, mesh.pp.degree))
+    model = ModelConfig(vocab_size=32, d_model=8, n_layers=n_layers, n_heads=1, n_kv_heads=1, d_head=8, d_ff=8)
+    case = Case(model, drawn.pipeline, pp=mesh.pp.degree, n_micro=drawn.n_micro, micro_batch_size=1)
+    _, pipeline, _ = build_pipeline(case, mesh)
+    if fault == "one by one":
+        pipeline.exchange = lambda *arguments: one_by_one(pipeline, *arguments)
+    with recording() as queue:
+        for step in range(STEPS):
+            pipeline.train(micro_batches(batch_of(case, step))[0], 1.0)
+        pipeline.evaluate(micro_batches(batch_of(case, STEPS))[0])
+    return queue
+
+
+def one_by_one(pipeline: Any, made: Any, due: Any, time: int, ranks: Sequence[int]) -> Any:
+    """An exchange whose transfers begin one after another, which gloo lets pass."""
+    batch = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda all_: [each.op(each.tensor, each.peer, group=each.group) for each in all_]
+    try:
+        return type(pipeline).exchange(pipeline, made, due, time, ranks)
+    finally:
+        dist.batch_isend_irecv = batch

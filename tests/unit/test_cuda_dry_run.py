@@ -1,0 +1,62 @@
+"""What a step would ask of a GPU, over fake CUDA tensors: devices, dtypes, shapes, waits of the host, and a budget."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("cuda dry run")
+PROGRAM = Path(__file__).parents[1] / "support" / "cuda_dry_run.py"
+BUDGETS = Path(__file__).parents[1] / "data" / "cuda_budgets.json"
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict[str, Any]:
+    """What the dry run prints; the tests are skipped, with the reason, where there can be none."""
+    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=290, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    if "no_shim" in found:
+        pytest.skip(f"no fake CUDA device: {found['no_shim']}")
+    return found
+
+
+def test_every_family_and_layout_runs_on_cuda(answer):
+    """No case mixes devices, loses a gradient's dtype or shape, or has the host wait where WAITS does not say so."""
+    cases = answer["cases"]
+    assert len(cases) > 50
+    assert {name: problems for name, problems in cases.items() if problems} == {}
+
+
+def test_a_layer_keeps_its_budget(answer):
+    """Launches, bytes moved and FLOPs of a layer. Whoever raises one writes it into the file, and says why."""
+    layers, budgets = answer["layers"], json.loads(BUDGETS.read_text())
+    assert layers.keys() == budgets.keys()
+    for name, directions in budgets.items():
+        for direction, budget in directions.items():
+            found = layers[name][direction]
+            over = {key: (found[key], most) for key, most in budget.items() if found[key] > most}
+            assert not over, f"{name} {direction}: (found, budget) {over}; if it is worth it, raise {BUDGETS.name}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("device mix", "found at least two devices, cuda:0 and cpu"),
+        ("item", "DataDependentOutputException"),
+        ("bincount", "DynamicOutputShapeException"),
+    ],
+)
+def test_planted_faults_are_told(answer, fault, told):
+    assert any(told in problem for problem in answer["faults"][fault]), answer["faults"]
+
+
+def test_planted_copy_breaks_the_budget(answer):
+    """It is no mistake, so nothing else tells of it."""
+    assert answer["faults"]["extra copy"] == []
+    budget = json.loads(BUDGETS.read_text())["dense 8B"]["forward"]
+    assert answer["slower layer"]["forward"]["launches"] > budget["launches"]
+    assert answer["slower layer"]["forward"]["bytes"] > budget["bytes"]

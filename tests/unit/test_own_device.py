@@ -1,0 +1,111 @@
+"""Which GPU and which network interface are a rank's own, told without either."""
+
+import os
+
+import pytest
+import torch
+
+import launcher.training.start as start
+import parallel.processes.device as device
+from launcher.errors import UserError
+from parallel.processes.device import Held, choose_interface, device_problems, held_device, own_device
+from parallel.processes.start import fork_server
+
+
+def gpus(patch: pytest.MonkeyPatch, n_devices: int, local_rank: int) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: n_devices)
+    patch.setattr(torch.cuda, "get_device_properties", lambda each: type("Properties", (), {"uuid": f"u{each.index}"}))
+    patch.setenv("LOCAL_RANK", str(local_rank))
+
+
+@pytest.mark.parametrize(("n_devices", "local_rank", "index"), [(8, 3, 3), (1, 0, 0), (1, 3, 0)])
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch, n_devices, local_rank, index):
+    """Slurm's --gpus-per-task shows each task its own alone, as device 0."""
+    gpus(monkeypatch, n_devices, local_rank)
+    assert own_device() == torch.device("cuda", index)
+    assert held_device()["gpu"] == f"u{index}"
+
+
+def test_a_rank_without_a_gpu_says_so(monkeypatch):
+    gpus(monkeypatch, 2, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    (line,) = device_problems([held_device()])
+    host = held_device()["host"]
+    assert line == (
+        f"LOCAL_RANK on rank 0 ({host}) must number a GPU that the rank sees, and is 3 of 2 "
+        "(CUDA_VISIBLE_DEVICES='4,5'); start one rank for each GPU"
+    )
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    held = [Held(host=host, gpu=gpu, problem="") for host, gpu in (("a", "u0"), ("a", "u0"), ("b", "u0"), ("a", "u1"))]
+    (line,) = device_problems(held)
+    assert line == (
+        "ranks 0, 1 (a) must each have a GPU of their own, and share u0; start one rank for each GPU "
+        "(or set CUDA_VISIBLE_DEVICES= to train on the CPU)"
+    )
+    assert device_problems([Held(host="a", gpu="", problem="")] * 3) == []  # CPUs
+
+
+def test_more_local_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=r"^--ranks=3 must be at most 2, this machine's GPUs; try 2, or CUDA_VISIBLE"):
+        start.check_gpus(3)
+    start.check_gpus(2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    start.check_gpus(3)
+
+
+def test_deepspeed_is_given_the_device_for_the_local_rank(monkeypatch):
+    """It makes ``cuda:LOCAL_RANK``, which a rank that sees its own GPU alone does not have."""
+    import parallel.zero.patches as patches
+
+    seen = []
+    gpus(monkeypatch, 1, 3)
+    patches.in_place_of_local_rank(lambda **options: seen.append(os.environ["LOCAL_RANK"]))()
+    assert (seen, os.environ["LOCAL_RANK"]) == (["0"], "3")
+
+
+def test_gpus_are_counted_without_starting_cuda_in_the_fork_server(monkeypatch):
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    fork_server()
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+ROUTES = {"10.0.0.1": "10.0.0.7", "127.0.1.1": "127.0.1.1", device.ELSEWHERE: "192.168.1.7", "10.0.0.7": "10.0.0.7"}
+NAMES = {"10.0.0.7": "ib0", "127.0.1.1": "lo", "192.168.1.7": "eth0"}
+
+
+@pytest.mark.parametrize(
+    ("master", "chosen"),
+    [("10.0.0.1", "ib0"), ("10.0.0.7", "ib0"), ("127.0.1.1", "eth0"), ("10.99.0.1", "eth0")],
+    ids=["another node", "this node", "this node by its name on Debian", "no route"],
+)
+def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch, master, chosen):
+    monkeypatch.setattr(device, "interface_of", NAMES.get)
+    monkeypatch.setattr(device, "is_loopback", lambda name: name == "lo")
+    environment = {"MASTER_ADDR": master, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    choose_interface(environment, ROUTES.get)
+    assert environment["GLOO_SOCKET_IFNAME"] == chosen
+
+
+def test_an_interface_that_was_chosen_stays():
+    environment = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "bond0"}
+    choose_interface(environment, ROUTES.get)
+    assert environment["GLOO_SOCKET_IFNAME"] == "bond0"
+
+
+def test_one_machine_needs_no_interface():
+    environment = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    choose_interface(environment)
+    assert "GLOO_SOCKET_IFNAME" not in environment
+
+
+def test_this_machines_own_interfaces_are_told():
+    """The real functions: what routes to the loopback address leaves by the loopback interface."""
+    source = device.source_address("127.0.0.1")
+    assert source is not None
+    name = device.interface_of(source)
+    assert name is not None and device.is_loopback(name)
+    assert device.interface_of("203.0.113.1") is None
