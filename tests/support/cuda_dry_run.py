@@ -1,4 +1,4 @@
-"""A dry run of CUDA, in a process of its own: see cuda/dry_run.py. Says why where there can be none."""
+"""A dry run of CUDA, in a process of its own: see fake_cuda/dry_run.py. Says why where there can be none."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cuda.device import NoShim, open_device
+from fake_cuda.device import NoShim, open_device
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     except NoShim as error:
         print(json.dumps({"no_shim": str(error)}))
         return
-    from cuda.dry_run import main
+    from fake_cuda.dry_run import main
 
     main()
 

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import parallel.context_parallel.ring as ring
 import parallel.expert as expert
-from cuda.faults import FAULTS, planted
-from cuda.figures import Figures, counting
+from fake_cuda.faults import FAULTS, planted
+from fake_cuda.figures import Figures, counting
 from launcher.prove.shrink import WIDTH_UNIT
 from modeling.config import FAMILIES, ModelConfig, MoEConfig
 from modeling.context import PADDING
