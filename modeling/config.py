@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Interval
 
+from modeling.init_config import DepthScaledInit, InitConfig, MupInit
 from modeling.rope_scaling import DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
@@ -263,6 +264,7 @@ class ModelConfig:
     # the bound is where fp32 loses it
     norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square, or the variance
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
+    init: InitConfig = field(default_factory=DepthScaledInit)
     # coefficient of the z-loss on the head's logits (PaLM, arXiv:2204.02311, section 5)
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
     mla: MLAConfig | None = None
@@ -319,6 +321,8 @@ class ModelConfig:
         yield from self.layer_list_problems()
         yield from self.rope_problems()
         yield from self.position_problems()
+        if isinstance(self.init, MupInit):
+            yield from self.init.problems(self)
         if self.mla is not None:
             if self.n_kv_heads != self.n_heads:
                 yield (

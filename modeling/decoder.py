@@ -52,7 +52,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        self.stated = {"weight": Weight(("vocab", "d_model"))}
+        self.stated = {"weight": Weight(("vocab", "d_model"), is_table=True)}
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """hidden_BSD."""
@@ -65,7 +65,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, max_positions: int, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(max_positions, d_model))
-        self.stated = {"weight": Weight(("positions", "d_model"))}
+        self.stated = {"weight": Weight(("positions", "d_model"), is_table=True)}
 
     def forward(self, positions_BS: Tensor) -> Tensor:
         """The positions' vectors (B, S, D); none may lie beyond the table."""

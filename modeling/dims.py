@@ -43,14 +43,16 @@ DIMS: tuple[Dim, ...] = get_args(Dim)
 class Weight:
     """What one tensor of a module is.
 
-    ``init`` is how it starts: "normal" with deviation init_std; "residual", the same divided by sqrt(2 n_layers), for
-    matrices that write to the residual stream (GPT-2, section 2.3); "ones"; "zeros". ``cancels``: its gradient is zero,
-    whatever the model computes, so that what is found there is rounding.
+    ``init`` is how it starts: "normal", drawn as the config's ``init`` says; "residual", the same of a matrix that
+    writes to the residual stream; "ones"; "zeros". ``cancels``: its gradient is zero, whatever the model computes, so
+    that what is found there is rounding. ``is_table``: its rows are looked up, and nothing is multiplied by it; a head
+    that is tied to such a table is it.
     """
 
     dims: tuple[Dim, ...]
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
     cancels: bool = False
+    is_table: bool = False
 
     @property
     def is_embedding(self) -> bool:
@@ -61,6 +63,20 @@ class Weight:
     def is_matrix(self) -> bool:
         """Whether it is a matrix, or a stack of experts' matrices: no vector, no stack of them, no table of biases."""
         return len([dim for dim in self.dims if dim != "experts"]) >= 2 and "buckets" not in self.dims
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether its dims end in (out, in): hidden states are multiplied by it, or by each matrix of the stack."""
+        return self.is_matrix and not self.is_table
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it is a matrix between hidden states, or a stack of experts' such matrices.
+
+        Norms, biases, embeddings and the head are not. Nor is a router or a gate of shared experts: their outputs are
+        scores, as the head's are.
+        """
+        return self.is_matrix and not (self.is_embedding or {"scores", "one"} & {*self.dims})
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,24 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 
 from modeling.config import ModelConfig
-from modeling.logical import logical_tensors
+from modeling.init_config import DepthScaledInit, Distribution, HeInit, MupInit, NormalInit, XavierInit
+from modeling.logical import LogicalTensor, logical_tensors
+from modeling.mup import deviation_factor, widths_of
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the elements of a tensor are drawn: independently, with mean zero."""
+
+    deviation: float
+    distribution: Distribution = "normal"
 
 
 def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -17,30 +28,69 @@ def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size 
     In a stack of experts each expert is drawn by itself.
     """
     tensor = logical_tensors(config)[name]
-    std = config.init_std
-    match tensor.weight.init:
-        case "ones":
-            return torch.ones(shape)
-        case "zeros":
-            return torch.zeros(shape)
-        case "residual":
-            std /= (2 * config.n_layers) ** 0.5
-        case "normal":
-            pass
-        case _:
-            assert_never(tensor.weight.init)
+    if tensor.weight.init == "ones":
+        return torch.ones(shape)
+    if tensor.weight.init == "zeros":
+        return torch.zeros(shape)
+    spread = spread_of(config, tensor)
     if tensor.is_expert:
         stack, matrix = name.rsplit(".", 1)
-        experts = [draw_normal(seed, f"{stack}.{expert}.{matrix}", shape[1:], std) for expert in range(shape[0])]
+        experts = [draw(seed, f"{stack}.{expert}.{matrix}", shape[1:], spread) for expert in range(shape[0])]
         return torch.stack(experts)
-    return draw_normal(seed, name, shape, std)
+    return draw(seed, name, shape, spread)
+
+
+def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:
+    """How the config's ``init`` draws a tensor that is neither ones nor zeros.
+
+    With s = init_std, L = n_layers, and a matrix's fan_in and fan_out:
+
+    - depth_scaled: s, and s / sqrt(2 L) in matrices that write to the residual stream (GPT-2, section 2.3)
+    - normal: s
+    - xavier: sqrt(2 / (fan_in + fan_out)) (Glorot & Bengio 2010, eq. 12; eq. 16 is its uniform form)
+    - he: sqrt(2 / fan_in) (He et al. 2015, arXiv:1502.01852, eq. 10)
+    - mup: depth_scaled, times ``modeling.mup.deviation_factor`` (Tensor Programs V, arXiv:2203.03466, table 3)
+
+    Glorot and He derive theirs for matrices: tables of which rows are looked up (embeddings) and vectors have s there.
+    """
+    match config.init:
+        case NormalInit():
+            return Spread(config.init_std)
+        case XavierInit() | HeInit() if not tensor.weight.is_multiplied:
+            return Spread(config.init_std)
+        case XavierInit():
+            return Spread((2 / sum(tensor.fans)) ** 0.5, config.init.distribution)
+        case HeInit():
+            fan_in, _ = tensor.fans
+            return Spread((2 / fan_in) ** 0.5, config.init.distribution)
+        case DepthScaledInit() | MupInit():
+            depth = (2 * config.n_layers) ** 0.5 if tensor.weight.init == "residual" else 1.0
+            return Spread(config.init_std / depth * deviation_factor(tensor.weight, widths_of(config)))
+        case _:
+            assert_never(config.init)
+
+
+def draw(seed: int, name: str, shape: torch.Size | tuple[int, ...], spread: Spread) -> Tensor:
+    """Values of that spread from the generator of (seed, name)."""
+    if spread.distribution == "uniform":
+        return draw_uniform(seed, name, shape, 3**0.5 * spread.deviation)
+    return draw_normal(seed, name, shape, spread.deviation)
 
 
 def draw_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], std: float) -> Tensor:
-    """Normal fp32 values from a generator seeded by sha256 of (seed, name)."""
+    """Normal fp32 values from the generator of (seed, name)."""
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator_of(seed, name))
+
+
+def draw_uniform(seed: int, name: str, shape: torch.Size | tuple[int, ...], bound: float) -> Tensor:
+    """Uniform fp32 values from -bound to bound, from the generator of (seed, name)."""
+    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator_of(seed, name))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """A generator seeded by sha256 of (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
 
 
 def materialize(

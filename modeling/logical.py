@@ -32,6 +32,15 @@ class LogicalTensor:
         return math.prod(self.shape)
 
     @property
+    def fans(self) -> tuple[int, int]:
+        """(fan_in, fan_out) of a matrix, or of each one in a stack of experts: its numbers of inputs and of outputs.
+
+        They are the whole matrix's, whatever part of it a rank holds.
+        """
+        assert self.weight.is_multiplied, self.weight
+        return self.shape[-1], self.shape[-2]
+
+    @property
     def is_expert(self) -> bool:
         """Whether it is a stack of experts."""
         return "experts" in self.weight.dims

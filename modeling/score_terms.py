@@ -140,7 +140,7 @@ class DistanceBias(nn.Module):
     def __init__(self, n_heads: int, n_buckets: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_heads, n_buckets))
-        self.stated = {"weight": Weight(("per_head", "buckets"))}
+        self.stated = {"weight": Weight(("per_head", "buckets"), is_table=True)}
 
     def forward(self) -> Tensor:
         """bias_HN, fp32: a copy, since under ZeRO 3 the weight itself is there during this call alone."""

@@ -5,13 +5,14 @@ A model that an export could not turn into its family's class is refused before 
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from launcher.config.ranges import ranges
 from launcher.config.words import join_or, show
 from modeling.config import FAMILIES, NO_FAMILY, ModelConfig
 from modeling.families.family import default_of, family_of, field_defaults, section_types
+from modeling.init_config import MupInit
 
 
 def check_family(model: ModelConfig) -> Iterator[str]:
@@ -47,6 +48,14 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         (value,), wanted = _values(model, key), value_for(model)
         if value != wanted:
             yield f"model.{key}={_plain(value)} is not possible {told} derives it from other keys; try {_plain(wanted)}"
+    if isinstance(model.init, MupInit):
+        base = replace(model, d_model=model.init.base_d_model)
+        for key, value_for in family.derived.items():
+            if value_for(base) != value_for(model):
+                yield (
+                    f"model.init.name=mup is not possible {told} derives model.{key} from model.d_model (muP needs a "
+                    f"number that stays as the width grows); try model.init.name=depth_scaled"
+                )
     for key in family.needs:
         if None in _values(model, key):
             usual = usual_number(key)

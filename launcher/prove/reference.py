@@ -18,6 +18,7 @@ from modeling.dims import stated_weights
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
+from modeling.mup import widths_of
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
 
@@ -67,7 +68,8 @@ class ReferenceTrainer:
         self.model.to(DTYPES[precision])
         restore_fp32_buffers(self.model)
         stated = stated_weights(self.model)
-        groups = parameter_groups([(master, stated[name]) for name, master in self.masters.items()], optimizer)
+        rows = [(master, stated[name]) for name, master in self.masters.items()]
+        groups = parameter_groups(rows, optimizer, widths_of(config))
         self.rule = optimizer
         self.optimizer = optimizer.build(groups, fused=False)
         self.clip_norm = optimizer.clip_norm

@@ -11,6 +11,7 @@ from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
 from modeling.config import NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.families.family import family_of, section_types
+from modeling.init_config import MupInit
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.rope_scaling import DynamicScaling, RopeScaling
 from modeling.schedules import ConstantSchedule
@@ -148,7 +149,28 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         **sections,
     )
     derived = {} if model.family == NO_FAMILY else family_of(model.family).derived
-    return replace(small, **{name: value(small) for name, value in derived.items()})
+    small = replace(small, **{name: value(small) for name, value in derived.items()})
+    return shrink_mup(small, model.init, model) if isinstance(model.init, MupInit) else small
+
+
+def shrink_mup(small: ModelConfig, init: MupInit, model: ModelConfig) -> ModelConfig:
+    """``small`` with a base model that it is about as many times as wide as ``model`` is than its own."""
+
+    def narrow(width: int, base: int | None, small_width: int) -> int | None:
+        return None if base is None else max(1, round(small_width * base / width))
+
+    base_d_model = max(1, round(small.d_model / init.ratio(model.d_model)))
+    expert = None if model.moe is None or small.moe is None else (model.moe.d_ff, small.moe.d_ff)
+    init = MupInit(
+        base_d_model=base_d_model,
+        base_d_ff=narrow(model.d_ff, init.base_d_ff, small.d_ff),
+        base_expert_d_ff=None if expert is None else narrow(expert[0], init.base_expert_d_ff, expert[1]),
+    )
+    return replace(
+        small,
+        init=init,
+        logit_divisor=init.ratio(small.d_model) if small.tie_embeddings else small.logit_divisor,
+    )
 
 
 def shrink_scaling(scaling: RopeScaling | None, seq_len: int) -> RopeScaling | None:

@@ -22,6 +22,8 @@ from parallel.checkpoint.read import Checkpoint
 # What shapes training alone may be another's: the weights mean the same.
 FREE_MODEL_KEYS = (
     *("model.init_std", "model.z_loss", "model.moe.z_loss"),
+    *("model.init", "model.init.distribution"),
+    *("model.init.base_d_model", "model.init.base_d_ff", "model.init.base_expert_d_ff"),
     *("model.moe.balance.coefficient", "model.moe.balance.rate"),
 )
 

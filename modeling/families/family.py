@@ -10,7 +10,8 @@ from modeling.config import ModelConfig, MoEConfig
 from modeling.families.packed import Packed
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
-TRAINING_ONLY = ("z_loss", "moe.balance", "moe.z_loss")  # fields below `model` that no transformers class needs to know
+# Fields below `model` that no transformers class needs to know.
+TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from modeling.dims import Weight
+from modeling.mup import Widths, fan_ratios
 from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, UpdateRule, WeightDecay
 
 if TYPE_CHECKING:
@@ -28,6 +30,11 @@ class AdamWConfig(UpdateRule):
     def states(self) -> tuple[str, ...]:
         """Both moments."""
         return ("exp_avg", "exp_avg_sq")
+
+    def width_scale(self, weight: Weight, widths: Widths) -> float:
+        """1 / r_in (Tensor Programs V, table 3): an element's update is as large whatever the gradient is."""
+        r_in, _ = fan_ratios(weight, widths)
+        return 1 / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
         """The AdamW of torch."""

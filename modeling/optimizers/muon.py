@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from modeling.dims import Weight
+from modeling.mup import Widths, fan_ratios
 from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, UpdateRule, WeightDecay
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 class MuonConfig(UpdateRule):
     """Muon (Jordan 2024) with the decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
-    That scale makes an update as large as AdamW's usually is, so one learning rate serves both kinds of weights.
+    That scale makes an update as large as AdamW's usually is, so one learning rate serves both kinds of weights. As in
+    the paper, embeddings and the head are updated by AdamW; and so are routers and gates of shared experts: their
+    outputs are scores, as the head's are, and where one choice weighs one a router's gradient is rounding alone, which
+    would become an update of full size.
     """
 
     counts_updates: ClassVar[bool] = True  # for the bias correction of AdamW's moments
@@ -39,11 +43,20 @@ class MuonConfig(UpdateRule):
 
     def states_of(self, weight: Weight) -> tuple[str, ...]:
         """Those of its kind."""
-        return MATRIX_STATES if is_hidden_matrix(weight) else ADAMW_STATES
+        return MATRIX_STATES if weight.is_hidden_matrix else ADAMW_STATES
 
     def takes_whole(self, weight: Weight) -> bool:
         """Hidden matrices."""
-        return is_hidden_matrix(weight)
+        return weight.is_hidden_matrix
+
+    def width_scale(self, weight: Weight, widths: Widths) -> float:
+        """Of a hidden matrix sqrt(r_out / (r_in max(r_in, r_out))); of another weight AdamW's.
+
+        An update should have a spectral norm in proportion to sqrt(fan_out / fan_in) (Yang, Simon & Bernstein 2023,
+        arXiv:2310.17813, condition 1), and has one of lr 0.2 sqrt(max(fan_in, fan_out)).
+        """
+        r_in, r_out = fan_ratios(weight, widths)
+        return (r_out / (r_in * max(r_in, r_out))) ** 0.5 if weight.is_hidden_matrix else 1 / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
         """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16."""
@@ -52,13 +65,3 @@ class MuonConfig(UpdateRule):
         told = [{**group, "is_orthogonal": group["states"] == MATRIX_STATES} for group in groups]
         betas = (self.beta1, self.beta2)
         return Muon(told, lr=self.lr, momentum=self.momentum, betas=betas, eps=self.eps, fused=fused)
-
-
-def is_hidden_matrix(weight: Weight) -> bool:
-    """Whether a weight is a matrix between hidden states, or a stack of experts' such matrices.
-
-    Norms and biases are not, and as in the paper neither are embeddings and the head. Nor is a router or a gate of
-    shared experts: their outputs are scores, as the head's are, and where one choice weighs one a router's gradient is
-    rounding alone, which would become an update of full size.
-    """
-    return weight.is_matrix and not (weight.is_embedding or {"scores", "one"} & {*weight.dims})

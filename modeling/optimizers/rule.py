@@ -4,11 +4,12 @@ No torch is imported here, nor where a rule is declared: reading a config does n
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from annotated_types import Interval
 
 from modeling.dims import Weight
+from modeling.mup import Widths
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,15 @@ WeightDecay = Annotated[float, Interval(ge=0, le=1000.0)]
 Beta = Annotated[float, Interval(ge=0, le=0.999999)]
 Epsilon = Annotated[float, Interval(ge=1e-30, le=1.0)]
 ClipNorm = Annotated[float, Interval(ge=1e-12, le=1e12)]
+
+
+class Group(NamedTuple):
+    """What the weights of one optimizer group share."""
+
+    decays: bool
+    lr_scale: float  # what the run's learning rate is multiplied by
+    states: tuple[str, ...]
+    decay_scale: float  # what the rule's weight decay is
 
 
 class UpdateRule(ABC):
@@ -56,6 +66,15 @@ class UpdateRule(ABC):
         """What the learning rate is multiplied by for a weight."""
         return 1.0
 
-    def group(self, weight: Weight) -> tuple[bool, float, tuple[str, ...]]:
-        """What the weights of one optimizer group share: whether they decay, the learning rate's scale, the states."""
-        return self.decays(weight), self.lr_scale(weight), self.states_of(weight)
+    @abstractmethod
+    def width_scale(self, weight: Weight, widths: Widths) -> float:
+        """What muP multiplies the learning rate by for a weight whose dims are ``widths`` times the base model's.
+
+        It is 1 where they are as large. ``modeling.mup`` has the table, ``fan_ratios`` what it is made of.
+        """
+
+    def group(self, weight: Weight, widths: Widths) -> Group:
+        """The group of a weight. The product of learning rate and decay is the base model's at every width."""
+        width_scale, decays = self.width_scale(weight, widths), self.decays(weight)
+        lr_scale = self.lr_scale(weight) * width_scale
+        return Group(decays, lr_scale, self.states_of(weight), 1 / width_scale if decays else 1.0)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from modeling.dims import Weight
+from modeling.mup import Widths, fan_ratios
 from modeling.optimizers.rule import Beta, ClipNorm, LearningRate, UpdateRule, WeightDecay
 
 if TYPE_CHECKING:
@@ -24,6 +26,11 @@ class SGDConfig(UpdateRule):
     def states(self) -> tuple[str, ...]:
         """The momentum, where there is one."""
         return ("momentum_buffer",) if self.momentum else ()
+
+    def width_scale(self, weight: Weight, widths: Widths) -> float:
+        """r_out / r_in (Tensor Programs V, table 3)."""
+        r_in, r_out = fan_ratios(weight, widths)
+        return r_out / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
         """The SGD of torch."""

@@ -15,6 +15,7 @@ from modeling.decoder import Output
 from modeling.dtypes import DTYPES
 from modeling.init import initial_tensor
 from modeling.logical import logical_tensors
+from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
 from parallel.apply import build_part
 from parallel.batch import MicroBatch
@@ -81,7 +82,7 @@ class Engine:
         self.weights = describe_weights(
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )
-        groups = optimizer_groups(self.weights.values(), mesh, optimizer_config)
+        groups = optimizer_groups(self.weights.values(), mesh, optimizer_config, widths_of(model_config))
         self.base = optimizer_config.build(groups, fused=mesh.device.type == "cuda")
         self.sharding.open(self.model, self.base, self.weights)
         matrices = self.sharding.matrices(optimizer_config)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from modeling.mup import Widths
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
 from parallel.layout import Place
@@ -119,12 +120,17 @@ def mark_for_zero3(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
             setattr(parameter, key, value)
 
 
-def optimizer_groups(weights: Collection[HeldWeight], mesh: Mesh, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The groups of torch's optimizer; experts, marked, apart from the rest where other ranks replicate them."""
+def optimizer_groups(
+    weights: Collection[HeldWeight], mesh: Mesh, config: OptimizerConfig, widths: Widths
+) -> list[dict[str, Any]]:
+    """The groups of torch's optimizer; experts, marked, apart from the rest where other ranks replicate them.
+
+    ``widths`` are the whole model's (modeling.mup.widths_of), not those of the parts that this rank holds.
+    """
     rows = [(weight.place.is_expert, (weight.parameter, weight.weight)) for weight in weights]
     if not experts_are_separate(mesh):
-        return parameter_groups([row for _, row in rows], config)
-    experts = parameter_groups([row for is_expert, row in rows if is_expert], config)
-    dense = parameter_groups([row for is_expert, row in rows if not is_expert], config)
+        return parameter_groups([row for _, row in rows], config, widths)
+    experts = parameter_groups([row for is_expert, row in rows if is_expert], config, widths)
+    dense = parameter_groups([row for is_expert, row in rows if not is_expert], config, widths)
     marked = [{**group, "name": EXPERTS, "moe": True} for group in experts]
     return [{**group, "name": f"dense_{number}"} for number, group in enumerate(dense)] + marked

@@ -33,6 +33,7 @@ from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
 from modeling import config as model_config
+from modeling import init_config
 from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig, MoEConfig
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
@@ -67,10 +68,17 @@ def names(section: str, *, have: bool) -> str:
 HAVE_EXPERTS, HAVE_NONE = names("moe", have=True), names("moe", have=False)
 HAVE_MLA, HAVE_NO_MLA = names("mla", have=True), names("mla", have=False)
 
+TIED = "(a head that is the embedding's weight can neither be smaller than that nor learn more slowly)"
+
 # Base, what is changed, processes, the line, and the change that the line's remedy names.
 CASES = [
     ("llama", "model.family=none model.max_positions=2048", 1, "model.max_positions=2048 changes nothing where model.positions=rope; try model.max_positions=null", "model.max_positions=null"),
     ("llama", "model.family=none model.positions=learned data.seq_len=32", 1, "model.max_positions=null is not possible where model.positions=learned (it needs rows); try 1024", "model.max_positions=1024"),
+    ("llama", "model.tie_embeddings=true model.init.name=mup", 1, f"model.tie_embeddings=true needs model.logit_divisor=1.0 to be model.d_model=512 over model.init.base_d_model=256, 2.0, where model.init.name=mup {TIED}; try model.tie_embeddings=false, or model.logit_divisor=2.0", "model.tie_embeddings=false"),
+    ("granitemoe", "model.tie_embeddings=true model.logit_divisor=6 model.init.name=mup", 1, f"model.tie_embeddings=true needs model.logit_divisor=6.0 to be model.d_model=512 over model.init.base_d_model=256, 2.0, where model.init.name=mup {TIED}; try model.tie_embeddings=false, or model.logit_divisor=2.0", "model.logit_divisor=2"),
+    ("qwen3_moe", "model.init={name: mup, base_d_ff: 64}", 1, "model.init.base_d_ff=64 changes nothing where no layer is dense; try null", "model.init.base_d_ff=null"),
+    ("llama", "model.init={name: mup, base_expert_d_ff: 64}", 1, "model.init.base_expert_d_ff=64 changes nothing where model.moe=null; try null", "model.init.base_expert_d_ff=null"),
+    ("gemma3_text", "model.init.name=mup", 1, "model.init.name=mup is not possible with model.family=gemma3_text, whose `transformers` class derives model.embedding_scale from model.d_model (muP needs a number that stays as the width grows); try model.init.name=depth_scaled", "model.init.name=depth_scaled"),
     ("llama", "seed=-1", 1, "seed=-1 must be at least 0; try 0", "seed=0"),
     ("llama", "train.steps=0", 1, "train.steps=0 must be at least 1; try 1000", "train.steps=1000"),
     ("llama", "data.seq_len=0", 1, "data.seq_len=0 must be at least 1; try 1024", "data.seq_len=1024"),
@@ -253,7 +261,7 @@ def base_of(key: str) -> list[str]:
         else "gpt2"
         if "max_positions" in key
         else "glm4_moe"
-        if ".moe." in key
+        if ".moe." in key or "base_expert" in key
         else "qwen2"
         if "sliding" in key or "full_attention" in key
         else "gemma2"
@@ -271,6 +279,7 @@ def base_of(key: str) -> list[str]:
     base += (
         ["model.rope_scaling={name: yarn}"] if any(part in key for part in ("beta_", "attention_f", "mscale")) else []
     )
+    base += ["model.init.name=mup"] if "base_" in key else []
     base += ["parallel.pipeline.name=interleaved"] if "n_chunks" in key else []
     return base + (["data.sources=[{path: a}]"] if "data.sources" in key else [])
 
@@ -308,7 +317,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 107
+    assert len(RANGES) == 110
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -477,7 +486,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, batch_rules, ranges, families, layout_rules, slurm_rules, model_config)
+        for module in (rules, batch_rules, ranges, families, layout_rules, slurm_rules, model_config, init_config)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }
@@ -538,6 +547,7 @@ def test_any_config_gets_an_answer_of_plain_lines(config, world_size):
 
 NOT_ALONE = (
     "decay",
+    "init.base",
     "full_attention",
     "nope_layers",
     "original_seq_len",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from modeling.dims import Weight
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups
-from modeling.optimizers.muon import MuonConfig, is_hidden_matrix
+from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.orthogonal import orthogonal
 
 STEPS = 4
@@ -110,7 +110,7 @@ def test_planted_stack_taken_as_one_matrix_is_seen():
 def test_all_other_weights_are_adamws():
     rule = MuonConfig(weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
     ours, theirs = train(rule), train(AdamWConfig(weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6))
-    assert [name for name in WEIGHTS if is_hidden_matrix(WEIGHTS[name])] == list(MATRICES)
+    assert [name for name in WEIGHTS if WEIGHTS[name].is_hidden_matrix] == list(MATRICES)
     assert [name for name in WEIGHTS if torch.equal(ours[name], theirs[name])] == ["embed", "router", "norm"]
 
 

@@ -17,7 +17,9 @@ import torch
 from modeling.config import ModelConfig
 from modeling.decoder import build_decoder
 from modeling.logical import LogicalTensor, logical_tensors
+from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
+from modeling.optimizers.rule import Group
 from parallel.config import ParallelConfig
 from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Degrees
@@ -136,9 +138,9 @@ class Step:
     def _cut(self, place: Place) -> int:
         return 1 if place.axis is None else int(getattr(self.parallel, place.axis))
 
-    def group(self, name: str) -> tuple[bool, float, tuple[str, ...]]:
+    def group(self, name: str) -> Group:
         """What the weights of one optimizer group share."""
-        return self.optimizer.group(self.tensors[name].weight)
+        return self.optimizer.group(self.tensors[name].weight, widths_of(self.model))
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """What the optimizer keeps beside a weight."""

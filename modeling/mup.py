@@ -1,0 +1,70 @@
+r"""The maximal update parametrization, muP (Yang et al. 2022, Tensor Programs V, arXiv:2203.03466). No torch.
+
+What muP changes, as a model gets m times as wide as its base model, is how its weights are drawn and how fast they
+learn. Of the equivalent forms of the paper's appendix B this is table 3, in which no weight has a multiplier: the model
+computes what it would without muP, so any class of `transformers` can. r_in and r_out are a weight's fan_in and
+fan_out, divided by those that it has in the base model:
+
+====================  ==============  ===================  ==================  =========================
+weight                deviation       learning rate: Adam  SGD                 Muon
+====================  ==============  ===================  ==================  =========================
+embeddings, vectors   1               1                    r_out               1
+hidden matrices       1/sqrt(r_in)    1/r_in               r_out / r_in        (as ``MuonConfig`` says)
+head, router, gates   1/r_in          1/r_in               1/r_in              1/r_in
+====================  ==============  ===================  ==================  =========================
+
+The router and the gate of shared experts have an output of a fixed size as the head has, and are treated as it is; the
+matrices of one expert are hidden ones (so have Malasnicki et al. 2025, arXiv:2508.09752). A head that is tied to the
+embedding cannot be smaller than it: there table 8 holds, whose multiplier, 1/m on the logits, is
+``ModelConfig.logit_divisor``.
+
+Weight decay is divided by what the learning rate is multiplied by, so that a step shrinks a weight by the same factor
+at every width (as the authors' package mup does it). The attention's scale needs no change, since the width of a head
+is the base model's: a model with wider heads has to set ``score_scale`` (1/d_head instead of its root, appendix B).
+"""
+
+from collections.abc import Mapping
+
+from modeling.config import ModelConfig
+from modeling.dims import Dim, Weight
+from modeling.init_config import MupInit
+
+Widths = Mapping[Dim, float]  # dim -> how many times as large it is as the base model's; a dim left out is as large
+BASE: Widths = {}
+
+WITH_D_MODEL: tuple[Dim, ...] = ("d_model", "heads", "kv_heads", "per_head", "d_ff", "expert_d_ff", "shared_d_ff")
+
+
+def widths_of(config: ModelConfig) -> Widths:
+    """How many times as large each dim of the model is as the base model's; BASE where ``init`` is not mup.
+
+    Latents of attention, vocabulary, positions and the number of experts are taken to be the base model's.
+    """
+    init = config.init
+    if not isinstance(init, MupInit):
+        return BASE
+    widths: dict[Dim, float] = dict.fromkeys(WITH_D_MODEL, init.ratio(config.d_model))
+    if init.base_d_ff is not None:
+        widths["d_ff"] = config.d_ff / init.base_d_ff
+    if init.base_expert_d_ff is not None and config.moe is not None:
+        widths["expert_d_ff"] = widths["shared_d_ff"] = config.moe.d_ff / init.base_expert_d_ff
+    return widths
+
+
+def fan_ratios(weight: Weight, widths: Widths) -> tuple[float, float]:
+    """(r_in, r_out) of a weight: of a matrix's two sides; of a vector or a table, which sum over no input, (1, r_out).
+
+    They follow from the dims' names alone, so a rank that holds a part of a weight finds what every other does.
+    """
+    if weight.is_multiplied:
+        return widths.get(weight.dims[-1], 1.0), widths.get(weight.dims[-2], 1.0)
+    r_out = 1.0
+    for dim in weight.dims:
+        r_out *= widths.get(dim, 1.0)
+    return 1.0, r_out
+
+
+def deviation_factor(weight: Weight, widths: Widths) -> float:
+    """What muP multiplies the deviation of a weight's first values by."""
+    r_in, _ = fan_ratios(weight, widths)
+    return r_in**-0.5 if weight.is_hidden_matrix else 1 / r_in
