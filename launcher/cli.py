@@ -321,6 +321,24 @@ def prove(
     return prove_config(config, overrides or (), ranks, steps, keep, as_json)
 
 
+@app.command()
+def coords(
+    config: ConfigArgument,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The picture: .png, .svg or .pdf.", show_default=False)],
+    overrides: OverridesArgument = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(metavar="D,D,...", help="Widths (default: four, each twice the last).", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Updates at each width.")] = 4,
+    as_json: JsonOption = False,
+) -> int:
+    """Draw the sizes of activations over the width, under muP and without: flat lines mean that muP is right."""
+    from launcher.commands.coords import check_coordinates
+
+    return check_coordinates(config, out, overrides or (), widths, steps, as_json)
+
+
 DirArgument = Annotated[
     str,
     typer.Argument(

@@ -17,21 +17,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from data.errors import reason_of
-from data.places import why_not_writable
 from launcher.commands.runs import RUNS_DIR
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.run_parts import METRICS
 from launcher.watch.metrics import read_metrics
 from launcher.watch.moe import load_keys
+from launcher.watch.picture import check_picture, save_picture
 from launcher.watch.plot import GRID, SMOOTHING_FRACTION, smooth
 
 # Okabe and Ito's colors, told apart by color-blind readers too (jfly.uni-koeln.de/color), the darkest first; then they
 # come again with other dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
-ENDINGS = (".png", ".svg", ".pdf")
 MOST_POINTS = 2000  # of a line; more are averaged, for no screen shows them
 WIDTH_INCHES, ROW_INCHES, LEGEND_LINE_INCHES = 12.0, 3.0, 0.24
 LEGEND_LETTERS = 130  # that fit side by side
@@ -79,33 +77,14 @@ def plot_runs(names: Sequence[str], out: str | None, x: str) -> int:
     axis: Axis = "tokens" if x == "tokens" else "steps"
     paths = [find_metrics(name) for name in names]
     target = Path(out) if out is not None else (paths[0].parent / "plot.png" if len(paths) == 1 else Path("plot.png"))
-    check_target(target)
+    check_picture(target, "--out", "plot.png")
     runs = [read_curves(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
     if not any(_has(run, panel.key) for run in runs for panel in PANELS):
         raise UserError([f"RUN={names[0]} has no finite number to draw; see the events in its {METRICS}"])
     figure = draw_runs(runs, axis)
-    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
-    try:  # a full disk leaves the picture that was there, or none
-        figure.savefig(partial, dpi=150)
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None
+    save_picture(figure, target, "--out")
     say(str(target))
     return 0
-
-
-def check_target(target: Path) -> None:
-    """Refuses a picture that cannot be written, before anything is read."""
-    if target.suffix.lower() not in ENDINGS:
-        raise UserError([f"--out={target} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; try plot.png"])
-    rule = why_not_writable(target.parent)
-    if rule is None and not target.parent.is_dir():
-        rule = f"must lie in a folder that is there, and {target.parent} is not"
-    if rule is None and target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-        rule = "must be a file that can be written to, and is not"
-    if rule is not None:
-        raise UserError([f"--out={target} {rule}; choose another place"])
 
 
 def find_metrics(name: str) -> Path:

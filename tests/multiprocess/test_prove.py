@@ -130,6 +130,31 @@ def test_models_of_no_family_are_proven(tmp_path, overrides, ranks):
     assert outcome.proven, failures(outcome)
 
 
+MUP = ("model.init={name: mup, base_d_model: 128}", "model.tie_embeddings=false")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", *MUP), 8),
+        (("parallel.cp=2", "parallel.zero=3", *MUP), 2),
+        (("parallel.cp=2", "parallel.cp_attention=ring", "model.init.base_expert_d_ff=256", *MUP), 2),
+        (("parallel.tp=2", "parallel.zero=3", "train.recompute=full", "train.precision=bf16", *MUP), 4),
+        (("parallel.pp=2", "parallel.pipeline.name=zbv", "parallel.zero=2", *MUP), 2),
+        (("parallel.tp=2", "optimizer={name: muon}", *MUP), 4),
+        (("parallel.tp=2", "optimizer={name: sgd, weight_decay: 0.1}", *MUP), 2),
+        (("parallel.pp=2", "model.family=none", "model.logit_divisor=4", MUP[0]), 2),  # tied
+        (("parallel.tp=2", "model.init={name: xavier}"), 2),
+        (("parallel.ep=2", "parallel.zero=3", "model.init={name: he}"), 2),
+    ],
+    ids=str,
+)
+def test_ways_to_draw_weights_and_to_scale_rates_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, overrides, ranks)
+    assert outcome.proven, failures(outcome)
+
+
 PLAIN = (
     *("model.norm=layer", "model.embedding_norm=true", "model.parallel_block=true", "model.ff_gated=false"),
     *("model.activation=gelu", "model.ff_bias=true", "model.positions=learned", "model.max_positions=1024"),

@@ -65,6 +65,7 @@ OLMO2 = (  # with biases, and norms over all heads
     *("model.qkv_bias=true", "model.o_bias=true"),
 )
 LATENT = ("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128")
+MUP, HE = ("model.init={name: mup, base_d_model: 128}", "model.tie_embeddings=false"), "model.init={name: he}"
 OUTPUTS, FIRST_ATTENTION = "modules' outputs", "layers.0.attention, sample"
 LAYER_NORM = ("model.norm=layer", "model.embedding_norm=true")
 LEARNED = ("model.positions=learned", "model.max_positions=1024")
@@ -226,6 +227,9 @@ FAULTS = [
         (*TP, *LOGIT_CAP),
         has_any_family=True,
     ),
+    Fault("muP: a rank of tp learns by its own part's fan-in", "adamw of these gradients", "layers.", (*TP, *MUP)),
+    Fault("muP: every weight learns at the base model's rate", "weights after 2 steps", "layers.", MUP),
+    Fault("He: a rank of tp draws by its own part's fan-in", "weights at step 0", "is not the tensor of", (*TP, HE)),
 ]
 
 
@@ -490,6 +494,12 @@ def plant(title: str) -> None:
             gradients.take_first_bias()
         case "capped scores: slope forgotten":
             gradients.forget_score_slope()
+        case "muP: a rank of tp learns by its own part's fan-in":
+            updates.learn_by_own_widths()
+        case "muP: every weight learns at the base model's rate":
+            updates.learn_alike()
+        case "He: a rank of tp draws by its own part's fan-in":
+            updates.draw_by_own_fans()
         case "capped logits: slope forgotten (cut vocabulary)":
             gradients.forget_logit_slope()
         case "masters rounded to bf16 (ZeRO 2)":

@@ -108,3 +108,43 @@ def round_masters() -> None:
         return result
 
     Engine.step = rounding
+
+
+def learn_by_own_widths() -> None:
+    """muP: a rank of tp takes the fan-in of what it holds of a matrix for the matrix's."""
+    import parallel.zero.engine as engine
+    from parallel.layout import AXIS_OF
+
+    widths_of = engine.widths_of
+    engine.widths_of = lambda config: {
+        dim: ratio / 2 if AXIS_OF[dim] == "tp" else ratio for dim, ratio in widths_of(config).items()
+    }
+
+
+def learn_alike() -> None:
+    """muP: every weight learns at the base model's rate."""
+    import parallel.zero.engine as engine
+
+    engine.widths_of = lambda config: {}
+
+
+def draw_by_own_fans() -> None:
+    """He: a rank of tp draws a matrix by the fan-in of what it holds of it."""
+    import parallel.zero.engine as engine
+    from modeling.logical import LogicalTensor
+    from parallel.layout import AXIS_OF
+
+    draw, fans = engine.initial_tensor, LogicalTensor.fans
+
+    def own(self: Any) -> tuple[int, int]:
+        fan_in, fan_out = fans.__get__(self)
+        return (fan_in // 2 if AXIS_OF[self.weight.dims[-1]] == "tp" else fan_in), fan_out
+
+    def drawn(*arguments: Any) -> Any:
+        LogicalTensor.fans = property(own)
+        try:
+            return draw(*arguments)
+        finally:
+            LogicalTensor.fans = fans
+
+    engine.initial_tensor = drawn

@@ -1,0 +1,36 @@
+"""Writing a picture where a user wants it."""
+
+import os
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from data.errors import reason_of
+from data.places import why_not_writable
+from launcher.errors import UserError
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def check_picture(target: Path, key: str, usual: str) -> None:
+    """Refuses a picture that cannot be written, before anything is read; ``key`` is what the user set to its path."""
+    if target.suffix.lower() not in ENDINGS:
+        raise UserError([f"{key}={target} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; try {usual}"])
+    rule = why_not_writable(target.parent)
+    if rule is None and not target.parent.is_dir():
+        rule = f"must lie in a folder that is there, and {target.parent} is not"
+    if rule is None and target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        rule = "must be a file that can be written to, and is not"
+    if rule is not None:
+        raise UserError([f"{key}={target} {rule}; choose another place"])
+
+
+def save_picture(figure: Figure, target: Path, key: str) -> None:
+    """Writes the figure to ``target``; a full disk leaves the picture that was there, or none."""
+    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
+    try:
+        figure.savefig(partial, dpi=150)
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError([f"{key}={target} cannot be written ({reason_of(error)}); choose another place"]) from None
