@@ -13,7 +13,16 @@ from typing import Annotated
 import typer
 
 from data.errors import DataError
-from launcher.completion import mend_bash_words, offer_checkpoints, offer_files, offer_overrides, offer_runs
+from launcher.arguments import (
+    CheckpointArgument,
+    ConfigArgument,
+    DirArgument,
+    JsonOption,
+    OverridesArgument,
+    RanksOption,
+    RunArgument,
+)
+from launcher.completion import mend_bash_words, offer_runs
 from launcher.config.secrets import mask
 from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
 from launcher.errors import WRONG_PATH, UserError, why_refused
@@ -30,35 +39,6 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
 app.add_typer(checkpoint_app, name="checkpoint")
-
-ConfigArgument = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False, autocompletion=offer_files),
-]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Dotted overrides, e.g. optimizer.lr=2e-4 model.moe=null.",
-        show_default=False,
-        autocompletion=offer_overrides,
-    ),
-]
-RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="A run directory, a checkpoint's, or its URL.",
-        show_default=False,
-        autocompletion=offer_checkpoints,
-    ),
-]
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -337,17 +317,6 @@ def coords(
     from launcher.commands.coords import check_coordinates
 
     return check_coordinates(config, out, overrides or (), widths, steps, as_json)
-
-
-DirArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR",
-        help="A checkpoint's directory or URL, or a run directory.",
-        show_default=False,
-        autocompletion=offer_checkpoints,
-    ),
-]
 
 
 @checkpoint_app.command("verify")

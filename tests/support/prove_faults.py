@@ -228,7 +228,7 @@ FAULTS = [
         has_any_family=True,
     ),
     Fault("muP: a rank of tp learns by its own part's fan-in", "adamw of these gradients", "layers.", (*TP, *MUP)),
-    Fault("muP: every weight learns at the base model's rate", "weights after 2 steps", "layers.", MUP),
+    Fault("muP: every weight learns at the base model's rate", "weights after 2 steps", "head.weight", MUP),
     Fault("He: a rank of tp draws by its own part's fan-in", "weights at step 0", "is not the tensor of", (*TP, HE)),
 ]
 

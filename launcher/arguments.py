@@ -1,0 +1,46 @@
+"""The arguments and options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.completion import offer_checkpoints, offer_files, offer_overrides, offer_runs
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False, autocompletion=offer_files),
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Dotted overrides, e.g. optimizer.lr=2e-4 model.moe=null.",
+        show_default=False,
+        autocompletion=offer_overrides,
+    ),
+]
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A run directory, a checkpoint's, or its URL.",
+        show_default=False,
+        autocompletion=offer_checkpoints,
+    ),
+]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DirArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="A checkpoint's directory or URL, or a run directory.",
+        show_default=False,
+        autocompletion=offer_checkpoints,
+    ),
+]
