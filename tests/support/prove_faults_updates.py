@@ -130,21 +130,22 @@ def learn_alike() -> None:
 
 def draw_by_own_fans() -> None:
     """He: a rank of tp draws a matrix by the fan-in of what it holds of it."""
+    import modeling.logical as logical
     import parallel.zero.engine as engine
-    from modeling.logical import LogicalTensor
     from parallel.layout import AXIS_OF
 
-    draw, fans = engine.initial_tensor, LogicalTensor.fans
+    kind: Any = logical.LogicalTensor
+    draw, fans = engine.initial_tensor, kind.fans
 
     def own(self: Any) -> tuple[int, int]:
         fan_in, fan_out = fans.__get__(self)
         return (fan_in // 2 if AXIS_OF[self.weight.dims[-1]] == "tp" else fan_in), fan_out
 
     def drawn(*arguments: Any) -> Any:
-        LogicalTensor.fans = property(own)
+        kind.fans = property(own)
         try:
             return draw(*arguments)
         finally:
-            LogicalTensor.fans = fans
+            kind.fans = fans
 
     engine.initial_tensor = drawn

@@ -14,11 +14,12 @@ from modeling.logical import logical_tensors
 from modeling.mup import fan_ratios, widths_of
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups
+from modeling.optimizers.config import OptimizerConfig
 from modeling.optimizers.muon import MuonConfig
-from modeling.optimizers.rule import UpdateRule
 from modeling.optimizers.sgd import SGDConfig
 
 D, F, E, EXPERT, V, LAYERS, STD = 96, 160, 4, 64, 512, 3, 0.05
+MOE = MoEConfig(n_experts=E, d_ff=EXPERT, n_shared_experts=1, shared_d_ff=80, shared_gate=True, n_dense_layers=1)
 MODEL = ModelConfig(
     family="none",
     vocab_size=V,
@@ -31,7 +32,7 @@ MODEL = ModelConfig(
     init_std=STD,
     sinks=True,
     o_bias=True,
-    moe=MoEConfig(n_experts=E, d_ff=EXPERT, n_shared_experts=1, shared_d_ff=80, shared_gate=True, n_dense_layers=1),
+    moe=MOE,
 )
 Q, K, OUT = (f"layers.0.attention.{name}.weight" for name in "qko")
 UP, DOWN = "layers.0.feed_forward.up.weight", "layers.0.feed_forward.down.weight"
@@ -91,15 +92,13 @@ def test_planted_fan_of_a_piece_gives_another_variance(monkeypatch):
 
 
 def test_an_expert_is_a_matrix_of_its_own():
-    few = replace(MODEL, init=XavierInit(), moe=replace(MODEL.moe, n_experts=2, top_k=1))
+    few = replace(MODEL, init=XavierInit(), moe=replace(MOE, n_experts=2, top_k=1))
     shape = logical_tensors(few)[EXPERT_UP].shape
     assert torch.equal(initial_tensor(few, 0, EXPERT_UP, shape), drawn(XavierInit(), EXPERT_UP)[:2])
 
 
 MUP = MupInit(base_d_model=D // 4)
-NARROW = replace(
-    MODEL, d_model=D // 4, n_heads=1, d_ff=F // 4, moe=replace(MODEL.moe, d_ff=EXPERT // 4, shared_d_ff=20)
-)
+NARROW = replace(MODEL, d_model=D // 4, n_heads=1, d_ff=F // 4, moe=replace(MOE, d_ff=EXPERT // 4, shared_d_ff=20))
 # By hand, from tables 3 of arXiv:2203.03466 at four times the width: what the base model's deviation is multiplied by,
 # and its learning rate under AdamW, SGD and Muon.
 TABLE = {
@@ -153,7 +152,7 @@ def test_other_base_widths_count_for_their_own_fan_in():
 
 
 @pytest.mark.parametrize("rule", [AdamWConfig(), SGDConfig(weight_decay=0.1), MuonConfig()], ids=lambda rule: rule.name)
-def test_a_step_decays_a_weight_alike_at_every_width(rule: UpdateRule):
+def test_a_step_decays_a_weight_alike_at_every_width(rule: OptimizerConfig):
     rows = [(torch.nn.Parameter(torch.empty(0)), logical_tensors(MODEL)[name].weight) for name in TABLE]
     groups = parameter_groups(rows, rule, widths_of(replace(MODEL, init=MUP)))
     assert len(groups) > 2
