@@ -34,6 +34,7 @@ KINDS = ("sizes", "changes")
 def draw(title: str, measured: Mapping[Parametrization, Coordinates], slopes: Slopes) -> Figure:
     """A column for each activation; rows: sizes under muP and the standard, then changes since step 0."""
     columns = list(next(iter(measured.values())).sizes)
+    rows: list[tuple[str, Parametrization]]
     rows = [(kind, each) for kind in KINDS for each in PARAMETRIZATIONS if each in measured]
     figure = Figure(
         figsize=(PANEL_INCHES * len(columns) + 0.9, 2.2 * len(rows) + 1.1), layout="constrained", facecolor="white"
