@@ -112,7 +112,7 @@ def draw(losses: dict[str, dict[int, list[float | None]]], path: Path) -> None:
     panels[0].set_ylabel(f"training loss, last {LAST} updates (nats per byte)")
     panels[0].legend(frameon=False, fontsize=9)
     lowest = min(loss for rows in losses.values() for row in rows.values() for loss in row if loss is not None)
-    panels[0].set_ylim(lowest - 0.1, lowest + 1.6)
+    panels[0].set_ylim(lowest - 0.1, lowest + 0.7)
     figure.suptitle("Loss after training at each learning rate (star: the best)")
     figure.savefig(path, dpi=150)
 
