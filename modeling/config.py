@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Interval
 
+from modeling.expert_layers import count_with_experts, expert_layer_problems, has_experts
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
 from modeling.rope_scaling import DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
 
@@ -47,6 +48,7 @@ NO_FAMILY = "none"  # a model that no class of `transformers` computes: it can h
 Count = Annotated[int, Interval(ge=1, le=2**16)]
 Width = Annotated[int, Interval(ge=1, le=2**24)]
 Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
+Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
 
 
@@ -101,6 +103,9 @@ class MoEConfig:
     shared_gate: bool = False  # the shared experts' output is multiplied by a sigmoid of a projection to one number
     # so many leading layers have no experts, but a width of model.d_ff
     n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
+    every_n_layers: Annotated[int, Interval(ge=1, le=10_000)] = 1  # the last of every so many layers has experts
+    # layers (from 0) that have no experts all the same
+    dense_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 1})
     # groups of experts; a token's top_k are in the top_k_groups of the largest scores
     n_groups: Count = field(default=1, metadata={"small": 4})
     top_k_groups: Count = field(default=1, metadata={"small": 2})  # groups among which a token's experts are chosen
@@ -194,7 +199,6 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Cap = Annotated[float, Interval(ge=1e-3, le=1e6)]
-Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +318,7 @@ class ModelConfig:
     @property
     def n_moe_layers(self) -> int:
         """Layers with experts."""
-        return max(0, self.n_layers - self.moe.n_dense_layers) if self.moe is not None else 0
+        return count_with_experts(self.moe, self.n_layers) if self.moe is not None else 0
 
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields of an optional section, and about it, that is broken."""
@@ -332,15 +336,18 @@ class ModelConfig:
             yield from self.mla.problems()
         if self.moe is not None:
             yield from self.moe.problems()
+            yield from expert_layer_problems(self.moe, self.n_layers)
 
     def layer_list_problems(self) -> Iterator[str]:
-        """One line for each rule about the lists of layers that have no window, or do not turn, that is broken."""
+        """One line for each rule about the lists of layers without windows, turns or experts that is broken."""
         if self.sliding_window is None and self.full_attention_layers:
             told = f"model.full_attention_layers={list(self.full_attention_layers)}"
             yield f"{told} must be [] where model.sliding_window=null (no layer has a window); remove it"
             return
-        for key in ("full_attention_layers", "nope_layers"):
-            layers: tuple[int, ...] = getattr(self, key)
+        lists = {"full_attention_layers": self.full_attention_layers, "nope_layers": self.nope_layers}
+        if self.moe is not None:
+            lists["moe.dense_layers"] = self.moe.dense_layers
+        for key, layers in lists.items():
             told = f"model.{key}={list(layers)}"
             if list(layers) != sorted({*layers}):
                 yield f"{told} must name each layer once, ascending; try {sorted({*layers})}"
@@ -421,4 +428,4 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""
-        return self.moe is not None and layer >= self.moe.n_dense_layers
+        return self.moe is not None and has_experts(self.moe, layer)

@@ -40,7 +40,6 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_attention(config),
         *config.model.problems(),
         *_check_positions(config),
-        *_check_dense_layers(config),
         *_check_expert_widths(config),
         *_check_schedule(config),
         *_check_precision(config),
@@ -165,13 +164,6 @@ def _divisors_near(number: int, value: int) -> list[int]:
     divisors = sorted({*small, *(number // n for n in small)})
     below = [n for n in divisors if n < value][-1:]
     return below + [n for n in divisors if n > value][:1]
-
-
-def _check_dense_layers(config: RunConfig) -> Iterator[str]:
-    """The dense layers fit into the model."""
-    moe, n_layers = config.model.moe, config.model.n_layers
-    if moe is not None and moe.n_dense_layers > n_layers >= 1:
-        yield f"model.moe.n_dense_layers={moe.n_dense_layers} must be at most model.n_layers={n_layers}; try {n_layers}"
 
 
 def _check_expert_widths(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
 from modeling.config import NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.expert_layers import told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
@@ -110,10 +111,37 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def few_layers(model: ModelConfig) -> int:
-    """The fewest layers that keep the pattern: one dense layer before two of experts, or two of the only kind."""
-    n_dense = model.n_layers if model.moe is None else model.moe.n_dense_layers
-    n_sparse = model.n_layers - n_dense
+    """The fewest layers that keep the pattern: one dense layer before two of experts, or two of the only kind.
+
+    Where layers with experts and without alternate: two of each, as far as there are as many.
+    """
+    n_sparse = model.n_moe_layers
+    if alternates(model):
+        return min(model.n_layers, 4)
+    n_dense = model.n_layers - n_sparse
     return min(1 if n_sparse else 2, n_dense) + min(2, n_sparse)
+
+
+def alternates(model: ModelConfig) -> bool:
+    """Whether a layer without experts comes after one with them, or each has its place in a group of layers."""
+    moe = None if model.moe is None else told_once(model.moe, model.n_layers)
+    return model.n_moe_layers > 0 and moe is not None and (moe.every_n_layers > 1 or len(moe.dense_layers) > 0)
+
+
+def shrink_expert_layers(model: ModelConfig, n_layers: int) -> dict[str, Any]:
+    """The fields that say which of ``n_layers`` layers have experts: both kinds where the model has both.
+
+    Of groups of layers come pairs, and of listed layers one, after the first with experts.
+    """
+    assert model.moe is not None
+    moe, n_sparse = told_once(model.moe, model.n_layers), model.n_moe_layers
+    if not alternates(model):
+        n_dense = n_layers if n_sparse == 0 else max(min(1, moe.n_dense_layers), n_layers - n_sparse)
+        return {"n_dense_layers": n_dense, "every_n_layers": 1, "dense_layers": ()}
+    step = min(2, moe.every_n_layers)
+    n_dense = min(1, moe.n_dense_layers) if step == 1 else 0
+    listed = (n_dense + 2 * step - 1,) if moe.dense_layers else ()
+    return {"n_dense_layers": n_dense, "every_n_layers": step, "dense_layers": listed}
 
 
 def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelConfig:
@@ -126,10 +154,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
     has_own_d_head = model.d_head is not None and model.d_head * model.n_heads != model.d_model
     sections = {name: shrink_section(value) for name in section_types() if (value := getattr(model, name)) is not None}
     if model.moe is not None:
-        moe = shrink_experts(model.moe, degrees)
-        n_sparse = model.n_layers - moe.n_dense_layers
-        n_dense = n_layers if n_sparse == 0 else max(min(1, moe.n_dense_layers), n_layers - n_sparse)
-        sections["moe"] = replace(moe, n_dense_layers=n_dense)
+        sections["moe"] = replace(shrink_experts(model.moe, degrees), **shrink_expert_layers(model, n_layers))
     small = replace(
         model,
         vocab_size=min(_up_to(VOCAB_SIZE, degrees.tp), model.vocab_size),

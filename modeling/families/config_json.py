@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modeling.config import FAMILIES, BiasBalance, ModelConfig, NoBalance
+from modeling.expert_layers import told_once
 from modeling.families.family import Family, Key, family_of, section_types
 from modeling.families.rope_json import from_rope_json, longest, to_rope_json
 from modeling.families.values import checked, hints_of, shown
@@ -114,6 +115,8 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
     if family.has("moe"):
         values["moe.balance"] = BiasBalance() if family.has_selection_bias else NoBalance()
     model = built({"n_kv_heads": values["n_heads"], **values})
+    if model.moe is not None:
+        model = replace(model, moe=told_once(model.moe, model.n_layers))
     return replace(model, **{name: value(model) for name, value in family.derived.items()})
 
 

@@ -12,10 +12,10 @@ from modeling.families.shared import (
     DECODER_DEFAULTS,
     DECODER_KEYS,
     EXPERT_KEYS,
+    EXPERT_LAYER_KEYS,
     EXPERTS,
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
-    LEADING_LAYERS,
     QKV_BIAS,
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
@@ -45,10 +45,10 @@ FAMILY = Family(
         **DECODER_KEYS,
         **FEED_FORWARD_KEYS,
         **EXPERT_KEYS,
+        **EXPERT_LAYER_KEYS,
         "layer_types": Key(
             ours=(), write=lambda config: layer_types(config.n_layers, range(config.n_layers)), read=all_full
         ),
-        "mlp_only_layers": LEADING_LAYERS,
         "num_experts": "moe.n_experts",
         "qkv_bias": "qkv_bias",
         "shared_expert_intermediate_size": Key(
@@ -57,10 +57,11 @@ FAMILY = Family(
             read=lambda width: {"moe.shared_d_ff": width},
         ),
     },
-    constants={**DECODER_CONSTANTS, "decoder_sparse_step": 1, "use_sliding_window": False},
+    constants={**DECODER_CONSTANTS, "use_sliding_window": False},
     ignored={**ROUTER_LOSS, "sliding_window": None, "max_window_layers": 28},  # of a window that is not used
     defaults={
         **DECODER_DEFAULTS,
+        "decoder_sparse_step": 1,
         "hidden_size": 2048,
         "intermediate_size": 5632,
         "layer_types": None,

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): QK norm, softmax routing, leading dense layers if wanted."""
+"""Qwen3-MoE (arXiv:2505.09388): QK norm, softmax routing, layers without experts where wanted."""
 
 from modeling.config import ModelConfig, MoEConfig, NoBalance
 from modeling.families.family import Family, Key
@@ -9,11 +9,11 @@ from modeling.families.shared import (
     DECODER_DEFAULTS,
     DECODER_KEYS,
     EXPERT_KEYS,
+    EXPERT_LAYER_KEYS,
     EXPERTS,
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
-    LEADING_LAYERS,
     QK_NORM,
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
@@ -29,7 +29,7 @@ FAMILY = Family(
         **HEAD_KEYS,
         **FEED_FORWARD_KEYS,
         **EXPERT_KEYS,
-        "mlp_only_layers": LEADING_LAYERS,
+        **EXPERT_LAYER_KEYS,
         "num_experts": "moe.n_experts",
         "sliding_window": "sliding_window",
         "use_sliding_window": Key(  # after sliding_window: without it, that is not looked at
@@ -38,10 +38,11 @@ FAMILY = Family(
             read=lambda used: {} if checked(used, bool) else {"sliding_window": None},
         ),
     },
-    constants={**DECODER_CONSTANTS, "attention_bias": False, "decoder_sparse_step": 1},
+    constants={**DECODER_CONSTANTS, "attention_bias": False},
     ignored=ROUTER_LOSS,
     defaults={
         **DECODER_DEFAULTS,
+        "decoder_sparse_step": 1,
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "mlp_only_layers": None,

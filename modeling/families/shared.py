@@ -166,19 +166,23 @@ WINDOW = {"sliding_window": 2}
 MOST_LAYERS = 10_000  # as model.n_layers has it
 
 
-def leading_layers(layers: Any) -> Mapping[str, int]:
-    """How many leading layers the list of the layers without experts names; ValueError where it names others."""
+def without_experts(layers: Any) -> Mapping[str, Any]:
+    """What the list of the layers without experts means for our fields; ValueError where it is no such list."""
     layers = [] if layers is None else layers
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise ValueError("layers without experts can only be the first ones")
-    return {"moe.n_dense_layers": len(layers)}
+    if not isinstance(layers, list) or not all(is_count(layer) for layer in layers):
+        raise ValueError("it must be a list of layers")
+    return {"moe.dense_layers": tuple(sorted({*layers}))}
 
 
-LEADING_LAYERS = Key(
-    ours=("moe.n_dense_layers",),
-    write=lambda config: list(range(moe_of(config).n_dense_layers)),
-    read=leading_layers,
-)
+# `modeling.families.config_json` tells the leading ones of the list by their number.
+EXPERT_LAYER_KEYS: dict[str, str | Key] = {
+    "decoder_sparse_step": "moe.every_n_layers",
+    "mlp_only_layers": Key(
+        ours=("moe.n_dense_layers", "moe.dense_layers"),
+        write=lambda config: sorted({*range(moe_of(config).n_dense_layers), *moe_of(config).dense_layers}),
+        read=without_experts,
+    ),
+}
 
 
 def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]]) -> list[str]:

@@ -80,6 +80,29 @@ def test_latent_attention_and_groups_of_experts_are_proven(tmp_path, overrides, 
     assert outcome.proven, failures(outcome)
 
 
+ALTERNATING = (
+    *("model.family=qwen3_moe", "model.tie_embeddings=false", "model.moe.n_shared_experts=0"),
+    *("model.moe.score=softmax", "model.moe.routed_scale=1.0", "model.moe.n_dense_layers=0"),
+    *("model.moe.every_n_layers=2", "model.moe.dense_layers=[5]"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.pp=2", "parallel.ep=2"), 8),
+        (("parallel.cp=2", "parallel.cp_attention=ring", "parallel.zero=3", "train.recompute=full"), 4),
+        (("parallel.cp=2", "parallel.tp=2", "parallel.ep=2"), 4),
+        (("parallel.pp=2", "parallel.pipeline={name: zbv}", "train.precision=bf16"), 4),
+    ],
+    ids=str,
+)
+def test_layers_with_experts_and_without_in_turn_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*ALTERNATING, *overrides), ranks)
+    assert outcome.proven, failures(outcome)
+
+
 TERMS = ("model.positions=alibi", "model.sinks=true")
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.config.families import check_family
 from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, NoBalance
 from modeling.counts import count_parameters
+from modeling.expert_layers import told_once
 from modeling.families.config_json import InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from small_models import configs, example_config
@@ -67,6 +69,7 @@ def computed(config: ModelConfig) -> ModelConfig:
     if moe is not None:
         bias = family_of(config.family).has_selection_bias
         moe = dataclasses.replace(moe, balance=BiasBalance() if bias else NoBalance(), z_loss=0.0)
+        moe = told_once(moe, config.n_layers)
     d_ff = moe.d_ff if moe is not None and "d_ff" not in family_of(config.family).keys.values() else config.d_ff
     told = family_of(config.family).told
     explicit: dict[str, Any] = {"d_head": config.head_dim if "d_head" in told else None}
@@ -215,9 +218,9 @@ REFUSED = [
     ("llama", {"rope_parameters": None, "rope_theta": "x"}, 'rope_theta="x" is not possible: it must be float; '),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not possible, all channels turn; "),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not possible with model.family=mixtral"),
-    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] is not possible with model.family=qwen3_moe: layers without experts can only be the first ones"),
-    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not possible with model.family=qwen3_moe: layers without"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not possible with model.family=qwen3_moe"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not possible with model.family=qwen3_moe: it must be a list of layers"),
+    ("qwen3_moe", {"mlp_only_layers": ["1"]}, 'mlp_only_layers=["1"] is not possible with model.family=qwen3_moe: it must be a list of layers'),
+    ("qwen3_moe", {"decoder_sparse_step": "2"}, 'decoder_sparse_step="2" is not possible with model.family=qwen3_moe: it must be int'),
     ("gpt2", {"activation_function": "quick_gelu"}, 'activation_function="quick_gelu" is not possible with model.family=gpt2: it must be one of '),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not possible with model.family=gpt2"),
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not possible with model.family=gpt2"),
@@ -236,6 +239,35 @@ def test_a_model_beyond_ours_is_refused(family: FamilyName, change: dict[str, An
     assert len(lines) == 1
     assert told in lines[0]
     assert lines[0].startswith("config.json: ") and "; " in lines[0] and lines[0].isprintable() and len(lines[0]) < 300
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("listed", "step", "fields"),
+    [
+        ([], 1, (0, 1, ())),
+        ([1, 0, 1], 1, (2, 1, ())),
+        ([2, 0, 9], 1, (1, 1, (2,))),
+        ([], 2, (0, 2, ())),
+        ([0, 3], 2, (0, 2, (3,))),
+        ([0, 1, 2], 2, (2, 2, ())),
+        ([1, 3], 2, (4, 2, ())),
+        ([2], 5, (4, 1, ())),
+    ],
+)
+def test_layers_without_experts_are_those_of_the_class(family: FamilyName, listed, step, fields) -> None:
+    """Of four layers: each is told once, by the field that says it shortest, as the class builds them."""
+    changes = {"num_hidden_layers": 4, "mlp_only_layers": listed, "decoder_sparse_step": step}
+    content = {**written(example_config(family)), **changes}
+    content.pop("layer_types", None)
+    config = from_config_json(content)
+    assert config.moe is not None and not [*config.problems()]
+    assert (config.moe.n_dense_layers, config.moe.every_n_layers, config.moe.dense_layers) == fields
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+    has_router = [hasattr(layer.mlp, "gate") for layer in theirs.model.layers]
+    assert [config.is_moe_layer(layer) for layer in range(4)] == has_router
+    assert config.n_moe_layers == sum(has_router)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])

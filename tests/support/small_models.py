@@ -178,6 +178,10 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
     n_experts = any_of("n_experts", range(1, 10)) if n_groups == 1 else n_groups * draw(st.integers(2, 4))
     has_bias = family_of(family).has_selection_bias
     balances = [BiasBalance(), NoBalance()] if has_bias else [SequenceAuxBalance(coefficient=0.0)]
+    step = any_of("every_n_layers", range(1, n_layers + 1))
+    n_dense = any_of("n_dense_layers", range(0, n_layers + 1, step))
+    with_experts = [layer for layer in range(n_dense, n_layers) if (layer + 1) % step == 0]
+    lists_layers = "moe.dense_layers" in family_of(family).told
     return MoEConfig(
         n_experts=n_experts,
         top_k=draw(st.integers(1, n_experts // n_groups * top_k_groups)),
@@ -190,7 +194,9 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
         else 4 * draw(st.integers(1, 9)),
         shared_gate=any_of("shared_gate", [False, True]),
         group_score=any_of("group_score", ["best_two", "best"]),
-        n_dense_layers=any_of("n_dense_layers", range(n_layers + 1)),
+        every_n_layers=step,
+        n_dense_layers=n_dense,
+        dense_layers=tuple(draw(some_of(with_experts))) if with_experts and lists_layers else (),
         score=any_of("score", ["softmax", "sigmoid"]),
         normalize_top_k=any_of("normalize_top_k", [False, True]),
         expert_bias=any_of("expert_bias", [False, True]),

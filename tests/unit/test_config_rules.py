@@ -33,7 +33,7 @@ from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
 from modeling import config as model_config
-from modeling import init_config
+from modeling import expert_layers, init_config
 from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig, MoEConfig
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
@@ -180,6 +180,11 @@ CASES = [
     ("mixtral", "model.sliding_window=1", 1, "model.sliding_window=1 is not possible with model.family=mixtral, whose `transformers` class needs at least 2; try 2", "model.sliding_window=2"),
     ("qwen3_moe", "model.qk_norm=false", 1, "model.qk_norm=false is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try true", "model.qk_norm=true"),
     ("qwen3_moe", "model.moe.n_dense_layers=9", 1, "model.moe.n_dense_layers=9 must be at most model.n_layers=8; try 8", "model.moe.n_dense_layers=8"),
+    ("qwen3_moe", "model.moe.every_n_layers=9", 1, "model.moe.every_n_layers=9 must be at most model.n_layers=8 (no layer would have experts); try 8", "model.moe.every_n_layers=8"),
+    ("qwen3_moe", "model.moe.every_n_layers=2 model.moe.n_dense_layers=3", 1, "model.moe.n_dense_layers=3 must be a multiple of model.moe.every_n_layers=2 (the layers between have no experts anyway); try 2", "model.moe.n_dense_layers=2"),
+    ("qwen3_moe", "model.moe.every_n_layers=2 model.moe.dense_layers=[2,3]", 1, "model.moe.dense_layers=[2, 3] must name layers that have experts otherwise, which model.moe.n_dense_layers=0 and model.moe.every_n_layers=2 leave; try [3]", "model.moe.dense_layers=[3]"),
+    ("qwen3_moe", "model.moe.dense_layers=[3,1]", 1, "model.moe.dense_layers=[3, 1] must name each layer once, ascending; try [1, 3]", "model.moe.dense_layers=[1,3]"),
+    ("glm4_moe", "model.moe.every_n_layers=2", 1, "model.moe.every_n_layers=2 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try 1", "model.moe.every_n_layers=1"),
     ("qwen3_moe", "model.moe.score=sigmoid", 1, "model.moe.score=sigmoid is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try softmax", "model.moe.score=softmax"),
     ("qwen3_moe", "model.moe.routed_scale=2", 1, "model.moe.routed_scale=2.0 is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try 1.0", "model.moe.routed_scale=1.0"),
     ("qwen3_moe", "model.moe.n_shared_experts=1", 1, "model.moe.n_shared_experts=1 is not possible with model.family=qwen3_moe, whose `transformers` class cannot express it; try 0", "model.moe.n_shared_experts=0"),
@@ -249,7 +254,7 @@ def base_of(key: str) -> list[str]:
         "deepseek_v3"
         if ".mla." in key or "_groups" in key
         else "qwen3_moe"
-        if "n_shared" in key
+        if "n_shared" in key or "dense_layers" in key or "every_n" in key
         else "qwen2_moe"
         if "shared_d_ff" in key
         else "gpt_oss"
@@ -291,6 +296,7 @@ def place_of(key: str) -> str:
         "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
         "model.full_attention_layers": "model.full_attention_layers[0]",
         "model.nope_layers": "model.nope_layers[0]",
+        "model.moe.dense_layers": "model.moe.dense_layers[0]",
     }.get(key, key)
 
 
@@ -486,7 +492,17 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
     """Each `yield` in the rules is reached by a case above: a rule added without one fails here."""
     wanted = {
         (module.__file__, node.lineno)
-        for module in (rules, batch_rules, ranges, families, layout_rules, slurm_rules, model_config, init_config)
+        for module in (
+            rules,
+            batch_rules,
+            ranges,
+            families,
+            layout_rules,
+            slurm_rules,
+            model_config,
+            init_config,
+            expert_layers,
+        )
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
     }
@@ -550,6 +566,7 @@ NOT_ALONE = (
     "init.base",
     "full_attention",
     "nope_layers",
+    "moe.dense_layers",
     "original_seq_len",
     "parallel.pipeline",
     "data.",

@@ -10,7 +10,7 @@ from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
-from launcher.prove.shrink import default_ranks, least_ranks, shrink, shrink_experts
+from launcher.prove.shrink import default_ranks, few_layers, least_ranks, shrink, shrink_experts, shrink_model
 from modeling.config import FAMILIES, ModelConfig, MoEConfig
 from modeling.families.family import family_of
 from modeling.optimizers.config import AdamWConfig, SGDConfig
@@ -115,9 +115,40 @@ def assert_same_kind(model, small):
     assert type(small.moe.balance) is type(model.moe.balance)
     assert (small.moe.n_shared_experts > 0) == (model.moe.n_shared_experts > 0)
     assert (small.moe.z_loss > 0) == (model.moe.z_loss > 0)
-    assert (small.moe.n_dense_layers > 0) == (model.moe.n_dense_layers > 0)
-    assert (small.moe.n_dense_layers < small.n_layers) == (model.moe.n_dense_layers < model.n_layers)
+    assert (small.moe.every_n_layers > 1) == (model.moe.every_n_layers > 1 and model.n_moe_layers > 0)
+    assert (small.n_moe_layers > 0) == (model.n_moe_layers > 0)
+    assert (small.n_moe_layers < small.n_layers) == (model.n_moe_layers < model.n_layers)
+    if model.n_moe_layers > 0 and dense_after_experts(model):
+        assert dense_after_experts(small)
     assert 1 <= small.moe.top_k <= small.moe.n_experts and (small.moe.top_k > 1) == (model.moe.top_k > 1)
+
+
+def dense_after_experts(config):
+    """Whether a layer without experts comes after one with them."""
+    kinds = [config.is_moe_layer(layer) for layer in range(config.n_layers)]
+    return sorted(kinds) != kinds
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "told", "small"),
+    [
+        (24, {"n_dense_layers": 3}, (3, (1, 2))),
+        (24, {"every_n_layers": 2}, (4, (1, 3))),
+        (24, {"every_n_layers": 4, "dense_layers": (7, 11)}, (4, (1,))),
+        (24, {"n_dense_layers": 1, "dense_layers": (5,)}, (4, (1, 3))),
+        (24, {"dense_layers": (0, 5)}, (4, (1, 3))),
+        (24, {"dense_layers": (5,)}, (4, (0, 2, 3))),
+        (2, {"every_n_layers": 2}, (2, (1,))),
+        (2, {"dense_layers": (1,)}, (2, (0,))),
+        (6, {"every_n_layers": 2, "n_dense_layers": 6}, (2, ())),
+    ],
+)
+def test_a_small_model_keeps_both_kinds_of_layers(n_layers, told, small):
+    model = ModelConfig(family="qwen3_moe", n_layers=n_layers, moe=MoEConfig(n_experts=16, **told))
+    shrunk = shrink_model(model, Degrees(2), few_layers(model))
+    assert not [*shrunk.problems()]
+    with_experts = tuple(layer for layer in range(shrunk.n_layers) if shrunk.is_moe_layer(layer))
+    assert (shrunk.n_layers, with_experts) == small
 
 
 @pytest.mark.parametrize(
