@@ -3,8 +3,11 @@
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+from modeling.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
 
@@ -52,6 +55,57 @@ def test_moe_layout_equals_one_process(tokens, ranks, layout, zero):
     config = run_config(tokens, parallel=ParallelConfig(zero=zero, **layout))
     errors = largest_error(run_layout(config, ranks), run_reference(config))
     assert max(errors.values()) <= BOUND, errors
+
+
+def with_experts(n_experts: int, top_k: int, n_groups: int = 1, top_k_groups: int = 1) -> ModelConfig:
+    """The model with so many experts, of eight channels, a shared one, and both auxiliary losses."""
+    assert MOE_MODEL.moe is not None
+    numbers = {"n_experts": n_experts, "top_k": top_k, "n_groups": n_groups, "top_k_groups": top_k_groups}
+    return dataclasses.replace(MOE_MODEL, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=8, **numbers))
+
+
+COUNTS = [
+    (4, {"ep": 4}, (256, 8, 8, 4)),
+    (8, {"ep": 8}, (256, 8, 8, 4)),
+    (8, {"tp": 2, "ep": 8}, (256, 8, 8, 4)),
+    (4, {"ep": 4}, (60, 6)),
+    (3, {"ep": 3}, (60, 6)),
+    (6, {"tp": 2, "ep": 6}, (60, 7, 5, 3)),
+    (2, {"tp": 2}, (7, 3)),
+    (3, {"ep": 3}, (63, 8)),
+    (7, {"ep": 7}, (7, 7)),
+    (4, {"cp": 2, "ep": 2}, (30, 11, 3, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "numbers"),
+    [pytest.param(*case, marks=[] if case[0] == 3 and case[2] == (60, 6) else pytest.mark.slow) for case in COUNTS],
+    ids=str,
+)
+def test_any_number_of_experts_equals_one_process(tokens, ranks, layout, numbers):
+    check_experts(tokens, ranks, layout, with_experts(*numbers))
+
+
+def check_experts(tokens: str, ranks: int, layout: dict, model: ModelConfig) -> None:
+    """Two updates in batches that so many processes share equally."""
+    parallel = ParallelConfig(zero=1, **layout)
+    config = run_config(tokens, model=model, parallel=parallel, global_batch_size=2 * ranks, steps=2)
+    errors = largest_error(run_layout(config, ranks), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors
+
+
+@pytest.mark.slow
+def test_experts_that_no_power_of_two_divides_equal_one_process(tokens):
+    """Any degree of ep up to seven, any multiple of it as experts, any number of them for a token."""
+
+    @settings(max_examples=8, deadline=None, derandomize=True)
+    @given(ep=st.integers(1, 7), share=st.integers(1, 23), choice=st.integers(0, 10_000))
+    def check(ep: int, share: int, choice: int) -> None:
+        n_experts = ep * share
+        check_experts(tokens, ep, {"ep": ep}, with_experts(n_experts, 1 + choice % n_experts))
+
+    check()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

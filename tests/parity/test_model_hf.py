@@ -40,7 +40,7 @@ import modeling.attention
 from launcher.commands.export import write_export
 from launcher.config.rules import Precision
 from modeling.attention import LatentAttention
-from modeling.config import FAMILIES, FamilyName, ModelConfig, MoEConfig
+from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, MoEConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.dtypes import DTYPES
@@ -366,6 +366,49 @@ def test_gradients_equal(family: FamilyName) -> None:
         model = build(config, seed)
         rows = packed_rows(config.vocab_size, seed, LENGTHS)
         check_gradients(model, exported(model, config), config, rows, next_tokens(rows))
+
+    check()
+
+
+MANY_EXPERTS = MoEConfig(
+    n_experts=256,
+    top_k=8,
+    d_ff=8,
+    n_shared_experts=1,
+    n_dense_layers=1,
+    n_groups=8,
+    top_k_groups=4,
+    score="sigmoid",
+    routed_scale=2.5,
+    balance=BiasBalance(),
+)
+
+
+def test_many_narrow_experts_equal() -> None:
+    """As many experts, groups and choices as DeepSeek-V3 has, each 8 channels wide."""
+    config = example_config("deepseek_v3", moe=MANY_EXPERTS)
+    model = build(config, 5)
+    theirs, rows = exported(model, config), packed_rows(config.vocab_size, 5, LENGTHS)
+    check_logits(model, theirs, config, rows)
+    check_gradients(model, theirs, config, rows, next_tokens(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_any_number_of_experts_and_choices_equals(family: FamilyName) -> None:
+    """Up to 160 experts, and any number of them for a token."""
+
+    @FEW
+    @given(config=configs(family), share=st.integers(2, 160), choice=st.integers(0, 10_000), seed=st.integers(0, 2**20))
+    def check(config: ModelConfig, share: int, choice: int, seed: int) -> None:
+        assert config.moe is not None
+        n_groups = config.moe.n_groups
+        moe = replace(config.moe, n_experts=n_groups * max(2, share // n_groups), d_ff=8)
+        config = replace(config, moe=replace(moe, top_k=1 + choice % moe.choosable))
+        model = build(config, seed)
+        theirs, rows = exported(model, config), packed_rows(config.vocab_size, seed, LENGTHS)
+        check_logits(model, theirs, config, rows)
+        check_gradients(model, theirs, config, rows, next_tokens(rows))
 
     check()
 

@@ -137,7 +137,6 @@ def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> Mo
             d_ff=pick([6, 10, 24]),
             n_shared_experts=pick([0, 0, parallel.tp]),
             n_dense_layers=pick([0, 0, 1]),
-            every_n_layers=pick([1, 1, 2]),
             score=score,
             normalize_top_k=pick([True, False]),
             routed_scale=pick([1.0, 2.5]),
