@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from modeling.expert_layers import count_with_experts, expert_layer_problems, has_experts
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
-from modeling.rope_scaling import DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal[
@@ -368,6 +368,8 @@ class ModelConfig:
                 "model.rope_scaling.name=dynamic is not possible where 2 channels of a head turn (its exponent is the "
                 "channels over two less); try model.rope_scaling=null"
             )
+        if isinstance(scaling, LongRopeScaling) and self.positions == "rope":
+            yield from self.long_rope_problems(scaling)
         if isinstance(scaling, YarnScaling):
             if scaling.beta_fast <= scaling.beta_slow:
                 yield (
@@ -379,6 +381,20 @@ class ModelConfig:
                     f"model.rope_theta={self.rope_theta} must be above 1 where model.rope_scaling.name=yarn "
                     "(its frequencies must differ); try 10000.0"
                 )
+
+    def long_rope_problems(self, scaling: LongRopeScaling) -> Iterator[str]:
+        """One line for each list of factors that has not one for each pair of channels, and for lengths amiss."""
+        for key, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+            if len(factors) != self.rope_dim // 2:
+                yield (
+                    f"model.rope_scaling.{key} has {len(factors)} numbers, and must have one for each of the "
+                    f"{self.rope_dim // 2} pairs of channels that turn; try model.rope_scaling=null"
+                )
+        if scaling.original_seq_len < 2:
+            yield (
+                f"model.rope_scaling.original_seq_len={scaling.original_seq_len} must be at least 2 where "
+                "model.rope_scaling.name=longrope (attention's factor is by its logarithm); try 2"
+            )
 
     def position_problems(self) -> Iterator[str]:
         """One line for each field of the rotary embedding that is set where there is none."""

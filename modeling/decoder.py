@@ -21,6 +21,7 @@ from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
 from modeling.norm import Norm, build_norm
 from modeling.rope import Rotary
+from modeling.rope_scaling import LongRopeScaling
 
 WAVELENGTHS_BASE = 10000.0  # sinusoidal positions' wavelengths are up to so many times 2 pi
 ENTRY = (
@@ -187,6 +188,13 @@ class Decoder(nn.Module):
         """The longest sequence, where positions are learned, of a decoder whose weights are whole."""
         table = self.embed_positions
         return table.weight.shape[0] if isinstance(table, PositionEmbedding) else None
+
+    @property
+    def cached_up_to(self) -> int | None:
+        """Beyond so many tokens of a sequence all of them turn otherwise (LongRoPE), and no cached key is right."""
+        rotaries = (cast(DecoderLayer, layer).attention.rotary for layer in self.layers.values())
+        lengths = (each.scaling.original_seq_len for each in rotaries if isinstance(each.scaling, LongRopeScaling))
+        return next(lengths, None)
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
         """A decoder of some of this one's layers, which shares its modules."""

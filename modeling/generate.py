@@ -55,9 +55,11 @@ def new_tokens(
     if model.max_positions is not None and last > model.max_positions:
         raise ValueError(f"{last} positions are needed, and the table has {model.max_positions}")
     generator = torch.Generator().manual_seed(seed)
-    cache = KVCache(len(model.layers))
+    cache, seen = KVCache(len(model.layers)), [tokens_BS]
     ended_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
     for _ in range(max_new_tokens):
+        if is_stale(cache, tokens_BS.shape[1], model.cached_up_to):
+            cache, tokens_BS = KVCache(len(model.layers)), torch.cat(seen, dim=1)
         logits_BV = next_logits(model, tokens_BS, cache)
         token_B = choose(logits_BV, temperature, top_k, top_p, generator)
         if eos_id is not None:
@@ -67,6 +69,12 @@ def new_tokens(
         if ended_B.all():
             return
         tokens_BS = token_B[:, None]
+        seen.append(tokens_BS)
+
+
+def is_stale(cache: KVCache, n_new: int, cached_up_to: int | None) -> bool:
+    """Whether ``n_new`` more tokens make the sequences so long that the cached ones turn otherwise."""
+    return cached_up_to is not None and cache.length <= cached_up_to < cache.length + n_new
 
 
 def next_logits(model: Decoder, tokens_BS: Tensor, cache: KVCache) -> Tensor:

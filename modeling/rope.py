@@ -10,7 +10,14 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from modeling.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,10 @@ class Rotary:
 
     def tables(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of each position's angles: two fp32 tensors (B, S, R/2)."""
-        length = int(positions_BS.max()) + 1 if isinstance(self.scaling, DynamicScaling) else None
+        by_length = isinstance(self.scaling, DynamicScaling | LongRopeScaling)
+        length = int(positions_BS.max()) + 1 if by_length else None
         angles_BSR = positions_BS[..., None].float() * self.frequencies(positions_BS.device, length)
-        if not isinstance(self.scaling, YarnScaling):
+        if not isinstance(self.scaling, YarnScaling | LongRopeScaling):
             return angles_BSR.cos(), angles_BSR.sin()
         factor = cosine_factor(self.scaling)
         return angles_BSR.cos() * factor, angles_BSR.sin() * factor
@@ -45,6 +53,10 @@ class Rotary:
                 return 1.0 / (self.theta * self.dynamic_growth(scaling, length or 1)) ** exponents_R
             case YarnScaling() as scaling:
                 return mixed(plain_R, scaling.factor, self.yarn_kept(plain_R, scaling))
+            case LongRopeScaling() as scaling:
+                factors = scaling.long_factor if (length or 1) > scaling.original_seq_len else scaling.short_factor
+                factors_R = torch.tensor(factors[: self.dim // 2], dtype=torch.float32, device=device)
+                return 1.0 / (factors_R * self.theta**exponents_R)
             case _:
                 assert_never(self.scaling)
 
@@ -82,10 +94,13 @@ def llama3_kept(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
     return ((turns_R - low) / (high - low)).clamp(0, 1)
 
 
-def cosine_factor(scaling: YarnScaling) -> float:
-    """What YaRN multiplies cosines and sines by, and so the scores of the channels that turn by its square."""
+def cosine_factor(scaling: YarnScaling | LongRopeScaling) -> float:
+    """What cosines and sines are multiplied by, and so the scores of the channels that turn by its square."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if isinstance(scaling, LongRopeScaling):
+        ratio = max(1.0, scaling.longest_seq_len / scaling.original_seq_len)
+        return math.sqrt(1 + math.log(ratio) / math.log(max(2, scaling.original_seq_len)))
     if scaling.mscale is not None and scaling.mscale_all_dim is not None:
         return mscale(scaling.factor, scaling.mscale) / mscale(scaling.factor, scaling.mscale_all_dim)
     return mscale(scaling.factor, 1.0)

@@ -19,7 +19,8 @@ class LinearScaling:
     """All frequencies divided by one factor: positions are interpolated (Chen et al. 2023, arXiv:2306.15595)."""
 
     # linear: all frequencies are divided by factor; llama3: the low ones; yarn: the low ones, and attention is sharper;
-    # dynamic: the base grows in passes over sequences longer than original_seq_len
+    # dynamic: the base grows in passes over sequences longer than original_seq_len; longrope: each by a factor of its
+    # own, in such passes by another
     name: Literal["linear"] = "linear"
     factor: Factor = 8.0  # by which the sequence may be longer
 
@@ -65,4 +66,22 @@ class DynamicScaling:
     original_seq_len: Length = 8192
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair of channels, and attention is sharper.
+
+    As transformers computes it: in a pass that sees positions up to N - 1, all frequencies are divided by
+    ``short_factor``, or where N is above ``original_seq_len`` by ``long_factor``.
+    """
+
+    name: Literal["longrope"] = "longrope"
+    original_seq_len: Length = 8192
+    longest_seq_len: Length = 131072  # tokens of the longest sequences that it is made for
+    # what each pair's frequency is divided by, within original_seq_len
+    short_factor: tuple[Scale, ...] = field(default=(), metadata={"usual": 1.0})
+    long_factor: tuple[Scale, ...] = field(default=(), metadata={"usual": 1.0})  # and beyond
+    # factor of the cosines and sines; None: sqrt(1 + ln(longest / original) / ln(original))
+    attention_factor: Scale | None = field(default=None, metadata={"usual": 1.0})
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling

@@ -15,7 +15,7 @@ from launcher.config.words import join_or, show
 from launcher.slurm.rules import check_slurm
 from modeling.config import ModelConfig
 from modeling.counts import count_parameters
-from modeling.rope_scaling import DynamicScaling
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling
 from modeling.schedules import WSDSchedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -141,7 +141,8 @@ def _check_turning_part(model: ModelConfig) -> Iterator[str]:
 def _check_positions(config: RunConfig) -> Iterator[str]:
     """Every position of a sequence has a row in the table of learned ones; trained frequencies are the original ones.
 
-    A dynamic scaling's frequencies go by the longest sequence of a pass, and which ones share a pass is the layout's.
+    A dynamic scaling's frequencies, and which of LongRoPE's factors count, go by the longest sequence of a pass, and
+    which ones share a pass is the layout's.
     """
     rows, seq_len = config.model.max_positions, config.data.seq_len
     if rows is not None and 1 <= rows < seq_len:
@@ -150,10 +151,10 @@ def _check_positions(config: RunConfig) -> Iterator[str]:
             f"table); try {rows}"
         )
     scaling = config.model.rope_scaling
-    if isinstance(scaling, DynamicScaling) and 1 <= scaling.original_seq_len < seq_len:
+    if isinstance(scaling, DynamicScaling | LongRopeScaling) and 1 <= scaling.original_seq_len < seq_len:
         yield (
             f"data.seq_len={seq_len} must be at most model.rope_scaling.original_seq_len={scaling.original_seq_len} "
-            "where model.rope_scaling.name=dynamic (it is for generating beyond the length of training); "
+            f"where model.rope_scaling.name={scaling.name} (it is for generating beyond the length of training); "
             f"try {scaling.original_seq_len}"
         )
 

@@ -14,6 +14,7 @@ from launcher.importing.folder import CONFIG_JSON
 from modeling.config import ModelConfig
 from modeling.families.config_json import REMEDY, InexpressibleConfig, from_config_json
 from modeling.families.family import family_of
+from modeling.rope_scaling import LongRopeScaling
 from parallel.checkpoint.schema import shorten
 
 PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -30,7 +31,10 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
     if broken:
         told = (line.rpartition("; ")[0] or line for line in broken)
         raise UserError([f"{path / CONFIG_JSON}: {line}; {REMEDY}" for line in told])
-    return model, read_seq_len(path, content)
+    longest = read_seq_len(path, content)
+    if isinstance(model.rope_scaling, LongRopeScaling):  # beyond it, factors go by the longest sequence of a pass
+        return model, min(longest, model.rope_scaling.original_seq_len)
+    return model, longest
 
 
 def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from modeling.expert_layers import told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
-from modeling.rope_scaling import DynamicScaling, RopeScaling
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
@@ -91,7 +91,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             model,
             sliding_window=_window(config, seq_len),
             max_positions=None if model.max_positions is None else seq_len,
-            rope_scaling=shrink_scaling(model.rope_scaling, seq_len),
+            rope_scaling=shrink_scaling(model.rope_scaling, seq_len, model.rope_dim // 2),
         ),
         data=replace(config.data, seq_len=seq_len, heldout_path=None),
         train=replace(
@@ -198,11 +198,21 @@ def shrink_mup(small: ModelConfig, init: MupInit, model: ModelConfig) -> ModelCo
     )
 
 
-def shrink_scaling(scaling: RopeScaling | None, seq_len: int) -> RopeScaling | None:
-    """The same, whose original length, where sequences must be within it, is at least ``seq_len``."""
-    if not isinstance(scaling, DynamicScaling):
+def shrink_scaling(scaling: RopeScaling | None, seq_len: int, n_pairs: int) -> RopeScaling | None:
+    """The same, whose original length, where sequences must be within it, is at least ``seq_len``.
+
+    Of factors for each pair of channels remain ``n_pairs``, evenly from the first to the last.
+    """
+    if not isinstance(scaling, DynamicScaling | LongRopeScaling):
         return scaling
-    return replace(scaling, original_seq_len=max(seq_len, scaling.original_seq_len))
+    scaling = replace(scaling, original_seq_len=max(seq_len, scaling.original_seq_len))
+    if not isinstance(scaling, LongRopeScaling):
+        return scaling
+    short, long = (
+        tuple(factors[pair * len(factors) // n_pairs] for pair in range(n_pairs))
+        for factors in (scaling.short_factor, scaling.long_factor)
+    )
+    return replace(scaling, short_factor=short, long_factor=long)
 
 
 def shrink_fraction(model: ModelConfig, d_head: int) -> float:

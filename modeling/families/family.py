@@ -53,7 +53,9 @@ class Family:
     prefix: str = ""  # of the names in the files, but for the head's; files of the class without a head lack it
     length_key: str = "max_position_embeddings"  # key of config.json: the longest sequence
     tells_plain_rope: bool = False  # for the class scales them where rope_scaling is left out
-    scales_rope: bool = True  # the class reads rope_scaling, in both versions
+    # the kinds of scaled frequencies that the class computes, in both versions
+    rope_scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic")
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # what else it calls them
     # a config.json with keys filled in whose values follow from others, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     published: Mapping[str, ModelConfig]  # the sizes of well-known models
@@ -76,7 +78,7 @@ class Family:
             "rope_theta": self.turns,
             "local_rope_theta": self.has_local_rope,
             "rope_fraction": self.turns_a_part,
-            "rope_scaling": self.turns and self.scales_rope,
+            "rope_scaling": self.turns and bool(self.rope_scalings),
         }
         return told | {"family", *self.derived} | {name for name, is_told in rope.items() if is_told}
 
@@ -96,11 +98,12 @@ class Family:
             if name not in self.told and not name.startswith(TRAINING_ONLY)
         }
         sections = {name for name in section_types() if self.has(name)}
-        return {
+        allowed = {
             name: values
             for name, values in {**silent, **self.allowed}.items()
             if "." not in name or name.partition(".")[0] in sections
         }
+        return {**allowed, "rope_scaling.name": self.rope_scalings} if "rope_scaling" in self.told else allowed
 
 
 def family_of(name: str) -> Family:

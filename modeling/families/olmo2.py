@@ -40,7 +40,7 @@ FAMILY = Family(
         "vocab_size": 50304,
     },
     equal=EQUAL_BIASES,
-    scales_rope=False,  # version 4 of the class refuses all kinds but two that 5 writes otherwise
+    rope_scalings=(),  # version 4 of the class refuses all kinds but two that 5 writes otherwise
     # models/olmo2: Olmo2DecoderLayer norms what attention and mlp put out; q_norm and k_norm are always there.
     allowed={"d_head": (None,), "norm_placement": ("post",), "qk_norm": (True,), "qk_norm_over": ("all_heads",)},
     published={

@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905): queries, keys and values from one matrix in the files."""
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family
+from modeling.families.family import Family, Key
 from modeling.families.packed import packed
 from modeling.families.shared import (
     ATTENTION,
@@ -12,7 +12,24 @@ from modeling.families.shared import (
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     WINDOW,
+    whole_number,
 )
+from modeling.rope_scaling import LongRopeScaling
+
+PHI_4_MINI_LONG = (
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252,
+    16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6,
+    32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+)  # fmt: skip
+
+
+def original_length(config: ModelConfig) -> int:
+    """What the class takes for the length of the sequences first trained on; it counts where frequencies are scaled."""
+    scaling = config.rope_scaling
+    return scaling.original_seq_len if isinstance(scaling, LongRopeScaling) else 4096
+
 
 FAMILY = Family(
     architecture="Phi3ForCausalLM",
@@ -32,23 +49,33 @@ FAMILY = Family(
             "layers.{layer}.feed_forward.up.weight",
         ),
     },
-    keys={**DECODER_KEYS, **FEED_FORWARD_KEYS, "sliding_window": "sliding_window"},
+    keys={
+        **DECODER_KEYS,
+        **FEED_FORWARD_KEYS,
+        "sliding_window": "sliding_window",
+        "original_max_position_embeddings": Key(ours=(), write=original_length, read=whole_number),
+    },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
-    # Dropout is of training; the original length counts where frequencies are scaled.
-    ignored={"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 4096},
+    ignored={"embd_pdrop": 0.0, "resid_pdrop": 0.0},  # dropout is of training
+    passed_over=frozenset(
+        {"full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"}
+    ),  # Phi-4-mini's file has them
     defaults={
         **DECODER_DEFAULTS,
         "hidden_size": 3072,
         "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
         "num_attention_heads": 32,
         "num_hidden_layers": 32,
         "num_key_value_heads": None,
+        "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
         "vocab_size": 32064,
     },
     turns_a_part=True,
-    scales_rope=False,  # the class knows longrope alone, which is not implemented
+    rope_scalings=("longrope",),
+    rope_aliases={"su": "longrope", "yarn": "longrope"},  # as its first versions called it
     # models/phi3: d_model / n_heads channels a head; one mask for all layers, sliding where sliding_window is set.
     allowed={"d_head": (None,)},
     at_least=WINDOW,
@@ -62,6 +89,22 @@ FAMILY = Family(
             n_kv_heads=32,
             d_ff=8192,
             sliding_window=2047,
+            norm_eps=1e-5,
+        ),
+        "Phi-4-mini": ModelConfig(
+            family="phi3",
+            vocab_size=200064,
+            d_model=3072,
+            n_layers=32,
+            n_heads=24,
+            n_kv_heads=8,
+            d_ff=8192,
+            tie_embeddings=True,
+            sliding_window=262144,
+            rope_fraction=0.75,
+            rope_scaling=LongRopeScaling(
+                original_seq_len=4096, longest_seq_len=131072, short_factor=(1.0,) * 48, long_factor=PHI_4_MINI_LONG
+            ),
             norm_eps=1e-5,
         ),
         "Phi-4": ModelConfig(

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from modeling.config import ModelConfig
 from modeling.families.family import Family
 from modeling.families.values import checked, hints_of, shown
-from modeling.rope_scaling import DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 SCALINGS = {kind().name: kind for kind in get_args(RopeScaling)}  # transformers has the same names
 ORIGINAL = {"original_seq_len": "original_max_position_embeddings"}  # our field -> the key, where they differ
@@ -26,7 +26,9 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     if family.turns_a_part:
         rope["partial_rotary_factor"] = config.rope_fraction
     scaling: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        scaling = long_rope_json(config.rope_scaling)
+    elif config.rope_scaling is not None:
         scaling["rope_type"] = config.rope_scaling.name
         for each in fields(config.rope_scaling):
             value = getattr(config.rope_scaling, each.name)
@@ -37,12 +39,22 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     is_told = config.rope_scaling is not None or family.tells_plain_rope
     told = {"rope_scaling": scaling} if is_told else {}
     parameters = {**scaling, **rope}
+    if isinstance(config.rope_scaling, LongRopeScaling):  # version 5 has all in one table
+        original = {ORIGINAL["original_seq_len"]: config.rope_scaling.original_seq_len}
+        parameters |= {"rope_type": config.rope_scaling.name, **original}
     if not family.has_local_rope:
         return {**rope, **told, "rope_parameters": parameters}
     base = config.rope_theta if config.local_rope_theta is None else config.local_rope_theta
     local = {"rope_type": "default", "rope_theta": base}
     nested = {"full_attention": parameters, "sliding_attention": local}
     return {**rope, **told, "rope_local_base_freq": base, "rope_parameters": nested}
+
+
+def long_rope_json(scaling: LongRopeScaling) -> dict[str, Any]:
+    """Its table: version 4 takes these three alone. Both lengths are keys beside the table."""
+    table: dict[str, Any] = {"type": scaling.name}
+    table |= {key: [*getattr(scaling, key)] for key in ("short_factor", "long_factor")}
+    return table if scaling.attention_factor is None else {**table, "attention_factor": scaling.attention_factor}
 
 
 def longest(config: ModelConfig, seq_len: int) -> int:
@@ -56,6 +68,8 @@ def longest(config: ModelConfig, seq_len: int) -> int:
             return max(seq_len, round(factor * original))
         case DynamicScaling(original_seq_len=original):
             return original
+        case LongRopeScaling(longest_seq_len=most):
+            return most
         case _:
             return seq_len
 
@@ -99,13 +113,16 @@ def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], fa
     elif part != 1:
         raise ValueError(f"partial_rotary_factor={shown(part)} is not possible, all channels turn")
     kind = given.get("rope_type", given.get("type", "default"))
+    kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     extra = {name: value for name, value in given.items() if name not in PLAIN}
     if kind == "default" and not extra:
         return values
-    if not family.scales_rope:
+    if not family.rope_scalings:
         raise ValueError(f"{key}={shown(given)} is not possible, frequencies are not scaled")
     try:
-        return {**values, "rope_scaling": read_scaling(kind, extra, content)}
+        if kind == "longrope" and kind in family.rope_scalings:
+            return {**values, "rope_scaling": read_long_rope(extra, {**family.defaults, **content})}
+        return {**values, "rope_scaling": read_scaling(kind, extra, content, family)}
     except ValueError as error:
         raise ValueError(f"{key}={shown(given)} is not possible: {error}") from None
 
@@ -119,10 +136,29 @@ def number(given: Mapping[str, Any], content: Mapping[str, Any], name: str, defa
         raise ValueError(f"{name}={shown(value)} is not possible: {error}") from None
 
 
-def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]) -> RopeScaling:
+def read_long_rope(given: Mapping[str, Any], content: Mapping[str, Any]) -> LongRopeScaling:
+    """LongRoPE's scaling. The lengths beside the table count, whatever it says of the original one."""
+    lengths = {"original_seq_len": "original_max_position_embeddings", "longest_seq_len": "max_position_embeddings"}
+    unknown = sorted(given.keys() - {"short_factor", "long_factor", "attention_factor", "factor", *lengths.values()})
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not known with rope_type=longrope")
+    told = {name: content[key] for name, key in lengths.items()}
+    told |= {key: value for key, value in given.items() if key.endswith("_factor") and value is not None}
+    missing = sorted({"short_factor", "long_factor"} - told.keys())
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    scaling = LongRopeScaling(**of_hints(LongRopeScaling, told))
+    factor = checked(given.get("factor"), float | None)
+    if factor is not None and factor * scaling.original_seq_len != scaling.longest_seq_len:
+        ratio = f"{scaling.longest_seq_len} / {scaling.original_seq_len}"
+        raise ValueError(f"factor must be max_position_embeddings / original_max_position_embeddings = {ratio}")
+    return scaling
+
+
+def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any], family: Family) -> RopeScaling:
     """The scaling with these keys. A factor that is left out is the longest sequence over the original one."""
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ValueError(f"rope_type must be one of default, {', '.join(SCALINGS)}")
+    if not isinstance(kind, str) or kind not in family.rope_scalings:
+        raise ValueError(f"rope_type must be one of default, {', '.join(family.rope_scalings)}")
     scaling = SCALINGS[kind]
     names = {ORIGINAL.get(each.name, each.name): each.name for each in fields(scaling) if each.name != "name"}
     unknown = sorted(given.keys() - names.keys())
@@ -141,6 +177,11 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
     missing = sorted(ORIGINAL.get(name, name) for name in needed - values.keys())
     if missing:
         raise ValueError(f"{missing[0]} is missing")
+    return scaling(**of_hints(scaling, values))
+
+
+def of_hints(scaling: type[RopeScaling], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each of its field's type. ValueError names the key of one that is not."""
     hints = hints_of(scaling)
     found = {}
     for name, value in values.items():
@@ -148,4 +189,4 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
             found[name] = checked(value, hints[name])
         except ValueError as error:
             raise ValueError(f"of {ORIGINAL.get(name, name)}: {error}") from None
-    return scaling(**found)
+    return found

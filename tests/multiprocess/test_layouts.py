@@ -78,11 +78,8 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "numbers"),
-    [pytest.param(*case, marks=[] if case[0] == 3 and case[2] == (60, 6) else pytest.mark.slow) for case in COUNTS],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout", "numbers"), COUNTS, ids=str)
 def test_any_number_of_experts_equals_one_process(tokens, ranks, layout, numbers):
     check_experts(tokens, ranks, layout, with_experts(*numbers))
 

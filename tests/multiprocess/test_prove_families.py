@@ -12,6 +12,7 @@ import yaml
 from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from modeling.config import FAMILIES, FamilyName
 from modeling.families.family import family_of
+from modeling.rope_scaling import LongRopeScaling
 from prove_runs import failures
 
 STEPS = 2
@@ -48,6 +49,24 @@ def prove(tmp_path: Path, family: FamilyName, ranks: int, *overrides: str) -> No
 def test_each_family_under_tp_pp_and_dp(tmp_path: Path, family: FamilyName) -> None:
     ep = ("parallel.ep=2",) if family_of(family).has("moe") else ()
     prove(tmp_path, family, 8, "parallel.tp=2", "parallel.pp=2", *ep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (8, ("parallel.tp=2", "parallel.pp=2")),
+        (4, ("parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ulysses")),
+        (4, ("parallel.cp=2", "parallel.cp_attention=ring", "parallel.zero=3", "train.recompute=full")),
+    ],
+    ids=str,
+)
+def test_longrope_under_every_axis(tmp_path: Path, ranks: int, layout: tuple[str, ...]) -> None:
+    stay_on_cpu()
+    config, n_ranks = load_small(MODELS / "phi-4-mini.yaml", ("train.precision=fp32", *layout), ranks)
+    assert isinstance(config.model.rope_scaling, LongRopeScaling)
+    outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300)
+    assert outcome.proven, failures(outcome)
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from launcher.errors import UserError
 from modeling.config import FAMILIES, FamilyName
 from modeling.context import Context
 from modeling.generate import choose, generate, new_tokens, nucleus
-from modeling.rope_scaling import DynamicScaling
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling
+from rotating import some_fast
 from saved_runs import save_run
 from small_models import build, example_config, expressible, tensors_of
 from warnings_seen import no_warnings
@@ -82,6 +83,41 @@ def test_greedy_beyond_a_dynamic_base_equals_transformers(tmp_path: Path) -> Non
     assert torch.equal(generated_BS, theirs.generate(tokens_BS, **told))
     plain = build(replace(config, rope_scaling=None), 2)
     assert not torch.equal(generated_BS, generate(plain, tokens_BS, 20, temperature=0.0))
+
+
+LONGROPE = LongRopeScaling(
+    original_seq_len=12, longest_seq_len=64, short_factor=(1.0, 1.1, 1.5, 2.0), long_factor=(1.2, 3.0, 9.0, 40.0)
+)
+
+
+@pytest.mark.parametrize("window", some_fast([None, 5], None))
+@pytest.mark.parametrize("original_seq_len", some_fast([5, 12, 40], 12))  # all beyond, across, within
+def test_greedy_across_longrope_equals_transformers(tmp_path: Path, original_seq_len: int, window: int | None) -> None:
+    """From the token on that makes a sequence longer than the original length, all of them turn by the long factors."""
+    scaling = replace(LONGROPE, original_seq_len=original_seq_len)
+    config = example_config("phi3", rope_scaling=scaling, rope_fraction=1.0, init_std=0.5, sliding_window=window)
+    model = build(config, 2)
+    write_export(tensors_of(model).items(), config, 10, None, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, trust_remote_code=False)
+    tokens_BS = prompts(config.vocab_size)
+    told = {"attention_mask": torch.ones_like(tokens_BS), "max_new_tokens": 20, "do_sample": False}
+    generated_BS = generate(model, tokens_BS, 20, temperature=0.0)
+    assert torch.equal(generated_BS, theirs.generate(tokens_BS, **told))
+    for end in range(7, 27):  # each token as without a cache
+        positions_BS = torch.arange(end).expand(3, end)
+        with torch.no_grad():
+            context = Context(positions_BS, torch.zeros_like(positions_BS))
+            logits_BSV = model(generated_BS[:, :end], context).logits_BSV
+        assert torch.equal(logits_BSV[:, -1].argmax(-1), generated_BS[:, end])
+
+
+def test_planted_keys_of_short_factors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = example_config("phi3", rope_scaling=LONGROPE, rope_fraction=1.0, init_std=0.5)
+    model = build(config, 2)
+    tokens_BS = prompts(config.vocab_size)
+    expected_BS = generate(model, tokens_BS, 20, temperature=0.0)
+    monkeypatch.setattr("modeling.generate.is_stale", lambda cache, n_new, cached_up_to: False)
+    assert not torch.equal(generate(model, tokens_BS, 20, temperature=0.0), expected_BS)
 
 
 def test_planted_cache_forgets_positions(monkeypatch: pytest.MonkeyPatch) -> None:

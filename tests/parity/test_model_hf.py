@@ -49,7 +49,7 @@ from modeling.families.packed import Packed
 from modeling.families.weights import from_hf
 from modeling.loss import IGNORE, Head
 from modeling.norm import RMSNorm
-from modeling.rope_scaling import DynamicScaling
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling
 from modeling.router import Router
 from rotating import some_fast
 from small_models import (
@@ -340,7 +340,9 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "rope_scaling" in family_of(name).told])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if family_of(name).turns and "dynamic" in family_of(name).rope_scalings]
+)
 def test_dynamic_base_goes_by_the_longest_sequence_of_a_pass(family: FamilyName) -> None:
     """Packed rows of up to 20 tokens, beyond an original length of 8, equal theirs; rows within it are not scaled."""
     config = example_config(family, rope_scaling=DynamicScaling(factor=3.0, original_seq_len=8))
@@ -354,6 +356,31 @@ def test_dynamic_base_goes_by_the_longest_sequence_of_a_pass(family: FamilyName)
             logits_BSV = our_logits(model, config, rows, routes)
             torch.testing.assert_close(logits_BSV, reference_BSV, rtol=0.0, atol=LOGITS_TOLERANCE)
         assert torch.equal(logits_BSV, our_logits(plain, config, within, routes))
+
+
+@pytest.mark.parametrize("attention_factor", [None, 0.8])
+def test_longrope_goes_by_the_longest_sequence_of_a_pass(attention_factor: float | None) -> None:
+    """Packed rows of up to 20 tokens, beyond an original length of 8, and rows within it equal theirs."""
+    scaling = LongRopeScaling(
+        original_seq_len=8,
+        longest_seq_len=96,
+        short_factor=(1.0, 1.1, 1.5, 2.0),
+        long_factor=(1.2, 3.0, 9.0, 40.0),
+        attention_factor=attention_factor,
+    )
+    config = example_config("phi3", rope_scaling=scaling, rope_fraction=1.0)
+    others = [replace(scaling, long_factor=scaling.short_factor), replace(scaling, short_factor=scaling.long_factor)]
+    model, theirs = build(config, 1), exported(build(config, 1), config)
+    with torch.no_grad():
+        for lengths, other in zip((LENGTHS, [[4, 3], [7]]), others, strict=True):
+            rows = packed_rows(config.vocab_size, 1, lengths)
+            reference_BSV = theirs(rows.tokens_BS, **told_of(theirs, rows), use_cache=False).logits
+            logits_BSV = our_logits(model, config, rows, Routes())
+            torch.testing.assert_close(logits_BSV, reference_BSV, rtol=0.0, atol=LOGITS_TOLERANCE)
+            wrong = replace(config, rope_scaling=other)  # planted: the other factors
+            assert not torch.allclose(our_logits(build(wrong, 1), wrong, rows, Routes()), reference_BSV, atol=1e-3)
+    rows = packed_rows(config.vocab_size, 1, LENGTHS)
+    check_gradients(model, theirs, config, rows, next_tokens(rows))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,7 +26,14 @@ from modeling.dims import stated_weights
 from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
-from modeling.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
@@ -98,7 +105,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             score_channels=draw(st.sampled_from(expressible(family, "score_channels", [None, 9.0]))),
             local_rope_theta=draw(st.sampled_from(expressible(family, "local_rope_theta", [None, 50.0]))),
             rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
-            rope_scaling=draw(rope_scalings()) if "rope_scaling" in family_of(family).told else None,
+            rope_scaling=draw(rope_scalings(family)) if "rope_scaling" in family_of(family).told else None,
             norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
             init_std=0.7 * d_model**-0.5,
             mla=draw(mla_configs(family)) if has_mla else None,
@@ -113,6 +120,12 @@ def with_told_together(config: ModelConfig) -> ModelConfig:
     equal = {second: getattr(config, first) for first, second in family.equal}
     if isinstance(config.rope_scaling, DynamicScaling) and config.rope_dim == 2:
         config = replace(config, rope_scaling=None)  # which one pair of channels cannot have
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        short, long = (
+            factors[: config.rope_dim // 2]
+            for factors in (config.rope_scaling.short_factor, config.rope_scaling.long_factor)
+        )
+        config = replace(config, rope_scaling=replace(config.rope_scaling, short_factor=short, long_factor=long))
     return replace(config, **equal, **{name: value(config) for name, value in family.derived.items()})
 
 
@@ -121,13 +134,20 @@ def some_of(numbers: Sequence[int]) -> st.SearchStrategy[list[int]]:
     return st.sets(st.sampled_from(numbers)).map(sorted)
 
 
-def rope_scalings() -> st.SearchStrategy[RopeScaling | None]:
-    """Every kind of scaled rotary frequencies; short original sequences, so that small models differ."""
+def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
+    """The family's kinds of scaled rotary frequencies; short original sequences, so that small models differ."""
     factors, lengths, weights = (
         st.sampled_from([1.0, 2.0, 5.5]),
         st.sampled_from([32, 100]),
         st.none() | st.just(0.7),
     )
+    if family_of(family).rope_scalings == ("longrope",):
+        pairs = st.lists(st.sampled_from([1.0, 1.3, 4.5, 30.0]), min_size=8, max_size=8).map(tuple)
+        longest = st.sampled_from([32, 400])
+        longrope = st.builds(
+            LongRopeScaling, original_seq_len=lengths, longest_seq_len=longest, short_factor=pairs, long_factor=pairs
+        )
+        return st.none() | longrope
     return st.one_of(
         st.none(),
         st.builds(LinearScaling, factor=factors),

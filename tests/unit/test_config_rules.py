@@ -160,6 +160,10 @@ CASES = [
     ("llama", "model.rope_scaling={name: yarn, beta_fast: 1.0}", 1, "model.rope_scaling.beta_fast=1.0 must be above model.rope_scaling.beta_slow=1.0; try 32.0", "model.rope_scaling.beta_fast=32.0"),
     ("llama", "model.rope_scaling={name: dynamic, original_seq_len: 512}", 1, "data.seq_len=1024 must be at most model.rope_scaling.original_seq_len=512 where model.rope_scaling.name=dynamic (it is for generating beyond the length of training); try 512", "data.seq_len=512"),
     ("llama", "model.rope_scaling={name: dynamic} model.d_head=2", 1, "model.rope_scaling.name=dynamic is not possible where 2 channels of a head turn (its exponent is the channels over two less); try model.rope_scaling=null", "model.rope_scaling=null"),
+    ("phi3", "model.rope_scaling={name: longrope, short_factor: [1.0], long_factor: [1.0], original_seq_len: 512} model.d_model=16", 1, "data.seq_len=1024 must be at most model.rope_scaling.original_seq_len=512 where model.rope_scaling.name=longrope (it is for generating beyond the length of training); try 512", "data.seq_len=512"),
+    ("phi3", "model.rope_scaling={name: longrope, short_factor: [1.0], long_factor: [1.0, 2.0]} model.d_model=16", 1, "model.rope_scaling.long_factor has 2 numbers, and must have one for each of the 1 pairs of channels that turn; try model.rope_scaling=null", "model.rope_scaling=null"),
+    ("phi3", "model.rope_scaling={name: longrope, short_factor: [1.0], long_factor: [1.0], original_seq_len: 1} model.d_model=16 data.seq_len=1", 1, "model.rope_scaling.original_seq_len=1 must be at least 2 where model.rope_scaling.name=longrope (attention's factor is by its logarithm); try 2", "model.rope_scaling.original_seq_len=2"),
+    ("phi3", "model.rope_scaling={name: linear}", 1, "model.rope_scaling.name=linear is not possible with model.family=phi3, whose `transformers` class cannot express it; try longrope", "model.rope_scaling=null"),
     ("llama", "model.rope_theta=1 model.rope_scaling={name: yarn}", 1, "model.rope_theta=1.0 must be above 1 where model.rope_scaling.name=yarn (its frequencies must differ); try 10000.0", "model.rope_theta=10000.0"),
     ("gpt_oss", "model.moe.swiglu_limit=null", 1, "model.moe.swiglu_limit=null is not possible with model.family=gpt_oss, whose `transformers` class needs a number; try 7.0", "model.moe.swiglu_limit=7.0"),
     ("gemma3_text", "model.local_rope_theta=null", 1, "model.local_rope_theta=null is not possible with model.family=gemma3_text, whose `transformers` class needs a number; try 10000.0", "model.local_rope_theta=10000.0"),
@@ -273,6 +277,8 @@ def base_of(key: str) -> list[str]:
         if "_cap" in key
         else "smollm3"
         if "nope" in key
+        else "phi3"
+        if any(part in key for part in LONGROPE)
         else "llama"
     )
     base = list(BASES[family])
@@ -281,12 +287,17 @@ def base_of(key: str) -> list[str]:
     base += ["model.moe.balance={name: sequence_aux}"] if "coefficient" in key else []
     base += ["model.sliding_window=8"] if "full_attention" in key else []
     base += ["model.rope_scaling={name: llama3}"] if "freq_factor" in key or "original" in key else []
+    base += ONE_PAIR if any(part in key for part in LONGROPE) else []
     base += (
         ["model.rope_scaling={name: yarn}"] if any(part in key for part in ("beta_", "attention_f", "mscale")) else []
     )
     base += ["model.init.name=mup"] if "base_" in key else []
     base += ["parallel.pipeline.name=interleaved"] if "n_chunks" in key else []
     return base + (["data.sources=[{path: a}]"] if "data.sources" in key else [])
+
+
+ONE_PAIR = ["model.rope_scaling={name: longrope, short_factor: [1.0], long_factor: [1.0]}", "model.d_model=16"]
+LONGROPE = ("short_factor", "long_factor", "longest_seq_len")
 
 
 def place_of(key: str) -> str:
@@ -296,6 +307,7 @@ def place_of(key: str) -> str:
         "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
         "model.full_attention_layers": "model.full_attention_layers[0]",
         "model.nope_layers": "model.nope_layers[0]",
+        **{f"model.rope_scaling.{key}": f"model.rope_scaling.{key}[0]" for key in LONGROPE if "factor" in key},
         "model.moe.dense_layers": "model.moe.dense_layers[0]",
     }.get(key, key)
 
