@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from modeling.expert_layers import count_with_experts, expert_layer_problems, has_experts
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
-from modeling.rope_scaling import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from modeling.rope_scaling import RopeScaling, rope_scaling_problems
 
 # The one list of families; each is told by its module in modeling/families.
 FamilyName = Literal[
@@ -323,7 +323,8 @@ class ModelConfig:
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields of an optional section, and about it, that is broken."""
         yield from self.layer_list_problems()
-        yield from self.rope_problems()
+        if self.positions == "rope":
+            yield from rope_scaling_problems(self.rope_scaling, self.rope_dim, self.rope_theta)
         yield from self.position_problems()
         if isinstance(self.init, MupInit):
             yield from self.init.problems(self)
@@ -354,47 +355,6 @@ class ModelConfig:
             elif layers and layers[-1] >= self.n_layers:
                 fitting = [layer for layer in layers if layer < self.n_layers]
                 yield f"{told} must name layers below model.n_layers={self.n_layers} (the first is 0); try {fitting}"
-
-    def rope_problems(self) -> Iterator[str]:
-        """One line for each rule about the rotary frequencies that is broken."""
-        scaling = self.rope_scaling
-        if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
-            yield (
-                f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be above "
-                f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}; try {4 * scaling.low_freq_factor}"
-            )
-        if isinstance(scaling, DynamicScaling) and self.rope_dim == 2:
-            yield (
-                "model.rope_scaling.name=dynamic is not possible where 2 channels of a head turn (its exponent is the "
-                "channels over two less); try model.rope_scaling=null"
-            )
-        if isinstance(scaling, LongRopeScaling) and self.positions == "rope":
-            yield from self.long_rope_problems(scaling)
-        if isinstance(scaling, YarnScaling):
-            if scaling.beta_fast <= scaling.beta_slow:
-                yield (
-                    f"model.rope_scaling.beta_fast={scaling.beta_fast} must be above "
-                    f"model.rope_scaling.beta_slow={scaling.beta_slow}; try {32 * scaling.beta_slow}"
-                )
-            if self.rope_theta <= 1:
-                yield (
-                    f"model.rope_theta={self.rope_theta} must be above 1 where model.rope_scaling.name=yarn "
-                    "(its frequencies must differ); try 10000.0"
-                )
-
-    def long_rope_problems(self, scaling: LongRopeScaling) -> Iterator[str]:
-        """One line for each list of factors that has not one for each pair of channels, and for lengths amiss."""
-        for key, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
-            if len(factors) != self.rope_dim // 2:
-                yield (
-                    f"model.rope_scaling.{key} has {len(factors)} numbers, and must have one for each of the "
-                    f"{self.rope_dim // 2} pairs of channels that turn; try model.rope_scaling=null"
-                )
-        if scaling.original_seq_len < 2:
-            yield (
-                f"model.rope_scaling.original_seq_len={scaling.original_seq_len} must be at least 2 where "
-                "model.rope_scaling.name=longrope (attention's factor is by its logarithm); try 2"
-            )
 
     def position_problems(self) -> Iterator[str]:
         """One line for each field of the rotary embedding that is set where there is none."""

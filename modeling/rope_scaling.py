@@ -3,6 +3,7 @@
 ``modeling.rope`` has the formulas.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -85,3 +86,48 @@ class LongRopeScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling
+
+
+def rope_scaling_problems(scaling: RopeScaling | None, rope_dim: int, rope_theta: float) -> Iterator[str]:
+    """One line for each rule that is broken, in a model of whose heads ``rope_dim`` channels turn."""
+    match scaling:
+        case Llama3Scaling(low_freq_factor=low, high_freq_factor=high) if high <= low:
+            yield (
+                f"model.rope_scaling.high_freq_factor={high} must be above model.rope_scaling.low_freq_factor={low}; "
+                f"try {4 * low}"
+            )
+        case DynamicScaling() if rope_dim == 2:
+            yield (
+                "model.rope_scaling.name=dynamic is not possible where 2 channels of a head turn (its exponent is the "
+                "channels over two less); try model.rope_scaling=null"
+            )
+        case YarnScaling(beta_fast=fast, beta_slow=slow):
+            if fast <= slow:
+                yield (
+                    f"model.rope_scaling.beta_fast={fast} must be above model.rope_scaling.beta_slow={slow}; "
+                    f"try {32 * slow}"
+                )
+            if rope_theta <= 1:
+                yield (
+                    f"model.rope_theta={rope_theta} must be above 1 where model.rope_scaling.name=yarn "
+                    "(its frequencies must differ); try 10000.0"
+                )
+        case LongRopeScaling():
+            yield from long_rope_problems(scaling, rope_dim // 2)
+        case _:
+            return
+
+
+def long_rope_problems(scaling: LongRopeScaling, n_pairs: int) -> Iterator[str]:
+    """One line for each list of factors that has not one for each pair of channels, and for a length amiss."""
+    for key, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+        if len(factors) != n_pairs:
+            yield (
+                f"model.rope_scaling.{key} has {len(factors)} numbers, and must have one for each of the {n_pairs} "
+                "pairs of channels that turn; try model.rope_scaling=null"
+            )
+    if scaling.original_seq_len < 2:
+        yield (
+            f"model.rope_scaling.original_seq_len={scaling.original_seq_len} must be at least 2 where "
+            "model.rope_scaling.name=longrope (attention's factor is by its logarithm); try 2"
+        )

@@ -33,7 +33,7 @@ from launcher.slurm.profile import job_script
 from launcher.slurm.script import render
 from launcher.training.start import checkpoint_gib, room_needed
 from modeling import config as model_config
-from modeling import expert_layers, init_config
+from modeling import expert_layers, init_config, rope_scaling
 from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig, MoEConfig
 from modeling.counts import flops_per_token
 from modeling.families.family import family_of, field_defaults
@@ -514,6 +514,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
             model_config,
             init_config,
             expert_layers,
+            rope_scaling,
         )
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.Yield)
