@@ -45,10 +45,10 @@ FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 ModelFamily = Literal[FamilyName, "none"]
 NO_FAMILY = "none"  # a model that no class of `transformers` computes: it can have every block, and is not exported
 
+Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 Count = Annotated[int, Interval(ge=1, le=2**16)]
 Width = Annotated[int, Interval(ge=1, le=2**24)]
 Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
-Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
 ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
 
 
