@@ -73,6 +73,8 @@ def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> Model
         local_rope_theta=pick([None, 100.0]),
         rope_scaling=pick([None, LinearScaling(factor=3.0), Llama3Scaling(original_seq_len=20), YarnScaling()]),
     )
+    if drawn.rope_scaling is not None and drawn.rope_scaling.name not in family_of(family).rope_scalings:
+        drawn = replace(drawn, rope_scaling=None)
     if drawn.sliding_window is not None:
         drawn = replace(drawn, full_attention_layers=pick([(), (model.n_layers - 1,)]))
     return with_told_together(replace(drawn, **{key: value for key, value in fixed.items() if "." not in key}))
