@@ -69,7 +69,7 @@ def drawn(kind: InitConfig, name: str, seed: int = 0) -> torch.Tensor:
         (HeInit(), lambda name, fan_in, fan_out: 2 / fan_in),
         (HeInit(distribution="uniform"), lambda name, fan_in, fan_out: 2 / fan_in),
     ],
-    ids=repr,
+    ids=lambda value: repr(value) if not callable(value) else "variance",
 )
 def test_matrices_have_the_variance_of_their_own_fans(kind, variance):
     for name, fans in FANS.items():
