@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modeling.config import MLAConfig, ModelConfig
 from modeling.context import Context
+from modeling.dropout import SCORES, ScoreDropout
 from modeling.kernels.attention import attend
 from modeling.kv_cache import LayerCache
 from modeling.linear import Bias, Linear
@@ -36,6 +37,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.sliding_window = config.window_of(layer)
         self.o_bias = Bias(config.d_model, "d_model") if config.o_bias else None
         is_local = self.sliding_window is not None and config.local_rope_theta is not None
@@ -48,6 +50,8 @@ class Attention(nn.Module):
             self.buckets = Buckets(config.t5_buckets, config.t5_max_distance)
             self.distance_bias = DistanceBias(config.n_heads, config.t5_buckets)
         self.score_cap = config.score_cap
+        self.n_heads = config.n_heads
+        self.attention_dropout = config.attention_dropout
         self.core: AttentionCore = attend
         self.positions = ALL_POSITIONS
 
@@ -59,16 +63,24 @@ class Attention(nn.Module):
             held = cache.extend(kept, context, self.sliding_window)
             kept, core = held.kept, held.attend
         keys_and_values = self.keys_and_values(*kept)
-        out_BSHC = core(q_BSHC, *keys_and_values, context, self.sliding_window, self.score_terms())
+        out_BSHC = core(q_BSHC, *keys_and_values, context, self.sliding_window, self.score_terms(context))
         summed_BSD = self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
         return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
 
-    def score_terms(self) -> ScoreTerms:
-        """What joins the scores of the heads that the weights hold."""
+    def score_terms(self, context: Context) -> ScoreTerms:
+        """What joins the scores of the heads that the weights hold, and what drops their weights."""
         alibi = None if self.alibi is None else self.alibi.of_part(self.positions.rank, self.positions.degree)
         sinks_H = None if self.sinks is None else self.sinks()
         bias_HN = None if self.distance_bias is None else self.distance_bias()
-        return ScoreTerms(alibi, sinks_H, bias_HN, self.buckets, self.score_cap)
+        return ScoreTerms(alibi, sinks_H, bias_HN, self.buckets, self.score_cap, self.score_dropout(context))
+
+    def score_dropout(self, context: Context) -> ScoreDropout | None:
+        """The dropout of these heads' weights, where there is one: in training."""
+        if self.attention_dropout == 0 or context.draws is None:
+            return None
+        seeds_B = context.draws.of_samples(self.layer, SCORES)
+        of_all = ScoreDropout(self.attention_dropout, seeds_B, range(self.n_heads))
+        return of_all.of_part(self.positions.rank, self.positions.degree)
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""

@@ -199,6 +199,9 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Cap = Annotated[float, Interval(ge=1e-3, le=1e6)]
+DROPOUTS = ("embedding_dropout", "residual_dropout", "attention_dropout")
+LEAST_DROPOUT = 1e-3  # probabilities are drawn in steps of 2**-16 (modeling/dropout.py), so within 1% from here on
+DropoutProbability = Annotated[float, Interval(ge=0.0, le=0.9)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +268,12 @@ class ModelConfig:
     # so large a part of a head's channels turns, the first ones
     rope_fraction: Annotated[float, Interval(ge=1e-3, le=1.0)] = 1.0
     rope_scaling: RopeScaling | None = None
+    # the probability that training drops a channel of an embedded token
+    embedding_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1})
+    # that it drops a channel of what attention or a feed-forward layer adds to the residual stream
+    residual_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1})
+    # that it drops the weight which a query gives to a key; attention then takes the plain formula
+    attention_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1})
     # the bound is where fp32 loses it
     norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square, or the variance
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
@@ -273,6 +282,11 @@ class ModelConfig:
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether anything is dropped in training."""
+        return any(getattr(self, key) for key in DROPOUTS)
 
     @property
     def has_kv_heads(self) -> bool:
@@ -328,6 +342,12 @@ class ModelConfig:
         yield from self.position_problems()
         if isinstance(self.init, MupInit):
             yield from self.init.problems(self)
+        for key in DROPOUTS:
+            if 0 < (probability := getattr(self, key)) < LEAST_DROPOUT:
+                yield (
+                    f"model.{key}={probability} must be 0 or at least {LEAST_DROPOUT} (masks are drawn in steps of "
+                    f"1/65536); try {LEAST_DROPOUT}"
+                )
         if self.mla is not None:
             if self.n_kv_heads != self.n_heads:
                 yield (

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from modeling.dropout import Draws
 from modeling.rope import Rotary
 from modeling.score_terms import Alibi, Buckets
 
@@ -35,6 +36,7 @@ class Context:
     has_padding: bool = False
     part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
     choices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
+    draws: Draws | None = None  # what dropout's masks follow from; None: nothing is dropped, as outside training
 
     @property
     def between_layers(self) -> "Context":
@@ -57,6 +59,7 @@ class Context:
         moved.cu_seqlens = (boundaries.to(device, non_blocking=True), longest)
         moved.valid_T = None if self.valid_T is None else self.valid_T.to(device, non_blocking=True)
         moved.part = None if self.part is None else self.part.to(device)
+        moved.draws = None if self.draws is None else self.draws.to(device)
         return moved
 
     def replaying(self, choices: Mapping[int, Tensor]) -> "Context":

@@ -15,6 +15,7 @@ from modeling.attention import Attention, build_attention
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.dims import Weight
+from modeling.dropout import ATTENTION, EMBEDDING, FEED_FORWARD, Dropout
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
@@ -91,8 +92,8 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward, each normed and added to the residual stream.
 
     The norms are of their inputs, or with ``norms_outputs`` of what they put out. With post norms it is both. What is
-    added is multiplied by ``residual_scale``. ``is_parallel``: the feed-forward layer sees what attention saw (GPT-J),
-    not the stream that it was added to.
+    added is multiplied by ``residual_scale``, and in training dropped with probability ``residual_dropout``.
+    ``is_parallel``: the feed-forward layer sees what attention saw (GPT-J), not the stream that it was added to.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class DecoderLayer(nn.Module):
         attention_post_norm: Norm | None = None,
         feed_forward_post_norm: Norm | None = None,
         residual_scale: float = 1.0,
+        residual_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -120,6 +122,9 @@ class DecoderLayer(nn.Module):
         self.attention_post_norm = attention_post_norm
         self.feed_forward_post_norm = feed_forward_post_norm
         self.residual_scale = residual_scale
+        self.residual_dropout = residual_dropout
+        self.drop_attention = Dropout(residual_dropout, layer, ATTENTION)
+        self.drop_feed_forward = Dropout(residual_dropout, layer, FEED_FORWARD)
 
     def forward(
         self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None
@@ -128,13 +133,16 @@ class DecoderLayer(nn.Module):
         in_BSD = hidden_BSD if self.norms_outputs else self.attention_norm(hidden_BSD)
         after = self.attention_norm if self.norms_outputs else self.attention_post_norm
         out_BSD = self.attention(in_BSD, context, cache)
-        sum_BSD = self.joined(hidden_BSD, out_BSD, after)
+        sum_BSD = self.joined(hidden_BSD, out_BSD, after, self.drop_attention, context)
         return self.add_feed_forward(sum_BSD, hidden_BSD if self.is_parallel else sum_BSD, context)
 
-    def joined(self, hidden_BSD: Tensor, out_BSD: Tensor, norm: Norm | None) -> Tensor:
+    def joined(
+        self, hidden_BSD: Tensor, out_BSD: Tensor, norm: Norm | None, dropout: Dropout, context: Context
+    ) -> Tensor:
         """The residual stream with a block's output added, which is normed first where there is a norm."""
         out_BSD = out_BSD if norm is None else norm(out_BSD)
-        return hidden_BSD + (out_BSD if self.residual_scale == 1 else out_BSD * self.residual_scale)
+        out_BSD = out_BSD if self.residual_scale == 1 else out_BSD * self.residual_scale
+        return hidden_BSD + dropout(out_BSD, context.between_layers.draws)
 
     def add_feed_forward(
         self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context
@@ -146,7 +154,7 @@ class DecoderLayer(nn.Module):
         else:
             out_BSD = self.feed_forward(in_BSD)
         after = self.feed_forward_norm if self.norms_outputs else self.feed_forward_post_norm
-        return self.joined(hidden_BSD, out_BSD, after), stats
+        return self.joined(hidden_BSD, out_BSD, after, self.drop_feed_forward, context), stats
 
 
 class Decoder(nn.Module):
@@ -172,6 +180,7 @@ class Decoder(nn.Module):
         logit_divisor: float = 1.0,
         embed_positions: PositionEmbedding | SinusoidalPositions | None = None,
         embed_norm: Norm | None = None,
+        embedding_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
@@ -182,6 +191,7 @@ class Decoder(nn.Module):
         self.register_module("head", head)
         self.embedding_scale = embedding_scale
         self.logit_divisor = logit_divisor
+        self.drop_embedding = Dropout(embedding_dropout, 0, EMBEDDING)
 
     @property
     def max_positions(self) -> int | None:
@@ -209,6 +219,7 @@ class Decoder(nn.Module):
             logit_divisor=self.logit_divisor,
             embed_positions=self.embed_positions if has_embedding else None,
             embed_norm=self.embed_norm if has_embedding else None,
+            embedding_dropout=self.drop_embedding.probability,
         )
 
     def embedded(self, tokens_BS: Tensor, context: Context) -> Tensor:
@@ -220,7 +231,8 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             table_BSD = self.embed_positions(context.between_layers.positions_BS)
             hidden_BSD = (hidden_BSD + table_BSD).to(hidden_BSD.dtype)
-        return hidden_BSD if self.embed_norm is None else self.embed_norm(hidden_BSD)
+        hidden_BSD = hidden_BSD if self.embed_norm is None else self.embed_norm(hidden_BSD)
+        return self.drop_embedding(hidden_BSD, context.between_layers.draws)
 
     def forward(
         self, inputs: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
@@ -270,6 +282,7 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
         logit_divisor=config.logit_divisor,
         embed_positions=build_positions(config),
         embed_norm=build_norm(config) if config.embedding_norm else None,
+        embedding_dropout=config.embedding_dropout,
     )
 
 
@@ -308,4 +321,5 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
         attention_post_norm=norms[2] if n_norms == 4 else None,
         feed_forward_post_norm=norms[3] if n_norms == 4 else None,
         residual_scale=config.residual_scale,
+        residual_dropout=config.residual_dropout,
     )

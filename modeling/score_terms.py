@@ -1,4 +1,4 @@
-"""What joins attention's scores besides queries times keys: a slope over the distance, a trained bias, sinks, a cap.
+"""What is done to attention's scores besides queries times keys: a slope, a trained bias, a cap, sinks, dropout.
 
 Shape letters: B batch, Q queries, S keys, H heads, N buckets of distances.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modeling.dims import Weight
+from modeling.dropout import ScoreDropout
 
 STEEPEST = 8.0  # the steepest slope of n heads (a power of two) is 2 ** (-STEEPEST / n), the flattest 2 ** -STEEPEST
 
@@ -87,7 +88,8 @@ class ScoreTerms(NamedTuple):
     """What attention does to the scores of each head that it computes; None: nothing.
 
     They are capped first (Gemma 2, arXiv:2408.00118, section 2: ``cap`` times the tanh of the score over it), then what
-    is added is added, then a sink joins.
+    is added is added, then a sink joins. Of the softmax's weights some are dropped, as Vaswani et al. 2017 have it; its
+    normalizer is that of all.
     """
 
     alibi: Alibi | None = None
@@ -95,6 +97,7 @@ class ScoreTerms(NamedTuple):
     bias_HN: Tensor | None = None  # fp32, trained; added by the bucket of the distance
     buckets: Buckets | None = None  # those that ``bias_HN`` is for
     cap: float | None = None
+    dropout: ScoreDropout | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -103,8 +106,8 @@ class ScoreTerms(NamedTuple):
 
     @property
     def needs_formula(self) -> bool:
-        """Whether the scores' own gradients are needed, which no fused kernel tells."""
-        return self.bias_HN is not None or self.cap is not None
+        """Whether the scores' own gradients are needed, which no fused kernel tells, or weights are dropped."""
+        return self.bias_HN is not None or self.cap is not None or self.dropout is not None
 
     def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
         """``mask_BQS``, or what stands for it in scores that fall with the distance (``Alibi.mask``)."""
@@ -113,6 +116,10 @@ class ScoreTerms(NamedTuple):
     def buckets_of(self, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor | None:
         """Where there is a bias, the bucket of each pair (``Buckets.of``)."""
         return None if self.buckets is None else self.buckets.of(query_positions_BQ, key_positions_BS)
+
+    def factors(self, places_Q: Tensor, first_key: int, n_keys: int) -> Tensor | None:
+        """Where weights are dropped, what each is multiplied by (``ScoreDropout.factors``)."""
+        return None if self.dropout is None else self.dropout.factors(places_Q, first_key, n_keys)
 
 
 NO_TERMS = ScoreTerms()

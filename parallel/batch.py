@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from modeling.context import Context
+from modeling.dropout import Draws
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.part import take_share
 from parallel.mesh import Mesh
@@ -50,18 +51,21 @@ def cut_micro_batch(
     z_scale: float = 0.0,
     *,
     has_padding: bool,
+    draws: Draws | None = None,
 ) -> MicroBatch:
     """This rank's share of whole sequences, integers of any width: cp cuts them here, tp between layers.
 
     Ranks of cp, tp and pp give the same sequences. The scales are what the auxiliary losses weigh. ``has_padding``:
-    the model takes the way around padding; looking for it here would make a CUDA device's host wait.
+    the model takes the way around padding; looking for it here would make a CUDA device's host wait. ``draws`` are
+    those of whole sequences.
     """
-    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws)
     if mesh.cp.degree > 1:
         context = split_context(context, mesh.cp)
         tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
     if mesh.tp.degree > 1:
         part = part_of_sequence(tokens_BS.shape[1], mesh)
         positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
-        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding)
+        draws = None if context.draws is None else context.draws.at(context.draws.places_S[part])
+        context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws)
     return MicroBatch(tokens_BS, targets_BS, context)

@@ -52,6 +52,7 @@ class RecomputedLayer(DecoderLayer):
             attention_post_norm=layer.attention_post_norm,
             feed_forward_post_norm=layer.feed_forward_post_norm,
             residual_scale=layer.residual_scale,
+            residual_dropout=layer.residual_dropout,
         )
         self.again = again
 

@@ -200,7 +200,8 @@ def weighing(model: ModelConfig, *, balance: bool = False, z: bool = False, head
 def gradients_of(proof: Proof, step: int, model: ModelConfig) -> dict[str, Tensor]:
     """One process's gradients in a step of the SGD phase, of a model that weighs its losses otherwise."""
     plain = proof.plain.sgd
-    trainer = plain_trainer(replace(proof.config, model=model), proof.dataset, sgd_for(proof.config.optimizer))
+    config, optimizer = replace(proof.config, model=model), sgd_for(proof.config.optimizer)
+    trainer = plain_trainer(config, proof.dataset, optimizer, done=step)
     trainer.load(plain.states[step])
     samples = samples_of_step(step, proof.config.train.batches)
     return trainer.step(samples, plain.choices[step]).gradients

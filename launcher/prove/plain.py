@@ -87,7 +87,8 @@ class PlainTrainer:
         self.run.choices.append(self.choosing)
         choices = None if replay is None else [replay.for_tokens(self.valid_NS)]
         end = record_outputs(self.trainer.model, self.run.outputs.__setitem__) if not self.run.steps else None
-        seen = self.trainer.step([micro_batch], self.next_lr(), choices)
+        lr = self.next_lr()
+        seen = self.trainer.step([micro_batch], lr, choices, self.done)
         if end is not None:
             end()
             self.run.valid_NS = self.valid_NS
@@ -119,7 +120,8 @@ class PlainTrainer:
         """The samples as one micro-batch; what routers choose from now on is recorded as theirs."""
         batch = dataset.read(samples)
         arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-        micro_batch = PlainBatch(*(torch.from_numpy(array) for array in arrays))
+        numbers = torch.from_numpy(samples.astype(np.int64))
+        micro_batch = PlainBatch(*(torch.from_numpy(array) for array in arrays), samples_B=numbers)
         self.valid_NS = micro_batch.documents_BS != PADDING
         self.choosing = StepChoices(samples.tolist())
         return micro_batch

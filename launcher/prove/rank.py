@@ -316,7 +316,7 @@ class PhaseRank:
         self.dataset.reads.clear()
         self.replay.start_step(None, 0.0)
         samples = np.tile(round_of_samples, repeats)
-        accumulate_gradients(self.engine, self.dataset, samples, size, StopRequest())
+        accumulate_gradients(self.engine, self.dataset, samples, size, StopRequest(), (self.config.seed, 0))
         pieces = gradient_boxes(self.engine)
         self.engine.discard()
         return pieces

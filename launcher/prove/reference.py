@@ -15,6 +15,7 @@ from modeling.config import BiasBalance, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
+from modeling.dropout import Draws
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
@@ -25,12 +26,16 @@ from modeling.optimizers.config import OptimizerConfig
 
 @dataclass
 class PlainBatch:
-    """Some sequences of a batch, (B, S) each: int64 tokens, targets (-100: does not count), positions, documents."""
+    """Some sequences of a batch, (B, S) each: int64 tokens, targets (-100: does not count), positions, documents.
+
+    ``samples_B`` are their numbers, where the model has dropout.
+    """
 
     tokens_BS: Tensor
     targets_BS: Tensor
     positions_BS: Tensor
     documents_BS: Tensor
+    samples_B: Tensor | None = None
 
 
 @dataclass
@@ -61,6 +66,7 @@ class ReferenceTrainer:
         loss_scale: float = 1.0,
     ) -> None:
         self.config = config
+        self.seed = seed
         with torch.device("meta"):
             self.model: Decoder = build_decoder(config)
         materialize(self.model, config, seed, "cpu", torch.float32)
@@ -76,22 +82,30 @@ class ReferenceTrainer:
         self.loss_scale = loss_scale
 
     def step(
-        self, batch: Sequence[PlainBatch], lr: float, choices: list[dict[int, Tensor]] | None = None
+        self,
+        batch: Sequence[PlainBatch],
+        lr: float,
+        choices: list[dict[int, Tensor]] | None = None,
+        number: int | None = None,
     ) -> ReferenceStep:
-        """One update from the whole global batch, given as micro-batches. ``choices`` replays routers' choices."""
+        """One update from the whole global batch, given as micro-batches. ``choices`` replays routers' choices.
+
+        ``number`` is the update's, from 1, which dropout needs.
+        """
         n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
         n_tokens = sum(int((part.documents_BS != PADDING).sum()) for part in batch)
         n_sequences = sum(part.tokens_BS.shape[0] for part in batch)
         result = ReferenceStep(0.0, {}, {}, 0.0, {}, {}, skipped=False, has_targets=n_targets > 0)
         n_targets = max(1, n_targets)  # where none counts the loss is 0
-        for number, part in enumerate(batch):
+        for index, part in enumerate(batch):
             context = Context(
                 part.positions_BS,
                 part.documents_BS,
                 balance_scale=self.loss_scale / n_sequences,
                 z_scale=self.loss_scale / n_tokens,
                 has_padding=bool((part.documents_BS == PADDING).any()),
-                choices={} if choices is None else dict(choices[number]),
+                choices={} if choices is None else dict(choices[index]),
+                draws=self.draws(part, number),
             )
             output = self.model(part.tokens_BS, context, part.targets_BS)
             (output.loss * (self.loss_scale / n_targets)).backward()
@@ -106,6 +120,13 @@ class ReferenceTrainer:
                 result.counts[layer] = result.counts.get(layer, 0) + stats.counts_E
         self.update(result, lr)
         return result
+
+    def draws(self, part: PlainBatch, number: int | None) -> Draws | None:
+        """What this update's masks are drawn from, where the model has dropout."""
+        if not self.config.has_dropout:
+            return None
+        assert part.samples_B is not None and number is not None
+        return Draws(self.seed, number, part.samples_B, torch.arange(part.tokens_BS.shape[1]))
 
     @torch.no_grad()
     def accumulate(self, result: ReferenceStep) -> None:

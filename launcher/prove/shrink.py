@@ -9,7 +9,7 @@ from typing import Any
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
-from modeling.config import NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.config import DROPOUTS, NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
 from modeling.expert_layers import told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
@@ -35,6 +35,7 @@ HELDOUT_ROUNDS = 2  # whole micro-batches that each rank of dp evaluates; one se
 BALANCE_COEFFICIENT = 0.05
 BIAS_RATE = 1e-2
 Z_LOSS = 1e-2
+DROPOUT = 0.1
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 0.5  # below the first gradients' norm
 ADAMW_LR = 1e-3
@@ -168,6 +169,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
         nope_layers=shrink_layers(model.nope_layers, model, n_layers),
         rope_fraction=shrink_fraction(model, 2 * D_HEAD if has_own_d_head else d_model // n_heads),
         z_loss=max(model.z_loss, Z_LOSS) if model.z_loss else 0.0,
+        **{key: max(getattr(model, key), DROPOUT) if getattr(model, key) else 0.0 for key in DROPOUTS},
         init_std=min(
             model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5
         ),  # layers' outputs keep their size

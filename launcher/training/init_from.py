@@ -15,6 +15,7 @@ from launcher.config.words import show
 from launcher.console import tell
 from launcher.errors import UserError
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
+from modeling.config import DROPOUTS
 from parallel.checkpoint.manifest import DamagedCheckpoint, whole_manifest
 from parallel.checkpoint.places import is_remote, open_store
 from parallel.checkpoint.read import Checkpoint
@@ -24,6 +25,7 @@ FREE_MODEL_KEYS = (
     *("model.init_std", "model.z_loss", "model.moe.z_loss"),
     *("model.init", "model.init.distribution"),
     *("model.init.base_d_model", "model.init.base_d_ff", "model.init.base_expert_d_ff"),
+    *(f"model.{key}" for key in DROPOUTS),
     *("model.moe.balance.coefficient", "model.moe.balance.rate"),
 )
 

@@ -239,7 +239,8 @@ def run_step(
     step = state.step + 1
     indices = take(state.consumed, config.train.batches.size_at(step), state.skipped)
     n_targets, n_tokens = dataset.count(indices)
-    totals = accumulate_gradients(engine, dataset, indices, config.train.micro_batch_size, stop or StopRequest())
+    size, drawn_from = config.train.micro_batch_size, (config.seed, step)
+    totals = accumulate_gradients(engine, dataset, indices, size, stop or StopRequest(), drawn_from)
     if n_targets:
         event = examine(health, engine, dataset, indices, state, totals.loss / n_targets)
     else:

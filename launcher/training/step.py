@@ -16,12 +16,16 @@ from data.batch import IGNORED, PADDING
 from data.dataset import Dataset
 from modeling.config import ModelConfig
 from modeling.decoder import Output
+from modeling.dropout import Draws
 from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
 from parallel.batch import MicroBatch, cut_micro_batch, share_of_batch
 from parallel.mesh import Mesh, max_over_ranks, sum_over_ranks
 from parallel.processes.stop import StopRequest, elected
 from parallel.zero.engine import Engine
+
+# The run's seed and the update's number (from 1): what dropout's masks follow from besides the place in the batch.
+DrawnFrom = tuple[int, int]
 
 
 @dataclass
@@ -43,28 +47,37 @@ def read_micro_batch(
     z_scale: float = 0.0,
     *,
     expects_padding: bool = False,
+    drawn_from: DrawnFrom | None = None,
 ) -> MicroBatch:
     """This rank's share of the samples, on its device. Ranks of cp, tp and pp read the same samples.
 
     The scales are what the auxiliary losses weigh. ``expects_padding``: the model takes the way around padding where
-    there is none, too.
+    there is none, too. ``drawn_from``: what dropout's masks follow from besides; None: nothing is dropped.
     """
     read = dataset.read(indices)
     arrays = (read.tokens_BS, read.targets_BS, read.positions_BS, read.documents_BS)
-    on_host = [torch.from_numpy(array) for array in arrays]
+    n_positions = read.tokens_BS.shape[1]
+    on_host = [torch.from_numpy(array) for array in (*arrays, indices.astype(np.int64), np.arange(n_positions))]
     if mesh.device.type == "cuda":
         on_host = [tensor.pin_memory() for tensor in on_host]
-    tokens_BS, targets_BS, positions_BS, documents_BS = on_host
+    tokens_BS, targets_BS, positions_BS, documents_BS, samples_B, places_S = on_host
+    draws = None if drawn_from is None else Draws(*drawn_from, samples_B, places_S)
     has_padding = expects_padding or bool((read.documents_BS == PADDING).any())
-    scales = (balance_scale, z_scale)
-    batch = cut_micro_batch(tokens_BS, targets_BS, positions_BS, documents_BS, mesh, *scales, has_padding=has_padding)
-    return batch.to(mesh.device)
+    inputs, scales = (tokens_BS, targets_BS, positions_BS, documents_BS), (balance_scale, z_scale)
+    return cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws).to(mesh.device)
 
 
 def accumulate_gradients(
-    engine: Engine, dataset: Dataset, indices: np.ndarray, micro_batch_size: int, stop: StopRequest
+    engine: Engine,
+    dataset: Dataset,
+    indices: np.ndarray,
+    micro_batch_size: int,
+    stop: StopRequest,
+    drawn_from: DrawnFrom,
 ) -> Totals:
     """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
+
+    ``drawn_from``: what dropout's masks follow from.
 
     The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
     counts before its first backward pass; so it depends neither on micro-batches nor on ranks. Where no target
@@ -75,7 +88,10 @@ def accumulate_gradients(
     mine = share_of_batch(indices, micro_batch_size, mesh)
     weight, scales = 1 / max(1, n_targets), (engine.loss_factor / len(indices), engine.loss_factor / n_tokens)
     same_graph = engine.needs_equal_graphs  # the way around padding saves something before the experts
-    batches = (read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph) for part in mine)
+    moment = drawn_from if engine.model_config.has_dropout else None
+    batches = (
+        read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph, drawn_from=moment) for part in mine
+    )
     sums = Sums(engine.model_config)
     if engine.pipeline is not None:
         for output in engine.run_pipeline(list(batches), weight):

@@ -39,6 +39,8 @@ FAMILY = Family(
     },
     prefix="transformer.",
     keys={
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "residual_dropout",
         "hidden_size": "d_model",
         "initializer_range": "init_std",
         "layer_norm_epsilon": "norm_eps",
@@ -48,7 +50,7 @@ FAMILY = Family(
         "vocab_size": "vocab_size",
     },
     constants={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
-    ignored={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    ignored={},
     passed_over=frozenset(
         {
             *("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "offset_alibi"),
@@ -56,6 +58,8 @@ FAMILY = Family(
         }
     ),
     defaults={
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
         "hidden_size": 64,
         "initializer_range": 0.02,
         "layer_norm_epsilon": 1e-5,

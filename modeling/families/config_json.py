@@ -85,8 +85,9 @@ def written(config: ModelConfig, key: str | Key) -> Any:
 def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes; a key that is left out means what it means in transformers' class.
 
-    What shapes training alone is no part of it: there is no auxiliary loss, and a router that has a selection bias
-    moves it. Raises InexpressibleConfig, with one line for each key that no model of ours can express.
+    Of what shapes training alone, dropout is part of it where the class reads keys for it; there is no auxiliary loss,
+    and a router that has a selection bias moves it. Raises InexpressibleConfig, with one line for each key that no
+    model of ours can express.
     """
     name = content.get("model_type")
     if name not in FAMILIES:

@@ -6,12 +6,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import DROPOUTS, ModelConfig, MoEConfig
 from modeling.families.packed import Packed
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
-# Fields below `model` that no transformers class needs to know.
-TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss")
+# Fields below `model` that no transformers class needs to know. Some have keys for dropout, which then tell it.
+TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss", *DROPOUTS)
 
 
 @dataclass(frozen=True, kw_only=True)

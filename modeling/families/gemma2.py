@@ -61,7 +61,6 @@ FAMILY = Family(
     keys={**GEMMA3.keys, "attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"},
     constants={
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": None,
     },

@@ -76,7 +76,6 @@ FAMILY = Family(
     },
     constants={
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "attn_logit_softcapping": None,  # the class computes without it, whatever it says
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": False,

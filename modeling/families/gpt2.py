@@ -28,6 +28,8 @@ WEIGHTS = {
 }
 DEFAULTS = {
     "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1,
     "initializer_range": 0.02,
     "layer_norm_epsilon": 1e-5,
     "n_embd": 768,
@@ -35,6 +37,7 @@ DEFAULTS = {
     "n_inner": None,
     "n_layer": 12,
     "n_positions": 1024,
+    "resid_pdrop": 0.1,
     "tie_word_embeddings": True,
     "vocab_size": 50257,
 }
@@ -73,6 +76,9 @@ def published(d_model: int, n_layers: int, n_heads: int, max_positions: int = 10
         positions="learned",
         max_positions=max_positions,
         norm_eps=1e-5,
+        embedding_dropout=0.1,
+        residual_dropout=0.1,
+        attention_dropout=0.1,
     )
 
 
@@ -82,6 +88,8 @@ FAMILY = Family(
     prefix="transformer.",
     keys={
         "activation_function": ACTIVATION,
+        "attn_pdrop": "attention_dropout",
+        "embd_pdrop": "embedding_dropout",
         "initializer_range": "init_std",
         "layer_norm_epsilon": "norm_eps",
         "n_embd": "d_model",
@@ -90,6 +98,7 @@ FAMILY = Family(
         "n_layer": "n_layers",
         "n_positions": "max_positions",
         "n_ctx": Key(ours=(), write=lambda config: config.max_positions, read=lambda _: {}),  # as older files have it
+        "resid_pdrop": "residual_dropout",
         "tie_word_embeddings": "tie_embeddings",
         "vocab_size": "vocab_size",
     },
@@ -99,7 +108,7 @@ FAMILY = Family(
         "scale_attn_by_inverse_layer_idx": False,
         "scale_attn_weights": True,
     },
-    ignored={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ignored={},
     passed_over=frozenset(
         {
             *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),

@@ -16,7 +16,9 @@ from modeling.families.shared import (
 
 DEFAULTS = {
     "attention_bias": True,
+    "attention_dropout": 0.0,
     "hidden_act": "gelu",
+    "hidden_dropout": 0.0,
     "hidden_size": 6144,
     "initializer_range": 0.02,
     "intermediate_size": 24576,
@@ -74,7 +76,13 @@ FAMILY = Family(
     prefix="gpt_neox.",
     keys={
         "attention_bias": ATTENTION_BIAS,
+        "attention_dropout": "attention_dropout",
         "hidden_act": ACTIVATION,
+        "hidden_dropout": Key(  # of the embedded tokens too
+            ours=("residual_dropout", "embedding_dropout"),
+            write=lambda config: config.residual_dropout,
+            read=lambda probability: {"residual_dropout": probability, "embedding_dropout": probability},
+        ),
         "hidden_size": "d_model",
         "initializer_range": "init_std",
         "intermediate_size": "d_ff",
@@ -88,13 +96,13 @@ FAMILY = Family(
         "vocab_size": "vocab_size",
     },
     constants={},
-    ignored={"attention_dropout": 0.0, "classifier_dropout": 0.0, "hidden_dropout": 0.0},
+    ignored={"classifier_dropout": 0.0},
     passed_over=frozenset({"is_decoder"}),  # the class is causal either way
     defaults=DEFAULTS,
     completed=completed,
     turns_a_part=True,
     derived={"n_kv_heads": lambda config: config.n_heads},
-    equal=EQUAL_BIASES,
+    equal=(*EQUAL_BIASES, ("residual_dropout", "embedding_dropout")),
     # models/gpt_neox: LayerNorm before each half, no gate, biases of the feed-forward layer.
     allowed={"d_head": (None,), "ff_bias": (True,), "ff_gated": (False,), "norm": ("layer",)},
     published={

@@ -35,6 +35,7 @@ def published(d_model: int, n_layers: int, n_heads: int, n_experts: int) -> Mode
         residual_scale=0.22,
         logit_divisor=6.0,
         score_scale=0.015625,
+        attention_dropout=0.1,
         moe=MoEConfig(n_experts=n_experts, top_k=8, d_ff=512, balance=NoBalance()),
     )
 
@@ -70,7 +71,7 @@ FAMILY = Family(
         "residual_multiplier": "residual_scale",
     },
     constants={"hidden_act": "silu"},
-    ignored={**ROUTER_LOSS, "attention_dropout": 0.0},  # dropout is of training
+    ignored=ROUTER_LOSS,
     defaults={
         **DECODER_DEFAULTS,
         "attention_bias": False,

@@ -52,11 +52,12 @@ FAMILY = Family(
     keys={
         **DECODER_KEYS,
         **FEED_FORWARD_KEYS,
+        "resid_pdrop": "residual_dropout",
         "sliding_window": "sliding_window",
         "original_max_position_embeddings": Key(ours=(), write=original_length, read=whole_number),
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
-    ignored={"embd_pdrop": 0.0, "resid_pdrop": 0.0},  # dropout is of training
+    ignored={"embd_pdrop": 0.0},  # the class does not look at it
     passed_over=frozenset(
         {"full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"}
     ),  # Phi-4-mini's file has them
@@ -69,6 +70,7 @@ FAMILY = Family(
         "num_hidden_layers": 32,
         "num_key_value_heads": None,
         "original_max_position_embeddings": 4096,
+        "resid_pdrop": 0.0,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
         "vocab_size": 32064,

@@ -59,6 +59,7 @@ SHARED_EXPERTS = {
 
 # Key of config.json -> our field.
 DECODER_KEYS: dict[str, str | Key] = {
+    "attention_dropout": "attention_dropout",
     "hidden_size": "d_model",
     "initializer_range": "init_std",
     "num_attention_heads": "n_heads",
@@ -87,10 +88,11 @@ SHARED_EXPERT_KEYS: dict[str, str | Key] = {
     "n_shared_experts": "moe.n_shared_experts",
     "routed_scaling_factor": "moe.routed_scale",
 }
-DECODER_CONSTANTS = {"attention_dropout": 0.0, "hidden_act": "silu"}
+DECODER_CONSTANTS = {"hidden_act": "silu"}
 # transformers' balance loss is over the batch, not the sequence, and is computed with output_router_logits alone.
 ROUTER_LOSS = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 DECODER_DEFAULTS = {
+    "attention_dropout": 0.0,
     "head_dim": None,
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,

@@ -8,17 +8,23 @@ from torch import Tensor
 
 
 def attend_block(
-    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None, cap: float | None = None
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    mask: Tensor | None,
+    cap: float | None = None,
+    factors_BHQS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The queries' attention to this block alone, out_BQHC, and the log of its normalizer, lse_BHQ (fp32).
 
     ``mask`` says which keys each query sees: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is
     -inf where a key is not seen; None: all. A query that sees no key gets zeros and -inf. On a CPU torch's flash kernel
-    does it, and the output has the queries' dtype; elsewhere, or where scores are capped, the plain formula, in fp32.
+    does it, and the output has the queries' dtype; elsewhere, or where scores are capped or weights multiplied by
+    ``factors_BHQS`` (dropout), the plain formula, in fp32. The normalizer is that of the weights before it.
     """
-    if q_BQHC.is_cpu and cap is None:
+    if q_BQHC.is_cpu and cap is None and factors_BHQS is None:
         return _attend_flash(q_BQHC, k_BSGC, v_BSGC, mask)
-    return attend_plain(q_BQHC, k_BSGC, v_BSGC, mask, cap)
+    return attend_plain(q_BQHC, k_BSGC, v_BSGC, mask, cap, factors_BHQS)
 
 
 def attend_block_backward(
@@ -83,12 +89,19 @@ def _sees_nothing(mask: Tensor) -> Tensor:
 
 
 def attend_plain(
-    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None, cap: float | None = None
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    mask: Tensor | None,
+    cap: float | None = None,
+    factors_BHQS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``attend_block`` by the formula, in fp32 whatever the dtype."""
     scores_BGRQS = _seen(_scores(q_BQHC, k_BSGC, cap), mask)
     lse_BGRQ = scores_BGRQS.logsumexp(-1)
     weights_BGRQS = torch.exp(scores_BGRQS - lse_BGRQ.masked_fill(lse_BGRQ.isneginf(), 0)[..., None])
+    if factors_BHQS is not None:
+        weights_BGRQS *= factors_BHQS.unflatten(1, weights_BGRQS.shape[1:3])
     out_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", weights_BGRQS, v_BSGC.float())
     return out_BQGRC.flatten(2, 3), lse_BGRQ.flatten(1, 2)
 
@@ -115,16 +128,26 @@ def attend_scored_backward(
     lse_BHQ: Tensor,
     mask: Tensor | None,
     cap: float | None = None,
+    factors_BHQS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS), fp32, the last by what is added to the scores once they are capped."""
+    """(dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS), fp32, the last by what is added to the scores once they are capped.
+
+    Weights that were multiplied by ``factors_BHQS`` pass their gradient on times these. What a weight's gradient is
+    taken off, the mean over all keys, is the output's part in the loss as ever: the output has the factors in it.
+    """
     n_kv_heads = k_BSGC.shape[2]
     q_BQGRC, grad_BQGRC, out_BQGRC = (
         heads.float().unflatten(2, (n_kv_heads, -1)) for heads in (q_BQHC, grad_BQHC, out_BQHC)
     )
     scores_BGRQS = _scores(q_BQHC, k_BSGC, cap)
     weights_BGRQS = torch.exp(_seen(scores_BGRQS, mask) - lse_BHQ.unflatten(1, (n_kv_heads, -1))[..., None])
-    dv_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", weights_BGRQS, grad_BQGRC)
     dweights_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", grad_BQGRC, v_BSGC.float())
+    multiplied_BGRQS = weights_BGRQS
+    if factors_BHQS is not None:
+        factors_BGRQS = factors_BHQS.unflatten(1, weights_BGRQS.shape[1:3])
+        multiplied_BGRQS = weights_BGRQS * factors_BGRQS
+        dweights_BGRQS *= factors_BGRQS
+    dv_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", multiplied_BGRQS, grad_BQGRC)
     mean_BGRQ = (grad_BQGRC * out_BQGRC).sum(-1).permute(0, 2, 3, 1)
     dscores_BGRQS = weights_BGRQS * (dweights_BGRQS - mean_BGRQ[..., None])
     slopes_BGRQS = dscores_BGRQS if cap is None else dscores_BGRQS * (1 - (scores_BGRQS / cap).square())

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 
 from modeling.context import Context
-from parallel.context_parallel.part import take_share
+from parallel.context_parallel.part import held_positions, take_share
 from parallel.context_parallel.plan import RingPlan
 from parallel.mesh import Axis
 
@@ -36,12 +36,17 @@ def split_context(whole: Context, axis: Axis) -> HeldContext:
     The scales carry over as they are; ``choices`` starts empty, since it would hold the held tokens' experts only. No
     communication.
     """
-    documents_BS = take_share(whole.documents_BS, axis)
+    documents_BS, draws = take_share(whole.documents_BS, axis), whole.draws
+    if draws is not None:
+        draws = draws.at(
+            draws.places_S[held_positions(len(draws.places_S), axis.rank, axis.degree, documents_BS.device)]
+        )
     return HeldContext(
         positions_BS=take_share(whole.positions_BS, axis),
         documents_BS=documents_BS,
         balance_scale=whole.balance_scale,
         z_scale=whole.z_scale,
+        draws=draws,
         has_padding=whole.has_padding,  # of all ranks, whoever holds it: their graphs are to be the same
         whole=whole,
     )

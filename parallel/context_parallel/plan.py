@@ -33,6 +33,8 @@ class Tile:
     key_positions_BS: Tensor
     key_documents_BS: Tensor
     window: int | None
+    query_places_Q: Tensor  # in the samples, as the keys' that follow from the first one's
+    first_key_place: int
     sees_all: bool = False  # every query sees every key
 
     def mask_BQS(self) -> Tensor | None:
@@ -52,6 +54,10 @@ class Tile:
         buckets_BQS = terms.buckets_of(self.query_positions_BQ, self.key_positions_BS)
         assert buckets_BQS is not None
         return buckets_BQS
+
+    def factors(self, terms: ScoreTerms) -> Tensor | None:
+        """Where weights are dropped, what each pair's is multiplied by."""
+        return terms.factors(self.query_places_Q, self.first_key_place, self.key_positions_BS.shape[1])
 
     def _mask_BQS(self) -> Tensor:
         return attention_mask(
@@ -84,6 +90,7 @@ def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int, ti
     """The tiles of this rank's queries and ``key_rank``'s keys, those on the diagonal first."""
     seq_len, device = whole.positions_BS.shape[1], whole.positions_BS.device
     mine, theirs = (held_positions(seq_len, rank, axis.degree, device) for rank in (axis.rank, key_rank))
+    places_of_keys = held_positions(seq_len, key_rank, axis.degree).tolist()
     tiles = [
         Tile(
             queries,
@@ -93,6 +100,8 @@ def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int, ti
             whole.positions_BS[:, theirs[keys]],
             whole.documents_BS[:, theirs[keys]],
             window,
+            mine[queries],
+            places_of_keys[keys.start],
         )
         for queries, keys in product(_slices(len(mine), tile), repeat=2)
     ]

@@ -107,7 +107,7 @@ def ring_forward(
         k_BSGC, v_BSGC = kv_2BSGC
         for tile in plan[(axis.rank - step) % axis.degree]:
             queries, keys = tile.queries, tile.keys
-            seen = (k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(terms), terms.cap)
+            seen = (k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(terms), terms.cap, tile.factors(terms))
             block = attend_block(q_BSHC[:, queries], *seen)
             merge(out_BSHC[:, queries], lse_BHS[:, :, queries], *block)
         if receive is not None:
@@ -166,7 +166,8 @@ def ring_backward(
                 tile.mask(terms),
             )
             if terms.needs_formula:
-                dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS = attend_scored_backward(*passed, terms.cap)
+                scored = attend_scored_backward(*passed, terms.cap, tile.factors(terms))
+                dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS = scored
                 if dbias_HN is not None:
                     dbias_HN += bucket_sums(dscores_BHQS, tile.buckets_BQS(terms), dbias_HN.shape[1])
             else:

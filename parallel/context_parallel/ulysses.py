@@ -59,7 +59,8 @@ def own_terms(terms: ScoreTerms, axis: Axis) -> ScoreTerms:
     alibi = None if terms.alibi is None else terms.alibi.of_part(axis.rank, axis.degree)
     weights = (terms.sinks_H, terms.bias_HN)
     sinks_H, bias_HN = (None if weight is None else weight.chunk(axis.degree)[axis.rank] for weight in weights)
-    return terms._replace(alibi=alibi, sinks_H=sinks_H, bias_HN=bias_HN)
+    dropout = None if terms.dropout is None else terms.dropout.of_part(axis.rank, axis.degree)
+    return terms._replace(alibi=alibi, sinks_H=sinks_H, bias_HN=bias_HN, dropout=dropout)
 
 
 def positions_to_heads(heads_BSPX: Tensor, axis: Axis) -> Tensor:

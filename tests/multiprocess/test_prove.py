@@ -154,6 +154,7 @@ def test_models_of_no_family_are_proven(tmp_path, overrides, ranks):
 
 
 MUP = ("model.init={name: mup, base_d_model: 128}", "model.tie_embeddings=false")
+DROPOUT = ("model.embedding_dropout=0.1", "model.residual_dropout=0.2", "model.attention_dropout=0.1")
 
 
 @pytest.mark.slow
@@ -175,6 +176,26 @@ MUP = ("model.init={name: mup, base_d_model: 128}", "model.tie_embeddings=false"
 )
 def test_ways_to_draw_weights_and_to_scale_rates_are_proven(tmp_path, overrides, ranks):
     outcome = prove(tmp_path, overrides, ranks)
+    assert outcome.proven, failures(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.cp=2", "parallel.cp_attention=ring"), 4),
+        (("parallel.cp=2", "parallel.tp=2", "train.recompute=full"), 4),
+        (("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "train.recompute=selective"), 8),
+        (("parallel.pp=2", "parallel.pipeline.name=zbv", "train.recompute=full"), 4),
+        (("parallel.pp=2", "parallel.pipeline.name=interleaved", "train.precision=bf16"), 2),
+        (("parallel.zero=3", "train.precision=bf16", "train.recompute=full"), 2),
+        (("model.positions=alibi", "model.sinks=true", "parallel.cp=2", "parallel.cp_attention=ring"), 2),
+        (("model.positions=t5", "model.score_cap=0.5", "parallel.tp=2"), 2),
+    ],
+    ids=str,
+)
+def test_dropout_is_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*DROPOUT, *overrides), ranks, on_both_sides=(any_family,))
     assert outcome.proven, failures(outcome)
 
 

@@ -69,8 +69,8 @@ def depend_on_own_padding() -> None:
 
     original = step.read_micro_batch
 
-    def read_micro_batch(*arguments: Any, expects_padding: bool = False) -> Any:
-        return original(*arguments)
+    def read_micro_batch(*arguments: Any, expects_padding: bool = False, **options: Any) -> Any:
+        return original(*arguments, **options)
 
     step.read_micro_batch = read_micro_batch
 

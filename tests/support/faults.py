@@ -56,8 +56,8 @@ def plant(fault: str | None) -> None:
             import parallel.batch as parallel_batch
             from modeling.context import Context
 
-            def scaled(positions: Any, documents: Any, balance_scale: float, *rest: Any) -> Context:
-                return Context(positions, documents, balance_scale * 2, *rest)
+            def scaled(positions: Any, documents: Any, balance_scale: float, *rest: Any, **more: Any) -> Context:
+                return Context(positions, documents, balance_scale * 2, *rest, **more)
 
             parallel_batch.Context = scaled
         case "weights drawn by rank":

@@ -22,7 +22,10 @@ def attend_reference(
     window: int | None,
     terms: ScoreTerms = NO_TERMS,
 ) -> Tensor:
-    """Attention's output (B, S, H, C), with the softmax in fp32; a sink is one more score, whose value is zero."""
+    """Attention's output (B, S, H, C), with the softmax in fp32; a sink is one more score, whose value is zero.
+
+    Where weights are dropped, they are once the softmax is done.
+    """
     groups = q_BSHC.shape[2] // k_BSGC.shape[2]
     k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
     scores_BHQS = torch.einsum("bqhc,bshc->bhqs", q_BSHC.float(), k_BSHC.float()) * q_BSHC.shape[-1] ** -0.5
@@ -41,6 +44,9 @@ def attend_reference(
         weights_BHQS = torch.cat([scores_BHQS, sinks_BHQ1], dim=-1).softmax(-1)[..., :-1]
     else:
         weights_BHQS = scores_BHQS.softmax(-1)
+    if terms.dropout is not None:
+        places_S = torch.arange(q_BSHC.shape[1])
+        weights_BHQS = weights_BHQS * terms.dropout.factors(places_S, 0, len(places_S))
     out_BQHC = torch.einsum("bhqs,bshc->bqhc", weights_BHQS, v_BSHC.float())
     return out_BQHC.to(q_BSHC.dtype)
 

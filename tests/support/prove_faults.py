@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import near_ties
 import prove_faults_accumulation as accumulation
+import prove_faults_dropout as dropout
 import prove_faults_evaluation as evaluation
 import prove_faults_gradients as gradients
 import prove_faults_sizes as sizes
@@ -69,6 +70,8 @@ MUP, HE = ("model.init={name: mup, base_d_model: 128}", "model.tie_embeddings=fa
 OUTPUTS, FIRST_ATTENTION = "modules' outputs", "layers.0.attention, sample"
 LAYER_NORM = ("model.norm=layer", "model.embedding_norm=true")
 LEARNED = ("model.positions=learned", "model.max_positions=1024")
+DROPS = ("model.embedding_dropout=0.1", "model.residual_dropout=0.1")
+DROPS_WEIGHTS = ("model.attention_dropout=0.1",)
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
@@ -230,6 +233,21 @@ FAULTS = [
     Fault("muP: a rank of tp learns by its own part's fan-in", "adamw of these gradients", "layers.", (*TP, *MUP)),
     Fault("muP: every weight learns at the base model's rate", "weights after 2 steps", "head.weight", MUP),
     Fault("He: a rank of tp draws by its own part's fan-in", "weights at step 0", "is not the tensor of", (*TP, HE)),
+    Fault("dropout: a rank's positions counted from its own first one (tp)", OUTPUTS, "sample", (*TP, *DROPS)),
+    Fault("dropout: a rank's positions counted from its own first one (ring)", OUTPUTS, "sample", (*RING, *DROPS)),
+    Fault("dropout: samples counted in the micro-batch", OUTPUTS, "layers.0.attention, sample", DROPS),
+    Fault("dropout: every layer drops the same", OUTPUTS, "layers.1.feed_forward, sample", DROPS),
+    Fault("dropout: every step drops the same", "loss", "step 2: the loss is", DROPS),
+    Fault("dropout: steps counted from the process's start", "next loss", "step 3", DROPS),
+    Fault("dropout: recomputation draws anew", "gradients", EVERY_GRADIENT, ("train.recompute=full", *DROPS)),
+    Fault("dropout: numbers dropped in evaluation", HELDOUT, HELDOUT_ALONE, DROPS),
+    Fault("dropout of weights: heads of the first rank (tp)", OUTPUTS, FIRST_ATTENTION, (*TP, *DROPS_WEIGHTS)),
+    Fault("dropout of weights: heads of the first rank (all-to-all)", OUTPUTS, FIRST_ATTENTION, (*CP, *DROPS_WEIGHTS)),
+    Fault("dropout of weights: keys counted in their tile (ring)", OUTPUTS, FIRST_ATTENTION, (*RING, *DROPS_WEIGHTS)),
+    Fault("dropout of weights: gradients of what was dropped", "gradients", EVERY_GRADIENT, DROPS_WEIGHTS),
+    Fault(
+        "dropout of weights: gradients of what was dropped (ring)", "gradients", EVERY_GRADIENT, (*RING, *DROPS_WEIGHTS)
+    ),
 ]
 
 
@@ -502,6 +520,36 @@ def plant(title: str) -> None:
             updates.draw_by_own_fans()
         case "capped logits: slope forgotten (cut vocabulary)":
             gradients.forget_logit_slope()
+        case "dropout: a rank's positions counted from its own first one (tp)":
+            dropout.draw_by_own_positions()
+        case "dropout: a rank's positions counted from its own first one (ring)":
+            dropout.draw_by_own_positions()
+        case "dropout: samples counted in the micro-batch":
+            dropout.draw_by_own_rows()
+        case "dropout: every layer drops the same":
+            dropout.draw_alike_in_layers()
+        case "dropout: every step drops the same":
+            dropout.draw_as_in_the_first_step()
+        case "dropout: steps counted from the process's start":
+            dropout.count_steps_of_the_process()
+        case "dropout: recomputation draws anew":
+            dropout.draw_anew_in_recomputation()
+        case "dropout: numbers dropped in evaluation":
+            dropout.drop_in_evaluation()
+        case "dropout of weights: heads of the first rank (tp)":
+            dropout.drop_for_the_first_heads()
+        case "dropout of weights: heads of the first rank (all-to-all)":
+            dropout.drop_for_the_first_heads()
+        case "dropout of weights: keys counted in their tile (ring)":
+            dropout.count_keys_of_a_tile()
+        case "dropout of weights: gradients of what was dropped":
+            import modeling.kernels.terms as terms
+
+            dropout.forget_factors(terms)
+        case "dropout of weights: gradients of what was dropped (ring)":
+            import parallel.context_parallel.ring as ring
+
+            dropout.forget_factors(ring)
         case "masters rounded to bf16 (ZeRO 2)":
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":

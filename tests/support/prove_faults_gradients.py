@@ -250,9 +250,9 @@ def forget_score_slope() -> None:
     backward, scores = terms.attend_scored_backward, blocks._scores
 
     def without_slope(*arguments: Any) -> Any:
-        cap = arguments[-1]
+        *others, cap, factors_BHQS = arguments
         blocks._scores = lambda q_BQHC, k_BSGC, _: scores(q_BQHC, k_BSGC, cap)
-        found = backward(*arguments[:-1], 1e9 * cap)
+        found = backward(*others, 1e9 * cap, factors_BHQS)
         blocks._scores = scores
         return found
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from modeling.config import (
+    DROPOUTS,
     FAMILIES,
     ActivationName,
     BiasBalance,
@@ -106,6 +107,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             local_rope_theta=draw(st.sampled_from(expressible(family, "local_rope_theta", [None, 50.0]))),
             rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
             rope_scaling=draw(rope_scalings(family)) if "rope_scaling" in family_of(family).told else None,
+            **{key: draw(st.sampled_from([0.0, 0.1])) for key in DROPOUTS if key in family_of(family).told},
             norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
             init_std=0.7 * d_model**-0.5,
             mla=draw(mla_configs(family)) if has_mla else None,

@@ -151,6 +151,8 @@ CASES = [
     ("llama", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
     ("llama", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=llama, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("llama", "model.qkv_bias=true", 1, "model.o_bias=false must be model.qkv_bias=true with model.family=llama, whose `transformers` class has one key for both; try true", "model.o_bias=true"),
+    ("llama", "model.residual_dropout=1e-6", 1, "model.residual_dropout=1e-06 must be 0 or at least 0.001 (masks are drawn in steps of 1/65536); try 0.001", "model.residual_dropout=0.001"),
+    ("gpt_neox", "model.residual_dropout=0.1", 1, "model.embedding_dropout=0.0 must be model.residual_dropout=0.1 with model.family=gpt_neox, whose `transformers` class has one key for both; try 0.1", "model.embedding_dropout=0.1"),
     ("qwen2", "model.full_attention_layers=[0]", 1, "model.full_attention_layers=[0] must be [] where model.sliding_window=null (no layer has a window); remove it", "model.full_attention_layers=[]"),
     ("qwen2", "model.sliding_window=8 model.full_attention_layers=[3,1]", 1, "model.full_attention_layers=[3, 1] must name each layer once, ascending; try [1, 3]", "model.full_attention_layers=[1,3]"),
     ("qwen2", "model.sliding_window=8 model.full_attention_layers=[3,9]", 1, "model.full_attention_layers=[3, 9] must name layers below model.n_layers=8 (the first is 0); try [3]", "model.full_attention_layers=[3]"),
@@ -335,7 +337,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 110
+    assert len(RANGES) == 118
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

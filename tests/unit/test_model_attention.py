@@ -12,6 +12,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context, attention_mask
+from modeling.dropout import ScoreDropout
 from modeling.kernels.attention import attend, widened
 from modeling.kv_cache import LayerCache
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
@@ -58,6 +59,7 @@ def heads(
     has_sinks=st.booleans(),
     has_bias=st.booleans(),
     cap=st.sampled_from([None, 0.7]),
+    drops=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_attend_equals_reference(
@@ -70,6 +72,7 @@ def test_attend_equals_reference(
     has_sinks: bool,
     has_bias: bool,
     cap: float | None,
+    drops: bool,
     seed: int,
 ) -> None:
     """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys."""
@@ -86,6 +89,7 @@ def test_attend_equals_reference(
             bias_HN if has_bias else None,
             Buckets(5, 9) if has_bias else None,
             cap,
+            ScoreDropout(0.3, torch.arange(context.positions_BS.shape[0]), range(n_heads)) if drops else None,
         )
         found.append(kernel(*tensors[:3], context, window, terms))
     out, reference = found

@@ -20,6 +20,7 @@ REASONS = {
     "modeling.config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.context.PADDING": "a mark, not a size",
     "modeling.decoder.WAVELENGTHS_BASE": "the formula's",
+    "modeling.dropout.": "the formula's: no draw depends on how much is drawn",
     "modeling.families.values.MOST_SHOWN": REFUSAL,
     "modeling.families.": "published sizes, and the defaults of transformers' classes",
     "modeling.init.generator_of": "bits of a seed",
