@@ -96,6 +96,18 @@ class Dataset:
         n_crossings = len(row_F) - len(file_B)
         return int((length_B - 1).sum()) - n_crossings, int(np.minimum(length_B, self.seq_len).sum())
 
+    def count_further(self, indices: np.ndarray, depth: int) -> list[int]:
+        """For each depth k from 1: the tokens of these samples that k others of their document precede but one.
+
+        So many targets count where the token k + 1 places ahead is predicted; at depth 0 they would be ``count``'s.
+        """
+        file_B, start_B, length_B = self._locate(indices)
+        row_F, offset_F = self._boundaries.find(file_B, start_B, length_B)
+        is_last_F = np.append(row_F[1:] != row_F[:-1], True)
+        end_F = np.where(is_last_F, length_B[row_F], np.append(offset_F[1:], 0))
+        length_F = end_F - offset_F
+        return [int(np.maximum(length_F - 1 - k, 0).sum()) for k in range(1, depth + 1)]
+
     def documents(self, indices: np.ndarray) -> list[dict[str, Any]]:
         """Where each sample's input tokens come from. Searches the index; for messages, not for every step.
 

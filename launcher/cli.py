@@ -372,6 +372,9 @@ def export(
         bool,
         typer.Option("--verify", help="Load it with transformers, and compare logits; takes twice the model's memory."),
     ] = False,
+    keep_mtp: Annotated[
+        bool, typer.Option("--keep-mtp", help="Write modules that predict further tokens, too.")
+    ] = False,
 ) -> int:
     """Write a checkpoint as a folder that Hugging Face transformers loads."""
     if dtype not in ("fp32", "bf16", "fp16"):
@@ -382,7 +385,7 @@ def export(
         )
     from launcher.commands.export import export as write_export
 
-    code = write_export(checkpoint, out, dtype, int(shard_gb * 1e9), verified=verify)
+    code = write_export(checkpoint, out, dtype, int(shard_gb * 1e9), verified=verify, keeps_mtp=keep_mtp)
     if code == 0:
         say(f"{checkpoint} -> {out}{', and transformers computes the same from it' if verify else ''}")
     return code
@@ -396,11 +399,14 @@ def import_folder(
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
     ],
+    drop_mtp: Annotated[
+        bool, typer.Option("--drop-mtp", help="Leave out modules that predict further tokens.")
+    ] = False,
 ) -> None:
     """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""
     from launcher.commands.import_model import import_model
 
-    import_model(source, out)
+    import_model(source, out, drops_mtp=drop_mtp)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from annotated_types import Interval
 
 from modeling.expert_layers import count_with_experts, expert_layer_problems, has_experts
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
+from modeling.mtp_config import MTPConfig
 from modeling.rope_scaling import RopeScaling, rope_scaling_problems
 
 # The one list of families; each is told by its module in modeling/families.
@@ -282,6 +283,22 @@ class ModelConfig:
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    mtp: MTPConfig | None = None
+
+    @property
+    def mtp_layers(self) -> range:
+        """The numbers of the layers of modules that predict further tokens: those after the model's own."""
+        return range(self.n_layers, self.n_layers + (0 if self.mtp is None else self.mtp.depth))
+
+    @property
+    def all_layers(self) -> range:
+        """The numbers of all layers: the model's own, and those of modules that predict further tokens."""
+        return range(self.mtp_layers.stop)
+
+    @property
+    def embeds_at_end(self) -> bool:
+        """Whether the embedding's weight works where the head is, too: as the head, or on further tokens."""
+        return self.tie_embeddings or self.mtp is not None
 
     @property
     def has_dropout(self) -> bool:
@@ -327,7 +344,8 @@ class ModelConfig:
         if self.mla is not None:
             heads = max(heads, self.n_heads * (self.mla.d_nope + self.mla.d_v))
             latents = max(self.mla.kv_lora_rank + self.mla.d_rope, self.mla.q_lora_rank or 0)
-        return max(self.d_model, self.d_ff, heads, latents, experts)
+        joined = 0 if self.mtp is None else 2 * self.d_model
+        return max(self.d_model, joined, self.d_ff, heads, latents, experts)
 
     @property
     def n_moe_layers(self) -> int:
@@ -412,11 +430,15 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens one of layer ``layer`` (from 0) sees, itself included; None: all before it."""
-        return None if layer in self.full_attention_layers else self.sliding_window
+        return None if self._like(layer) in self.full_attention_layers else self.sliding_window
 
     def rope_dim_of(self, layer: int) -> int:
         """Channels of a head that turn in layer ``layer`` (from 0)."""
-        return 0 if layer in self.nope_layers else self.rope_dim
+        return 0 if self._like(layer) in self.nope_layers else self.rope_dim
+
+    def _like(self, layer: int) -> int:
+        """The layer of the model's own whose attention layer ``layer`` has: itself, or beyond the last one that."""
+        return min(layer, self.n_layers - 1)
 
     def layer_kind(self, layer: int) -> tuple[bool, bool]:
         """Equal for layers (from 0) whose weights are alike."""
@@ -424,4 +446,4 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""
-        return self.moe is not None and has_experts(self.moe, layer)
+        return self.moe is not None and (layer >= self.n_layers or has_experts(self.moe, layer))

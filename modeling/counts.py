@@ -48,8 +48,11 @@ def active_elements(config: ModelConfig, tensor: "LogicalTensor") -> int:
 
 
 def multiplied_by_layer(config: ModelConfig) -> list[int]:
-    """For each layer, the elements of matrices by which one token's hidden state is multiplied."""
-    sums = [0] * config.n_layers
+    """For each layer, the elements of matrices by which one token's hidden state is multiplied.
+
+    The last ones are those of modules that predict further tokens, with their projections.
+    """
+    sums = [0] * len(config.all_layers)
     for tensor in _parameters(config):
         if tensor.layer is not None and tensor.weight.is_matrix:
             sums[tensor.layer] += active_elements(config, tensor)
@@ -57,11 +60,15 @@ def multiplied_by_layer(config: ModelConfig) -> list[int]:
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one token's forward pass in a sequence of ``seq_len`` tokens, head included."""
-    keys = sum(min(seq_len, config.window_of(layer) or seq_len) for layer in range(config.n_layers))
+    """FLOPs of one token's forward pass in a sequence of ``seq_len`` tokens, head included, in training.
+
+    Modules that predict further tokens count, with the head that each of them passes through.
+    """
+    keys = sum(min(seq_len, config.window_of(layer) or seq_len) for layer in config.all_layers)
     # Queries times keys, and probabilities times values.
     scores_and_sums = 2 * keys * config.n_heads * (config.qk_head_dim + config.v_head_dim)
-    multiplied = config.vocab_size * config.d_model + sum(multiplied_by_layer(config))
+    heads = (1 + len(config.mtp_layers)) * config.vocab_size * config.d_model
+    multiplied = heads + sum(multiplied_by_layer(config))
     return float(2 * multiplied + scores_and_sums)
 
 

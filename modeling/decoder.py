@@ -3,7 +3,7 @@
 Shape letters: B batch, S sequence, D d_model, V vocab_size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modeling.attention import Attention, build_attention
+from modeling.balance import InjectLoss
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.dims import Weight
@@ -20,6 +21,7 @@ from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache, LayerCache
 from modeling.loss import Head
 from modeling.moe import MoE, RoutingStats, build_moe
+from modeling.mtp import Ahead, PredictionModule, build_prediction_modules
 from modeling.norm import Norm, build_norm
 from modeling.rope import Rotary
 from modeling.rope_scaling import LongRopeScaling
@@ -45,6 +47,8 @@ class Output:
     logits_BSV: Tensor | None
     hidden_BSD: Tensor | None = None
     z_loss: Tensor | None = None  # fp64, the sum of these targets' squared logsumexps, without the coefficient
+    # fp64, by depth, the sums of the cross-entropies of further tokens, detached: ``loss`` has their gradients
+    further_losses: list[Tensor] = field(default_factory=list)
     stats: dict[int, RoutingStats] = field(default_factory=dict)  # layer -> what its router did
 
 
@@ -160,7 +164,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, final norm, head. Layers are keyed by their number, so a part of them keeps its names.
 
-    A part of a decoder may lack its ends: they are None there.
+    ``mtp`` are the modules that predict further tokens, keyed by the numbers of their layers, which are the last ones.
+    A part of a decoder may lack its ends: they are None there. ``takes_tokens``: its input are tokens, not hidden
+    states; the embedding alone does not say so, for ``mtp`` needs it too.
     """
 
     embed: Embedding
@@ -181,17 +187,32 @@ class Decoder(nn.Module):
         embed_positions: PositionEmbedding | SinusoidalPositions | None = None,
         embed_norm: Norm | None = None,
         embedding_dropout: float = 0.0,
+        mtp: Mapping[int, PredictionModule] | None = None,
+        takes_tokens: bool = True,
     ) -> None:
         super().__init__()
         self.register_module("embed", embed)
         self.register_module("embed_positions", embed_positions)
         self.register_module("embed_norm", embed_norm)
         self.layers = nn.ModuleDict({str(layer.layer): layer for layer in layers})
+        self.mtp = nn.ModuleDict({str(layer): module for layer, module in (mtp or {}).items()})
         self.register_module("final_norm", final_norm)
         self.register_module("head", head)
         self.embedding_scale = embedding_scale
         self.logit_divisor = logit_divisor
         self.drop_embedding = Dropout(embedding_dropout, 0, EMBEDDING)
+        self.takes_tokens = takes_tokens
+
+    @property
+    def own_layers(self) -> list[DecoderLayer]:
+        """The layers but for those of ``mtp``."""
+        return [self.layer_of(name) for name in self.layers if name not in self.mtp]
+
+    def layer_of(self, name: str) -> DecoderLayer:
+        """The layer of that number."""
+        layer = self.layers[name]
+        assert isinstance(layer, DecoderLayer)
+        return layer
 
     @property
     def max_positions(self) -> int | None:
@@ -207,12 +228,12 @@ class Decoder(nn.Module):
         return next(lengths, None)
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
-        """A decoder of some of this one's layers, which shares its modules."""
-        shared = [self.layers[str(layer)] for layer in layers]
+        """A decoder of some of this one's layers, which shares its modules; with the head come those of ``mtp``."""
         norm, head = (self.final_norm, self.head) if has_head else (None, None)
+        mtp = {int(name): cast(PredictionModule, module) for name, module in self.mtp.items()} if has_head else {}
         return Decoder(
-            self.embed if has_embedding else None,
-            cast(list[DecoderLayer], shared),
+            self.embed if has_embedding or mtp else None,
+            [self.layer_of(str(layer)) for layer in (*layers, *mtp)],
             norm,
             head,
             embedding_scale=self.embedding_scale,
@@ -220,6 +241,8 @@ class Decoder(nn.Module):
             embed_positions=self.embed_positions if has_embedding else None,
             embed_norm=self.embed_norm if has_embedding else None,
             embedding_dropout=self.drop_embedding.probability,
+            mtp=mtp,
+            takes_tokens=has_embedding,
         )
 
     def embedded(self, tokens_BS: Tensor, context: Context) -> Tensor:
@@ -235,16 +258,21 @@ class Decoder(nn.Module):
         return self.drop_embedding(hidden_BSD, context.between_layers.draws)
 
     def forward(
-        self, inputs: Tensor, context: Context, targets_BS: Tensor | None = None, cache: KVCache | None = None
+        self,
+        inputs: Tensor,
+        context: Context,
+        targets_BS: Tensor | None = None,
+        cache: KVCache | None = None,
+        ahead: Sequence[Ahead] = (),
     ) -> Output:
         """The summed loss against ``targets_BS``, or the logits where there are none.
 
-        ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder has no embedding.
+        ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder does not begin with tokens.
+        Further tokens are predicted where ``ahead`` tells them, beside ``targets_BS``.
         """
-        hidden_BSD = inputs if self.embed is None else self.embedded(inputs, context)
+        hidden_BSD = self.embedded(inputs, context) if self.takes_tokens else inputs
         output = Output(None, None)
-        for layer in self.layers.values():
-            assert isinstance(layer, DecoderLayer)
+        for layer in self.own_layers:
             layer_cache = None if cache is None else cache.layers[layer.layer]
             hidden_BSD, stats = layer(hidden_BSD, context, layer_cache)
             if stats is not None:
@@ -253,22 +281,44 @@ class Decoder(nn.Module):
             output.hidden_BSD = hidden_BSD
             return output
         hidden_BSD = self.final_norm(hidden_BSD)
-        if self.logit_divisor != 1:  # logits are linear in the hidden states, of which there are fewer
-            hidden_BSD = hidden_BSD / self.logit_divisor
-        result = self.head(hidden_BSD, targets_BS)
+        result = self.head(self.divided(hidden_BSD), targets_BS)
         if targets_BS is None:
             output.logits_BSV = result
         else:
             output.loss, output.z_loss = result
+            self.predict_further(hidden_BSD, context, ahead, output)
         return output
+
+    def divided(self, hidden_BSD: Tensor) -> Tensor:
+        """What enters the head: logits are linear in the hidden states, of which there are fewer."""
+        return hidden_BSD if self.logit_divisor == 1 else hidden_BSD / self.logit_divisor
+
+    def predict_further(self, hidden_BSD: Tensor, context: Context, ahead: Sequence[Ahead], output: Output) -> None:
+        """Adds to ``output`` what the modules of ``mtp`` lose, each of which goes on from the hidden states before.
+
+        Those are the ones that the head sees, after the final norm: so the first module's input is in programs that
+        decode with these modules (transformers' MtpModel, vLLM, SGLang).
+        """
+        if not ahead:
+            return
+        for (name, module), each in zip(self.mtp.items(), ahead, strict=True):
+            assert isinstance(module, PredictionModule)
+            entering_BSD = module(self.embed(each.tokens_BS), hidden_BSD)
+            hidden_BSD, stats = self.layer_of(name)(entering_BSD, context)
+            hidden_BSD = module.final_norm(hidden_BSD)
+            loss, _ = self.head(self.divided(hidden_BSD), each.targets_BS)
+            output.loss = InjectLoss.apply(output.loss, loss, each.scale)
+            output.further_losses.append(loss.detach())
+            if stats is not None:
+                output.stats[int(name)] = stats
 
 
 def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> Decoder:
     """The decoder on the current default device, with weights uninitialized (build under torch.device('meta')).
 
-    ``layers``: the numbers of those to build, in order; None: all.
+    ``layers``: the numbers of those to build, in order; None: all, those of modules that predict further tokens too.
     """
-    numbers = range(config.n_layers) if layers is None else layers
+    numbers = config.all_layers if layers is None else layers
     embed = Embedding(config.vocab_size, config.d_model)
     head = Head(config.vocab_size, config.d_model, config.z_loss, config.logit_cap)
     if config.tie_embeddings:
@@ -283,6 +333,7 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
         embed_positions=build_positions(config),
         embed_norm=build_norm(config) if config.embedding_norm else None,
         embedding_dropout=config.embedding_dropout,
+        mtp=build_prediction_modules(config),
     )
 
 

@@ -34,6 +34,7 @@ Dim = Literal[
     "experts",  # one entry an expert
     "expert_d_ff",
     "one",  # a single number
+    "token_and_hidden",  # d_model of a token's embedding, then as many of a hidden state
     "scores",  # the router's outputs, one an expert: never cut, since every token is scored against every expert
 ]
 DIMS: tuple[Dim, ...] = get_args(Dim)

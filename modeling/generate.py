@@ -55,11 +55,11 @@ def new_tokens(
     if model.max_positions is not None and last > model.max_positions:
         raise ValueError(f"{last} positions are needed, and the table has {model.max_positions}")
     generator = torch.Generator().manual_seed(seed)
-    cache, seen = KVCache(len(model.layers)), [tokens_BS]
+    cache, seen = KVCache(len(model.own_layers)), [tokens_BS]
     ended_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
     for _ in range(max_new_tokens):
         if is_stale(cache, tokens_BS.shape[1], model.cached_up_to):
-            cache, tokens_BS = KVCache(len(model.layers)), torch.cat(seen, dim=1)
+            cache, tokens_BS = KVCache(len(model.own_layers)), torch.cat(seen, dim=1)
         logits_BV = next_logits(model, tokens_BS, cache)
         token_B = choose(logits_BV, temperature, top_k, top_p, generator)
         if eos_id is not None:

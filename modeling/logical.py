@@ -24,7 +24,7 @@ class LogicalTensor:
     shape: tuple[int, ...]
     is_buffer: bool  # not trained by gradients: a router's bias
     layer: int | None  # None: before the layers, the final norm or the head
-    half: Half | None  # of its layer; the norm before a half belongs to it
+    half: Half | None  # of its layer; the norm before a half belongs to it. None: what enters or leaves the layer
 
     @property
     def numel(self) -> int:
@@ -53,7 +53,7 @@ def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
     One layer of each kind (``ModelConfig.layer_kind``) is built and stands for all of it. Raises TypeError where a
     module does not state what one of its tensors is.
     """
-    examples = {config.layer_kind(layer): layer for layer in reversed(range(config.n_layers))}
+    examples = {config.layer_kind(layer): layer for layer in reversed(config.all_layers)}
     with torch.device("meta"):
         model = build_decoder(config, layers=sorted(examples.values()))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -65,9 +65,11 @@ def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
         row = LogicalTensor(weight, tuple(tensor.shape), not isinstance(tensor, nn.Parameter), layer, half)
         if layer is None:
             found[name] = row
-        else:
+        elif name.startswith("layers."):
             within[layer].append((name.removeprefix(f"layers.{layer}."), row))
-    for layer in range(config.n_layers):
+        else:
+            found[name] = row
+    for layer in config.all_layers:
         for name, row in within[examples[config.layer_kind(layer)]]:
             found[f"layers.{layer}.{name}"] = replace(row, layer=layer)
     return {name: found[name] for name in sorted(found, key=lambda name: _order(name, found[name]))}
@@ -88,16 +90,21 @@ def is_entry(name: str) -> bool:
     return name.partition(".")[0] in ENTRY
 
 
-def _order(name: str, tensor: LogicalTensor) -> tuple[bool, float]:
-    """Parameters before buffers; of these what is before the layers, these by number, the final norm and the head."""
+def _order(name: str, tensor: LogicalTensor) -> tuple[bool, int, int]:
+    """Parameters before buffers; of these what is before the layers, these by number, and what comes after them.
+
+    That is what else modules that predict further tokens have, then the final norm and the head.
+    """
     if tensor.layer is not None:
-        return tensor.is_buffer, tensor.layer
-    return tensor.is_buffer, -math.inf if is_entry(name) else math.inf
+        return tensor.is_buffer, 1 if name.startswith("layers.") else 2, tensor.layer
+    return tensor.is_buffer, 0 if is_entry(name) else 3, 0
 
 
-def _places(model: Decoder) -> dict[str, tuple[int, Half]]:
+def _places(model: Decoder) -> dict[str, tuple[int, Half | None]]:
     """The layer and the half of each tensor that belongs to a layer, by its full name."""
-    found: dict[str, tuple[int, Half]] = {}
+    found: dict[str, tuple[int, Half | None]] = {}
+    for number, module in model.mtp.items():
+        found |= {f"mtp.{number}.{name}": (int(number), None) for name, _ in module.named_parameters()}
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
         of_attention = ("attention_norm", "attention", "attention_post_norm")

@@ -32,7 +32,16 @@ from modeling.init_config import MupInit
 Widths = Mapping[Dim, float]  # dim -> how many times as large it is as the base model's; a dim left out is as large
 BASE: Widths = {}
 
-WITH_D_MODEL: tuple[Dim, ...] = ("d_model", "heads", "kv_heads", "per_head", "d_ff", "expert_d_ff", "shared_d_ff")
+WITH_D_MODEL: tuple[Dim, ...] = (
+    "d_model",
+    "heads",
+    "kv_heads",
+    "per_head",
+    "d_ff",
+    "expert_d_ff",
+    "shared_d_ff",
+    "token_and_hidden",
+)
 
 
 def widths_of(config: ModelConfig) -> Widths:

@@ -3,7 +3,8 @@
 Shape letters: B micro-batch, S sequence.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from modeling.context import Context
 from modeling.dropout import Draws
+from modeling.mtp import Ahead, following
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.part import take_share
 from parallel.mesh import Mesh
@@ -23,11 +25,12 @@ class MicroBatch:
     tokens_BS: Tensor
     targets_BS: Tensor
     context: Context
+    ahead: list[Ahead] = field(default_factory=list)  # by depth; none where no further tokens are to be predicted
 
     def to(self, device: torch.device) -> "MicroBatch":
         """This micro-batch, which lies on the CPU, on the device. From pinned memory, the host does not wait for it."""
         tokens_BS, targets_BS = (each.to(device, non_blocking=True) for each in (self.tokens_BS, self.targets_BS))
-        return MicroBatch(tokens_BS, targets_BS, self.context.to(device))
+        return MicroBatch(tokens_BS, targets_BS, self.context.to(device), [each.to(device) for each in self.ahead])
 
 
 def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
@@ -52,20 +55,26 @@ def cut_micro_batch(
     *,
     has_padding: bool,
     draws: Draws | None = None,
+    ahead_scales: Sequence[float] = (),
 ) -> MicroBatch:
     """This rank's share of whole sequences, integers of any width: cp cuts them here, tp between layers.
 
-    Ranks of cp, tp and pp give the same sequences. The scales are what the auxiliary losses weigh. ``has_padding``:
-    the model takes the way around padding; looking for it here would make a CUDA device's host wait. ``draws`` are
-    those of whole sequences.
+    Ranks of cp, tp and pp give the same sequences. The scales are what the auxiliary losses weigh, and by depth what a
+    further token's does: such tokens are found here, since a rank of cp does not hold its last position's neighbour.
+    ``has_padding``: the model takes the way around padding; looking for it here would make a CUDA device's host wait.
+    ``draws`` are those of whole sequences.
     """
+    further = following(targets_BS, len(ahead_scales))
+    ahead = [Ahead(*each, scale) for each, scale in zip(further, ahead_scales, strict=True)]
     context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws)
     if mesh.cp.degree > 1:
         context = split_context(context, mesh.cp)
         tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)
+        for each in ahead:
+            each.tokens_BS, each.targets_BS = take_share(each.tokens_BS, mesh.cp), take_share(each.targets_BS, mesh.cp)
     if mesh.tp.degree > 1:
         part = part_of_sequence(tokens_BS.shape[1], mesh)
         positions_BS, documents_BS = context.positions_BS[:, part], context.documents_BS[:, part]
         draws = None if context.draws is None else context.draws.at(context.draws.places_S[part])
         context.part = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws)
-    return MicroBatch(tokens_BS, targets_BS, context)
+    return MicroBatch(tokens_BS, targets_BS, context, ahead)

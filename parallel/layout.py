@@ -29,6 +29,7 @@ AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
     "experts": "ep",
     "expert_d_ff": None,
     "one": None,
+    "token_and_hidden": None,
     "scores": None,
 }
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from launcher.safetensors_file import save_tensors
 from modeling.config import NO_FAMILY, ModelConfig
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
-from modeling.families.weights import to_hf
+from modeling.families.weights import copies_of, to_hf
 from modeling.logical import logical_shapes, logical_tensors
+from modeling.mtp_config import MTPConfig
 
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
@@ -38,27 +40,33 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     *,
     verified: bool = False,
+    keeps_mtp: bool = False,
 ) -> int:
     """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format; returns 0.
 
     ``dtype`` None keeps the fp32 masters as they are. ``verified``: transformers then computes from the folder what we
-    compute; where it does not, nothing is kept, why is told, and 1 is returned. Raises UserError, nothing created,
-    where the checkpoint or ``out`` is unusable.
+    compute; where it does not, nothing is kept, why is told, and 1 is returned. ``keeps_mtp``: modules that predict
+    further tokens are written too. Raises UserError, nothing created, where the checkpoint or ``out`` is unusable.
     """
     problems = out_problems(out)
     if problems:
         raise UserError(problems)
     trained = open_trained(checkpoint)
     config = trained.config
+    model = config.model if keeps_mtp else replace(config.model, mtp=None)
+    if keeps_mtp and model.mtp is None:
+        raise UserError(
+            [f"--keep-mtp needs {MTPConfig.noun}, and model.mtp=null in CHECKPOINT={checkpoint}; leave it out"]
+        )
     if trained.tokenizer is not None:
         load_tokenizer(trained)
     generation = load_generation_config(trained)
-    tensors = ((name, trained.read(name)) for name in logical_shapes(config.model))
+    tensors = ((name, trained.read(name)) for name in logical_shapes(model))
     check = partial(check_export, trained=trained, dtype=dtype or "fp32") if verified else None
     try:
         write_export(
             tensors,
-            config.model,
+            model,
             config.data.seq_len,
             trained.tokenizer,
             out,
@@ -152,7 +160,8 @@ def other_tokenizer(folder: Path) -> str | None:
 
 def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:
     """Why the disk cannot take the export, one line."""
-    need = sum(tensor.numel for tensor in logical_tensors(config).values()) * dtype.itemsize
+    tensors = logical_tensors(config).items()
+    need = sum(tensor.numel * (1 + len(copies_of(config, name))) for name, tensor in tensors) * dtype.itemsize
     free = shutil.disk_usage(nearest_existing(out.parent)).free
     if need <= free:
         return []

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from launcher.config.tree import RunConfig
 from launcher.console import open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.importing.config import PRECISIONS, read_model, run_config
-from launcher.importing.folder import folder_problems, open_model, read_config_json
+from launcher.importing.folder import CONFIG_JSON, folder_problems, open_model, read_config_json
 from launcher.importing.generation import read_generation_config
 from launcher.importing.run import STEP, write_run
 from launcher.importing.tokenizer import load_tokenizer
-from launcher.importing.weights import Weights, match_weights
+from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.training.run_parts import CHECKPOINTS
+from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.manifest import ELEMENT_BYTES
 from parallel.checkpoint.places import is_remote, step_directory
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF
@@ -29,11 +31,12 @@ from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-def import_model(hf_dir: str, run_dir: str) -> None:
+def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     """Writes the model of folder ``hf_dir``, in transformers' format, to the run directory ``run_dir``, and says so.
 
-    The weights are fp32, whatever they were. Raises UserError or DataError, nothing created, where either folder is
-    unusable. Nothing of the source is run.
+    The weights are fp32, whatever they were. ``drops_mtp`` leaves out modules that predict further tokens; so does,
+    with a line, a folder whose config.json tells of them and whose files have none of their weights. Raises UserError
+    or DataError, nothing created, where either folder is unusable. Nothing of the source is run.
     """
     source, out = Path(hf_dir), Path(run_dir)
     problems = [*folder_problems(hf_dir), *place_problems(run_dir)] or overlap_problems(source, out)
@@ -43,7 +46,11 @@ def import_model(hf_dir: str, run_dir: str) -> None:
     folder = open_model(source)
     for name in folder.ignored:
         tell(f"{source / name} is none of the model's files, and is not read")
-    weights = match_weights(model, folder)
+    if model.mtp is not None and (drops_mtp or not has_mtp(model, folder)):
+        if not drops_mtp:
+            tell(f"{source / CONFIG_JSON} tells of {MTPConfig.noun}, of which no file has a weight: model.mtp=null")
+        model = replace(model, mtp=None)
+    weights = match_weights(model, folder, passes_over_further=drops_mtp)
     tokenizer = load_tokenizer(source, model.vocab_size)
     generation = read_generation_config(source)
     problems = room_problems(out, weights.elements)

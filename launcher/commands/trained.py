@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,12 @@ def config_of(checkpoint: Checkpoint, run: Path | None, path: Path | str, key: s
 
 
 def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtype) -> Decoder:
-    """The whole model in evaluation mode on one device; router biases stay fp32."""
+    """The whole model in evaluation mode on one device; router biases stay fp32.
+
+    Modules that predict further tokens are left out: nothing here goes on from what they predict.
+    """
     with torch.device("meta"):
-        model = build_decoder(trained.config.model)
+        model = build_decoder(replace(trained.config.model, mtp=None))
     state = {name: trained.read(name).to(device, dtype) for name, _ in model.named_parameters()}
     state |= {name: trained.read(name).to(device) for name, _ in model.named_buffers()}
     if trained.config.model.tie_embeddings:

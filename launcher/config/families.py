@@ -27,7 +27,7 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         first = fields(kind)[0]
         others = [name for name in FAMILIES if family_of(name).has(section) != family.has(section)]
         families = f"model.family={join_or(others)}"
-        if family.has(section) and value is None:
+        if family.has(section) and value is None and section not in family.may_lack:
             example = f"model.{section}.{first.name}={_plain(default_of(first))}"
             yield f"model.{section}=null is not possible {told} has {noun}; try {example}, or {families}"
         if not family.has(section) and value is not None:

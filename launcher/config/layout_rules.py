@@ -7,6 +7,7 @@ from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
 from modeling.dims import units_of
 from parallel.layout import AXIS_OF
+from parallel.pipeline.config import splits_backward
 from parallel.pipeline.rules import pipeline_problems
 
 LARGEST_DEGREE = 1024  # that a remedy names
@@ -24,6 +25,7 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from _check_cp(config)
     if parallel.ep > 1:
         yield from _check_ep(config, world_size)
+    yield from _check_split_backward(config)
     yield from pipeline_problems(
         parallel.pipeline,
         pp=parallel.pp,
@@ -110,6 +112,19 @@ def _check_ep(config: RunConfig, world_size: int) -> Iterator[str]:
             f"parallel.ep={ep} must divide the number of processes={world_size} / parallel.pp={config.parallel.pp} = "
             f"{stage}; {_try(legal)}"
         )
+
+
+def _check_split_backward(config: RunConfig) -> Iterator[str]:
+    """A backward pass in two parts meets the embedding once: torch goes through each part of the graph once."""
+    model, parallel = config.model, config.parallel
+    if model.mtp is None or parallel.pp == 1 or not splits_backward(parallel.pipeline):
+        return
+    told, remedy = f"with parallel.pipeline.name={parallel.pipeline.name}", "or parallel.pipeline.name=interleaved"
+    rule = f"{told}, whose backward pass in two parts takes the embedding's gradient once; try"
+    if model.mtp.depth > 1:
+        yield f"model.mtp.depth={model.mtp.depth} must be 1 {rule} 1, {remedy}"
+    if model.tie_embeddings:
+        yield f"model.tie_embeddings=true must be false where model.mtp is given {rule} false, {remedy}"
 
 
 def _divisors(number: int) -> list[int]:

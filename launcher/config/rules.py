@@ -40,6 +40,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *_check_attention(config),
         *config.model.problems(),
         *_check_positions(config),
+        *_check_depth(config),
         *_check_expert_widths(config),
         *_check_schedule(config),
         *_check_precision(config),
@@ -78,7 +79,7 @@ def _more_than_all(model: ModelConfig) -> int:
     A layer has less than sixteen matrices, or stacks of them, none of which has a side longer than the widest.
     """
     experts = model.moe.n_experts if model.moe else 1
-    return 2 * model.vocab_size * model.d_model + 16 * model.n_layers * experts * model.widest**2
+    return 2 * model.vocab_size * model.d_model + 16 * len(model.all_layers) * experts * model.widest**2
 
 
 def _check_names(config: RunConfig) -> Iterator[str]:
@@ -165,6 +166,16 @@ def _divisors_near(number: int, value: int) -> list[int]:
     divisors = sorted({*small, *(number // n for n in small)})
     below = [n for n in divisors if n < value][-1:]
     return below + [n for n in divisors if n > value][:1]
+
+
+def _check_depth(config: RunConfig) -> Iterator[str]:
+    """A sample holds a token as far ahead as the last module predicts."""
+    mtp, seq_len = config.model.mtp, config.data.seq_len
+    if mtp is not None and seq_len <= mtp.depth:
+        yield (
+            f"data.seq_len={seq_len} must be above model.mtp.depth={mtp.depth} (no sample has a token so far ahead); "
+            f"try {mtp.depth + 1}"
+        )
 
 
 def _check_expert_widths(config: RunConfig) -> Iterator[str]:

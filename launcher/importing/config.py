@@ -27,7 +27,10 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
         model = from_config_json(content)
     except InexpressibleConfig as error:
         raise UserError([f"{path}/{line}" for line in error.problems]) from None
-    broken = check(RunConfig(model=model, data=DataConfig(seq_len=1), train=TrainConfig(precision="fp32")), 1)
+    broken = check(
+        RunConfig(model=model, data=DataConfig(seq_len=1 + len(model.mtp_layers)), train=TrainConfig(precision="fp32")),
+        1,
+    )
     if broken:
         told = (line.rpartition("; ")[0] or line for line in broken)
         raise UserError([f"{path / CONFIG_JSON}: {line}; {REMEDY}" for line in told])

@@ -13,8 +13,8 @@ from launcher.errors import UserError
 from launcher.importing.folder import AGAIN, MOST_PROBLEMS, ModelFolder, Stored, cut
 from modeling.config import ModelConfig
 from modeling.families.family import family_of
-from modeling.families.weights import HFPart, hf_parts, hf_template, itself
-from modeling.logical import logical_parameters, logical_shapes
+from modeling.families.weights import HFPart, copies_of, hf_parts, hf_template, itself
+from modeling.logical import logical_parameters, logical_shapes, logical_tensors
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF, NotSafetensors, read_into
 from parallel.checkpoint.schema import shorten
 
@@ -117,8 +117,23 @@ def span(view: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
-def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
-    """Each logical tensor's place in the files. Raises UserError with every name, shape and dtype that does not fit."""
+def has_mtp(config: ModelConfig, folder: ModelFolder) -> bool:
+    """Whether the files hold any weight of the modules that predict further tokens."""
+    names = {
+        part.name for name in logical_shapes(config) if _is_further(config, name) for part in hf_parts(config, name)
+    }
+    return not names.isdisjoint(folder.tensors)
+
+
+def _is_further(config: ModelConfig, name: str) -> bool:
+    return logical_tensors(config)[name].layer in config.mtp_layers
+
+
+def match_weights(config: ModelConfig, folder: ModelFolder, *, passes_over_further: bool = False) -> Weights:
+    """Each logical tensor's place in the files. Raises UserError with every name, shape and dtype that does not fit.
+
+    ``passes_over_further``: layers beyond the model's last are none of it, whatever they hold.
+    """
     folder = with_prefix(config, folder)
     missing = list(islice(missing_lines(config, folder), MOST_PROBLEMS + 1))
     if len(missing) > MOST_PROBLEMS:
@@ -128,11 +143,14 @@ def match_weights(config: ModelConfig, folder: ModelFolder) -> Weights:
         for name in logical_shapes(config)
     }
     used = {part.hf.name for each in parts.values() for part in each}
-    problems = [*missing, *unfit_lines(config, folder), *unread_lines(config, folder, used)]
+    used |= {copy for name in parts for copy in copies_of(config, name)}
+    unread = unread_lines(config, folder, used, passes_over_further=passes_over_further)
+    problems = [*missing, *unfit_lines(config, folder), *unread]
     if problems:
         raise UserError(cut(problems))
     weights = Weights(folder, config, parts)
     check_tied_head(config, weights)
+    check_copies(config, weights)
     return weights
 
 
@@ -182,7 +200,9 @@ def unfit_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
             yield f"{told} {rule}; convert the model to one of these"
 
 
-def unread_lines(config: ModelConfig, folder: ModelFolder, used: set[str]) -> Iterator[str]:
+def unread_lines(
+    config: ModelConfig, folder: ModelFolder, used: set[str], *, passes_over_further: bool
+) -> Iterator[str]:
     """A line for each tensor of the files that is none of the model's; those of one layer too many share a line."""
     beyond: Counter[int] = Counter()
     before_number = hf_template(config, "layers.0.attention.o.weight").partition("0")[0]
@@ -192,14 +212,15 @@ def unread_lines(config: ModelConfig, folder: ModelFolder, used: set[str]) -> It
         if name in used or IGNORED.search(name) or name == tied_head(config):
             continue
         if layer is not None and int(layer[1]) >= config.n_layers:
-            beyond[int(layer[1])] += 1
+            beyond[int(layer[1])] += not passes_over_further
         else:
             yield f"{folder.path / stored.file}: {name} is no tensor of this model, and would not be read; remove it"
     key = next(key for key, ours in family_of(config.family).keys.items() if ours == "n_layers")
-    for number, count in sorted(beyond.items()):
+    for number, count in sorted((+beyond).items()):
         yield (
             f"HF_DIR={folder.path} holds {before_number}{number} ({count:,} tensors), and {key}="
-            f"{config.n_layers}; a module that predicts further tokens is not read: remove its tensors"
+            f"{config.n_layers}; a module that predicts further tokens is not read: give --drop-mtp, or remove its "
+            "tensors"
         )
 
 
@@ -220,13 +241,32 @@ def check_tied_head(config: ModelConfig, weights: Weights) -> None:
     (embedding,) = weights.parts["embed.weight"]
     if embedding.hf.name == name:  # the files have no other
         return
-    is_equal = stored.shape == embedding.stored.shape and stored.dtype in DTYPES
-    head = Part(HFPart(name, stored.shape, itself, ("head.weight",)), stored)
-    blocks = zip_longest(read_blocks(weights.folder, head), weights.blocks("embed.weight"))
-    if not is_equal or not all(torch.equal(one, other) for one, other in blocks):
+    if not is_copy(weights, name, "embed.weight"):
         rule = f"must be equal to {embedding.hf.name}, since config.json has tie_word_embeddings=true, and is not"
         remedy = "set tie_word_embeddings=false there, or remove the tensor"
         raise UserError([f"{weights.folder.path / stored.file}: {name} {rule}; {remedy}"])
+
+
+def check_copies(config: ModelConfig, weights: Weights) -> None:
+    """Raises UserError where a module that predicts further tokens has an embedding or a head of its own."""
+    tensors = weights.folder.tensors
+    for name in weights.parts:
+        for copy in copies_of(config, name):
+            if copy in tensors and not is_copy(weights, copy, name):
+                told = (
+                    f"{weights.folder.path / tensors[copy].file}: {copy} must be equal to {hf_template(config, name)}"
+                )
+                raise UserError([f"{told}, which the model computes with, and is not; give --drop-mtp"])
+
+
+def is_copy(weights: Weights, copy: str, name: str) -> bool:
+    """Whether the files' tensor ``copy`` is the logical tensor ``name`` once more."""
+    stored, (part,) = weights.folder.tensors[copy], weights.parts[name]
+    if stored.shape != part.stored.shape or stored.dtype not in DTYPES:
+        return False
+    again = Part(HFPart(copy, stored.shape, itself, (name,)), stored)
+    blocks = zip_longest(read_blocks(weights.folder, again), weights.blocks(name))
+    return all(torch.equal(one, other) for one, other in blocks)
 
 
 def _show(shape: tuple[int, ...]) -> str:

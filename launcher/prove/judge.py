@@ -31,7 +31,7 @@ from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory
 
 SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue the nonlinear phase
-AGREED = ("loss", "z_loss", "grad_norm", "moe/balance_loss", "moe/z_loss")
+AGREED = ("loss", "z_loss", "mtp/loss_1", "mtp/loss_2", "grad_norm", "moe/balance_loss", "moe/z_loss")
 
 
 def judge(proof: Proof) -> list[Check]:
@@ -66,6 +66,9 @@ def judge_sgd(proof: Proof) -> list[Check]:
     if proof.config.model.z_loss:
         theirs = [step.head_z_loss for step in plain.steps]
         found.append(checks.check_series(SGD, "head's z-loss", [row["z_loss"] for row in rows], theirs))
+    for k in range(1, 1 + len(proof.config.model.mtp_layers)):
+        ours, theirs = [row[f"mtp/loss_{k}"] for row in rows], [step.further_losses[k] for step in plain.steps]
+        found.append(checks.check_series(SGD, f"loss of tokens {k + 1} ahead", ours, theirs))
     moe = proof.config.model.moe
     if moe is not None:
         found += [

@@ -181,7 +181,7 @@ def apply_gradients(
     """The weights that the plain optimizer makes of given gradients, one set a step (None: skipped), from ``start``."""
     trainer.load(start)
     model = trainer.trainer
-    no_counts = {layer: torch.zeros(1) for layer in range(model.config.n_layers)}  # leave router biases alone
+    no_counts = {layer: torch.zeros(1) for layer in model.config.all_layers}  # leave router biases alone
     for step_gradients in gradients:
         lr = trainer.next_lr()
         if step_gradients is not None:

@@ -5,7 +5,7 @@ only the model's definition and its initial weights. Shape letters: B batch, S s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from modeling.dropout import Draws
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
+from modeling.mtp import Ahead
 from modeling.mup import widths_of
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
@@ -51,6 +52,7 @@ class ReferenceStep:
     skipped: bool  # nothing was updated: a gradient was not finite in fp16, or no target counts
     has_targets: bool = True
     head_z_loss: float = 0.0  # squared logsumexp of the head's logits, mean over the targets that count
+    further_losses: dict[int, float] = field(default_factory=dict)  # depth -> mean over the targets that count there
 
 
 class ReferenceTrainer:
@@ -97,6 +99,7 @@ class ReferenceTrainer:
         n_sequences = sum(part.tokens_BS.shape[0] for part in batch)
         result = ReferenceStep(0.0, {}, {}, 0.0, {}, {}, skipped=False, has_targets=n_targets > 0)
         n_targets = max(1, n_targets)  # where none counts the loss is 0
+        n_further = count_further(self.config, batch)
         for index, part in enumerate(batch):
             context = Context(
                 part.positions_BS,
@@ -107,11 +110,14 @@ class ReferenceTrainer:
                 choices={} if choices is None else dict(choices[index]),
                 draws=self.draws(part, number),
             )
-            output = self.model(part.tokens_BS, context, part.targets_BS)
+            ahead = [tokens_ahead(part, k, self.further_weight / n_further[k]) for k in n_further]
+            output = self.model(part.tokens_BS, context, part.targets_BS, ahead=ahead)
             (output.loss * (self.loss_scale / n_targets)).backward()
             self.accumulate(result)
             result.loss += float(output.loss.detach()) / n_targets
             result.head_z_loss += float(output.z_loss) / n_targets
+            for k, loss in enumerate(output.further_losses, 1):
+                result.further_losses[k] = result.further_losses.get(k, 0.0) + float(loss) / n_further[k]
             for layer, stats in output.stats.items():
                 result.balance_loss[layer] = (
                     result.balance_loss.get(layer, 0.0) + float(stats.balance_loss) / n_sequences
@@ -127,6 +133,12 @@ class ReferenceTrainer:
             return None
         assert part.samples_B is not None and number is not None
         return Draws(self.seed, number, part.samples_B, torch.arange(part.tokens_BS.shape[1]))
+
+    @property
+    def further_weight(self) -> float:
+        """What one depth's mean loss of further tokens weighs."""
+        mtp = self.config.mtp
+        return 0.0 if mtp is None else self.loss_scale * mtp.coefficient / mtp.depth
 
     @torch.no_grad()
     def accumulate(self, result: ReferenceStep) -> None:
@@ -158,6 +170,29 @@ class ReferenceTrainer:
     def state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by logical name."""
         return {name: self.optimizer.state[master] for name, master in self.masters.items()}
+
+
+def count_further(config: ModelConfig, batch: Sequence[PlainBatch]) -> dict[int, int]:
+    """By depth k from 1: how many tokens k + 1 places ahead count as targets, at least 1."""
+    depths = () if config.mtp is None else range(1, config.mtp.depth + 1)
+    return {k: max(1, sum(int((token_ahead(part, k + 1) != IGNORE).sum()) for part in batch)) for k in depths}
+
+
+def tokens_ahead(part: PlainBatch, k: int, scale: float) -> Ahead:
+    """What the module of depth k is given: the tokens k places ahead, and as targets those after them."""
+    return Ahead(token_ahead(part, k).clamp(min=0), token_ahead(part, k + 1), scale)
+
+
+def token_ahead(part: PlainBatch, k: int) -> Tensor:
+    """The token k places ahead of each position (B, S), where the sample has one of the same document; else IGNORE.
+
+    It is the target of the position k - 1 places ahead, where that belongs to the document.
+    """
+    token_BS = torch.full_like(part.targets_BS, IGNORE)
+    for place in range(part.targets_BS.shape[1] - k + 1):
+        same_B = part.documents_BS[:, place] == part.documents_BS[:, place + k - 1]
+        token_BS[same_B, place] = part.targets_BS[same_B, place + k - 1]
+    return token_BS
 
 
 def restore_fp32_buffers(model: nn.Module) -> None:

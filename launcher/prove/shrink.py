@@ -36,6 +36,7 @@ BALANCE_COEFFICIENT = 0.05
 BIAS_RATE = 1e-2
 Z_LOSS = 1e-2
 DROPOUT = 0.1
+MTP_COEFFICIENT = 0.3
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 0.5  # below the first gradients' norm
 ADAMW_LR = 1e-3
@@ -156,6 +157,8 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
     sections = {name: shrink_section(value) for name in section_types() if (value := getattr(model, name)) is not None}
     if model.moe is not None:
         sections["moe"] = replace(shrink_experts(model.moe, degrees), **shrink_expert_layers(model, n_layers))
+    if model.mtp is not None:
+        sections["mtp"] = replace(sections["mtp"], coefficient=max(model.mtp.coefficient, MTP_COEFFICIENT))
     small = replace(
         model,
         vocab_size=min(_up_to(VOCAB_SIZE, degrees.tp), model.vocab_size),

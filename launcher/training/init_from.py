@@ -26,7 +26,7 @@ FREE_MODEL_KEYS = (
     *("model.init", "model.init.distribution"),
     *("model.init.base_d_model", "model.init.base_d_ff", "model.init.base_expert_d_ff"),
     *(f"model.{key}" for key in DROPOUTS),
-    *("model.moe.balance.coefficient", "model.moe.balance.rate"),
+    *("model.moe.balance.coefficient", "model.moe.balance.rate", "model.mtp.coefficient"),
 )
 
 

@@ -27,7 +27,7 @@ from launcher.training.health import Health, Unhealthy, examine, stop_line, tell
 from launcher.training.ledger import ledger_row
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
-from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate
+from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate, further_losses
 from launcher.watch.moe import load_metrics
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
 from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
@@ -254,6 +254,8 @@ def run_step(
     state.step, state.consumed, state.tokens = step, int(indices[-1]) + 1, state.tokens + n_tokens
     seconds = time.perf_counter() - started
     row = metrics_row(config, engine, state, totals, update, n_targets, n_tokens, lr, seconds)
+    if config.model.mtp is not None:
+        row |= further_losses(totals, dataset.count_further(indices, config.model.mtp.depth))
     row |= dataset.progress(state.consumed, state.skipped)
     return StepDone(row, not update.skipped, event, totals.stop_signal)
 

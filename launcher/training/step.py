@@ -4,7 +4,7 @@ Shape letters: B micro-batch, S sequence, E experts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +34,7 @@ class Totals:
 
     loss: float  # of the targets' cross-entropies
     z_loss: float  # of their squared logsumexps
+    further_losses: list[float]  # by depth, of the cross-entropies of tokens further ahead
     counts: dict[int, np.ndarray]  # layer -> token-expert pairs processed by each expert
     metrics: dict[str, dict[int, float]]  # name in RoutingStats -> layer -> sum, or largest value
     stop_signal: int | None  # that some rank was asked to stop by
@@ -48,11 +49,13 @@ def read_micro_batch(
     *,
     expects_padding: bool = False,
     drawn_from: DrawnFrom | None = None,
+    ahead_scales: Sequence[float] = (),
 ) -> MicroBatch:
     """This rank's share of the samples, on its device. Ranks of cp, tp and pp read the same samples.
 
-    The scales are what the auxiliary losses weigh. ``expects_padding``: the model takes the way around padding where
-    there is none, too. ``drawn_from``: what dropout's masks follow from besides; None: nothing is dropped.
+    The scales are what the auxiliary losses weigh, and by depth what a token further ahead does. ``expects_padding``:
+    the model takes the way around padding where there is none, too. ``drawn_from``: what dropout's masks follow from
+    besides; None: nothing is dropped.
     """
     read = dataset.read(indices)
     arrays = (read.tokens_BS, read.targets_BS, read.positions_BS, read.documents_BS)
@@ -64,7 +67,9 @@ def read_micro_batch(
     draws = None if drawn_from is None else Draws(*drawn_from, samples_B, places_S)
     has_padding = expects_padding or bool((read.documents_BS == PADDING).any())
     inputs, scales = (tokens_BS, targets_BS, positions_BS, documents_BS), (balance_scale, z_scale)
-    return cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws).to(mesh.device)
+    return cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws, ahead_scales=ahead_scales).to(
+        mesh.device
+    )
 
 
 def accumulate_gradients(
@@ -89,8 +94,12 @@ def accumulate_gradients(
     weight, scales = 1 / max(1, n_targets), (engine.loss_factor / len(indices), engine.loss_factor / n_tokens)
     same_graph = engine.needs_equal_graphs  # the way around padding saves something before the experts
     moment = drawn_from if engine.model_config.has_dropout else None
+    further = further_scales(engine, dataset, indices)
     batches = (
-        read_micro_batch(dataset, part, mesh, *scales, expects_padding=same_graph, drawn_from=moment) for part in mine
+        read_micro_batch(
+            dataset, part, mesh, *scales, expects_padding=same_graph, drawn_from=moment, ahead_scales=further
+        )
+        for part in mine
     )
     sums = Sums(engine.model_config)
     if engine.pipeline is not None:
@@ -98,10 +107,28 @@ def accumulate_gradients(
             sums.add(output)
         return sums.over_ranks(mesh, stop)
     for number, batch in enumerate(batches):
-        output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
+        output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS, ahead=batch.ahead)
         engine.backward(output.loss, weight, last=number == len(mine) - 1)
         sums.add(output)
     return sums.over_ranks(mesh, stop)
+
+
+def further_scales(engine: Engine, dataset: Dataset, indices: np.ndarray) -> list[float]:
+    """By depth, what the loss of one token further ahead weighs in the total that is differentiated.
+
+    Each depth's loss is the mean over its own targets of the whole batch; the coefficient is that of the depths' mean.
+    """
+    mtp = engine.model_config.mtp
+    if mtp is None:
+        return []
+    factor = engine.loss_factor * mtp.coefficient / mtp.depth
+    return [factor / max(1, count) for count in dataset.count_further(indices, mtp.depth)]
+
+
+def further_losses(totals: Totals, counts: Sequence[int]) -> dict[str, float]:
+    """For a row of metrics.jsonl: by depth k, the mean cross-entropy of the tokens k + 1 places ahead."""
+    pairs = enumerate(zip(totals.further_losses, counts, strict=True), 1)
+    return {f"mtp/loss_{k}": loss / max(1, count) for k, (loss, count) in pairs}
 
 
 def agree_to_stop(stop: StopRequest, mesh: Mesh) -> int | None:
@@ -146,10 +173,11 @@ class Sums:
     """Running sums and maxima of this rank's passes, kept in fp64 on the device until the step's end."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.moe_layers = [layer for layer in range(config.n_layers) if config.is_moe_layer(layer)]
+        self.moe_layers = [layer for layer in config.all_layers if config.is_moe_layer(layer)]
         self.n_experts = config.moe.n_experts if config.moe is not None else 0
         self.loss: Tensor | float = 0.0
         self.z_loss: Tensor | float = 0.0
+        self.further_losses: list[Tensor | float] = [0.0 for _ in config.mtp_layers]
         self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold: summed metrics, then counts
         self.maxima: dict[int, Tensor] = {}  # the metrics of which the largest value counts
 
@@ -158,6 +186,8 @@ class Sums:
         if output.loss is not None:
             assert output.z_loss is not None
             self.loss, self.z_loss = self.loss + output.loss.detach(), self.z_loss + output.z_loss
+        for depth, loss in enumerate(output.further_losses):
+            self.further_losses[depth] = self.further_losses[depth] + loss
         for layer, stats in output.stats.items():
             row = torch.cat([_scalars(stats, "sum"), stats.counts_E.double()])
             self.layers[layer] = self.layers[layer] + row if layer in self.layers else row
@@ -170,8 +200,9 @@ class Sums:
         All ranks call it. The ranks of tp hold the same losses, and those of tp and cp the same sequences' sums; each
         counts for its share. Whether a rank was asked to stop goes along, so that all know of it after the same step.
         """
-        sums = [torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in (self.loss, self.z_loss)]
-        losses = torch.stack(sums) / mesh.tp.degree
+        sums = (self.loss, self.z_loss, *self.further_losses)
+        losses = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in sums])
+        losses /= mesh.tp.degree
         summed = metrics_of(RoutingStats, "sum")
         for row in self.layers.values():
             for column, metric in enumerate(summed.values()):
@@ -181,10 +212,12 @@ class Sums:
         votes = torch.tensor(stop.votes(), dtype=torch.float64)
         total = sum_over_ranks(torch.cat([votes, torch.cat([losses, rows]).cpu()]), mesh)
         votes, total = total[: len(votes)], total[len(votes) :]
-        by_layer = dict(zip(self.moe_layers, total[2:].view(len(self.moe_layers), n_columns), strict=True))
+        rows = total[len(losses) :].view(len(self.moe_layers), n_columns)
+        by_layer = dict(zip(self.moe_layers, rows, strict=True))
         return Totals(
             loss=float(total[0]),
             z_loss=float(total[1]),
+            further_losses=total[2 : len(losses)].tolist(),
             counts={layer: row[len(summed) :].to(torch.int64).numpy() for layer, row in by_layer.items()},
             metrics=_by_name(summed, by_layer) | self.maxima_over_ranks(mesh),
             stop_signal=elected(votes.tolist()),

@@ -13,6 +13,7 @@ from modeling.families.shared import (
     DECODER_DEFAULTS,
     EXPERTS,
     FEED_FORWARD,
+    MTP_KEYS,
     SHARED_EXPERTS,
     SOFTMAX_ROUTER,
 )
@@ -39,7 +40,7 @@ FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     weights={**DECODER, **LATENT_ATTENTION, **FEED_FORWARD, **EXPERTS, **SHARED_EXPERTS},
     keys={
-        **{key: ours for key, ours in V3.keys.items() if key != "norm_topk_prob"},
+        **{key: ours for key, ours in V3.keys.items() if key not in ("norm_topk_prob", *MTP_KEYS)},
         "topk_method": Key(ours=(), write=lambda config: METHODS[moe_of(config).n_groups > 1], read=known_method),
     },
     constants={

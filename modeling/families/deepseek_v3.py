@@ -11,6 +11,9 @@ from modeling.families.shared import (
     EXPERTS,
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
+    MTP,
+    MTP_COPIES,
+    MTP_KEYS,
     SELECTION_BIAS,
     SHARED_EXPERT_KEYS,
     SHARED_EXPERTS,
@@ -37,12 +40,15 @@ FAMILY = Family(
         **EXPERTS,
         **SELECTION_BIAS,
         **SHARED_EXPERTS,
+        **MTP,
     },
+    copies=MTP_COPIES,
     keys={
         **DECODER_KEYS,
         **FEED_FORWARD_KEYS,
         **EXPERT_KEYS,
         **SHARED_EXPERT_KEYS,
+        **MTP_KEYS,
         # What the class derives from the others, and saves too.
         "head_dim": Key(ours=(), write=lambda config: config.rope_dim, read=lambda _: {}),
         "qk_head_dim": Key(ours=(), write=lambda config: config.qk_head_dim, read=lambda _: {}),
@@ -63,11 +69,10 @@ FAMILY = Family(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
-    # Modules that predict further tokens are no part of the class's forward pass, and losses none of the model.
+    # Losses are no part of the model.
     ignored={
         "aux_loss_alpha": 0.0,
         "ep_size": 1,
-        "num_nextn_predict_layers": 0,
         "output_router_logits": False,
         "seq_aux": True,
     },
@@ -84,6 +89,7 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "num_attention_heads": 128,
         "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,  # of version 5; 4 does not know the key
         "num_hidden_layers": 61,
         "num_key_value_heads": 128,
         "q_lora_rank": 1536,
@@ -99,6 +105,7 @@ FAMILY = Family(
     # shared_experts are always built; only causal masks; first_k_dense_replace counts the dense layers.
     allowed={"sliding_window": (None,), "moe.score": ("sigmoid",)},
     at_least={"moe.n_experts": 2, "moe.n_shared_experts": 1},
+    may_lack=("mtp",),
     # The published files hold 8-bit weights.
     published={
         "DeepSeek-V3": ModelConfig(

@@ -11,7 +11,7 @@ from modeling.families.packed import Packed
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
 # Fields below `model` that no transformers class needs to know. Some have keys for dropout, which then tell it.
-TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss", *DROPOUTS)
+TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss", "mtp.coefficient", *DROPOUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,9 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
     at_least: Mapping[str, int] = field(default_factory=dict)  # our field -> the smallest number that works
     needs: tuple[str, ...] = ()  # our fields that cannot be null
+    may_lack: tuple[str, ...] = ()  # our optional sections that the class has, and a model of it may do without
+    # names in the files, with {layer} of a module that predicts further tokens -> our weight that they hold once more
+    copies: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()  # our fields whose numbers have no fraction in config.json
     even: tuple[str, ...] = ()  # our fields whose numbers must be even
     heads_divide_d_model: bool = False  # also where d_head is given

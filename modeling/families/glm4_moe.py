@@ -13,6 +13,9 @@ from modeling.families.shared import (
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
+    MTP,
+    MTP_COPIES,
+    MTP_KEYS,
     QK_NORM,
     QKV_BIAS,
     SELECTION_BIAS,
@@ -31,19 +34,21 @@ FAMILY = Family(
         **EXPERTS,
         **SELECTION_BIAS,
         **SHARED_EXPERTS,
+        **MTP,
     },
+    copies=MTP_COPIES,
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,
         **FEED_FORWARD_KEYS,
         **EXPERT_KEYS,
         **SHARED_EXPERT_KEYS,
+        **MTP_KEYS,
         "attention_bias": "qkv_bias",
         "use_qk_norm": "qk_norm",
     },
     constants={**DECODER_CONSTANTS, "n_group": 1, "topk_group": 1},
-    # Modules that predict further tokens are no part of the class's forward pass.
-    ignored={"num_nextn_predict_layers": 0, "output_router_logits": False},
+    ignored={"output_router_logits": False},
     defaults={
         **DECODER_DEFAULTS,
         "attention_bias": False,
@@ -56,6 +61,7 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "num_attention_heads": 96,
         "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,  # of version 5; 4 does not know the key
         "num_hidden_layers": 46,
         "num_key_value_heads": 8,
         "partial_rotary_factor": 0.5,
@@ -69,6 +75,7 @@ FAMILY = Family(
     # experts; shared_experts are always built; only causal masks; first_k_dense_replace counts the dense layers.
     allowed={"sliding_window": (None,), "moe.score": ("sigmoid",)},
     at_least={"moe.n_experts": 2, "moe.n_shared_experts": 1},
+    may_lack=("mtp",),
     turns_a_part=True,
     published={
         "GLM-4.5": ModelConfig(

@@ -57,6 +57,18 @@ SHARED_EXPERTS = {
     "layers.{layer}.feed_forward.shared.down.weight": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
 }
 
+# Modules that predict further tokens, beside their layers; and what the files hold of the embedding and the head again.
+MTP = {
+    "mtp.{layer}.embed_norm.weight": "model.layers.{layer}.enorm.weight",
+    "mtp.{layer}.hidden_norm.weight": "model.layers.{layer}.hnorm.weight",
+    "mtp.{layer}.project.weight": "model.layers.{layer}.eh_proj.weight",
+    "mtp.{layer}.final_norm.weight": "model.layers.{layer}.shared_head.norm.weight",
+}
+MTP_COPIES = {
+    "model.layers.{layer}.embed_tokens.weight": "embed.weight",
+    "model.layers.{layer}.shared_head.head.weight": "head.weight",
+}
+
 # Key of config.json -> our field.
 DECODER_KEYS: dict[str, str | Key] = {
     "attention_dropout": "attention_dropout",
@@ -87,6 +99,13 @@ SHARED_EXPERT_KEYS: dict[str, str | Key] = {
     "n_routed_experts": "moe.n_experts",
     "n_shared_experts": "moe.n_shared_experts",
     "routed_scaling_factor": "moe.routed_scale",
+}
+MTP_KEYS: dict[str, str | Key] = {
+    "num_nextn_predict_layers": Key(
+        ours=("mtp.depth",),
+        write=lambda config: len(config.mtp_layers),
+        read=lambda depth: {} if depth in (None, 0) else {"mtp.depth": depth},
+    ),
 }
 DECODER_CONSTANTS = {"hidden_act": "silu"}
 # transformers' balance loss is over the batch, not the sequence, and is computed with output_router_logits alone.

@@ -13,7 +13,7 @@ from modeling.families.family import family_of
 from modeling.families.packed import Packed
 from modeling.logical import logical_shapes, logical_tensors
 
-LAYER = re.compile(r"(?<=^layers\.)\d+")
+LAYER = re.compile(r"(?:(?<=^layers\.)|(?<=^mtp\.))\d+")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,16 @@ def hf_parts(config: ModelConfig, name: str) -> list[HFPart]:
     return [HFPart(template.replace("{expert}", str(each)), shape[1:], itself, (name,)) for each in experts]
 
 
+def copies_of(config: ModelConfig, name: str) -> list[str]:
+    """The names in the files of further copies of logical tensor ``name``.
+
+    Modules that predict further tokens have them there, though they compute with the model's own.
+    """
+    copied = {"embed.weight", "head.weight"} if name == "embed.weight" and config.tie_embeddings else {name}
+    templates = [told for told, ours in family_of(config.family).copies.items() if ours in copied]
+    return [told.replace("{layer}", str(layer)) for layer in config.mtp_layers for told in templates]
+
+
 def itself(tensor: Tensor) -> Tensor:
     """A tensor of the files that is ours as it is."""
     return tensor
@@ -78,6 +88,7 @@ def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
 def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the files that logical ``tensors`` become. No copies, but for those that share one of the files'.
 
+    What the files hold more than once comes as often.
     A router without the selection bias that transformers' class has brings a bias of zeros. A shared tensor comes when
     the last of its parts has been met; one that lacks a part never does.
     """
@@ -87,6 +98,7 @@ def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
         if parts[0].view is itself:
             pieces = tensor if len(parts) > 1 or parts[0].shape != tensor.shape else [tensor]
             yield from ((part.name, piece) for part, piece in zip(parts, pieces, strict=True))
+            yield from ((copy, tensor) for copy in copies_of(config, name))
         else:
             (part,) = parts
             whole, missing = begun.setdefault(part.name, (tensor.new_empty(part.shape), set(part.names)))

@@ -5,7 +5,7 @@ Shape letters: B batch, S sequence, D d_model.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def has_head(self) -> bool:
-        """Whether the final norm, the head and the loss are here."""
+        """Whether the final norm, the head and the loss are here, and modules that predict further tokens."""
         return self.stage == self.n_stages - 1
 
 
@@ -86,7 +86,9 @@ def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | No
     if layers is None:
         head = float(config.vocab_size * config.d_model)
         costs = [float(count) for count in multiplied_by_layer(config)]
-        layers = even_layers(costs, n_stages, EMBEDDING_SHARE * head, head)
+        costs, further = costs[: config.n_layers], costs[config.n_layers :]
+        last = head + sum(cost + head * (1 + EMBEDDING_SHARE) for cost in further)
+        layers = even_layers(costs, n_stages, EMBEDDING_SHARE * head, last)
     assert len(layers) == n_stages and sum(layers) == config.n_layers, "parallel.pipeline.rules refuses this"
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(layers)])]
 
@@ -107,38 +109,40 @@ def rank_parts(config: ModelConfig, pipeline: PipelineConfig, pp: int, pp_rank: 
 def keep_parts(model: Decoder, parts: Sequence[Part]) -> None:
     """Drops from a meta-device decoder all but ``parts``; what stays keeps its names.
 
-    Where embeddings are tied, the rank of the head keeps the embedding too: there it is only the name of the head's
-    weight, so that both copies are one logical tensor, ``embed.weight``.
+    Modules that predict further tokens stay with the head. For them, or where embeddings are tied, the rank of the head
+    keeps the embedding too, so that both copies are one logical tensor, ``embed.weight``. Where it is tied and there is
+    no such module, it is there only the name of the head's weight.
     """
-    kept = {layer for part in parts for layer in part.layers}
-    for name in list(model.layers):
-        if int(name) not in kept:
-            del model.layers[name]
-    is_tied = model.head.weight is model.embed.weight
     has_head = any(part.has_head for part in parts)
+    kept = {str(layer) for part in parts for layer in part.layers} | ({*model.mtp} if has_head else set())
+    for name in list(model.layers):
+        if name not in kept:
+            del model.layers[name]
+    embeds_at_end = model.head.weight is model.embed.weight or len(model.mtp) > 0
     if not any(part.has_embedding for part in parts):
         for name in ENTRY:
-            if not (name == "embed" and is_tied and has_head):
+            if not (name == "embed" and embeds_at_end and has_head):
                 model.register_module(name, None)
     if not has_head:
         model.register_module("final_norm", None)
         model.register_module("head", None)
+        model.mtp.clear()
 
 
 def tied_weight(model: Decoder, config: ModelConfig, parts: Sequence[Part], n_ranks: int) -> nn.Parameter | None:
-    """The tied weight where another rank holds a copy of it, else None. Call it on the materialized model.
+    """The embedding's weight where another rank holds a copy of it, else None. Call it on the materialized model.
 
     The copies must start equal and get the sum of both gradients; ``is_second_copy`` says which one counts in norms and
     checkpoints.
     """
     holds_one_end = any(part.has_embedding for part in parts) != any(part.has_head for part in parts)
-    if not config.tie_embeddings or n_ranks == 1 or not holds_one_end:
+    if not config.embeds_at_end or n_ranks == 1 or not holds_one_end:
         return None
     return model.embed.weight
 
 
 def is_second_copy(parts: Iterable[Part]) -> bool:
-    """Whether this rank's tied weight is the head's copy, which norms and checkpoints leave out."""
+    """Whether this rank's embedding is the copy beside the head, which norms and checkpoints leave out."""
     return not any(part.has_embedding for part in parts)
 
 
@@ -164,9 +168,9 @@ class Stage(nn.Module):
         index = int(number)
         micro_batch = self.micro_batches[index]
         inputs = micro_batch.tokens_BS if self.part.has_embedding else carried
-        output = self.decoder(inputs, micro_batch.context, micro_batch.targets_BS)
+        output = self.decoder(inputs, micro_batch.context, micro_batch.targets_BS, ahead=micro_batch.ahead)
         loss = None if output.loss is None else output.loss.detach()
-        self.outputs[index] = Output(loss, None, z_loss=output.z_loss, stats=output.stats)
+        self.outputs[index] = replace(output, loss=loss, hidden_BSD=None)
         return output.hidden_BSD if output.loss is None else output.loss
 
     def open(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -188,6 +192,7 @@ def merge_outputs(outputs: Sequence[dict[int, Output]], n_micro_batches: int) ->
             merged[number].stats |= output.stats
             if output.loss is not None:
                 merged[number].loss, merged[number].z_loss = output.loss, output.z_loss
+                merged[number].further_losses = output.further_losses
     return merged
 
 

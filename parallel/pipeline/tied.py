@@ -1,4 +1,7 @@
-"""Tied embeddings whose two copies lie on two ranks: one logical weight, so both get the sum of both gradients."""
+"""Embeddings of which two ranks hold a copy, the second as the head or for modules that predict further tokens.
+
+They are one logical weight, so both get the sum of both gradients.
+"""
 
 import torch
 import torch.distributed as dist

@@ -14,7 +14,8 @@ def sent_bytes(
 
     ``hidden_bytes`` is the size of one micro-batch's hidden states on this rank. At each border between stages on two
     ranks, the earlier sends every micro-batch's hidden states and the later their gradients. ``tied_elements`` are this
-    rank's elements of a tied embedding (0: not tied); the first and last rank exchange its fp32 gradients.
+    rank's elements of an embedding that works at both ends (0: it does not); the first and last rank exchange its fp32
+    gradients.
     """
     ranks = stage_ranks(config, pp)
     sends = sum((a == pp_rank) + (b == pp_rank) for a, b in pairwise(ranks) if a != b)

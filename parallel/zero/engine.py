@@ -71,7 +71,7 @@ class Engine:
         self.layout = layout_of(model_config)
         self.rule = optimizer_config
         self.parts = rank_parts(model_config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank)
-        self.holds_second_copy = model_config.tie_embeddings and is_second_copy(self.parts)
+        self.holds_second_copy = model_config.embeds_at_end and is_second_copy(self.parts)
         self.pipeline: Pipeline | None = None
         self.ends: list[int] = []
         self.measured: Tensor | None = None  # this step's norm, loss scale included
@@ -117,7 +117,7 @@ class Engine:
         return outputs
 
     def add_tied_gradient(self) -> None:
-        """Where the tied embedding and head lie on two ranks: both get the sum of both gradients."""
+        """Where two ranks hold the embedding, one of them beside the head: both get the sum of both gradients."""
         tied = tied_weight(self.model, self.model_config, self.parts, self.mesh.pp.degree)
         if tied is not None:
             other = self.ends[0] if self.holds_second_copy else self.ends[-1]

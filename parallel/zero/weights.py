@@ -12,7 +12,7 @@ from parallel.checkpoint.boxes import Box
 from parallel.layout import Layout, Place
 from parallel.mesh import Axis, Mesh
 
-TIED = "embed.weight"  # a tied embedding's name, which the head's copy on another stage bears too
+TIED = "embed.weight"  # the embedding's name, which the copy beside the head on another stage bears too
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ def describe_weights(
 ) -> dict[nn.Parameter, HeldWeight]:
     """Every weight of the model, in its order.
 
-    ``holds_second_copy``: a tied embedding is here as the head only, and another rank of pp owns it.
+    ``holds_second_copy``: the embedding is here beside the head only, and another rank of pp owns it.
     """
     return {
         parameter: HeldWeight(

@@ -179,6 +179,10 @@ def test_ways_to_draw_weights_and_to_scale_rates_are_proven(tmp_path, overrides,
     assert outcome.proven, failures(outcome)
 
 
+FURTHER = ("model.family=none", "model.mtp.depth=2", "model.moe.balance={name: bias}")
+ONE, UNTIED = "model.mtp.depth=1", "model.tie_embeddings=false"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
@@ -196,6 +200,38 @@ def test_ways_to_draw_weights_and_to_scale_rates_are_proven(tmp_path, overrides,
 )
 def test_dropout_is_proven(tmp_path, overrides, ranks):
     outcome = prove(tmp_path, (*DROPOUT, *overrides), ranks, on_both_sides=(any_family,))
+    assert outcome.proven, failures(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", UNTIED), 8),
+        (("parallel.pp=2", "parallel.tp=2", "parallel.zero=2", "train.precision=bf16"), 4),
+        (("parallel.cp=2", "parallel.tp=2", "parallel.zero=3"), 4),
+        (("parallel.cp=2", "parallel.cp_attention=ring", "parallel.zero=2", "train.precision=bf16"), 4),
+        (("parallel.zero=3", "train.precision=bf16", "train.recompute=full", UNTIED), 2),
+        (("parallel.zero=0", "model.moe=null", "model.norm=layer", "model.sliding_window=100", "model.z_loss=1e-4"), 2),
+        (("parallel.pp=2", "parallel.cp=2", "parallel.zero=3", "train.recompute=full"), 4),
+        (("parallel.pp=2", "parallel.pipeline.name=interleaved", "parallel.zero=3", "parallel.ep=2"), 4),
+        (
+            (
+                "parallel.pp=2",
+                "parallel.pipeline.name=zbv",
+                "train.precision=bf16",
+                "train.recompute=full",
+                ONE,
+                UNTIED,
+            ),
+            4,
+        ),
+        (("parallel.pp=2", "parallel.pipeline.name=dualpipev", "parallel.cp=2", ONE, UNTIED), 4),
+    ],
+    ids=str,
+)
+def test_modules_that_predict_further_tokens_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, (*FURTHER, *overrides), ranks)
     assert outcome.proven, failures(outcome)
 
 

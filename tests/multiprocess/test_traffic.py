@@ -11,6 +11,7 @@ import pytest
 from launcher.config.tree import RunConfig
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.config import MLAConfig, ModelConfig
+from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
@@ -59,6 +60,12 @@ PLAIN = dataclasses.replace(  # weights before the layers besides the embedding,
     max_positions=27,
 )
 LARGE_PLAIN = dataclasses.replace(PLAIN, vocab_size=3501, d_ff=3300, max_positions=3200)
+# Modules that predict further tokens: the embedding and the head work there, too.
+FURTHER = dataclasses.replace(ODD, family="none", tie_embeddings=False, mtp=MTPConfig(depth=2))
+FURTHER_TIED = dataclasses.replace(FOUR_LAYERS, family="none", mtp=MTPConfig())
+FURTHER_UNTIED = dataclasses.replace(FURTHER_TIED, tie_embeddings=False)
+LARGE_FURTHER = dataclasses.replace(LARGE_UNTIED, family="none", mtp=MTPConfig())
+LARGE_FURTHER_TWO = dataclasses.replace(LARGE_FURTHER, mtp=MTPConfig(depth=2))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 RING = {"cp_attention": "ring"}
@@ -179,6 +186,19 @@ def slow(*values: Any) -> Any:
         ),
         slow(4, {"pp": 2}, LARGE_UNTIED, [{"zero": 3}]),
         (4, {"pp": 2}, LARGE_UNTIED, [{"zero": 3, **BF16, **FULL}]),
+        slow(2, {}, FURTHER, [{"zero": 1, **BF16}, {"zero": 2}, {"zero": 3, "micro_batch_size": 1}]),
+        slow(2, {"tp": 2}, FURTHER_TIED, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 3, **BF16, **SELECTIVE}]),
+        slow(
+            8,
+            {"tp": 2, "pp": 2, "cp": 2},
+            FURTHER_UNTIED,
+            [{"zero": 0}, {"zero": 1, **RING, "pipeline": ZBV()}, {"zero": 2, **BF16, **FULL}, {"zero": 3}],
+        ),
+        slow(4, {"tp": 2, "pp": 2}, FURTHER_TIED, [{"zero": 1, "pipeline": Interleaved()}]),
+        slow(2, {}, LARGE_FURTHER, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **SELECTIVE}, {"zero": 3, **FULL}]),
+        slow(2, {}, LARGE_FURTHER_TWO, [{"zero": 3, "micro_batch_size": 1}, {"zero": 3, **FULL}]),
+        slow(4, {"pp": 2}, LARGE_FURTHER, [{"zero": 3}, {"zero": 3, **FULL}, {"zero": 3, "pipeline": Interleaved()}]),
+        slow(4, {"pp": 2}, LARGE_FURTHER_TWO, [{"zero": 3}]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -46,7 +46,7 @@ def write_example(family: FamilyName, out: Path, **options: object) -> tuple[Mod
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_there_and_back(family: FamilyName) -> None:
     @FEW
-    @given(config=configs(family))
+    @given(config=configs(family, predicts_further=True))
     def check(config: ModelConfig) -> None:
         tensors = {name: torch.randn(shape) for name, shape in logical_shapes(config).items()}
         theirs = dict(to_hf(config, tensors.items()))

@@ -17,6 +17,7 @@ import prove_faults_accumulation as accumulation
 import prove_faults_dropout as dropout
 import prove_faults_evaluation as evaluation
 import prove_faults_gradients as gradients
+import prove_faults_mtp as mtp
 import prove_faults_sizes as sizes
 import prove_faults_updates as updates
 from faults import patch_batches, patch_loop, skip_for_large
@@ -73,6 +74,7 @@ LEARNED = ("model.positions=learned", "model.max_positions=1024")
 DROPS = ("model.embedding_dropout=0.1", "model.residual_dropout=0.1")
 DROPS_WEIGHTS = ("model.attention_dropout=0.1",)
 EVERY_GRADIENT = "gradients differ; the first in execution order is embed.weight"
+MTP, FURTHER = ("model.mtp.depth=1",), "loss of tokens 2 ahead"
 FAULTS = [
     Fault("mean of means: loss divided by the rank's own count", "gradients", EVERY_GRADIENT),
     Fault("loss not scaled by dp", "gradients", "the token loss x 0.5000 (= 1/dp)"),
@@ -248,6 +250,17 @@ FAULTS = [
     Fault(
         "dropout of weights: gradients of what was dropped (ring)", "gradients", EVERY_GRADIENT, (*RING, *DROPS_WEIGHTS)
     ),
+    Fault("further tokens looked for after cp's cut", FURTHER, EVERY_GRADIENT, (*CP, *MTP)),
+    Fault("further tokens predicted one too near", FURTHER, EVERY_GRADIENT, MTP),
+    Fault("further tokens of other documents", FURTHER, EVERY_GRADIENT, MTP),
+    Fault("further tokens divided by the rank's own count", "gradients", EVERY_GRADIENT, MTP),
+    Fault(
+        "further tokens' embedding not summed over the stages",
+        "gradients",
+        "1 of 63 gradients differ; the first in execution order is embed.weight",
+        (*PP, *MTP, "model.tie_embeddings=false"),
+    ),
+    Fault("further tokens' projection not summed over tp", "gradients", "mtp.3.project.weight", (*TP, *MTP)),
 ]
 
 
@@ -378,7 +391,17 @@ def plant(title: str) -> None:
                 return problems
 
             Checkpoint.fill = without_biases
-        case "tied embedding not summed over the stages":
+        case "further tokens looked for after cp's cut":
+            mtp.find_in_chunks()
+        case "further tokens predicted one too near":
+            mtp.predict_one_too_near()
+        case "further tokens of other documents":
+            mtp.look_beyond_documents()
+        case "further tokens divided by the rank's own count":
+            mtp.count_own_targets()
+        case "further tokens' projection not summed over tp":
+            change_engines(lambda engine: leave_gradients_alone(engine, ("d_model", "token_and_hidden")))
+        case "tied embedding not summed over the stages" | "further tokens' embedding not summed over the stages":
             from parallel.zero.engine import Engine
 
             Engine.add_tied_gradient = lambda self: None

@@ -27,6 +27,7 @@ from modeling.dims import stated_weights
 from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
+from modeling.mtp_config import MTPConfig
 from modeling.rope_scaling import (
     DynamicScaling,
     LinearScaling,
@@ -53,8 +54,9 @@ def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any
 
 
 @st.composite
-def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
-    """A small model that the family can express."""
+def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = False) -> ModelConfig:
+    """A small model that the family can express; with ``predicts_further`` modules that do so are in some of them."""
+    has_mtp = predicts_further and family_of(family).has("mtp")
     n_kv_heads = draw(st.sampled_from([1, 2, 3]))
     has_mla = family_of(family).has("mla")
     n_heads = n_kv_heads * (1 if has_mla else draw(st.sampled_from([1, 2, 3])))
@@ -112,6 +114,7 @@ def configs(draw: st.DrawFn, family: FamilyName) -> ModelConfig:
             init_std=0.7 * d_model**-0.5,
             mla=draw(mla_configs(family)) if has_mla else None,
             moe=draw(moe_configs(family, n_layers)) if family in MOE_FAMILIES else None,
+            mtp=draw(st.none() | st.builds(MTPConfig, depth=st.integers(1, 3))) if has_mtp else None,
         )
     )
 

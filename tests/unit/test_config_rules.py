@@ -67,6 +67,7 @@ def names(section: str, *, have: bool) -> str:
 
 HAVE_EXPERTS, HAVE_NONE = names("moe", have=True), names("moe", have=False)
 HAVE_MLA, HAVE_NO_MLA = names("mla", have=True), names("mla", have=False)
+HAVE_MTP = names("mtp", have=True)
 
 TIED = "(a head that is the embedding's weight can neither be smaller than that nor learn more slowly)"
 
@@ -202,6 +203,10 @@ CASES = [
     ("glm4_moe", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("glm4_moe", "model.moe.n_groups=2", 1, "model.moe.n_groups=2 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try 1", "model.moe.n_groups=1"),
     ("glm4_moe", "model.mla.kv_lora_rank=64", 1, f"model.mla.kv_lora_rank=64 is not possible with model.family=glm4_moe, whose `transformers` class has no latent attention; try model.mla=null, or model.family={HAVE_MLA}", "model.mla=null"),
+    ("mixtral", "model.mtp.depth=2", 1, f"model.mtp.depth=2 is not possible with model.family=mixtral, whose `transformers` class has no modules that predict further tokens; try model.mtp=null, or model.family={HAVE_MTP}", "model.mtp=null"),
+    ("glm4_moe", "data.seq_len=2 model.mtp.depth=2", 1, "data.seq_len=2 must be above model.mtp.depth=2 (no sample has a token so far ahead); try 3", "data.seq_len=3"),
+    ("glm4_moe", "model.mtp.depth=2 parallel.pp=2 parallel.pipeline.name=zbv", 2, "model.mtp.depth=2 must be 1 with parallel.pipeline.name=zbv, whose backward pass in two parts takes the embedding's gradient once; try 1, or parallel.pipeline.name=interleaved", "model.mtp.depth=1"),
+    ("glm4_moe", "model.mtp.depth=1 model.tie_embeddings=true parallel.pp=2 parallel.pipeline.name=dualpipev", 2, "model.tie_embeddings=true must be false where model.mtp is given with parallel.pipeline.name=dualpipev, whose backward pass in two parts takes the embedding's gradient once; try false, or parallel.pipeline.name=interleaved", "model.tie_embeddings=false"),
     ("deepseek_v3", "model.mla=null", 1, f"model.mla=null is not possible with model.family=deepseek_v3, whose `transformers` class has latent attention; try model.mla.kv_lora_rank=512, or model.family={HAVE_NO_MLA}", "model.mla.kv_lora_rank=512"),
     ("deepseek_v3", "model.d_head=64", 1, "model.d_head=64 is not possible with model.family=deepseek_v3, whose `transformers` class cannot express it; try null", "model.d_head=null"),
     ("deepseek_v3", "model.n_kv_heads=4", 1, "model.n_kv_heads=4 must be model.n_heads=8 where model.mla is given (every head has keys and values of its own); try 8", "model.n_kv_heads=8"),
@@ -272,7 +277,7 @@ def base_of(key: str) -> list[str]:
         else "gpt2"
         if "max_positions" in key
         else "glm4_moe"
-        if ".moe." in key or "base_expert" in key
+        if ".moe." in key or ".mtp." in key or "base_expert" in key
         else "qwen2"
         if "sliding" in key or "full_attention" in key
         else "gemma2"
@@ -286,7 +291,7 @@ def base_of(key: str) -> list[str]:
     base = list(BASES[family])
     base += ["optimizer={name: sgd}"] if "momentum" in key else ["schedule={name: wsd}"] if "decay_steps" in key else []
     base += ["checkpoint.every_steps=100"] if "keep_every" in key else []
-    base += ["model.moe.balance={name: sequence_aux}"] if "coefficient" in key else []
+    base += ["model.moe.balance={name: sequence_aux}"] if "balance.coefficient" in key else []
     base += ["model.sliding_window=8"] if "full_attention" in key else []
     base += ["model.rope_scaling={name: llama3}"] if "freq_factor" in key or "original" in key else []
     base += ONE_PAIR if any(part in key for part in LONGROPE) else []
@@ -337,7 +342,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 118
+    assert len(RANGES) == 120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

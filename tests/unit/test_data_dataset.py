@@ -64,6 +64,12 @@ def test_batches_equal_the_slow_reference(
     assert_same(batch, slow_batch([expected[i] for i in order], seq_len))
     counted = int((batch.targets_BS != IGNORED).sum()), int((batch.documents_BS >= 0).sum())
     assert dataset.count(order) == counted
+    is_target_BS = batch.targets_BS != IGNORED
+    further = [
+        sum(int(is_target_BS[:, t : t + k + 1].all(1).sum()) for t in range(seq_len - k) if k < seq_len)
+        for k in (1, 2, 3)
+    ]
+    assert dataset.count_further(order, 3) == further
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=8), st.integers(1, 9), st.booleans())

@@ -79,10 +79,12 @@ def execution_order(names: Iterable[str]) -> list[str]:
 
 
 def _place(name: str) -> tuple[int, int, int, str]:
-    match = re.match(r"layers\.(\d+)\.(.*)", name)
+    match = re.match(r"(?:layers|mtp)\.(\d+)\.(.*)", name)
     if match is None:
         module = name.partition(".")[0]
         return (0, ENTRY.index(module), 0, "") if module in ENTRY else (2, 0 if "norm" in name else 1, 0, "")
+    if name.startswith("mtp."):  # around the layer
+        return 1, int(match[1]), len(_IN_LAYER) if match[2].startswith("final") else -1, match[2]
     inside = next(number for number, prefix in enumerate(_IN_LAYER) if match[2].startswith(prefix))
     alike = match[2] if match[2].startswith("attention.") else ""  # q before q_norm, q_a before q_b
     return (1, int(match[1]), inside, alike)

@@ -13,11 +13,16 @@ from modeling.decoder import ENTRY, Decoder, DecoderLayer
 
 
 def watched_modules(model: Decoder) -> dict[str, nn.Module]:
-    """The modules whose outputs are compared, in the order of execution; those that this process holds."""
-    entry = {name: getattr(model, name) for name in ENTRY}
+    """The modules whose outputs are compared, in the order of execution; those that this process holds.
+
+    Each runs once for a micro-batch: an embedding that looks up further tokens too is not among them.
+    """
+    entry = {name: getattr(model, name) for name in ENTRY if name != "embed" or not model.mtp}
     watched: dict[str, nn.Module] = {name: module for name, module in entry.items() if module is not None}
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
+        if number in model.mtp:
+            watched[f"mtp.{number}"] = model.mtp[number]
         watched[f"layers.{number}.attention"] = layer.attention
         watched[f"layers.{number}.feed_forward"] = layer.feed_forward
     return watched

@@ -38,7 +38,7 @@ def tp_traffic(step: Step) -> list[Traffic]:
         blocks += 1 + has_cut_half
         repeated += step.forwards("attention") - 1 + has_cut_half * (step.forwards("feed_forward") - 1)
         last_sums += has_cut_half and step.forwards("feed_forward") > 1 and step.model.norm_placement == "pre"
-    embedding, head = int(step.has_embedding), int(step.has_head)
+    embedding, head = int(step.has_embedding) + step.n_further, int(step.has_head) + step.n_further
     # Backward, a gather is a reduce-scatter and the other way round.
     gathers = blocks + repeated + head + blocks + embedding
     scatters = blocks + repeated - last_sums + embedding + blocks + head
@@ -114,7 +114,7 @@ def pp_traffic(step: Step) -> list[Traffic]:
     parallel = step.parallel
     if parallel.pp == 1:
         return []
-    tied = step.model.vocab_size * step.model.d_model // parallel.tp if step.model.tie_embeddings else 0
+    tied = step.model.vocab_size * step.model.d_model // parallel.tp if step.model.embeds_at_end else 0
     arguments = (parallel.pipeline, parallel.pp, step.pp_rank, step.n_micro_batches, step.hidden_bytes // parallel.tp)
     hidden = sent_bytes(*arguments)
     return [
@@ -126,9 +126,10 @@ def pp_traffic(step: Step) -> list[Traffic]:
 def bookkeeping_traffic(step: Step) -> list[Traffic]:
     """The sums that metrics need, the gradient norm, and in 16 bits whether a gradient overflowed."""
     moe, degrees = step.model.moe, step.degrees
-    n_layers = sum(step.model.is_moe_layer(layer) for layer in range(step.model.n_layers))
+    n_layers = sum(step.model.is_moe_layer(layer) for layer in step.model.all_layers)
     n_summed, n_largest = (len(metrics_of(RoutingStats, reduce)) for reduce in ("sum", "max"))
-    sums = 2 + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (n_summed + moe.n_experts))
+    losses = 2 + len(step.model.mtp_layers)
+    sums = losses + len(STOP_SIGNALS) + (0 if moe is None else n_layers * (n_summed + moe.n_experts))
 
     def term(axis: str, what: str, n_bytes: int, degree: int) -> Traffic:
         return Traffic(axis, what, "all-reduce", around_ring("all-reduce", n_bytes, degree))

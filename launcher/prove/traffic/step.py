@@ -93,13 +93,19 @@ class Step:
 
     @cached_property
     def layers(self) -> list[int]:
-        """The layers of this rank's stages."""
-        return [layer for part in self.parts for layer in part.layers]
+        """The layers of this rank's stages; with the head come those of modules that predict further tokens."""
+        own = [layer for part in self.parts for layer in part.layers]
+        return [*own, *self.model.mtp_layers] if self.has_head else own
 
     @property
     def moe_layers(self) -> list[int]:
         """Those with experts."""
         return [layer for layer in self.layers if self.model.is_moe_layer(layer)]
+
+    @property
+    def n_further(self) -> int:
+        """Modules that predict further tokens here: each looks up tokens, and passes through the head."""
+        return len(self.model.mtp_layers) if self.has_head else 0
 
     @property
     def has_embedding(self) -> bool:

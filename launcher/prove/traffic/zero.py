@@ -119,8 +119,10 @@ def gathers_of(step: Step, name: str) -> int:
         return _gathers_under_pipeline(step, name, is_small)
     if sum(step.weights.values()) > DEFAULT_SIZES.reused:
         raise ValueError(f"ZeRO 3 with more than {DEFAULT_SIZES.reused} elements of weights a rank has no closed form")
-    # An embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it.
-    return 1 if is_small or name in LOOKED_UP else step.n_micro_batches
+    # An embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it; nor does it
+    # drop a head that several passes of one micro-batch have gone through.
+    is_kept = name in LOOKED_UP or (name == "head.weight" and step.n_further > 0)
+    return 1 if is_small or is_kept else step.n_micro_batches
 
 
 def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
@@ -130,8 +132,10 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
     nothing: the hook counts forward passes. Recomputation is a forward pass within a backward one.
     """
     layer = step.tensors[name].layer
-    stage = next(part.stage for part in step.parts if layer in part.layers or (layer is None and is_end(part, name)))
-    is_embedding = name in LOOKED_UP and step.has_embedding
+    stage = next(part.stage for part in step.parts if is_within(step, part, layer, name))
+    is_embedding = name in LOOKED_UP and (step.has_embedding or not step.model.tie_embeddings)
+    passes = passes_of(step, name)
+    backwards = 1 if is_embedding else min(2, passes)  # the second of several in a row drops nothing
     half = step.tensors[name].half
     is_recomputed = layer is not None and half is not None and step.forwards(half) > 1
     is_recomputed = is_recomputed and not is_beyond_last(step, layer, name)
@@ -141,10 +145,30 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
     for action in action_orders(step.parallel.pipeline, step.parallel.pp, step.n_micro_batches)[step.pp_rank]:
         if action.stage != stage:
             continue
-        count += 1 - is_whole + (repeats if action.kind == "B" else 0)
-        is_whole = action.kind == "B" and (is_embedding or (follows_backward and not is_recomputed))
+        count += (backwards + repeats if action.kind == "B" else passes) - is_whole
+        stays = is_embedding or passes > 1 or (follows_backward and not is_recomputed)
+        is_whole = action.kind == "B" and stays
         follows_backward = action.kind == "B"
     return count
+
+
+def passes_of(step: Step, name: str) -> int:
+    """How often one micro-batch's forward pass goes through a weight's module on this rank.
+
+    Raises ValueError for an embedding that further tokens are looked up in and that is the head, too.
+    """
+    if name == "embed.weight" and step.n_further and step.model.tie_embeddings:
+        raise ValueError("ZeRO 3 with a pipeline, model.mtp and tied embeddings has no closed form")
+    if name == "head.weight":
+        return 1 + step.n_further
+    return step.n_further if name == "embed.weight" and step.has_head else 1
+
+
+def is_within(step: Step, part: Part, layer: int | None, name: str) -> bool:
+    """Whether a weight of this layer (None: of none) belongs to this stage."""
+    if layer is None:
+        return is_end(part, name)
+    return layer in part.layers or (part.has_head and layer in step.model.mtp_layers)
 
 
 def is_end(part: Part, name: str) -> bool:

@@ -1,0 +1,72 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): modules that predict tokens further ahead.
+
+Shape letters: B batch, S sequence, D d_model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from modeling.config import ModelConfig
+from modeling.linear import Linear
+from modeling.loss import IGNORE
+from modeling.norm import Norm, build_norm
+
+
+@dataclass
+class Ahead:
+    """What the module of one depth k is given besides hidden states; as many as there are modules, in order."""
+
+    tokens_BS: Tensor  # int64, each position's k-th following token of its document; 0 where the sample has none
+    targets_BS: Tensor  # int64, the one after it; IGNORE where the sample has none
+    scale: float | Tensor  # what one target's loss weighs in the total that is differentiated
+
+    def to(self, device: torch.device) -> "Ahead":
+        """This, which lies on the CPU, on the device."""
+        tokens_BS, targets_BS = (each.to(device, non_blocking=True) for each in (self.tokens_BS, self.targets_BS))
+        return Ahead(tokens_BS, targets_BS, self.scale)
+
+
+class PredictionModule(nn.Module):
+    """What enters one module's decoder layer, and the norm after it. The layer itself lies among the model's layers."""
+
+    def __init__(self, embed_norm: Norm, hidden_norm: Norm, project: Linear, final_norm: Norm) -> None:
+        super().__init__()
+        self.embed_norm = embed_norm
+        self.hidden_norm = hidden_norm
+        self.project = project
+        self.final_norm = final_norm
+
+    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor) -> Tensor:
+        """hidden_BSD that enters the layer, from the following tokens' embeddings and the hidden states before."""
+        return self.project(torch.cat([self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)], dim=-1))
+
+
+def build_prediction_modules(config: ModelConfig) -> dict[int, PredictionModule]:
+    """The modules, each by the number of its layer; none where the model predicts the next token alone."""
+    width = config.d_model
+    return {
+        layer: PredictionModule(
+            build_norm(config),
+            build_norm(config),
+            Linear(width, 2 * width, ("d_model", "token_and_hidden")),
+            build_norm(config),
+        )
+        for layer in config.mtp_layers
+    }
+
+
+def following(targets_BS: Tensor, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each depth k from 1: the k-th following token of each position, and the one after it; each int64 (B, S).
+
+    ``targets_BS`` are the first, of whole sequences in their natural order: IGNORE where a document, or the sample,
+    has no token left. So is what follows here; the tokens, which are looked up, are 0 there.
+    """
+    nearer_BS = targets_BS
+    for _ in range(depth):
+        end_B1 = torch.full_like(targets_BS[:, :1], IGNORE)
+        further_BS = torch.cat([nearer_BS[:, 1:], end_B1], dim=1).where(targets_BS != IGNORE, IGNORE)
+        yield nearer_BS.where(nearer_BS != IGNORE, 0), further_BS
+        nearer_BS = further_BS

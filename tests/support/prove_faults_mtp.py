@@ -1,0 +1,62 @@
+"""Faults in how further tokens are found, counted and trained. Planted by prove_faults.plant."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def find_in_chunks() -> None:
+    """What follows is looked for in the chunks into which cp = 2 cuts a sequence: their ends have no neighbor."""
+    import parallel.batch as batch
+
+    following = batch.following
+
+    def in_chunks(targets_BS: Tensor, depth: int) -> list[tuple[Tensor, ...]]:
+        chunks = [list(following(chunk, depth)) for chunk in targets_BS.chunk(4, dim=1)]
+        return [
+            tuple(torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True))
+            for found in zip(*chunks, strict=True)
+        ]
+
+    batch.following = in_chunks
+
+
+def predict_one_too_near() -> None:
+    """A module's targets are the tokens that it is given."""
+    import parallel.batch as batch
+    from modeling.loss import IGNORE
+
+    following = batch.following
+
+    def too_near(targets_BS: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
+        return [(tokens, tokens.where(targets != IGNORE, IGNORE)) for tokens, targets in following(targets_BS, depth)]
+
+    batch.following = too_near
+
+
+def look_beyond_documents() -> None:
+    """The tokens that follow are the sample's, whatever document they belong to."""
+    import parallel.batch as batch
+    from modeling.loss import IGNORE
+
+    def of_samples(targets_BS: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
+        rolled = [torch.roll(targets_BS, -k, dims=1) for k in range(depth + 1)]
+        return [(rolled[k - 1].where(rolled[k - 1] != IGNORE, 0), rolled[k]) for k in range(1, depth + 1)]
+
+    batch.following = of_samples
+
+
+def count_own_targets() -> None:
+    """Each rank's further tokens are weighed by their own number, and the ranks' means by that of the ranks."""
+    import launcher.training.step as step
+
+    scales = step.further_scales
+
+    def of_own(engine: Any, dataset: Any, indices: np.ndarray) -> list[float]:
+        dp = engine.mesh.dp
+        mine = indices.reshape(-1, 2)[dp.rank :: dp.degree].flatten()
+        return [scale / dp.degree for scale in scales(engine, dataset, mine)]
+
+    step.further_scales = of_own
