@@ -355,7 +355,7 @@ class ModelConfig:
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields of an optional section, and about it, that is broken."""
         yield from self.layer_list_problems()
-        if self.positions == "rope":
+        if self.positions == "rope" and self.n_heads > 0:  # else its range's rule speaks
             yield from rope_scaling_problems(self.rope_scaling, self.rope_dim, self.rope_theta)
         yield from self.position_problems()
         if isinstance(self.init, MupInit):

@@ -588,6 +588,7 @@ NOT_ALONE = (
     "nope_layers",
     "moe.dense_layers",
     "original_seq_len",
+    "longest_seq_len",
     "parallel.pipeline",
     "data.",
     "train.global_batch_size",
