@@ -60,6 +60,7 @@ REASONS = {
     "parallel.zero.settings.INITIAL_LOSS_SCALE_POWER": "the loss scale that fp16 begins at; a proof overflows at it",
     "parallel.zero.settings.LOSS_SCALE_WINDOW": "steps until the loss scale doubles; no proof has as many yet",
     "parallel.zero.settings.deepspeed_config: 1e+09": "steps between DeepSpeed's prints",
+    "parallel.processes.device.PORT": "of an address that nothing is sent to",
     "parallel.processes.environment.": REFUSAL,
     "parallel.processes.heartbeat.": WAITING,
     "parallel.processes.lifeline.": WAITING,
