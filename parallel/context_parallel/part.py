@@ -22,6 +22,12 @@ def held_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | N
     return torch.cat([first, last])
 
 
+def held_position(index: int, seq_len: int, cp_rank: int, cp: int) -> int:
+    """The natural position of the ``index``-th one that rank ``cp_rank`` of ``cp`` holds, told without a tensor."""
+    chunk = chunk_length(seq_len, cp)
+    return cp_rank * chunk + index if index < chunk else (2 * cp - 1 - cp_rank) * chunk + index - chunk
+
+
 def rank_major_order(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
     """Permutation (int64): the natural position of each place in rank-major order; ``natural[order]`` is rank-major."""
     return torch.cat([held_positions(seq_len, rank, cp, device) for rank in range(cp)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modeling.context import Context, attention_mask
 from modeling.score_terms import ScoreTerms, biased
-from parallel.context_parallel.part import held_positions
+from parallel.context_parallel.part import held_position, held_positions
 from parallel.mesh import Axis
 
 TILE = (
@@ -90,7 +90,6 @@ def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int, ti
     """The tiles of this rank's queries and ``key_rank``'s keys, those on the diagonal first."""
     seq_len, device = whole.positions_BS.shape[1], whole.positions_BS.device
     mine, theirs = (held_positions(seq_len, rank, axis.degree, device) for rank in (axis.rank, key_rank))
-    places_of_keys = held_positions(seq_len, key_rank, axis.degree).tolist()
     tiles = [
         Tile(
             queries,
@@ -101,7 +100,7 @@ def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int, ti
             whole.documents_BS[:, theirs[keys]],
             window,
             mine[queries],
-            places_of_keys[keys.start],
+            held_position(keys.start, seq_len, key_rank, axis.degree),
         )
         for queries, keys in product(_slices(len(mine), tile), repeat=2)
     ]

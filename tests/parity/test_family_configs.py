@@ -271,7 +271,7 @@ def test_layers_without_experts_are_those_of_the_class(family: FamilyName, liste
     assert config.moe is not None and not [*config.problems()]
     assert (config.moe.n_dense_layers, config.moe.every_n_layers, config.moe.dense_layers) == fields
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
     has_router = [hasattr(layer.mlp, "gate") for layer in theirs.model.layers]
     assert [config.is_moe_layer(layer) for layer in range(4)] == has_router
     assert config.n_moe_layers == sum(has_router)

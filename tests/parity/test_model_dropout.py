@@ -49,7 +49,9 @@ def in_training(config: ModelConfig, tensors: dict[str, Tensor]) -> PreTrainedMo
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "export"
         write_export(tensors.items(), config, 64, None, out, "fp32")
-        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+        theirs = AutoModelForCausalLM.from_pretrained(
+            out, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
     return theirs.train()
 
 

@@ -65,9 +65,11 @@ def their_losses(folder: str, tokens_BS: Tensor, config: ModelConfig) -> tuple[A
     modeling_layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(modeling_layers, "MtpModel"):
         pytest.skip("transformers 4 does not compute these modules")
-    main_model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    main_model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
     main_model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\." for layer in config.mtp_layers]
-    modules = modeling_layers.MtpModel.from_pretrained(main_model)
+    modules = modeling_layers.MtpModel.from_pretrained(main_model, trust_remote_code=False)
     output = main_model(tokens_BS, output_hidden_states=True, use_cache=False)
     losses = [F.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())]
     hidden_BSD = output.hidden_states[-1]
@@ -141,7 +143,7 @@ def test_dropped_is_the_model_alone_and_silent(family: FamilyName) -> None:
     assert main(["export", "run", "out"]) == 0
     assert told("out")["num_nextn_predict_layers"] == 0
     with no_warnings():
-        _, info = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
+        _, info = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True, trust_remote_code=False)
     assert not any(info.values())
     assert not [name for name in stored("out") if re.match(r"model\.layers\.[2-9]\.", name)]
 
@@ -185,9 +187,9 @@ def test_published_depth_needs_no_word() -> None:
     save_run(Path("run"), RunConfig(model=config), build(config, 3), 5)
     assert main(["export", "run", "out", "--keep-mtp"]) == 0
     with no_warnings():
-        _, info = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
+        _, info = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True, trust_remote_code=False)
     assert not any(info.values())
-    assert getattr(AutoConfig.from_pretrained("out"), "num_nextn_predict_layers", 1) == 1
+    assert getattr(AutoConfig.from_pretrained("out", trust_remote_code=False), "num_nextn_predict_layers", 1) == 1
 
 
 @pytest.mark.slow

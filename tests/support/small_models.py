@@ -79,7 +79,7 @@ def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = Fal
             # with 2, QK norm's gradient nearly cancels and rounding shows
             d_head=draw(st.sampled_from(widths or [None])),
             d_ff=4 * draw(st.integers(1, 12)),
-            tie_embeddings=draw(st.booleans()),
+            tie_embeddings=(tied := draw(st.booleans())),
             norm_placement=expressible(family, "norm_placement", ["pre", "post", "both"])[0],
             norm_adds_one=expressible(family, "norm_adds_one", [False, True])[0],
             norm=expressible(family, "norm", ["rms", "layer"])[0],
@@ -109,7 +109,7 @@ def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = Fal
             local_rope_theta=draw(st.sampled_from(expressible(family, "local_rope_theta", [None, 50.0]))),
             rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
             rope_scaling=draw(rope_scalings(family)) if "rope_scaling" in family_of(family).told else None,
-            **{key: draw(st.sampled_from([0.0, 0.1])) for key in DROPOUTS if key in family_of(family).told},
+            **{key: 0.1 if tied else 0.0 for key in DROPOUTS if key in family_of(family).told},
             norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
             init_std=0.7 * d_model**-0.5,
             mla=draw(mla_configs(family)) if has_mla else None,

@@ -216,6 +216,7 @@ def run(case: Case) -> list[str]:
         batch = on_gpu(batch, mode)
         hidden_BSD = None
         if model.embed is None:
+            model.takes_tokens = False
             part = batch.context.between_layers.positions_BS.shape
             hidden_BSD = torch.empty(*part, case.config.d_model, dtype=dtype, device=GPU, requires_grad=True)
         backward(model, batch, hidden_BSD)
