@@ -17,7 +17,7 @@ from launcher.config.tree import RunConfig
 from launcher.prove.compare.outputs import record_outputs
 from launcher.prove.reference import PlainBatch, ReferenceTrainer
 from launcher.prove.shrink import shrink
-from modeling.config import ModelConfig
+from modeling.config import DROPOUTS, ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
@@ -51,9 +51,12 @@ class Coordinates:
 
 
 def small_relative(config: RunConfig) -> ModelConfig:
-    """The model as `roundtable prove` shrinks it for one process: the architecture at its narrowest, few layers."""
+    """The model as `roundtable prove` shrinks it for one process: the architecture at its narrowest, few layers.
+
+    Nothing is dropped: sizes are those of what is computed outside training, and updates need no noise.
+    """
     alone = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, zero=1)
-    small = shrink(replace(config, parallel=alone), 1).model
+    small = replace(shrink(replace(config, parallel=alone), 1).model, **dict.fromkeys(DROPOUTS, 0.0))
     if small.moe is None or config.model.moe is None:
         return small
     own = config.model.moe  # a proof makes its auxiliary losses strong

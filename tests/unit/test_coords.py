@@ -77,9 +77,12 @@ def config_of(folder: Path, **model: object) -> str:
     return str(path)
 
 
-def test_the_command_draws_and_tells(tmp_path, capsys):
+@pytest.mark.parametrize("key", ["residual_dropout", "attention_dropout"])
+def test_the_command_draws_and_tells(tmp_path, capsys, key):
+    """Of a config with dropout, which is left out: as published GPT-2 and Granite have it."""
     out = tmp_path / "coords.png"
-    arguments = ["coords", config_of(tmp_path), str(out), "optimizer.lr=3e-3", "--widths", "32,64,128", "--steps", "2"]
+    options = ["optimizer.lr=3e-3", f"model.{key}=0.1", "--widths", "32,64,128", "--steps", "2"]
+    arguments = ["coords", config_of(tmp_path), str(out), *options]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert out.read_bytes().startswith(b"\x89PNG")
