@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow test-slurm test-transformers4 slurm-packages prove drill fuzz sweep lint check format bench clean
+.PHONY: install demo test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages prove drill fuzz sweep lint check format bench clean
 
 install: $(STAMP)
 
@@ -74,6 +74,18 @@ sweep: $(STAMP)
 # 200 runs whose ranks, launchers and fork servers are killed at random moments; a line each, and a JSON summary.
 drill: $(STAMP)
 	$(BIN)/python tests/support/kill_drill.py --runs 200
+
+# Checks and figures on a GPU, or with DRY=1 the very same code on the CPU. PART, OUT, MINUTES and CHECK narrow it.
+# A .venv that is there is taken as it is: a machine with a GPU may have no network (build/gpu-wheels/install.py).
+HOUR := $(BIN)/python benchmarks/gpu/hour.py
+gpu: $(if $(wildcard $(STAMP)),,$(STAMP))
+	@$(HOUR) $(if $(PART),--part '$(PART)') $(if $(DRY),--dry) $(if $(OUT),--out '$(OUT)') \
+	  $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(CHECK),--check '$(CHECK)')
+
+# What such a machine still needs beside torch and transformers, as wheels: build/gpu-wheels, under 64 MiB. HAVE names
+# large packages that are there, BESIDE versions that are: BESIDE='transformers==5.17.0 huggingface-hub==1.33.0'.
+gpu-wheels: $(STAMP)
+	$(BIN)/python benchmarks/gpu/gpu_wheels.py $(if $(HAVE),--have $(HAVE)) $(if $(BESIDE),--beside $(BESIDE))
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

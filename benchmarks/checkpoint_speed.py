@@ -43,7 +43,7 @@ from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.load import load_state, open_together
 from parallel.checkpoint.local import BLOCK_BYTES, LocalStore
 from parallel.checkpoint.saver import Saver, host_buffer
-from parallel.checkpoint.write import collect_pieces
+from parallel.checkpoint.write import collect_owned
 from parallel.config import ParallelConfig
 from parallel.mesh import close_mesh, open_mesh
 from parallel.processes.start import run_ranks
@@ -96,7 +96,7 @@ def measure(million_parameters: int, folder: Path) -> dict[str, float]:
     """One rank's seconds of every side."""
     mesh = open_mesh(ParallelConfig(), 1800)
     engine = build(million_parameters, mesh)
-    tensors = collect_pieces(engine, "")[1]
+    tensors = collect_owned(engine)[1]
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     buffer = host_buffer(n_bytes // 4, mesh.device)
     seen: dict[str, float] = {"bytes": n_bytes}

@@ -1,11 +1,13 @@
 """Reading shuffled batches against a bare memory-map copy of the same windows; opening ten billion tokens.
 
-    python benchmarks/data_reading.py [--tokens 50000000] [--seq-len 2048] [--batch 64] [--files 1] [--rounds 5]
+    python benchmarks/data_reading.py [--shape 64x2048x1 ...] [--tokens 50000000] [--rounds 5]
 
-Both sides run in processes of their own, in turn, on the same file and the same windows in the same order. Copy: each
-window of seq_len + 1 tokens from a numpy memmap into an int64 array, one new array a batch. Read: Dataset.read, which
-also finds the samples and the documents and makes targets, positions and document numbers. Speeds are million tokens
-per CPU second; ``ratio`` is the median over the rounds of read time / copy time. Prints one JSON line.
+A shape is samples x tokens x files; without one, all of docs/data.md's table. Three sides run in processes of their
+own, in turn, on the same files and the same windows in the same order. Copy: each window of seq_len + 1 tokens from a
+numpy memmap into an int64 array, one new array a batch. Read: Dataset.read, which finds the samples, looks at their
+ids and makes the batch's tokens. All: also its targets, positions and document numbers, which are made when they are
+first asked for; the four are three times the copy's bytes. Speeds are million tokens per CPU second; ``ratio`` and
+``all_ratio`` are the medians over the rounds of a side's time / the copy's. Prints one JSON line.
 """
 
 import argparse
@@ -28,57 +30,68 @@ from data.tokenwriter import TokenFileWriter
 VOCAB = 32_000
 SPARSE_TOKENS, SPARSE_DOCUMENTS = 10_000_000_000, 5_000_000
 FAR_STEP = 1_000_000
+COUNTED = 15_360  # samples of a large batch
+
+
+SHAPES = ("64x2048x1", "64x2048x8", "64x512x1", "16x8192x1", "8x2048x1")
+ARRAYS = ("tokens_BS", "targets_BS", "positions_BS", "documents_BS")
 
 
 def main() -> None:
     """Runs the side named, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", metavar="SAMPLESxTOKENSxFILES")
     parser.add_argument("--tokens", type=int, default=50_000_000)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--files", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=["copy", "read", "open"])
+    parser.add_argument("--side", choices=["copy", "read", "all", "open"])
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
+    shapes = args.shape or SHAPES
     if args.side is not None:
-        side = {"copy": time_copy, "read": time_read, "open": measure_opening}[args.side]
+        set_shape(args, shapes[0])
+        side = {"copy": time_copy, "read": time_read, "all": time_all, "open": measure_opening}[args.side]
         print(json.dumps(side(args)))
         return
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         args.folder = Path(folder)
-        print(json.dumps(compare(args)))
+        rows = [compare(args, shape) for shape in shapes]
+        write_sparse(args.folder / "sparse")
+        print(json.dumps({"benchmark": "data_reading", "shapes": rows, **run_side(args, "open", SHAPES[0])}))
 
 
-def compare(args: argparse.Namespace) -> dict[str, float | str]:
-    """All rounds of both sides, and the opening."""
+def set_shape(args: argparse.Namespace, shape: str) -> None:
+    """The shape's three numbers, as arguments."""
+    args.batch, args.seq_len, args.files = map(int, shape.split("x"))
+
+
+def compare(args: argparse.Namespace, shape: str) -> dict[str, float | str]:
+    """All rounds of the three sides at one shape."""
+    set_shape(args, shape)
     write_files(args)
-    write_sparse(args.folder / "sparse")
-    rounds = [(run_side(args, "copy")["seconds"], run_side(args, "read")["seconds"]) for _ in range(args.rounds)]
+    sides = ("copy", "read", "all")
+    rounds = [[run_side(args, side, shape)["seconds"] for side in sides] for _ in range(args.rounds)]
     n_tokens = count_batches(args) * args.batch * args.seq_len
-    copy, read = (statistics.median(side) for side in zip(*rounds, strict=True))
+    medians = (statistics.median(side) for side in zip(*rounds, strict=True))
     return {
-        "benchmark": "data_reading",
-        "seq_len": args.seq_len,
-        "batch": args.batch,
-        "files": args.files,
-        "copy_mtok_per_cpu_second": n_tokens / copy / 1e6,
-        "read_mtok_per_cpu_second": n_tokens / read / 1e6,
-        "ratio": statistics.median(r / c for c, r in rounds),
-        **run_side(args, "open"),
+        "shape": shape,
+        "ratio": statistics.median(read / copy for copy, read, _ in rounds),
+        "all_ratio": statistics.median(each / copy for copy, _, each in rounds),
+        **{f"{side}_mtok_per_cpu_second": n_tokens / median / 1e6 for side, median in zip(sides, medians, strict=True)},
     }
 
 
-def run_side(args: argparse.Namespace, side: str) -> dict[str, float]:
+def run_side(args: argparse.Namespace, side: str, shape: str) -> dict[str, float]:
     """One side in a fresh process."""
-    flags = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("tokens", "seq-len", "batch", "files")]
-    command = [sys.executable, __file__, f"--side={side}", f"--folder={args.folder}", *flags]
+    flags = [f"--side={side}", f"--shape={shape}", f"--folder={args.folder}", f"--tokens={args.tokens}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    command = [sys.executable, __file__, *flags]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout)
 
 
 def write_files(args: argparse.Namespace) -> None:
-    """Random tokens in documents whose lengths are log-normal, 600 tokens in the middle, as web text has them."""
+    """Random tokens in documents whose lengths are log-normal, 600 tokens in the middle, as web text has them; once."""
+    if bin_path(prefix(args, 0)).exists():
+        return
     draw = np.random.default_rng(0)
     for number in range(args.files):
         writer = TokenFileWriter(prefix(args, number), np.dtype(np.uint16))
@@ -89,7 +102,7 @@ def write_files(args: argparse.Namespace) -> None:
 
 def prefix(args: argparse.Namespace, number: int) -> Path:
     """The token file of this number."""
-    return args.folder / f"tokens-{number:03}"
+    return args.folder / f"tokens-{number + 1}-of-{args.files}"
 
 
 def write_sparse(path: Path) -> None:
@@ -124,6 +137,17 @@ def time_read(args: argparse.Namespace) -> dict[str, float]:
     return {"seconds": time.process_time() - start}
 
 
+def time_all(args: argparse.Namespace) -> dict[str, float]:
+    """CPU seconds of reading every batch of one pass with all of its arrays."""
+    dataset = open_files(args)
+    start = time.process_time()
+    for step in range(count_batches(args)):
+        batch = dataset.read(np.arange(step * args.batch, (step + 1) * args.batch))
+        for name in ARRAYS:
+            getattr(batch, name)
+    return {"seconds": time.process_time() - start}
+
+
 def time_copy(args: argparse.Namespace) -> dict[str, float]:
     """CPU seconds of copying the same windows."""
     dataset = open_files(args)
@@ -147,7 +171,12 @@ def measure_opening(args: argparse.Namespace) -> dict[str, float]:
     dataset = open_dataset(config, seed=0, vocab_size=VOCAB, split="train")
     batch = dataset.read(np.arange(FAR_STEP * args.batch, (FAR_STEP + 1) * args.batch))
     seconds = time.perf_counter() - start
-    return {"open_seconds": seconds, "open_private_mib": private_mib() - before, "open_rows": len(batch.tokens_BS)}
+    found = {"open_seconds": seconds, "open_private_mib": private_mib() - before, "open_rows": len(batch.tokens_BS)}
+    for name in ("count_seconds", "count_again_seconds"):
+        start = time.process_time()
+        dataset.count(np.arange(FAR_STEP, FAR_STEP + COUNTED))
+        found[name] = time.process_time() - start
+    return found
 
 
 def private_mib() -> float:

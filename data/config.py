@@ -36,5 +36,7 @@ class DataConfig:
     heldout_path: str | None = None  # PREFIX of token files to evaluate on, instead of a split of the raw sources
     # raw text in one shard; fixes the order of documents, whatever the workers
     shard_bytes: Annotated[int, Interval(ge=1, le=2**40)] = 64_000_000
+    # steps whose samples a thread of each rank reads ahead; 0: none, each step reads its own
+    read_ahead: Annotated[int, Interval(ge=0, le=1000)] = 2
     # processes that tokenize; None: one for each core
     workers: Annotated[int, Interval(ge=1, le=4096)] | None = field(default=None, metadata={"usual": 8})

@@ -33,6 +33,19 @@ def permute(index_N: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.nda
     return x_N.view(np.int64)
 
 
+def unpermute(image_N: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
+    """The inverse of ``permute``: which indices have these images under the permutation of [0, n); int64.
+
+    The rounds run backwards, and what leaves [0, n) is walked back along its cycle.
+    """
+    columns = np.sqrt(n).astype(np.uint64)
+    rows = (np.asarray(n).astype(np.uint64) + columns - _ONE) // columns
+    x_N = _unfeistel(np.array(image_N, dtype=np.uint64), rows, columns, key)
+    while (outside_N := x_N >= n).any():
+        x_N = np.where(outside_N, _unfeistel(x_N, rows, columns, key), x_N)
+    return x_N.view(np.int64)
+
+
 def permutation_key(seed: int, source: int, epoch: int) -> np.ndarray:
     """uint64 [ROUNDS], from sha256 of (seed, source's place in the config, epoch)."""
     digests = [hashlib.sha256(f"order/{seed}/{source}/{epoch}/{part}".encode()).digest() for part in range(2)]
@@ -48,6 +61,20 @@ def _feistel(x_N: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nda
     left_N *= columns
     left_N += right_N
     return left_N
+
+
+def _unfeistel(x_N: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """One pass of ``_feistel`` backwards: each round takes off what it had added."""
+    left_N, right_N = np.divmod(x_N, columns)
+    for i in range(ROUNDS - 2, -1, -2):
+        right_N = _unshift(right_N, left_N, key[i + 1], columns)
+        left_N = _unshift(left_N, right_N, key[i], rows)
+    return left_N * columns + right_N
+
+
+def _unshift(sum_N: np.ndarray, other_N: np.ndarray, key: np.ndarray, modulus: np.ndarray) -> np.ndarray:
+    """(sum - hash(other, key)) mod modulus."""
+    return (sum_N + modulus - _shift(np.zeros_like(sum_N), other_N, key, modulus)) % modulus
 
 
 def _shift(value_N: np.ndarray, other_N: np.ndarray, key: np.ndarray, modulus: np.ndarray) -> np.ndarray:
@@ -97,6 +124,19 @@ class Mixture:
             nth_N = np.where(goes_left_N, before_N, nth_N - before_N)
             node_N = 2 * node_N + ~goes_left_N
         return node_N - (1 << self._depth), nth_N
+
+    def number_of(self, source: int, nth: int) -> int:
+        """The number of the sample that ``source`` gives after ``nth`` others: what ``deal`` turns into these two.
+
+        With a left share p, a node's item k of the left is its item ceil((k + 1) / p) - 1, and item k of the right is
+        floor(k / (1 - p)).
+        """
+        node = (1 << self._depth) + source
+        while node > 1:
+            is_right, node = node % 2, node // 2
+            top, bottom = self._shares[node].numerator, self._shares[node].denominator
+            nth = nth * bottom // (bottom - top) if is_right else -(-(nth + 1) * bottom // top) - 1
+        return nth
 
     def given(self, n: int) -> list[int]:
         """How many of the first ``n`` samples each source gives."""

@@ -83,6 +83,11 @@ class TokenFile:
         if self.is_large and self._bin is not None:
             self._bin.madvise(mmap.MADV_RANDOM)
 
+    @property
+    def index_arrays(self) -> tuple[memoryview, memoryview, memoryview]:
+        """The .idx: each sequence's byte offset and tokens, and each document's first sequence. Nothing is read."""
+        return self._pointers, self._lengths, self._indices
+
     def document_starts(self, start: int, stop: int) -> list[int]:
         """The tokens in (start, stop) that begin a document, ascending, counted from ``start``; stop <= n_tokens.
 
@@ -120,6 +125,20 @@ class TokenFile:
         """The number, from 0, of the document that a token (counted from the file's start) lies in."""
         sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
         return bisect_right(self._indices, sequence) - 1
+
+    def document_range(self, number: int) -> tuple[int, int]:
+        """The tokens [first, stop) of a document, counted from the file's start; 0 <= number < n_documents.
+
+        Raises DataError where the index contradicts itself there.
+        """
+        sequences = self._indices[number : number + 2].tolist()
+        if not 0 <= sequences[0] <= sequences[1] <= self.n_sequences:
+            raise self._contradiction(sequences[0])
+        ends = (self._pointers[s] // self.dtype.itemsize if s < self.n_sequences else self.n_tokens for s in sequences)
+        first, stop = ends
+        if not 0 <= first <= stop <= self.n_tokens:
+            raise self._contradiction(sequences[0])
+        return first, stop
 
     def prefetch(self, start: int, stop: int) -> None:
         """Asks the system to read the tokens [start, stop) ahead, in a large file; returns at once."""

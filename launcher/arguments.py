@@ -20,6 +20,23 @@ OverridesArgument = Annotated[
         autocompletion=offer_overrides,
     ),
 ]
+LocalRanksOption = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Local processes (default: one for each GPU, or one).", show_default=False),
+]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        metavar="GPU",
+        help="Estimate for a GPU that is not here: H200, H100, ..., or a YAML file.",
+        show_default=False,
+    ),
+]
+NewFolderOption = Annotated[
+    str | None,
+    typer.Option("--out", metavar="DIR", help="A new folder (default: profile-NAME).", show_default=False),
+]
 RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
 CheckpointArgument = Annotated[
     str,

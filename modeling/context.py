@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from modeling.dropout import Draws
+from modeling.pieces import Piece, band_of, cut_documents
 from modeling.rope import Rotary
 from modeling.score_terms import Alibi, Buckets
+from modeling.transfer import to_device
 
 PADDING = -1  # the document number of a position that holds no token
 
@@ -53,11 +55,11 @@ class Context:
             return self
         moved = copy.copy(self)
         moved.positions_BS, moved.documents_BS = (
-            each.to(device, non_blocking=True) for each in (self.positions_BS, self.documents_BS)
+            to_device(each, device) for each in (self.positions_BS, self.documents_BS)
         )
         boundaries, longest = self.cu_seqlens
-        moved.cu_seqlens = (boundaries.to(device, non_blocking=True), longest)
-        moved.valid_T = None if self.valid_T is None else self.valid_T.to(device, non_blocking=True)
+        moved.cu_seqlens = (to_device(boundaries, device), longest)
+        moved.valid_T = None if self.valid_T is None else to_device(self.valid_T, device)
         moved.part = None if self.part is None else self.part.to(device)
         moved.draws = None if self.draws is None else self.draws.to(device)
         return moved
@@ -103,6 +105,48 @@ class Context:
             mask_BSS, positions_BS = self.mask_BSS(window), self.positions_BS
             self.sloping_masks[key] = alibi.mask(mask_BSS, positions_BS, positions_BS)
         return self.sloping_masks[key]
+
+    @cached_property
+    def cuts(self) -> dict[tuple[int | None, int], list[Piece]]:
+        """Pieces already cut, by sliding window and block."""
+        return {}
+
+    def document_pieces(self, window: int | None, block: int) -> list[Piece]:
+        """The documents in pieces of at most ``block`` queries (``cut_documents``). Cut once for all layers.
+
+        As in kernels for various lengths, what tokens of a document see of each other follows from their places in the
+        row: their positions are taken to be consecutive.
+        """
+        key = (window, block)
+        if key not in self.cuts:
+            self.cuts[key] = cut_documents(self.documents_BS, window, block)
+        return self.cuts[key]
+
+    @cached_property
+    def bands(self) -> dict[tuple[int | None, int, Alibi | None, Buckets | None], tuple[Tensor, Tensor | None]]:
+        """What ``band`` has already made."""
+        return {}
+
+    def band(
+        self, window: int | None, block: int, alibi: Alibi | None, buckets: Buckets | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mask of which each of ``document_pieces`` has a corner, and the buckets of its distances. Built once.
+
+        fp32 (1, 1 or H, Q, K), added to the scores, -inf where a key is not seen; with ``buckets`` bool (1, Q, K), and
+        the second one int64 (1, Q, K). Q is at most ``block``, and K the longest document's length, or less.
+        """
+        key = (window, block, alibi, buckets)
+        if key not in self.bands:
+            positions = band_of(self.document_pieces(window, block), self.documents_BS.device)
+            queries_1Q, keys_1K = positions
+            mask_1QK = attention_mask(queries_1Q, queries_1Q * 0, keys_1K, keys_1K * 0, window)
+            if buckets is not None:
+                self.bands[key] = mask_1QK, buckets.of(*positions)
+            elif alibi is not None:
+                self.bands[key] = alibi.mask(mask_1QK, *positions), None
+            else:
+                self.bands[key] = torch.zeros(mask_1QK.shape).masked_fill_(~mask_1QK, float("-inf"))[:, None], None
+        return self.bands[key]
 
     @cached_property
     def buckets(self) -> dict[Buckets, Tensor]:

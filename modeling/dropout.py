@@ -18,6 +18,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from modeling.transfer import to_device
+
 GOLDEN = 0x9E3779B97F4A7C15  # the distance of one output's input from the next one's
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
@@ -47,7 +49,7 @@ class Draws:
 
     def to(self, device: torch.device) -> "Draws":
         """The same, on the device."""
-        samples_B, places_S = (each.to(device, non_blocking=True) for each in (self.samples_B, self.places_S))
+        samples_B, places_S = (to_device(each, device) for each in (self.samples_B, self.places_S))
         return replace(self, samples_B=samples_B, places_S=places_S)
 
     def of_samples(self, layer: int, site: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Weights at step 0: a function of (seed, name) alone, whatever the layout."""
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -12,6 +13,9 @@ from modeling.config import ModelConfig
 from modeling.init_config import DepthScaledInit, Distribution, HeInit, MupInit, NormalInit, XavierInit
 from modeling.logical import LogicalTensor, logical_tensors
 from modeling.mup import deviation_factor, widths_of
+
+BLOCK_NUMEL = 1 << 22  # elements of a matrix that are drawn at once, where only a part of it is wanted
+VECTOR = 16  # elements that torch makes normal together (aten/native/cpu/DistributionTemplates.h, normal_fill)
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,31 @@ def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size 
 
     In a stack of experts each expert is drawn by itself.
     """
+    return initial_box(config, seed, name, (0,) * len(shape), shape, shape)
+
+
+def initial_box(
+    config: ModelConfig, seed: int, name: str, start: Sequence[int], shape: Sequence[int], whole: Sequence[int]
+) -> Tensor:
+    """The elements of ``initial_tensor``, of the shape ``whole``, in the box from ``start`` on: fp32, on the CPU.
+
+    No other expert of a stack is drawn. What precedes the box in its matrix is, since a generator cannot skip, in
+    blocks of BLOCK_NUMEL elements that are dropped: memory is that of the box and of one block.
+    """
     tensor = logical_tensors(config)[name]
     if tensor.weight.init == "ones":
-        return torch.ones(shape)
+        return torch.ones(*shape)
     if tensor.weight.init == "zeros":
-        return torch.zeros(shape)
+        return torch.zeros(*shape)
     spread = spread_of(config, tensor)
-    if tensor.is_expert:
-        stack, matrix = name.rsplit(".", 1)
-        experts = [draw(seed, f"{stack}.{expert}.{matrix}", shape[1:], spread) for expert in range(shape[0])]
-        return torch.stack(experts)
-    return draw(seed, name, shape, spread)
+    if not tensor.is_expert:
+        return draw_box(seed, name, whole, spread, start, shape)
+    stack, matrix = name.rsplit(".", 1)
+    values = torch.empty(*shape, dtype=torch.float32)
+    for number, expert in enumerate(values):
+        of_expert = f"{stack}.{start[0] + number}.{matrix}"
+        expert.copy_(draw_box(seed, of_expert, whole[1:], spread, start[1:], shape[1:]))
+    return values
 
 
 def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:
@@ -70,21 +88,62 @@ def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:
             assert_never(config.init)
 
 
-def draw(seed: int, name: str, shape: torch.Size | tuple[int, ...], spread: Spread) -> Tensor:
+def draw(seed: int, name: str, shape: Sequence[int], spread: Spread) -> Tensor:
     """Values of that spread from the generator of (seed, name)."""
     if spread.distribution == "uniform":
         return draw_uniform(seed, name, shape, 3**0.5 * spread.deviation)
     return draw_normal(seed, name, shape, spread.deviation)
 
 
-def draw_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], std: float) -> Tensor:
+def draw_normal(seed: int, name: str, shape: Sequence[int], std: float) -> Tensor:
     """Normal fp32 values from the generator of (seed, name)."""
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator_of(seed, name))
+    return fill_by(torch.empty(*shape, dtype=torch.float32), Spread(std), generator_of(seed, name))
 
 
-def draw_uniform(seed: int, name: str, shape: torch.Size | tuple[int, ...], bound: float) -> Tensor:
+def draw_uniform(seed: int, name: str, shape: Sequence[int], bound: float) -> Tensor:
     """Uniform fp32 values from -bound to bound, from the generator of (seed, name)."""
-    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator_of(seed, name))
+    return torch.empty(*shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator_of(seed, name))
+
+
+def draw_box(
+    seed: int, name: str, whole: Sequence[int], spread: Spread, start: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """The elements of ``draw`` of the shape ``whole`` in the box from ``start`` on."""
+    inside = [slice(low, low + size) for low, size in zip(start, shape, strict=True)]
+    if tuple(shape) == tuple(whole) or math.prod(whole) <= BLOCK_NUMEL:
+        return draw(seed, name, whole, spread)[tuple(inside)]
+    values, generator, stop = torch.empty(*shape, dtype=torch.float32), generator_of(seed, name), start[0] + shape[0]
+    for first, last in row_blocks(whole, stop):
+        block = fill_by(torch.empty(last - first, *whole[1:], dtype=torch.float32), spread, generator)
+        low, high = max(first, start[0]), min(last, stop)
+        if low < high:
+            values[low - start[0] : high - start[0]] = block[(slice(low - first, high - first), *inside[1:])]
+    return values
+
+
+def row_blocks(whole: Sequence[int], stop: int) -> Iterator[tuple[int, int]]:
+    """Rows [first, last) of a tensor, block after block until row ``stop`` is reached.
+
+    Drawn one after another from one generator they are the tensor that is drawn at once: torch makes VECTOR normal
+    values together, so all blocks but the last have a multiple of so many, and the last one at least so many.
+    """
+    row = math.prod(whole[1:])
+    n_rows = VECTOR * max(1, BLOCK_NUMEL // (VECTOR * row))
+    first = 0
+    while first < stop:
+        last = first + n_rows
+        if (whole[0] - last) * row < VECTOR:
+            last = whole[0]
+        yield first, last
+        first = last
+
+
+def fill_by(values: Tensor, spread: Spread, generator: torch.Generator) -> Tensor:
+    """The tensor, filled with the generator's next values of that spread."""
+    if spread.distribution == "uniform":
+        bound = 3**0.5 * spread.deviation
+        return values.uniform_(-bound, bound, generator=generator)
+    return values.normal_(0.0, spread.deviation, generator=generator)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

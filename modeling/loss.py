@@ -3,7 +3,7 @@
 Shape letters: T tokens, D d_model, V vocab_size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,22 @@ from torch.nn import functional as F
 from modeling.dims import Weight
 
 IGNORE = -100  # a target that does not count
-CHUNK_LOGITS = 16_777_216  # logits that exist at once (64 MiB in fp32)
+# Logits that exist at once: in 16 bits 64 MiB on a CPU; 3 GiB on CUDA, where each has 12 bytes with what is made of
+# it. There 2048 tokens of a vocabulary of 131072 fill the products, and the weight's gradient (fp32, read and written
+# once a chunk) is passed over 4 times in 8192 tokens, where 2^24 took 64 passes; more logits would save little.
+CPU_CHUNK_LOGITS = 1 << 25
+CUDA_CHUNK_LOGITS = 1 << 28
+# On a CPU no more tokens than this: the products gain nothing by more, and logits take memory (docs/speed.md).
+CPU_CHUNK_TOKENS = 512
+# On a CPU what is made of a product's numbers is made of so many at once (1 MiB in fp32), which stay in a core's own
+# cache: a softmax of 512 x 16384 logits took 5 ms by pieces of 16 tokens and 20 by 256 (AMX, one thread, 2026-11-23).
+CPU_CACHED = 1 << 18
 
 
 # (logits_TV, targets_T, wants_gradient) -> each target's cross-entropy and z-loss (its logits' logsumexp, squared),
 # both zero where it does not count; and what is trained, the sum of both, the z-losses times their coefficient,
-# differentiated by the logits, or None. The logits may be overwritten.
+# differentiated by the logits, or None. The logits, in the hidden states' dtype, may be overwritten: the gradient may
+# take their place.
 Losses = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -32,16 +42,17 @@ class ChunkedCrossEntropy(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int, losses: Losses
+        ctx, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_logits: int | None, losses: Losses
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         total, z_total = (torch.zeros((), dtype=torch.float64, device=hidden_TD.device) for _ in range(2))
-        chunk = max(1, chunk_logits // weight_VD.shape[0])
+        chunk = chunk_tokens(chunk_logits, weight_VD)
+        add_weight_gradient = WeightGradient(grad_weight_VD, weight_VD)
         for start in range(0, hidden_TD.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits_TV = F.linear(hidden_TD[part], weight_VD).float()
+            logits_TV = F.linear(hidden_TD[part], weight_VD)
             losses_T, z_losses_T, grad_TV = losses(logits_TV, targets_T[part], wants_hidden or wants_weight)
             total += losses_T.sum(dtype=torch.float64)
             z_total += z_losses_T.sum(dtype=torch.float64)
@@ -50,8 +61,7 @@ class ChunkedCrossEntropy(Function):
             grad_TV = grad_TV.to(hidden_TD.dtype)
             if grad_hidden_TD is not None:
                 torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
-            if grad_weight_VD is not None:
-                grad_weight_VD += grad_TV.T @ hidden_TD[part]
+            add_weight_gradient(grad_TV, hidden_TD[part])
         ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(z_total)
@@ -65,26 +75,85 @@ class ChunkedCrossEntropy(Function):
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD * grad_total.to(torch.float32).to(grad_hidden_TD.device)
         if grad_weight_VD is not None:
-            grad_weight_VD = (grad_weight_VD * grad_total.to(torch.float32)).to(ctx.weight_dtype)
+            grad_weight_VD = scaled(grad_weight_VD, grad_total.to(torch.float32), ctx.weight_dtype)
         return grad_hidden_TD, grad_weight_VD, None, None, None
+
+
+class WeightGradient:
+    """Adds each chunk's product grad_VT @ hidden_TD to ``sum_VD`` (fp32; None: the weight needs no gradient).
+
+    On a CPU the products of 16 bits take one tensor in turn, and are widened piece by piece: a new tensor of the
+    weight's size costs more for its pages than the product itself.
+    """
+
+    def __init__(self, sum_VD: Tensor | None, weight_VD: Tensor) -> None:
+        self.sum_VD = sum_VD
+        reuses = sum_VD is not None and weight_VD.is_cpu and weight_VD.dtype != torch.float32
+        self.product_VD = torch.empty_like(weight_VD) if reuses else None
+
+    def __call__(self, grad_TV: Tensor, hidden_TD: Tensor) -> None:
+        """One chunk's summand."""
+        if self.sum_VD is None:
+            return
+        if self.product_VD is None:
+            self.sum_VD += grad_TV.T @ hidden_TD
+            return
+        torch.mm(grad_TV.T, hidden_TD, out=self.product_VD)
+        for part in cached_rows(self.product_VD):
+            self.sum_VD[part] += self.product_VD[part]
+
+
+def cached_rows(matrix: Tensor) -> Iterator[slice]:
+    """Rows of a matrix that stay in a CPU's cache together; on other devices all at once."""
+    n_rows = max(1, CPU_CACHED // matrix.shape[1] if matrix.is_cpu else len(matrix))
+    for start in range(0, len(matrix), n_rows):
+        yield slice(start, start + n_rows)
+
+
+def scaled(matrix: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``matrix`` times ``factor``, rounded once to ``dtype``."""
+    out = torch.empty_like(matrix, dtype=dtype)
+    for part in cached_rows(matrix):
+        out[part] = matrix[part] * factor
+    return out
+
+
+def chunk_tokens(chunk_logits: int | None, weight_VD: Tensor) -> int:
+    """How many tokens' logits exist at once: ``chunk_logits`` in all, or (None) what is fast on the device."""
+    vocab_size = weight_VD.shape[0]
+    if chunk_logits is not None:
+        return max(1, chunk_logits // vocab_size)
+    if weight_VD.is_cpu:
+        return max(1, min(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size))
+    return max(1, CUDA_CHUNK_LOGITS // vocab_size)
 
 
 def losses_and_gradient(
     logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``Losses`` over the whole vocabulary; ``z_loss`` is the coefficient."""
-    losses_T, logs_T, counts_T = token_losses(logits_TV, targets_T)
-    z_losses_T = logs_T.square()
-    if not wants_gradient:
-        return losses_T, z_losses_T, None
-    return losses_T, z_losses_T, logits_gradient(logits_TV, targets_T, counts_T, z_slope(logs_T, z_loss))
+    """``Losses`` over the whole vocabulary; ``z_loss`` is the coefficient. The gradient takes the logits' place."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for rows in cached_rows(logits_TV):
+        softmax_TV = torch.empty_like(logits_TV[rows], dtype=torch.float32).copy_(logits_TV[rows])
+        losses_T, logs_T, counts_T = token_losses(softmax_TV, targets_T[rows])
+        found.append((losses_T, logs_T))
+        if wants_gradient:
+            logits_TV[rows] = logits_gradient(softmax_TV, targets_T[rows], counts_T, z_slope(logs_T, z_loss))
+    losses_T, logs_T = (torch.cat(each) for each in zip(*found, strict=True))
+    return losses_T, logs_T.square(), logits_TV if wants_gradient else None
 
 
 def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each target's cross-entropy and logsumexp (fp32, zero where it does not count), and which ones count."""
+    """Each target's cross-entropy and logsumexp (fp32, zero where it does not count), and which ones count.
+
+    Turns the logits (fp32) into their softmax.
+    """
     counts_T = targets_T != IGNORE
     picked_T = logits_TV.gather(1, targets_T.clamp(min=0)[:, None]).squeeze(1)
-    logs_T = logits_TV.logsumexp(-1)
+    largest_T1 = logits_TV.amax(-1, keepdim=True)
+    sums_T1 = logits_TV.sub_(largest_T1).exp_().sum(-1, keepdim=True)
+    logits_TV.div_(sums_T1)
+    logs_T = (sums_T1.log() + largest_T1).squeeze(1)
     return (logs_T - picked_T) * counts_T, logs_T * counts_T, counts_T
 
 
@@ -93,23 +162,25 @@ def z_slope(logs_T: Tensor, z_loss: float) -> Tensor | None:
     return 2 * z_loss * logs_T if z_loss else None
 
 
-def logits_gradient(logits_TV: Tensor, targets_T: Tensor, counts_T: Tensor, z_slope_T: Tensor | None) -> Tensor:
-    """What is trained, differentiated by the logits (T, V): softmax, times 1 + ``z_slope_T``, minus one-hot."""
-    grad_TV = torch.softmax(logits_TV, -1)
+def logits_gradient(softmax_TV: Tensor, targets_T: Tensor, counts_T: Tensor, z_slope_T: Tensor | None) -> Tensor:
+    """What is trained, differentiated by the logits (T, V): softmax, times 1 + ``z_slope_T``, minus one-hot.
+
+    It takes the softmax's place.
+    """
     if z_slope_T is not None:
-        grad_TV.mul_(1 + z_slope_T[:, None])
-    grad_TV.scatter_add_(1, targets_T.clamp(min=0)[:, None], -torch.ones_like(grad_TV[:, :1]))
-    return grad_TV.mul_(counts_T[:, None])
+        softmax_TV.mul_(1 + z_slope_T[:, None])
+    softmax_TV.scatter_add_(1, targets_T.clamp(min=0)[:, None], -torch.ones_like(softmax_TV[:, :1]))
+    return softmax_TV.mul_(counts_T[:, None])
 
 
 def capped(losses: Losses, cap: float) -> Losses:
     """``losses`` of logits that become ``cap`` times the tanh of themselves over it; their gradient is by those before.
 
-    Beside the chunk's logits there is one more tensor of their size.
+    Beside the chunk's logits there are two more tensors of their size, in fp32.
     """
 
     def of_capped(logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        tanh_TV = logits_TV.div_(cap).tanh_()
+        tanh_TV = logits_TV.float().div_(cap).tanh_()
         slope_TV = 1 - tanh_TV.square() if wants_gradient else None
         losses_T, z_losses_T, grad_TV = losses(tanh_TV.mul_(cap), targets_T, wants_gradient)
         return losses_T, z_losses_T, grad_TV if slope_TV is None or grad_TV is None else grad_TV.mul_(slope_TV)
@@ -122,15 +193,19 @@ class Head(nn.Module):
 
     ``z_loss`` is the coefficient of the z-loss (PaLM, arXiv:2204.02311, section 5), which keeps the logits' logsumexp
     near zero. With ``logit_cap`` logits are capped (Gemma 2, arXiv:2408.00118, section 2): losses are of these.
+
+    ``watch`` is the seam at which a replay sees each target's loss: called once a pass with targets, it is given what
+    computes the losses of a chunk, chunk after chunk, and returns what is called in its place.
     """
 
     def __init__(self, vocab_size: int, d_model: int, z_loss: float = 0.0, logit_cap: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.stated = {"weight": Weight(("vocab", "d_model"))}
-        self.chunk_logits = CHUNK_LOGITS
+        self.chunk_logits: int | None = None  # logits that exist at once; None: what is fast on the device
         self.z_loss = z_loss
         self.logit_cap = logit_cap
+        self.watch: Callable[[Losses], Losses] | None = None
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The sums of the cross-entropies and the z-losses of the targets that count; without targets, the logits.
@@ -145,6 +220,7 @@ class Head(nn.Module):
         weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
         rows = (hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
         losses = self.chunk_losses if self.logit_cap is None else capped(self.chunk_losses, self.logit_cap)
+        losses = losses if self.watch is None else self.watch(losses)
         return ChunkedCrossEntropy.apply(*rows, self.chunk_logits, losses)
 
     def chunk_losses(

@@ -13,6 +13,7 @@ from modeling.config import ModelConfig
 from modeling.linear import Linear
 from modeling.loss import IGNORE
 from modeling.norm import Norm, build_norm
+from modeling.transfer import to_device
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Ahead:
 
     def to(self, device: torch.device) -> "Ahead":
         """This, which lies on the CPU, on the device."""
-        tokens_BS, targets_BS = (each.to(device, non_blocking=True) for each in (self.tokens_BS, self.targets_BS))
+        tokens_BS, targets_BS = (to_device(each, device) for each in (self.tokens_BS, self.targets_BS))
         return Ahead(tokens_BS, targets_BS, self.scale)
 
 

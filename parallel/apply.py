@@ -10,6 +10,7 @@ from modeling.attention import Attention
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import fill
+from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
 from modeling.loss import Head
 from modeling.moe import MoE
@@ -38,9 +39,9 @@ def build_part(
     """This rank's part of the decoder, its weights zero. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
-    made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. context
-    parallelism's attention core; 5. expert parallelism, and sums over the ranks that share sequences; 6. recomputation.
-    ``sizes`` cut the work of 3. to 5.
+    made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. the
+    attention core, context parallelism's where there is some; 5. expert parallelism, and sums over the ranks that share
+    sequences; 6. recomputation. ``sizes`` cut the work of 3. to 5.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -49,8 +50,10 @@ def build_part(
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
     for module in model.modules():
-        if isinstance(module, Attention) and mesh.cp.degree > 1:
-            module.core = make_core(parallel.cp_attention, mesh.cp, sizes.ring_tile)
+        if isinstance(module, Attention):
+            module.core = partial(attend, block=sizes.query_block)
+            if mesh.cp.degree > 1:
+                module.core = make_core(parallel.cp_attention, mesh.cp, sizes.ring_tile, sizes.query_block)
         if isinstance(module, MoE):
             connect_experts(module, mesh, sizes.row_multiple)
         if isinstance(module, Head):

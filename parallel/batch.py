@@ -13,6 +13,7 @@ from torch import Tensor
 from modeling.context import Context
 from modeling.dropout import Draws
 from modeling.mtp import Ahead, following
+from modeling.transfer import to_device
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.part import take_share
 from parallel.mesh import Mesh
@@ -28,8 +29,8 @@ class MicroBatch:
     ahead: list[Ahead] = field(default_factory=list)  # by depth; none where no further tokens are to be predicted
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """This micro-batch, which lies on the CPU, on the device. From pinned memory, the host does not wait for it."""
-        tokens_BS, targets_BS = (each.to(device, non_blocking=True) for each in (self.tokens_BS, self.targets_BS))
+        """This micro-batch, which lies on the CPU, on the device. The host does not wait for it."""
+        tokens_BS, targets_BS = (to_device(each, device) for each in (self.tokens_BS, self.targets_BS))
         return MicroBatch(tokens_BS, targets_BS, self.context.to(device), [each.to(device) for each in self.ahead])
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from modeling.loss import CHUNK_LOGITS
+from modeling.pieces import QUERY_BLOCK
 from parallel.context_parallel.plan import TILE
 
 
@@ -13,7 +13,9 @@ class Sizes:
     A proof's little model lies below all of them; so the proof passes small ones, and every way of computing is taken.
     """
 
-    chunk_logits: int = CHUNK_LOGITS  # logits that exist at once; the loss goes through the tokens in such chunks
+    # Logits that exist at once; the loss goes through the tokens in such chunks. None: what is fast on the device.
+    chunk_logits: int | None = None
+    query_block: int = QUERY_BLOCK  # queries of one kernel call of attention on CPUs, where no ring is
     ring_tile: int = TILE  # queries, and keys, of one kernel call of ring attention
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it

@@ -98,6 +98,7 @@ class VocabParallelHead(Head):
         nn.Module.__init__(self)
         self.weight, self.stated = head.weight, head.stated
         self.chunk_logits, self.z_loss, self.logit_cap = head.chunk_logits, head.z_loss, head.logit_cap
+        self.watch = head.watch
         self.axis = axis
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -109,7 +110,7 @@ class VocabParallelHead(Head):
         self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One chunk's losses and gradient, from this rank's part of the logits."""
-        return losses_and_gradient(logits_TV, targets_T, self.axis, self.z_loss)
+        return losses_and_gradient(logits_TV.float(), targets_T, self.axis, self.z_loss)
 
 
 def losses_and_gradient(

@@ -4,16 +4,17 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from launcher.console import open_console, say, tell, text_column
+from launcher.console import in_a_line, open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.tables import plain_table, size_text, wide_console
+from launcher.training.lineage import Lineage, read_lineage
 from launcher.training.run_dir import CHECKPOINTS, checkpoints_of, refusing_unreachable
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, is_there, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder, open_store
@@ -123,7 +124,7 @@ def show(path: str, *, as_json: bool) -> int:
     """Prints what a checkpoint holds, or a run's list of checkpoints. Returns 0; 1 where the manifest is damaged."""
     found = find(path)
     if found.is_run:
-        _show_run(found, as_json)
+        _show_run(found, None if is_remote(path) else read_lineage(Path(path)), as_json)
         return 0
     try:
         manifest = read_manifest(path)
@@ -146,6 +147,8 @@ def describe(path: str, manifest: Manifest) -> dict[str, Any]:
             kinds_of[name].append(kind)
     for piece in manifest.pieces:
         pieces_of[piece.name] += 1
+    for cut in manifest.cuts:
+        pieces_of[cut.name] += len(cut.kinds) * sum(count for count, *_ in cut.runs)
     return {
         "checkpoint": str(path),
         "step": manifest.step,
@@ -193,12 +196,15 @@ def _show_one(path: str, manifest: Manifest) -> None:
     console.print(files)
 
 
-def _show_run(found: Found, as_json: bool) -> None:
+def _show_run(found: Found, lineage: Lineage | None, as_json: bool) -> None:
     rows = [_run_row(directory) for directory in found.directories]
     if as_json:
         beside = {"set_aside": list(map(str, found.set_aside)), "partial": list(map(str, found.partial))}
+        beside |= {} if lineage is None else {"branched_from": asdict(lineage)}
         say(json.dumps({"checkpoints": rows, **beside}))
         return
+    if lineage is not None:
+        say(in_a_line(f"branched from {lineage.run} at step {lineage.step}"))
     console = wide_console()
     table = plain_table("checkpoint", "state", ">tokens", ">held-out loss", ">size", "written by")
     for directory, row in zip(found.directories, rows, strict=True):

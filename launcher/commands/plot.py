@@ -5,7 +5,7 @@ Shape letters: N updates, P points or columns of a picture.
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.run_parts import METRICS
 from launcher.watch.metrics import read_metrics
-from launcher.watch.moe import load_keys
+from launcher.watch.moe import busiest_load
 from launcher.watch.picture import check_picture, save_picture
 from launcher.watch.plot import GRID, SMOOTHING_FRACTION, smooth
 
@@ -115,20 +115,13 @@ def read_curves(path: Path, name: str) -> Curves:
     evaluations = [row for row in rows if "eval_loss" in row and "loss" not in row]
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "batch_size", "tokens_per_second")
     curves = Curves(name, {key: _column(row.get(key) for row in updates) for key in keys})
-    curves.updates["load"] = _column(_busiest(row) for row in updates)
+    curves.updates["load"] = _column(busiest_load(row) for row in updates)
     curves.evaluations = {
         "step": _column(row["step"] for row in evaluations),
         "tokens": _column(tokens.get(row["step"]) for row in evaluations),
         "eval_loss": _column(row["eval_loss"] for row in evaluations),
     }
     return curves
-
-
-def _busiest(row: Mapping[str, Any]) -> float | None:
-    """The largest load of any expert in any layer; None for a dense model."""
-    loads = [row.get(f"{key}_max") for key in load_keys(row)]
-    known = [load for load in loads if isinstance(load, int | float)]
-    return max(known, default=None)
 
 
 def _column(values: Iterable[Any]) -> np.ndarray:

@@ -97,6 +97,9 @@ class WandbConfig:
 class MetricsConfig:
     """Where a run's numbers go. metrics.jsonl has those of every step, and so has W&B."""
 
+    # steps between rows with each expert's share of the tokens; None: each row where layers x experts are at most
+    # 1024, else every 100 steps
+    expert_shares_every_steps: Steps | None = field(default=None, metadata={"usual": 100})
     # None: all in the live view; plain lines now and then
     terminal_every_steps: Steps | None = field(default=None, metadata={"usual": 10})
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import platform
 import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,7 +47,7 @@ def agree(config: RunConfig) -> Agreed:
     All ranks of a job call it, before the process group is opened. Raises RollCallError on all of them elsewhere.
     """
     roll = RollCall(config.train.start_seconds, rank_hosts())
-    roll.agree("facts", facts(config))
+    roll.agree("facts", facts(config, roll))
     lock, problems = None, []
     if roll.rank == 0:
         try:
@@ -60,13 +61,22 @@ def agree(config: RunConfig) -> Agreed:
     return Agreed(roll, lock)
 
 
-def facts(config: RunConfig) -> dict[str, str]:
-    """What must be equal, by the name that a message gives it."""
+def facts(config: RunConfig, roll: RollCall | None = None) -> dict[str, str]:
+    """What must be equal, by the name that a message gives it.
+
+    Of the ranks of one node that run the same files, one looks at them and tells the others by ``roll``: a large job
+    reads its code from the shared disk once a node. Without ``roll`` this process looks itself.
+    """
+    here = code_facts() if roll is None else roll.once_on_node("code", f"{ROOT} {sys.executable}", code_facts)
+    return {**here, "the config (sha256)": hash_of_config(config)[:12]}
+
+
+def code_facts() -> dict[str, str]:
+    """What follows from the files that this process runs."""
     found = {"Python": platform.python_version()}
     found |= {name: package_version(name) for name in PACKAGES}
     found["the code's commit"] = commit()
     found["the code (sha256 of its files)"] = hash_of_code()[:12]
-    found["the config (sha256)"] = hash_of_config(config)[:12]
     return found
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class Report:
     phase: str
     age: float  # seconds in it
     where: str  # the innermost line of ours that its main thread is in
-    waits: dict[str, Any] | None  # operation, axis, ranks, group, number, peer, seconds
+    waits: dict[str, Any] | None  # operation, axis, ranks (as runs_of_ranks), group, number, peer, seconds
     counts: dict[str, int]  # group's name -> collectives begun there
     by_axis: dict[str, int] = field(default_factory=dict)  # the same by the axes' names, which all ranks share
     stage: int = 0  # place on pp: ranks of one stage run one program
@@ -114,11 +115,14 @@ def _find_culprit(
 ) -> tuple[int | None, str]:
     silent = [rank for rank, state in seen.items() if rank not in reports and not state.left]
     if silent:
-        named = ", ".join(places[rank] for rank in silent)
+        named = _first_ones([places[rank] for rank in silent])
         last = max(now - seen[rank].heard for rank in silent)
         return silent[0], f"missing: {named}, last heard of {last:.0f} s ago"
     at_work = [report for report in reports.values() if report.waits is None and not seen[report.rank].left]
-    late = at_work or [report for report in reports.values() if not _waits_for(report, reports)]
+    known: dict[
+        tuple[str, int], bool
+    ] = {}  # by group and number: ranks that wait there together wait for the same ones
+    late = at_work or [report for report in reports.values() if not _has_to_wait(report, reports, known)]
     if not late:  # all wait for each other
         strayed = _out_of_step(list(reports.values()))
         if strayed is None:
@@ -133,12 +137,16 @@ def _out_of_step(reports: Sequence[Report]) -> Report | None:
 
     Of two ranks that run one program, one has come as far as the other or farther, on every axis.
     """
-    strange = {
-        report.rank: sum(
-            _is_another_order(report.by_axis, other.by_axis) for other in reports if other.stage == report.stage
+    orders = Counter((report.stage, frozenset(report.by_axis.items())) for report in reports)
+    of_order = {
+        (stage, order): sum(
+            count * _is_another_order(dict(order), dict(other))
+            for (other_stage, other), count in orders.items()
+            if other_stage == stage
         )
-        for report in reports
+        for stage, order in orders
     }
+    strange = {report.rank: of_order[report.stage, frozenset(report.by_axis.items())] for report in reports}
     ranked = sorted(reports, key=lambda report: -strange[report.rank])
     if len(ranked) < 2 or strange[ranked[0].rank] == strange[ranked[1].rank]:
         return None
@@ -159,15 +167,40 @@ def counts_by_axis(counts: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
     return found
 
 
-def _waits_for(report: Report, reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that have not yet come to the communication that this one is in."""
+def _has_to_wait(report: Report, reports: Mapping[int, Report], known: dict[tuple[str, int], bool]) -> bool:
+    """Whether some rank has not yet come to the communication that this one is in; ``known`` is filled."""
     waits = report.waits
-    if waits is None:
-        return []
-    if waits["peer"] is not None:
-        return [waits["peer"]]
-    others = [reports[rank] for rank in waits["ranks"] if rank != report.rank and rank in reports]
-    return [other.rank for other in others if other.counts.get(waits["group"], 0) < waits["number"]]
+    if waits is None or waits["peer"] is not None:
+        return waits is not None
+    there = waits["group"], waits["number"]
+    if there not in known:
+        others = (reports[rank] for rank in unrolled(waits["ranks"]) if rank in reports)
+        known[there] = any(other.counts.get(there[0], 0) < there[1] for other in others)
+    return known[there]
+
+
+def runs_of_ranks(ranks: Sequence[int]) -> list[list[int]]:
+    """A group's ranks in a few numbers: [first, how many, from one to the next] of each run."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == 1:
+            runs[-1][1:] = [2, rank - runs[-1][0]]
+        elif runs and rank == runs[-1][0] + runs[-1][1] * runs[-1][2]:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1, 1])
+    return runs
+
+
+def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that ``runs_of_ranks`` was given."""
+    return [first + number * stride for first, count, stride in runs for number in range(count)]
+
+
+def _first_ones(names: Sequence[Any]) -> str:
+    """The first SHOWN_RANKS of them, and how many more there are."""
+    more = f" and {len(names) - SHOWN_RANKS} more" if len(names) > SHOWN_RANKS else ""
+    return ", ".join(map(str, names[:SHOWN_RANKS])) + more
 
 
 def describe_report(report: Report) -> str:
@@ -181,7 +214,7 @@ def describe_report(report: Report) -> str:
 def describe_wait(waits: Mapping[str, Any]) -> str:
     """A communication in words: "in all_reduce over dp (ranks 0, 2), number 31 there, for 9.1 s"."""
     who = f" with rank {waits['peer']}" if waits["peer"] is not None else ""
-    ranks = ", ".join(str(rank) for rank in waits["ranks"])
+    ranks = _first_ones(unrolled(waits["ranks"]))
     numbered = "" if waits["peer"] is not None else f", number {waits['number']} there"
     return f"in {waits['operation']}{who} over {waits['axis']} (ranks {ranks}){numbered}, for {waits['seconds']:.1f} s"
 
@@ -196,7 +229,7 @@ def report_waits(waits: Waits, mesh: Mesh) -> dict[str, Any] | None:
         return None
     axis, ranks = find_axis(call, mesh)
     peer = None if call.peer is None else ranks[call.peer]
-    return {**asdict(call), "peer": peer, "axis": axis, "ranks": ranks, "seconds": now - since}
+    return {**asdict(call), "peer": peer, "axis": axis, "ranks": runs_of_ranks(ranks), "seconds": now - since}
 
 
 def find_axis(call: Call, mesh: Mesh) -> tuple[str, list[int]]:

@@ -17,6 +17,7 @@ from launcher.importing.weights import Weights
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
 from launcher.training.state import tokenizer_files
 from modeling.logical import LogicalTensor, logical_tensors
+from parallel.checkpoint.cuts import key_of
 from parallel.checkpoint.local import LocalStore, sync_directory
 from parallel.checkpoint.manifest import BUFFER, ELEMENT_BYTES, WEIGHT, Manifest
 from parallel.checkpoint.safetensors_stream import bytes_of
@@ -82,7 +83,7 @@ def write_checkpoint(
         pieces = [whole_piece(name, tensors[name], file) for name in names]
         chunks = (bytes_of(block) for name in names for block in weights.blocks(name, on_bytes))
         manifest.pieces += pieces
-        manifest.files |= write_shard(folder, file, pieces, chunks)
+        manifest.files |= write_shard(folder, file, {piece.key: piece.shape for piece in pieces}, chunks)
     with tempfile.TemporaryDirectory() as beside:
         files = tokenizer_files(tokenizer_attachments(tokenizer, Path(beside)))
         kept = {} if generation is None else {GENERATION_JSON: generation}
@@ -103,7 +104,7 @@ def empty_manifest(tensors: Mapping[str, LogicalTensor]) -> Manifest:
 def whole_piece(name: str, tensor: LogicalTensor, file: str) -> Piece:
     """A whole logical tensor in a file, as saving names it."""
     kind, start = BUFFER if tensor.is_buffer else WEIGHT, (0,) * len(tensor.shape)
-    return Piece(kind, name, start, tensor.shape, file, f"{kind}/{name}/{'.'.join(map(str, start))}")
+    return Piece(kind, name, start, tensor.shape, file, key_of(kind, name, start))
 
 
 def in_shards(tensors: Mapping[str, LogicalTensor]) -> Iterator[list[str]]:

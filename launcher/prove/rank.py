@@ -308,7 +308,9 @@ class PhaseRank:
         """The mean gradient of one round of micro-batches, accumulated ``repeats`` times; then it is dropped.
 
         The rounds are equal, and so are their gradients, bit for bit: what differs from one round's is the sum's
-        rounding. A round is one micro-batch, or as many as every schedule takes.
+        rounding. A round is one micro-batch, or as many as every schedule takes. In fp16 the loss scale is less where
+        ``repeats`` is: each round's loss is divided by their number, and gradients below fp16's normal numbers
+        would round otherwise.
         """
         mesh, size = self.engine.mesh, self.config.train.micro_batch_size
         n_micro_batches = 1 if mesh.pp.degree == 1 else 2 * mesh.pp.degree
@@ -316,9 +318,10 @@ class PhaseRank:
         self.dataset.reads.clear()
         self.replay.start_step(None, 0.0)
         samples = np.tile(round_of_samples, repeats)
-        accumulate_gradients(self.engine, self.dataset, samples, size, StopRequest(), (self.config.seed, 0))
-        pieces = gradient_boxes(self.engine)
-        self.engine.discard()
+        with self.engine.loss_scale_times(repeats / REPEATS):
+            accumulate_gradients(self.engine, self.dataset, samples, size, StopRequest(), (self.config.seed, 0))
+            pieces = gradient_boxes(self.engine)
+            self.engine.discard()
         return pieces
 
     def overflow(self, at: int) -> OverflowSeen:

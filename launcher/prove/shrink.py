@@ -47,6 +47,7 @@ IDLE_CLIP_NORM = 1e3  # far above the gradients' norm: clipping has to leave the
 # weights larger and smaller than a bucket; under ZeRO 3 matrices that are gathered, and norms that stay whole.
 SMALL_SIZES = Sizes(
     chunk_logits=500,
+    query_block=5,
     ring_tile=3,
     row_multiple=8,
     staging_bytes=4096,
@@ -105,6 +106,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             eval_sequences=HELDOUT_ROUNDS * degrees.dp * micro_batch_size + 1,
         ),
         checkpoint=replace(config.checkpoint, keep_best=0),  # by held-out losses, of which there are none
+        metrics=replace(config.metrics, expert_shares_every_steps=1),  # each step's are compared
         optimizer=shrink_optimizer(config.optimizer),
         schedule=ConstantSchedule(warmup_steps=WARMUP_STEPS),
         parallel=parallel,

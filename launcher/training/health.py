@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.dataset import Dataset
 from launcher.config.tree import HealthConfig
+from launcher.training.samples import Samples
 from launcher.training.state import TrainState
 from launcher.training.worst import worst_gradient
 from parallel.zero.engine import Engine
@@ -84,7 +84,7 @@ def robust_z(loss: float, losses: Sequence[float]) -> float:
 def examine(
     health: Health | None,
     engine: Engine,
-    dataset: Dataset,
+    dataset: Samples,
     indices: np.ndarray,
     state: TrainState,
     loss: float,
@@ -104,7 +104,7 @@ def examine(
 
 
 def tell_of_no_targets(
-    health: Health | None, dataset: Dataset, indices: np.ndarray, step: int
+    health: Health | None, dataset: Samples, indices: np.ndarray, step: int
 ) -> dict[str, Any] | None:
     """The event of a step whose batch ``indices`` holds no target that counts; None from the second one on.
 
@@ -119,7 +119,7 @@ def tell_of_no_targets(
 
 
 def describe(
-    problem: Problem, step: int, loss: float, grad_norm: float, engine: Engine, dataset: Dataset, indices: np.ndarray
+    problem: Problem, step: int, loss: float, grad_norm: float, engine: Engine, dataset: Samples, indices: np.ndarray
 ) -> dict[str, Any]:
     """The event's row. All ranks call it, before the step's gradients are applied or dropped."""
     worst = worst_gradient(engine)

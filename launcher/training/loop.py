@@ -25,10 +25,11 @@ from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.ledger import ledger_row
+from launcher.training.samples import Samples, open_samples, steps_to_come
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
 from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate, further_losses
-from launcher.watch.moe import load_metrics
+from launcher.watch.moe import load_metrics, shows_shares
 from launcher.watch.speed import peak_flops_per_second, speed_metrics
 from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
 from modeling.counts import flops_per_token
@@ -103,22 +104,25 @@ def train_watched(
         open_watchers(config, wandb_config, config.run_path, state.step, mesh.rank, fence) as watchers,
         watchdog.recording(watchers, together=Unhealthy),
         open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
+        open_samples(config, dataset, mesh) as samples,
     ):
         report_start(watchers, record, state, warnings, changed, restart)
         report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
         health, stopped = Health(config.health), agree_to_stop(stop, mesh)
+        samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
         while state.step < config.train.steps and stopped is None:
             watchdog.beat(state.step + 1, STEP)
             consumed = state.consumed
-            done = run_step(config, engine, dataset, state, stop, health)
+            done = run_step(config, engine, samples, state, stop, health)
             stopped = done.stop_signal
             if done.event is not None and done.event["action"] == "rollback":
                 watchdog.beat(state.step, "rollback")
                 report_saves(watchers, saver.wait())
                 state = roll_back(config, engine, state, done.event, watchers)
+                samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
                 continue
             watchers.consumed(ledger_row(state, consumed, trained=done.trained))
-            watchers.update(done.row)
+            watchers.update(done.row | samples.figures())
             report_problem(watchers, done.event)
             in_haste = stopped is not None and state.step < config.train.steps
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
@@ -163,7 +167,8 @@ def prepare_process(config: RunConfig) -> None:
         torch.backends.cudnn.allow_tf32 = False
     if torch.cuda.is_available():  # what NCCL was doing when it timed out; the rank's number follows
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_path / LOGS / "nccl-rank-"))
-    else:
+    else:  # torch's record of collectives tells nothing on gloo, and grows by 5 MB until it holds 2,000
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         keep_heap_from_growing()
     gc.disable()
     gc.collect()
@@ -225,7 +230,7 @@ class StepDone:
 def run_step(
     config: RunConfig,
     engine: Engine,
-    dataset: Dataset,
+    dataset: Samples,
     state: TrainState,
     stop: StopRequest | None = None,
     health: Health | None = None,
@@ -317,7 +322,10 @@ def metrics_row(
     if precision == "fp16" or update.skipped:
         row |= {"skipped": update.skipped}
     if config.model.moe is not None:
-        row |= load_metrics(totals.counts, n_tokens=n_tokens, top_k=config.model.moe.top_k)
+        every_steps, n_shares = config.metrics.expert_shares_every_steps, sum(map(len, totals.counts.values()))
+        with_shares = shows_shares(state.step, config.train.steps, every_steps, n_shares)
+        moe = {"n_tokens": n_tokens, "top_k": config.model.moe.top_k, "with_shares": with_shares}
+        row |= load_metrics(totals.counts, **moe)
         n_sequences = config.train.batches.size_at(state.step)
         row |= logged(metrics_of(RoutingStats), totals.metrics, n_tokens=n_tokens, n_sequences=n_sequences)
     return row

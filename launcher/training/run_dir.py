@@ -133,7 +133,7 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
     old = saved_config(config.run_path)
     if old is None:
         return []
-    _check_same_run(old, config.run_path / CONFIG, config)
+    check_same_run(old, config.run_path / CONFIG, config)
     return list(changes(old, config))
 
 
@@ -171,10 +171,10 @@ def check_newest_checkpoint(config: RunConfig) -> None:
             old = load_config(path)
         except UserError:
             continue
-        _check_same_run(old, path, config)
+        check_same_run(old, path, config)
 
 
-def _check_same_run(old: RunConfig, path: Path, config: RunConfig) -> None:
+def check_same_run(old: RunConfig, path: Path, config: RunConfig) -> None:
     """Raises UserError where ``config`` is another run's than ``old``, which was read from ``path``."""
     remedy = "set it back, or start another run with another name or run_dir"
     problems = [

@@ -24,6 +24,7 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 LOCK = ".lock"
 STARTED_IN = ".started_in"
+LINEAGE = "branched_from.json"
 LOGS = "logs"
 WANDB = "wandb"
 WANDB_ID = f"{WANDB}/run_id"
@@ -74,6 +75,18 @@ def _why_no_names(path: Path) -> str | None:
     return f"{path} must hold the names of a sweep's runs, one a line; remove it, or submit the sweep again"
 
 
+def _why_no_lineage(path: Path) -> str | None:
+    """The run directory and the step that a branched run came from."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    values = [found.get("run"), found.get("step")] if isinstance(found, dict) else []
+    if [type(value) for value in values] == [str, int]:
+        return None
+    return f"{path} must say the run and the step that this run was branched from; remove it"
+
+
 def _why_no_id(path: Path) -> str | None:
     if re.fullmatch(rb"[\w-]*\n?", path.read_bytes()):
         return None
@@ -102,6 +115,7 @@ PARTS = (
     Part(LOCK, "file", 1 << 16, _why_no_holder),
     Part(FENCE, "file", 1 << 16, why_no_token),
     Part(STARTED_IN, "file", 1 << 16, _why_no_folder_name),
+    Part(LINEAGE, "file", 1 << 16, _why_no_lineage),
     Part(".seen", "file", 1 << 16),
     Part(CHECKPOINTS, "folder"),
     Part(LOGS, "folder"),

@@ -18,6 +18,7 @@ from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.load import load_state, load_weights, open_together
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import open_folder, open_store
+from parallel.checkpoint.read import Checkpoint
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Hooks, Saver
 from parallel.zero.engine import Engine
@@ -75,13 +76,18 @@ def restore(
                 store.set_aside(name)
             dist.barrier(group=mesh.control)
             continue
-        scalars = checkpoint.manifest.scalars
-        skipped = [(first, last) for first, last in scalars["skipped"]]
-        heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
-        losses = scalars.get("losses", [])  # which checkpoints before health was judged lack
-        return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout, losses), warnings
+        return state_in(checkpoint), warnings
     set_first_weights(engine, seed, init_from)
     return TrainState(), warnings
+
+
+def state_in(checkpoint: Checkpoint) -> TrainState:
+    """How far the run was when the checkpoint was saved: all that it holds besides tensors."""
+    scalars = checkpoint.manifest.scalars
+    skipped = [(first, last) for first, last in scalars["skipped"]]
+    heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
+    losses = scalars.get("losses", [])  # which checkpoints before health was judged lack
+    return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout, losses)
 
 
 def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int) -> None:
@@ -107,7 +113,8 @@ def open_saver(
         after_commit=retention.apply,
         while_waiting=lambda: watchdog.beat(watchdog.step, watchdog.phase),
     )
-    attachments = {CONFIG: dump_config(config).encode(), **tokenizer_files(tokenizer)}
+    writes = engine.mesh.rank == 0  # rank 0 alone writes attachments, and writing a config as YAML takes 0.04 s
+    attachments = {CONFIG: dump_config(config).encode(), **tokenizer_files(tokenizer)} if writes else None
     return Saver(
         open_store(config.checkpoint_location),
         engine,

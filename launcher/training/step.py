@@ -6,14 +6,15 @@ Shape letters: B micro-batch, S sequence, E experts.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import IGNORED, PADDING
+from data.batch import IGNORED
 from data.dataset import Dataset
+from launcher.training.samples import HostBatch, Samples, on_host
 from modeling.config import ModelConfig
 from modeling.decoder import Output
 from modeling.dropout import Draws
@@ -41,7 +42,7 @@ class Totals:
 
 
 def read_micro_batch(
-    dataset: Dataset,
+    dataset: Samples,
     indices: np.ndarray,
     mesh: Mesh,
     balance_scale: float = 0.0,
@@ -58,23 +59,18 @@ def read_micro_batch(
     besides; None: nothing is dropped.
     """
     read = dataset.read(indices)
-    arrays = (read.tokens_BS, read.targets_BS, read.positions_BS, read.documents_BS)
-    n_positions = read.tokens_BS.shape[1]
-    on_host = [torch.from_numpy(array) for array in (*arrays, indices.astype(np.int64), np.arange(n_positions))]
-    if mesh.device.type == "cuda":
-        on_host = [tensor.pin_memory() for tensor in on_host]
-    tokens_BS, targets_BS, positions_BS, documents_BS, samples_B, places_S = on_host
+    batch = read if isinstance(read, HostBatch) else on_host(read, mesh.device)
+    inputs = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
+    samples_B, places_S = torch.from_numpy(indices.astype(np.int64)), torch.arange(batch.tokens_BS.shape[1])
     draws = None if drawn_from is None else Draws(*drawn_from, samples_B, places_S)
-    has_padding = expects_padding or bool((read.documents_BS == PADDING).any())
-    inputs, scales = (tokens_BS, targets_BS, positions_BS, documents_BS), (balance_scale, z_scale)
-    return cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws, ahead_scales=ahead_scales).to(
-        mesh.device
-    )
+    has_padding, scales = expects_padding or batch.has_padding, (balance_scale, z_scale)
+    cut = cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws, ahead_scales=ahead_scales)
+    return cut.to(mesh.device)
 
 
 def accumulate_gradients(
     engine: Engine,
-    dataset: Dataset,
+    dataset: Samples,
     indices: np.ndarray,
     micro_batch_size: int,
     stop: StopRequest,
@@ -113,7 +109,7 @@ def accumulate_gradients(
     return sums.over_ranks(mesh, stop)
 
 
-def further_scales(engine: Engine, dataset: Dataset, indices: np.ndarray) -> list[float]:
+def further_scales(engine: Engine, dataset: Samples, indices: np.ndarray) -> list[float]:
     """By depth, what the loss of one token further ahead weighs in the total that is differentiated.
 
     Each depth's loss is the mean over its own targets of the whole batch; the coefficient is that of the depths' mean.
@@ -195,39 +191,48 @@ class Sums:
             self.maxima[layer] = torch.maximum(self.maxima[layer], most) if layer in self.maxima else most
 
     def over_ranks(self, mesh: Mesh, stop: StopRequest) -> Totals:
-        """The sums over all ranks, by one all-reduce of a small fp64 vector, and by another any maxima.
+        """The sums over all ranks, by one all-reduce of a small fp64 vector on the device, and by another any maxima.
 
-        All ranks call it. The ranks of tp hold the same losses, and those of tp and cp the same sequences' sums; each
-        counts for its share. Whether a rank was asked to stop goes along, so that all know of it after the same step.
+        All ranks call it. On CUDA the host waits once, for the sums' copy.
         """
+        votes = stop.votes()
+        total = sum_over_ranks(self.packed(mesh, votes), mesh).cpu()
+        n_losses, summed = 2 + len(self.further_losses), metrics_of(RoutingStats, "sum")
+        told, losses, rows = total.split([len(votes), n_losses, len(total) - len(votes) - n_losses])
+        rows = rows.view(len(self.moe_layers), len(summed) + self.n_experts)
+        by_layer = dict(zip(self.moe_layers, rows, strict=True))
+        return Totals(
+            loss=float(losses[0]),
+            z_loss=float(losses[1]),
+            further_losses=losses[2:].tolist(),
+            counts={layer: row[len(summed) :].to(torch.int64).numpy() for layer, row in by_layer.items()},
+            metrics=_by_name(summed, by_layer) | self.maxima_over_ranks(mesh),
+            stop_signal=elected(told.tolist()),
+        )
+
+    def packed(self, mesh: Mesh, votes: Sequence[float]) -> Tensor:
+        """What this rank adds to the totals, fp64 on the device: votes to stop, losses, and each MoE layer's row.
+
+        The ranks of tp hold the same losses, and those of tp and cp the same sequences' sums; each counts for its
+        share. Whether a rank was asked to stop goes along, so that all know of it after the same step. Numbers that
+        the host knows are filled in there: copying them would make a CUDA device's host wait.
+        """
+        double: dict[str, Any] = {"dtype": torch.float64, "device": mesh.device}
+        known = [torch.full((), float(vote), **double) for vote in votes]
         sums = (self.loss, self.z_loss, *self.further_losses)
-        losses = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in sums])
-        losses /= mesh.tp.degree
+        losses = [each.double() if isinstance(each, Tensor) else torch.full((), each, **double) for each in sums]
         summed = metrics_of(RoutingStats, "sum")
         for row in self.layers.values():
             for column, metric in enumerate(summed.values()):
                 row[column] /= mesh.tp.degree * mesh.cp.degree if metric.mean_over == "sequences" else 1
-        n_columns = len(summed) + self.n_experts
-        rows = self.on_all_layers(self.layers, n_columns, 0.0, mesh)
-        votes = torch.tensor(stop.votes(), dtype=torch.float64)
-        total = sum_over_ranks(torch.cat([votes, torch.cat([losses, rows]).cpu()]), mesh)
-        votes, total = total[: len(votes)], total[len(votes) :]
-        rows = total[len(losses) :].view(len(self.moe_layers), n_columns)
-        by_layer = dict(zip(self.moe_layers, rows, strict=True))
-        return Totals(
-            loss=float(total[0]),
-            z_loss=float(total[1]),
-            further_losses=total[2 : len(losses)].tolist(),
-            counts={layer: row[len(summed) :].to(torch.int64).numpy() for layer, row in by_layer.items()},
-            metrics=_by_name(summed, by_layer) | self.maxima_over_ranks(mesh),
-            stop_signal=elected(votes.tolist()),
-        )
+        rows = self.on_all_layers(self.layers, len(summed) + self.n_experts, 0.0, mesh)
+        return torch.cat([torch.stack(known), torch.stack(losses) / mesh.tp.degree, rows])
 
     def maxima_over_ranks(self, mesh: Mesh) -> dict[str, dict[int, float]]:
         """The metrics of which the largest value counts: name -> layer -> value. All ranks call it."""
         names = metrics_of(RoutingStats, "max")
-        rows = self.on_all_layers(self.maxima, len(names), -math.inf, mesh).cpu()
-        total = max_over_ranks(rows, mesh) if len(rows) else rows
+        rows = self.on_all_layers(self.maxima, len(names), -math.inf, mesh)
+        total = max_over_ranks(rows, mesh).cpu() if len(rows) else rows.cpu()
         return _by_name(names, dict(zip(self.moe_layers, total.view(len(self.moe_layers), len(names)), strict=True)))
 
     def on_all_layers(self, rows: dict[int, Tensor], n_columns: int, nothing: float, mesh: Mesh) -> Tensor:

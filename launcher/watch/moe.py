@@ -9,8 +9,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+# Shares that each row may have without being asked to: some 20 kB. 58 layers of 256 experts are 300 kB a step.
+MOST_SHARES = 1024
+SHARES_EVERY_STEPS = 100  # of a model with more
 
-def load_metrics(counts_by_layer: Mapping[int, ArrayLike], *, n_tokens: int, top_k: int) -> dict[str, Any]:
+
+def shows_shares(step: int, last_step: int, every_steps: int | None, n_shares: int) -> bool:
+    """Whether the row of an update has each expert's share, ``n_shares`` in all: the first and the last one's do.
+
+    Of the others, multiples of ``every_steps`` (metrics.expert_shares_every_steps); None: each where the shares are
+    few, else multiples of SHARES_EVERY_STEPS.
+    """
+    every_steps = every_steps or (1 if n_shares <= MOST_SHARES else SHARES_EVERY_STEPS)
+    return step in (1, last_step) or step % every_steps == 0
+
+
+def load_metrics(
+    counts_by_layer: Mapping[int, ArrayLike], *, n_tokens: int, top_k: int, with_shares: bool = True
+) -> dict[str, Any]:
     """One update's keys about the experts' load, flat, for a row of metrics.jsonl.
 
     ``counts_by_layer`` holds for each MoE layer (keyed by its index in the decoder) the tokens that each expert
@@ -18,35 +34,43 @@ def load_metrics(counts_by_layer: Mapping[int, ArrayLike], *, n_tokens: int, top
     left out. For ``moe/dropped`` to mean something, the counts must be of the rows that the experts were given, not of
     the router's choices.
 
-    Keys: ``moe/layer_00/load`` shares of each expert (they sum to 1); ``load_max`` and ``load_min`` the largest and
-    smallest share times E (1: balanced, E: all on one expert); ``moe/dropped`` tokens sent minus tokens processed, over
-    all layers (0, as routing is dropless).
+    Keys: ``load_max`` and ``load_min`` the largest and smallest share times E (1: balanced, E: all on one expert);
+    with ``with_shares``, ``moe/layer_00/load`` the shares of each expert (they sum to 1); ``moe/idle`` the part of all
+    layers' experts that got no token; ``moe/dropped`` tokens sent minus tokens processed, over all layers (0, as
+    routing is dropless).
     """
     row: dict[str, Any] = {}
-    dropped = 0
+    dropped, idle, experts = 0, 0, 0
     for layer in sorted(counts_by_layer):
         counts_E = np.asarray(counts_by_layer[layer], dtype=np.int64)
-        row |= _layer_load(f"moe/layer_{layer:02d}", counts_E)
+        row |= _layer_load(f"moe/layer_{layer:02d}", counts_E, with_shares)
         dropped += abs(
             n_tokens * top_k - int(counts_E.sum())
         )  # absolute: a surplus in one layer hides no loss elsewhere
-    row["moe/dropped"] = dropped
+        idle, experts = idle + int((counts_E == 0).sum()), experts + counts_E.size
+    row |= {"moe/idle": idle / max(experts, 1), "moe/dropped": dropped}
     return row
 
 
-def _layer_load(prefix: str, counts_E: np.ndarray) -> dict[str, Any]:
+def _layer_load(prefix: str, counts_E: np.ndarray, with_shares: bool) -> dict[str, Any]:
     shares_E = counts_E / max(int(counts_E.sum()), 1)  # a batch without a single token has shares of 0
-    return {
+    row: dict[str, Any] = {
         f"{prefix}/load_max": float(shares_E.max() * shares_E.size),
         f"{prefix}/load_min": float(shares_E.min() * shares_E.size),
-        f"{prefix}/load": shares_E.tolist(),
     }
+    return row | ({f"{prefix}/load": shares_E.tolist()} if with_shares else {})
 
 
 def load_keys(row: Mapping[str, Any]) -> list[str]:
-    """The ``moe/layer_NN/load`` keys of a row, in the order of the layers; empty for a dense model."""
+    """The ``moe/layer_NN/load`` keys of a row, in the order of the layers; empty for a row without shares."""
     keys = [key for key in row if key.startswith("moe/layer_") and key.endswith("/load")]
     return sorted(keys, key=layer_of)
+
+
+def busiest_load(row: Mapping[str, Any]) -> float | None:
+    """The largest load of any expert in any layer; None for a dense model."""
+    loads = [value for key, value in row.items() if key.startswith("moe/layer_") and key.endswith("/load_max")]
+    return max((load for load in loads if isinstance(load, int | float)), default=None)
 
 
 def layer_of(key: str) -> int:

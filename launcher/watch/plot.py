@@ -51,7 +51,7 @@ def plot_run(run_dir: Path | str, out_png: Path | str) -> None:
 
 def draw(name: str, updates: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> Figure:
     """The figure, not yet written: curves above, heat maps below where there are experts."""
-    keys = load_keys(updates[-1])
+    keys = next((keys for row in reversed(updates) if (keys := load_keys(row))), [])
     map_rows = math.ceil(len(keys) / MAPS_PER_ROW)
     maps_inches = map_rows * MAP_INCHES + 0.9 if keys else 0.0
     figure = Figure(figsize=(WIDTH_INCHES, CURVES_INCHES + maps_inches), layout="constrained", facecolor="white")
@@ -145,7 +145,10 @@ def _marker(steps: list[int]) -> str | None:
 
 
 def _draw_loads(part: SubFigure, updates: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-    """One heat map for each MoE layer: steps to the right, experts upward, load as color (white is balanced)."""
+    """One heat map for each MoE layer: steps to the right, experts upward, load as color (white is balanced).
+
+    Of updates whose rows lack the shares nothing is shown; those that have them lie evenly.
+    """
     with_load = [row for row in updates if all(key in row for key in keys)]
     loads = [np.array([row[key] for row in with_load]) for key in keys]
     columns = [average_columns(shares_NE * shares_NE.shape[1], MAX_COLUMNS) for shares_NE in loads]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
+from launcher.watch.moe import load_keys
 
 PACE_ROWS = 64  # updates over which the pace is measured: evaluations and checkpoints in between count
 TRACE_POINTS = 512
@@ -64,6 +65,7 @@ class RunProgress:
         self.every_steps = every_steps
         self.step = first_step - 1
         self.update: dict[str, Any] = {}
+        self.loads: dict[str, Any] = {}  # the latest update that tells each expert's share
         self.evaluation: dict[str, Any] = {}
         self.checkpoint_step: int | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
@@ -74,6 +76,9 @@ class RunProgress:
         """Takes in one row of any kind."""
         if "loss" in row:
             self.step = row["step"]
+            has_shares = bool(load_keys(row))
+            if has_shares and (self.is_shown(self.step) or not load_keys(self.update)):
+                self.loads = dict(row)
             if self.is_shown(self.step):
                 self.update = dict(row)
             self.losses.add(row["loss"])

@@ -30,6 +30,7 @@ from launcher.watch.progress import RunProgress, event_text
 REFRESHES_PER_SECOND = 2
 PLAIN_SECONDS = 10.0  # at least one line in so many seconds
 PLAIN_LINES = 20  # and at least so many lines in a run
+SHOWN_WAIT = 0.01  # of a step's time that its samples were waited for: below, nothing is said
 FRAME_LINES = 9  # the live view's lines besides the experts'
 
 
@@ -184,7 +185,7 @@ def render(progress: RunProgress, width: int, height: int, bars: str = BARS) -> 
     lines: list[RenderableType] = [_title(progress), _bar(progress), _number_line(progress)]
     if progress.losses.means:
         lines.append(_loss_line(progress, width, bars))
-    lines += _expert_lines(progress.update, width, height - FRAME_LINES, bars)
+    lines += _expert_lines(progress, width, height - FRAME_LINES, bars)
     if progress.evaluation or progress.checkpoint_step is not None:
         lines.append(_landmarks(progress))
     lines += [Text(f"· {text}", style="dim", no_wrap=True, overflow="ellipsis") for text in progress.events]
@@ -201,7 +202,9 @@ def _numbers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mfu", "mfu", "{:.1%}"),
         ("peak_gib", "peak GiB", "{:.2f}"),
     )
-    return [(label, form.format(row[key])) for key, label, form in formats if row.get(key) is not None]
+    shown = [(label, form.format(row[key])) for key, label, form in formats if row.get(key) is not None]
+    waited = row.get("loader_wait_seconds", 0.0) / row.get("step_seconds", 1.0)
+    return shown + ([("waited for data", f"{waited:.0%}")] if waited >= SHOWN_WAIT else [])
 
 
 def _title(progress: RunProgress) -> Text:
@@ -241,14 +244,19 @@ def _loss_line(progress: RunProgress, width: int, bars: str) -> Text:
     return Text.assemble(("loss      ", "dim"), (line, "cyan"), (ends, "dim"), no_wrap=True, overflow="crop")
 
 
-def _expert_lines(row: Mapping[str, Any], width: int, room: int, bars: str) -> list[Text]:
-    """One line for each MoE layer; the least balanced ones where there is no room for all."""
+def _expert_lines(progress: RunProgress, width: int, room: int, bars: str) -> list[Text]:
+    """One line for each MoE layer; the least balanced ones where there is no room for all.
+
+    Rows of many experts have their shares only now and then: the latest are shown, with their step.
+    """
+    row = progress.loads
     keys = load_keys(row)
     shown = sorted(sorted(keys, key=lambda key: -row[f"{key}_max"])[: max(room, 1)], key=layer_of)
     lines = [_expert_line(row, key, width, bars) for key in shown]
-    if len(shown) < len(keys):
-        lines.append(Text(f"the {len(shown)} least balanced of {len(keys)} MoE layers", style="dim"))
-    return lines
+    notes = [f"the {len(shown)} least balanced of {len(keys)} MoE layers"] if len(shown) < len(keys) else []
+    if keys and row["step"] != progress.update.get("step"):
+        notes.append(f"the experts as at step {row['step']}")
+    return lines + ([Text(", ".join(notes), style="dim")] if notes else [])
 
 
 def _expert_line(row: Mapping[str, Any], key: str, width: int, bars: str) -> Text:

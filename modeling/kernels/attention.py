@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from modeling.context import Context
 from modeling.kernels.terms import term_attention
+from modeling.pieces import QUERY_BLOCK, whole_piece
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 FLASH_CHANNELS = 256  # of a head, at most
@@ -26,20 +27,44 @@ def attend(
     context: Context,
     window: int | None,
     terms: ScoreTerms = NO_TERMS,
+    *,
+    block: int = QUERY_BLOCK,
 ) -> Tensor:
     """Attention's output (B, S, H, C), by the fastest kernel that fits the device, the dtype and the scores' terms.
 
-    CUDA in half precision takes variable-length flash attention, which never forms a mask and knows heads of up to
-    ``FLASH_CHANNELS``; everything else takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA,
+    On a CPU each document is attended to by itself, in pieces of at most ``block`` queries. CUDA in half precision
+    takes variable-length flash attention, which knows heads of up to ``FLASH_CHANNELS``. Neither forms a mask of a
+    row's pairs; everything else takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA,
     B * S * S numbers of a mask are made, with slopes H times as many, once for all layers of one window; other terms
     take fp32 scores in each layer.
     """
+    if q_BSHC.is_cpu:
+        return document_attention(q_BSHC, k_BSGC, v_BSGC, context, window, terms, block)
     halves = q_BSHC.dtype in (torch.bfloat16, torch.float16)
     if terms.is_plain and q_BSHC.is_cuda and halves and q_BSHC.shape[-1] <= FLASH_CHANNELS:
         return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
     mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
     buckets_BSS = None if terms.buckets is None else context.buckets_BSS(terms.buckets)
     return masked_attention(q_BSHC, k_BSGC, v_BSGC, mask, terms, buckets_BSS)
+
+
+def document_attention(
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    context: Context,
+    window: int | None,
+    terms: ScoreTerms = NO_TERMS,
+    block: int = QUERY_BLOCK,
+) -> Tensor:
+    """Attention's output (B, S, H, C), piece by piece of each document: it costs what the documents cost.
+
+    Padding attends to the padding before it; nobody looks at what comes out there.
+    """
+    band = context.band(window, block, terms.alibi, terms.buckets)
+    wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
+    out_BSHC = term_attention(q_BSHC, k_BSGC, wide_BSGC, context.document_pieces(window, block), terms, *band)
+    return out_BSHC[..., : v_BSGC.shape[-1]]
 
 
 def masked_attention(
@@ -57,7 +82,8 @@ def masked_attention(
     """
     if terms.sinks_H is not None or terms.needs_formula:
         wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-        return term_attention(q_BQHC, k_BSGC, wide_BSGC, mask, terms, buckets_BQS)[..., : v_BSGC.shape[-1]]
+        pieces = [whole_piece(*mask.shape[:1], *mask.shape[-2:])]
+        return term_attention(q_BQHC, k_BSGC, wide_BSGC, pieces, terms, mask, buckets_BQS)[..., : v_BSGC.shape[-1]]
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:
         k_BSGC, v_BSGC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))

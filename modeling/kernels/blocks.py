@@ -18,9 +18,10 @@ def attend_block(
     """The queries' attention to this block alone, out_BQHC, and the log of its normalizer, lse_BHQ (fp32).
 
     ``mask`` says which keys each query sees: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is
-    -inf where a key is not seen; None: all. A query that sees no key gets zeros and -inf. On a CPU torch's flash kernel
-    does it, and the output has the queries' dtype; elsewhere, or where scores are capped or weights multiplied by
-    ``factors_BHQS`` (dropout), the plain formula, in fp32. The normalizer is that of the weights before it.
+    -inf where a key is not seen (1 instead of B or H: for all); None: all. A query that sees no key gets zeros and
+    -inf. On a CPU torch's flash kernel does it, and the output has the queries' dtype; elsewhere, or where scores are
+    capped or weights multiplied by ``factors_BHQS`` (dropout), the plain formula, in fp32. The normalizer is that of
+    the weights before it.
     """
     if q_BQHC.is_cpu and cap is None and factors_BHQS is None:
         return _attend_flash(q_BQHC, k_BSGC, v_BSGC, mask)
@@ -170,4 +171,4 @@ def _seen(scores_BGRQS: Tensor, mask: Tensor | None) -> Tensor:
         return scores_BGRQS
     if mask.dtype == torch.bool:
         return scores_BGRQS.masked_fill(~mask[:, None, None], float("-inf"))
-    return scores_BGRQS + mask.unflatten(1, scores_BGRQS.shape[1:3])
+    return scores_BGRQS + (mask[:, None] if mask.shape[1] == 1 else mask.unflatten(1, scores_BGRQS.shape[1:3]))

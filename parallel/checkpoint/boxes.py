@@ -70,6 +70,14 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.start), (1, *box.shape)) for box in inner]
 
 
+def span_within(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """The first element of the flattened tensor that lies in ``box``, and the one behind the last."""
+    start, stop = 0, 0
+    for size, low, count in zip(shape, box.start, box.shape, strict=True):
+        start, stop = start * size + low, stop * size + low + count - 1
+    return start, stop + 1
+
+
 def coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """None where the boxes hold every element of the tensor exactly once; else what is wrong, in words.
 

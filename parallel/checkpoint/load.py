@@ -1,7 +1,8 @@
 """Loading into an engine, whatever layout wrote the checkpoint and whatever layout the engine has."""
 
+import heapq
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     """
     together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
     kept = [(kind, each.name) for each in engine.fragments for kind in engine.rule.states_of(each.weight)]
-    missing = {kind for kind, name in kept if (kind, name) not in checkpoint.pieces}
+    missing = {kind for kind, name in kept if not checkpoint.has(kind, name)}
     complete = [kind for kind in engine.rule.states if kind not in missing]
     engine.reset_states(int(checkpoint.manifest.scalars["updates"]), kept=complete)
     _read_together(engine, checkpoint)
@@ -132,7 +133,7 @@ def _targets(
     for fragment in engine.fragments:
         boxes = fragment.boxes()
         for kind, flat in engine.pieces(fragment).items():
-            if (kind, fragment.name) in checkpoint.pieces and (kinds is None or kind in kinds):
+            if checkpoint.has(kind, fragment.name) and (kinds is None or kind in kinds):
                 done = 0
                 for box in boxes:
                     values = flat.narrow(0, done, box.numel).view(box.shape)
@@ -149,12 +150,32 @@ def _share_hashing(checkpoint: Checkpoint, wanted: Wanted, mesh: Mesh) -> list[s
     mine = {file: sum(_bytes_of(*each) for each in pairs) for file, pairs in wanted.items()}
     everyone: list[dict[str, int]] = [{} for _ in range(mesh.world_size)]
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    loads, hashed = [0] * mesh.world_size, []
-    for file, record in sorted(checkpoint.manifest.files.items(), key=lambda item: (-item[1]["bytes"], item[0])):
-        rank = min(range(mesh.world_size), key=lambda rank: (-everyone[rank].get(file, 0), loads[rank], rank))
-        loads[rank] += record["bytes"]
-        hashed += [file] if rank == mesh.rank else []
-    return hashed
+    sizes = {file: record["bytes"] for file, record in checkpoint.manifest.files.items()}
+    return [file for file, rank in deal_hashing(sizes, everyone).items() if rank == mesh.rank]
+
+
+def deal_hashing(sizes: Mapping[str, int], read: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The rank that is to hash each file, by the file's bytes and by how many of them each rank reads.
+
+    It is the one that reads most of it, among equals the one that has least to hash so far, the largest files first. A
+    file that nobody reads goes to whoever has least to hash.
+    """
+    most: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}  # the ranks that read most of the file
+    for rank, mine in enumerate(read):
+        for file, n_bytes in mine.items():
+            if n_bytes > most.get(file, 0):
+                most[file], readers[file] = n_bytes, [rank]
+            elif n_bytes == most.get(file):
+                readers[file].append(rank)
+    loads, idle, found = [0] * len(read), [(0, rank) for rank in range(len(read))], {}
+    for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
+        while idle[0][0] != loads[idle[0][1]]:  # it got a file that it reads: its place in the heap is an earlier one
+            heapq.heapreplace(idle, (loads[idle[0][1]], idle[0][1]))
+        those = readers.get(file, [idle[0][1]])
+        found[file] = rank = min(those, key=lambda rank: (loads[rank], rank))
+        loads[rank] += sizes[file]
+    return found
 
 
 def _bytes_of(piece: Piece, target: Target) -> int:

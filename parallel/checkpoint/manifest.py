@@ -13,16 +13,18 @@ from typing import Any
 import xxhash
 
 from parallel.checkpoint.boxes import Box, coverage_error
+from parallel.checkpoint.cuts import elements_by_shard, every_piece_of, fault_of
 from parallel.checkpoint.local import LocalFolder, sync_directory
 from parallel.checkpoint.places import open_folder
 from parallel.checkpoint.regular import UnfitFile
-from parallel.checkpoint.schema import FORMAT, LARGEST_MANIFEST_BYTES, Malformed, Piece, parse_body
+from parallel.checkpoint.schema import FORMAT, LARGEST_MANIFEST_BYTES, Cut, Malformed, Piece, parse_body
 from parallel.checkpoint.store import MANIFEST, Folder, step_of
 
 ELEMENT_BYTES = 4  # every tensor is fp32
 WEIGHT = "weight"  # the kind of a parameter's values
 BUFFER = "buffer"  # the kind of what is not a parameter: router biases
 HASH_CHUNK = 1 << 20
+MOST_RANGES = 1 << 25  # of all cuts: ZeRO 3 on 16,384 ranks has 16 million of DeepSeek-V3's 671B
 MOST_PROBLEMS = 20  # lines that a certificate's failure is told in
 
 Location = Folder | Path | str  # of one checkpoint: opened already, a directory, or a URL
@@ -34,7 +36,7 @@ class DamagedCheckpoint(Exception):
 
 @dataclass
 class Manifest:
-    """The whole content: scalars, logical tensors, pieces, and each file's size and hash."""
+    """The whole content: scalars, logical tensors, where their elements lie, and each file's size and hash."""
 
     step: int
     scalars: dict[str, Any]  # data position, optimizer's step, loss scaler
@@ -42,6 +44,14 @@ class Manifest:
     kinds: dict[str, list[str]]  # kind -> the names that have it
     pieces: list[Piece] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # file -> bytes, xxh3_128
+    shards: list[str] = field(default_factory=list)  # the files that the cuts name by number
+    cuts: list[Cut] = field(default_factory=list)
+
+    def every_piece(self) -> Iterator[Piece]:
+        """All boxes in all files, those of the cuts one by one: at true sizes, millions."""
+        yield from self.pieces
+        for cut in self.cuts:
+            yield from every_piece_of(cut, self.shards)
 
 
 def certify(manifest: Manifest) -> list[str]:
@@ -57,22 +67,48 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     boxes: dict[tuple[str, str], list[Box]] = {}
     for piece in manifest.pieces:
         boxes.setdefault((piece.kind, piece.name), []).append(piece.box)
+    for cut in manifest.cuts:
+        for kind in cut.kinds:
+            boxes.setdefault((kind, cut.name), []).append(cut.box)
+    known: dict[tuple[str, tuple[Box, ...]], str | None] = {}  # moments are mostly cut as their weight
     for kind, names in manifest.kinds.items():
         for name in names:
             if name not in manifest.tensors:
                 yield f"{kind} of {name}: not a tensor of this model"
                 continue
-            problem = coverage_error(manifest.tensors[name], boxes.pop((kind, name), []))
-            if problem is not None:
-                yield f"{kind} of {name}: {problem}"
+            those = name, tuple(boxes.pop((kind, name), []))
+            if those not in known:
+                known[those] = coverage_error(manifest.tensors[name], those[1])
+            if known[those] is not None:
+                yield f"{kind} of {name}: {known[those]}"
     yield from (f"{kind} of {name}: not a tensor of this model" for kind, name in boxes)
     values = Counter(name for kind in (WEIGHT, BUFFER) for name in manifest.kinds.get(kind, ()))
     yield from (f"{name}: not one of {WEIGHT} and {BUFFER}" for name in manifest.tensors if values[name] != 1)
     yield from _file_faults(manifest)
 
 
+def _cut_faults(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the cuts besides their boxes."""
+    for cut in manifest.cuts:
+        fault = fault_of(cut, len(manifest.shards))
+        if fault is not None:
+            yield f"{cut.kinds[0]} of {cut.name}: {fault}"
+    n_ranges = sum(count for cut in manifest.cuts for count, *_ in cut.runs)
+    if n_ranges > MOST_RANGES:
+        yield f"the cuts have {n_ranges} ranges, more than {MOST_RANGES}"
+    times = Counter(manifest.shards)
+    yield from (f"{shard} is among the shards {count} times" for shard, count in times.items() if count > 1)
+    with_pieces = dict.fromkeys(piece.file for piece in manifest.pieces)
+    yield from (f"{file} holds pieces, and is among the shards of the cuts" for file in with_pieces if file in times)
+
+
 def _file_faults(manifest: Manifest) -> Iterator[str]:
-    needed: Counter[str] = Counter()
+    faults = list(_cut_faults(manifest))
+    yield from faults
+    if faults:
+        return  # else what follows would look for ranges in shards that there are not
+    elements = elements_by_shard(manifest.cuts, len(manifest.shards))
+    needed = Counter(dict(zip(manifest.shards, (ELEMENT_BYTES * each for each in elements), strict=True)))
     keys: set[tuple[str, str]] = set()
     for piece in manifest.pieces:
         if (piece.file, piece.key) in keys:
@@ -115,7 +151,8 @@ def _show(shape: list[int] | None) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of manifest.json, its own hash within. Nothing is checked: ``write.certified`` does."""
-    return seal({"format": FORMAT, **vars(manifest), "pieces": [vars(piece) for piece in manifest.pieces]})
+    pieces, cuts = [vars(piece) for piece in manifest.pieces], [vars(cut) for cut in manifest.cuts]
+    return seal({"format": FORMAT, **vars(manifest), "pieces": pieces, "cuts": cuts})
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
@@ -177,6 +214,8 @@ def decode_manifest(content: bytes) -> Manifest:
         kinds=parsed.kinds,
         pieces=parsed.pieces,
         files={file: vars(record) for file, record in parsed.files.items()},
+        shards=parsed.shards,
+        cuts=parsed.cuts,
     )
 
 

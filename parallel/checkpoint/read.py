@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from parallel.checkpoint.boxes import Box, whole
+from parallel.checkpoint.cuts import pieces_within
 from parallel.checkpoint.manifest import (
     DamagedCheckpoint,
     Location,
@@ -24,7 +25,7 @@ from parallel.checkpoint.places import open_folder
 from parallel.checkpoint.regular import UnfitFile
 from parallel.checkpoint.safetensors_stream import NotSafetensors
 from parallel.checkpoint.scatter import ShardReader, Target
-from parallel.checkpoint.schema import Piece
+from parallel.checkpoint.schema import Cut, Piece
 from parallel.checkpoint.store import MANIFEST, Folder
 
 LARGEST_SMALL_BYTES = 256 << 20  # of a file of the tokenizer, or the run's config
@@ -48,6 +49,10 @@ class Checkpoint:
         self.pieces: dict[tuple[str, str], list[Piece]] = {}
         for piece in manifest.pieces:
             self.pieces.setdefault((piece.kind, piece.name), []).append(piece)
+        self.cuts: dict[tuple[str, str], list[Cut]] = {}
+        for cut in manifest.cuts:
+            for kind in cut.kinds:
+                self.cuts.setdefault((kind, cut.name), []).append(cut)
         self.copies: dict[str, Path] = {}
 
     @property
@@ -117,12 +122,21 @@ class Checkpoint:
         """The pieces that hold elements of the targets, by file."""
         wanted: Wanted = {}
         for key, boxes in targets.items():
-            for piece in self.pieces[key]:
-                box = piece.box
-                for target in boxes:
-                    if box.intersect(target.box) is not None:
-                        wanted.setdefault(piece.file, []).append((piece, target))
+            for target in boxes:
+                for piece in self.pieces_within(key, target.box):
+                    wanted.setdefault(piece.file, []).append((piece, target))
         return wanted
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether the logical tensor was saved in this kind."""
+        return (kind, name) in self.pieces or (kind, name) in self.cuts
+
+    def pieces_within(self, key: tuple[str, str], box: Box) -> Iterator[Piece]:
+        """The pieces of (kind, name) that hold elements of the box."""
+        assert self.has(*key), key
+        yield from (piece for piece in self.pieces.get(key, ()) if piece.box.intersect(box) is not None)
+        for cut in self.cuts.get(key, ()):
+            yield from pieces_within(cut, key[0], self.manifest.shards, box)
 
     def fill(self, wanted: Wanted, hashed: Iterable[str] = ()) -> list[str]:
         """Reads the elements into the targets; what is wrong with the files, one line each.

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modeling.logical import logical_tensors
 from parallel.checkpoint import write
+from parallel.checkpoint.cuts import Packed, pack
 from parallel.checkpoint.errors import BrokenSave, IncompleteSave
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES, chunks_of, copy_all, staged
-from parallel.checkpoint.schema import Piece
 from parallel.checkpoint.store import Store, step_name
 from parallel.checkpoint.write import build_manifest, certified, write_attachments, write_shard
 from parallel.zero.engine import Engine
@@ -65,7 +66,8 @@ class _Job:
     step: int
     scalars: dict[str, Any]
     file: str
-    pieces: list[Piece]
+    owned: Packed
+    shapes: dict[str, tuple[int, ...]]  # of the shard's tensors, by key
     chunks: Iterable[memoryview]
     attempt: str
     started: float
@@ -121,7 +123,8 @@ class Saver:
         device = engine.mesh.device
         self.stream = torch.cuda.Stream(device) if asynchronous and device.type == "cuda" else None
         engine.before_change.append(self.let_copy_end)
-        _, tensors = write.collect_pieces(engine, "")
+        self.names = list(logical_tensors(engine.model_config))
+        _, tensors = write.collect_owned(engine)
         owned = sum(tensor.numel() for tensor in tensors.values())
         staging = engine.sizes.staging_bytes // ELEMENT_BYTES
         self.buffer = host_buffer(owned if asynchronous else staging, engine.mesh.device)
@@ -136,18 +139,19 @@ class Saver:
         self._join()
         self.attempts += 1
         file = f"shard-{self.mesh.rank:05d}.safetensors"
-        pieces, tensors = write.collect_pieces(self.engine, file)
+        owned, tensors = write.collect_owned(self.engine)
+        packed, shapes = pack(owned, self.names), {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         scalars = state.scalars(self.engine)
         attempt = f"{self.tag}-{self.attempts}"
         if not self.asynchronous:
             chunks = staged(tensors.values(), self.buffer)
-            self._run(_Job(state.step, scalars, file, pieces, chunks, attempt, started))
+            self._run(_Job(state.step, scalars, file, packed, shapes, chunks, attempt, started))
             self._raise_if_broken()
             return
         used = self.buffer[: sum(tensor.numel() for tensor in tensors.values())]
         updated = None if self.stream is None else torch.cuda.current_stream(self.mesh.device).record_event()
         copy = partial(self._copy, list(tensors.values()), used, updated)
-        job = _Job(state.step, scalars, file, pieces, chunks_of(used), attempt, started, copy)
+        job = _Job(state.step, scalars, file, packed, shapes, chunks_of(used), attempt, started, copy)
         self.copied.clear()
         self.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
         self.held = time.perf_counter() - started
@@ -230,13 +234,11 @@ class Saver:
         finally:
             self.copied.set()
 
-    def _write_own(self, job: _Job, name: str) -> tuple[list[Piece], write.FileRecords]:
+    def _write_own(self, job: _Job, name: str) -> tuple[Packed, write.FileRecords]:
         """Takes the copy, where there is to be one, and writes this rank's shard."""
         job.copy()
         folder, prefix = self.store.begin(name, job.attempt)
-        file = prefix + job.file
-        pieces = [replace(piece, file=file) for piece in job.pieces] if prefix else job.pieces
-        return pieces, write_shard(folder, file, pieces, job.chunks)
+        return job.owned, write_shard(folder, prefix + job.file, job.shapes, job.chunks)
 
     def _agree(self, job: _Job, name: str, mine: tuple[str, Any]) -> tuple[str, Any]:
         """The ranks' shards to rank 0, its verdict to all of them."""

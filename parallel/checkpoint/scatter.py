@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from parallel.checkpoint.boxes import Box, boxes_of_range
+from parallel.checkpoint.boxes import Box, boxes_of_range, span_within
 from parallel.checkpoint.safetensors_stream import (
     CHUNK_BYTES,
     ELEMENT_BYTES,
@@ -50,10 +50,7 @@ def span_of(piece: Piece, box: Box) -> tuple[int, int] | None:
         return None
     if common.shape == piece.shape:
         return 0, common.numel
-    start, stop = 0, 0
-    for size, low, count in zip(piece.shape, common.shifted(piece.start).start, common.shape, strict=True):
-        start, stop = start * size + low, stop * size + low + count - 1
-    return start, stop + 1
+    return span_within(piece.shape, common.shifted(piece.start))
 
 
 class ShardReader:

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationErr
 
 from parallel.checkpoint.boxes import Box
 
-FORMAT = 2
-LARGEST_MANIFEST_BYTES = 256 << 20  # about 1,200,000 pieces: 600 tensors and two moments under ZeRO 3 on 512 replicas
+FORMAT = 3  # 2 knew no cuts: it is still read
+LARGEST_MANIFEST_BYTES = 256 << 20  # DeepSeek-V3 by ZeRO 3 on 16,384 ranks needs 9 MB (docs/scale.md)
 LARGEST_HEADER_BYTES = 16 << 20  # about 100,000 pieces in one shard
 LARGEST_VALUES = 24_000_000  # in one JSON text: what memory it takes depends on them, not on its bytes
 LARGEST_OBJECT = 200_000  # entries of one JSON object
@@ -37,6 +37,13 @@ def _printable(text: str) -> str:
     return text
 
 
+def _without_slash(kind: str) -> str:
+    """The kind, where a key tells it from the tensor's name, which it precedes."""
+    if "/" in kind:
+        raise ValueError("must hold no /")
+    return kind
+
+
 def _inside(file: str) -> str:
     """The path, where it leads from a checkpoint's folder to a file below it and not to the manifest."""
     parts = file.split("/")
@@ -55,6 +62,9 @@ Starts = Annotated[tuple[Count, ...], Field(max_length=MOST_DIMS), FailFast()]
 Shape = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS), FailFast()]
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)]
 File = Annotated[Name, AfterValidator(_inside)]
+Kind = Annotated[Name, AfterValidator(_without_slash)]
+Stride = Annotated[int, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+Run = tuple[Size, Size, Count, Stride]  # ranges, elements of each, the first one's shard, from shard to shard
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,28 @@ class Piece:
     @property
     def box(self) -> Box:
         """The elements held."""
+        return Box(self.start, self.shape)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One box of one logical tensor whose flattened elements lie, range after range, in several shards.
+
+    It says in a few numbers what ZeRO does with a box: a run of ``count`` ranges of ``numel`` elements each, of which
+    the first is in the shard of that number and each next one ``stride`` shards on. Shards are numbered by their place
+    in the manifest's ``shards``. A range lies in its shard as the boxes of ``boxes_of_range``, each under the key
+    ``key_of(kind, name, start)``; so do the same elements of every kind.
+    """
+
+    kinds: Annotated[tuple[Kind, ...], Field(min_length=1), FailFast()]
+    name: Name
+    start: Starts
+    shape: Shape
+    runs: Annotated[list[Run], FailFast()]
+
+    @property
+    def box(self) -> Box:
+        """The elements of all ranges."""
         return Box(self.start, self.shape)
 
 
@@ -112,15 +144,17 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Body:
-    """A manifest's JSON."""
+    """A manifest's JSON. Each element of each kind of a tensor lies in one piece or in one cut."""
 
-    format: Literal[2]
+    format: Literal[2, 3]
     step: Count
     scalars: Scalars
     tensors: dict[Name, Shape]
     kinds: dict[Name, Annotated[list[Name], FailFast()]]
     pieces: Annotated[list[Piece], FailFast()]
     files: dict[File, FileRecord]
+    shards: Annotated[list[File], FailFast()] = field(default_factory=list)
+    cuts: Annotated[list[Cut], FailFast()] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -147,7 +181,10 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 def parse_body(content: bytes) -> Body:
     """What a manifest's JSON says. Raises Malformed."""
-    return _parse(Body, content)
+    body: Body = _parse(Body, content)
+    if body.format < FORMAT and (body.cuts or body.shards):
+        raise Malformed(f"format={body.format}: has neither cuts nor shards")
+    return body
 
 
 def parse_header(content: bytes) -> dict[str, HeaderEntry]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from parallel.checkpoint.cuts import ShardIndex
 from parallel.checkpoint.manifest import (
     ELEMENT_BYTES,
     MOST_PROBLEMS,
@@ -43,10 +44,13 @@ def examine(location: Location, on_bytes: Callable[[int], None] | None = None) -
     pieces: dict[str, list[Piece]] = {}
     for piece in manifest.pieces:
         pieces.setdefault(piece.file, []).append(piece)
-    problems = []
+    problems, index = [], ShardIndex(manifest.cuts)
+    numbers = {file: number for number, file in enumerate(manifest.shards)}
     for file in sorted(manifest.files):
         found = check_files(manifest, folder, [file], on_bytes)
-        problems += found or problems_of_table(folder, file, manifest.files[file]["bytes"], pieces.get(file, []))
+        owned = index.owned(numbers[file]) if file in numbers and not found else []
+        expected = pieces.get(file, []) + [piece for each in owned for piece in each.pieces(file)]
+        problems += found or problems_of_table(folder, file, manifest.files[file]["bytes"], expected)
     unlisted = [file for file in folder.files() if file not in manifest.files and file != MANIFEST]
     return Findings(manifest, problems, unlisted)
 

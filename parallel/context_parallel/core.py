@@ -4,22 +4,26 @@ from functools import partial
 from typing import Literal, assert_never
 
 from modeling.attention import AttentionCore
+from modeling.pieces import QUERY_BLOCK
 from parallel.context_parallel.plan import TILE
 from parallel.context_parallel.ring import ring_attend
 from parallel.context_parallel.ulysses import ulysses_attend
 from parallel.mesh import Axis
 
 
-def make_core(kind: Literal["ulysses", "ring"], axis: Axis, tile: int = TILE) -> AttentionCore:
+def make_core(
+    kind: Literal["ulysses", "ring"], axis: Axis, tile: int = TILE, block: int = QUERY_BLOCK
+) -> AttentionCore:
     """An attention core over the cp axis (degree above 1), for ``modeling.attention.Attention.core``.
 
     It takes the held positions' queries, keys and values and a ``HeldContext``. All ranks of the axis call it, layer by
-    layer, forward and backward. ``tile``: queries, and keys, of one kernel call of the ring.
+    layer, forward and backward. ``tile``: queries, and keys, of one kernel call of the ring; ``block``: queries of
+    one of ``attend``'s pieces.
     """
     assert axis.degree > 1
     match kind:
         case "ulysses":
-            return partial(ulysses_attend, axis=axis)
+            return partial(ulysses_attend, axis=axis, block=block)
         case "ring":
             return partial(ring_attend, axis=axis, tile=tile)
         case _:

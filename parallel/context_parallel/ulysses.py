@@ -12,6 +12,7 @@ from torch import Tensor
 
 from modeling.context import Context
 from modeling.kernels.attention import attend
+from modeling.pieces import QUERY_BLOCK
 from modeling.score_terms import NO_TERMS, ScoreTerms
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.part import natural_order, rank_major_order
@@ -27,6 +28,7 @@ def ulysses_attend(
     terms: ScoreTerms = NO_TERMS,
     *,
     axis: Axis,
+    block: int = QUERY_BLOCK,
 ) -> Tensor:
     """Attention's output (B, S, H, W) at the held positions. All ranks of ``axis`` call it.
 
@@ -48,7 +50,7 @@ def ulysses_attend(
     numbers = arrived_BNX.split([shape.numel() for shape in shapes], dim=2)
     q_BNhC, k_BNgC, v_BNgW = (part.unflatten(2, shape) for part, shape in zip(numbers, shapes, strict=True))
     own = own_terms(terms, axis)
-    return heads_to_positions(attend(q_BNhC, k_BNgC, v_BNgW, context.whole, window, own), axis)
+    return heads_to_positions(attend(q_BNhC, k_BNgC, v_BNgW, context.whole, window, own, block=block), axis)
 
 
 def own_terms(terms: ScoreTerms, axis: Axis) -> ScoreTerms:

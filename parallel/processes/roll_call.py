@@ -7,6 +7,7 @@ roll is called over the same store, at MASTER_ADDR:MASTER_PORT, that the process
 import contextlib
 import datetime
 import errno
+import hashlib
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from parallel.processes.environment import TOKEN, number
 from parallel.processes.rendezvous import ForeignStore, rendezvous_store, signed, verified
 
+NODE_SECONDS = 60  # that a rank waits for another one of its node, before it does the work itself
 LINGER_SECONDS = 10  # rank 0 hosts the store, and before it may end waits so long for the others to read the verdict
 
 
@@ -96,6 +98,28 @@ class RollCall:
         if self.rank == 0:
             self._set(f"{name}/text", text or "")
         return self._get(f"{name}/text")
+
+    def once_on_node(self, name: str, what: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns, JSON, which one rank of a node does for all of its ranks that name the same ``what``.
+
+        The first to come does it. Who has waited for NODE_SECONDS does it as well: the first may have ended.
+        """
+        key = f"{name}/{hashlib.sha256(f'{socket.gethostname()} {what}'.encode()).hexdigest()}"
+        if self.store.add(f"{key}/ranks", 1) > 1 and self._comes(key, min(NODE_SECONDS, self.limit_seconds / 2)):
+            return json.loads(self._get(key))
+        result = work()
+        self._set(key, json.dumps(result))
+        return result
+
+    def _comes(self, key: str, limit_seconds: float) -> bool:
+        """Whether the key is there within the limit: asked for, since a wait that ends too late spoils a connection."""
+        deadline, pause = time.monotonic() + limit_seconds, 0.05
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(1.0, 1.5 * pause)  # of a thousand ranks each asks seldom
+        return True
 
     def consult(
         self,

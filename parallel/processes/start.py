@@ -1,6 +1,7 @@
 """Starting local processes that fail together, quickly, and leave nobody behind."""
 
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ PRELOAD = [
     "torch._dynamo",
     "torch.distributed.pipelining",
     "parallel.zero.patches",
+    "parallel.zero.later_imports",
 ]
 
 
@@ -96,14 +98,14 @@ def run_ranks(
     """Calls ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh; returns their results by rank.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each, and nobody listens but on the loopback
-    interface. When one fails, or the time is over, all
-    others are killed (stopped ones too) and RankError is raised. ``threads`` sets each rank's torch threads (default:
-    cores / ranks); ``preload`` names further modules that the fork server imports, once for all ranks. ``passes_stop``:
-    requests to stop are passed on to the ranks, which listen by ``parallel.processes.stop.hearing``. ``places`` are the
-    ranks' names in messages (``parallel.mesh.Degrees.places``).
+    interface. When one fails, or the time is over, all others are killed (stopped ones too) and RankError is raised.
+    ``threads`` sets each rank's torch threads (default: OMP_NUM_THREADS, or else cores / ranks); ``preload`` names
+    further modules that the fork server imports, once for all ranks. ``passes_stop``: requests to stop are passed on
+    to the ranks, which listen by ``parallel.processes.stop.hearing``. ``places`` are the ranks' names in messages
+    (``parallel.mesh.Degrees.places``).
     """
     context = fork_server(preload)
-    threads = threads or max(1, (os.cpu_count() or 1) // n_ranks)
+    threads = threads or _threads_asked_for() or max(1, (os.cpu_count() or 1) // n_ranks)
     children = []
     with forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
         try:
@@ -127,6 +129,15 @@ def run_ranks(
             raise
         finally:
             _end(children)
+
+
+def _threads_asked_for() -> int | None:
+    """OMP_NUM_THREADS, which torch itself would follow, up to this machine's cores; None if unset or no number.
+
+    Sums over other numbers of threads round otherwise: a job sets it to 1, and a run beside it must be able to as well.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
+    return min(int(asked), os.cpu_count() or 1) if asked.isdecimal() and int(asked) else None
 
 
 def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
@@ -187,6 +198,7 @@ def _rank_main(
     send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, function: Any, arguments: Any
 ) -> None:
     global _to_launcher
+    gc.freeze()  # what the fork server imported stays: looking through it copies its pages, 0.2 s of each rank
     end_with_launcher(launcher_pid)
     os.environ.update(environment)
     import torch

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from modeling.config import ModelConfig
 from modeling.decoder import Output
 from modeling.dtypes import DTYPES
-from modeling.init import initial_tensor
+from modeling.init import initial_box, initial_tensor
 from modeling.logical import logical_tensors
 from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
@@ -252,11 +253,15 @@ class Engine:
 
     @torch.no_grad()
     def initialize_weights(self, seed: int) -> None:
-        """Step 0: each fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it."""
+        """Step 0: each fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it.
+
+        Experts that this rank does not hold are not drawn.
+        """
         self.reset_states(0)
         for fragment in self.fragments:
-            logical = initial_tensor(self.model_config, seed, fragment.name, fragment.shape)
-            self.pieces(fragment)["weight"].copy_(fragment.cut(logical))
+            around = fragment.around()
+            rows = initial_box(self.model_config, seed, fragment.name, around.start, around.shape, fragment.shape)
+            self.pieces(fragment)["weight"].copy_(fragment.cut(rows))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(initial_tensor(self.model_config, seed, name, buffer.shape))
         self.publish_weights()
@@ -271,6 +276,10 @@ class Engine:
         if not self.rule.counts_updates:
             return 0
         return int(next(iter(self.base.state.values()))["step"])
+
+    def loss_scale_times(self, factor: float) -> AbstractContextManager[None]:
+        """In fp16 the loss scale is ``factor`` times what it was, until the block ends; all ranks give one factor."""
+        return self.sharding.loss_scale.times(factor)
 
     def loss_scaler_state(self) -> dict[str, float]:
         """The dynamic loss scaler's numbers, for a checkpoint; empty unless fp16."""

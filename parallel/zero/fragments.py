@@ -46,9 +46,19 @@ class Fragment:
         local = boxes_of_range(self.held.shape, self.start, self.start + self.numel)
         return [Box(tuple(map(add, box.start, self.held.start)), box.shape) for box in local]
 
-    def cut(self, logical: Tensor) -> Tensor:
-        """The fragment's elements of the whole logical tensor: a flat tensor."""
-        return logical[self.held.slices].reshape(-1).narrow(0, self.start, self.numel)
+    def around(self) -> Box:
+        """The smallest box of the logical tensor that is whole rows of ``held`` and holds the fragment's elements."""
+        if not self.held.shape:
+            return self.held
+        row = self.held.numel // self.held.shape[0]
+        first, last = self.start // row, (self.start + self.numel - 1) // row
+        start, shape = self.held.start, self.held.shape
+        return Box((start[0] + first, *start[1:]), (last + 1 - first, *shape[1:]))
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """The fragment's elements of those of ``around``: a flat tensor."""
+        before = (self.around().start[0] - self.held.start[0]) * (rows.numel() // len(rows)) if rows.ndim else 0
+        return rows.reshape(-1).narrow(0, self.start - before, self.numel)
 
 
 @dataclass(frozen=True)

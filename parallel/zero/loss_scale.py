@@ -1,5 +1,7 @@
 """The factor by which the loss is multiplied in fp16, so that small gradients are not rounded to zero."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's scaler, in a checkpoint
@@ -26,6 +28,17 @@ class LossScale:
         """Moves the scale, after the step that it was used in."""
         if self.scaler is not None:
             self.scaler.update_scale(overflowed)
+
+    @contextmanager
+    def times(self, factor: float) -> Iterator[None]:
+        """The scale is ``factor`` times what it was, until the block ends; in fp16 only."""
+        before = self.state()
+        if self.scaler is not None:
+            self.scaler.cur_scale = self.value * factor
+        try:
+            yield
+        finally:
+            self.restore(before)
 
     def state(self) -> dict[str, float]:
         """Its numbers, for a checkpoint; empty unless fp16."""

@@ -37,7 +37,7 @@ def ramped(tokens, parallel, micro_batch_size=1, **changes):
     ("ranks", "parallel", "micro_batch_size"),
     [
         (2, ParallelConfig(zero=1), 2),
-        (4, ParallelConfig(zero=1, tp=2, pp=2, ep=2), 1),
+        pytest.param(4, ParallelConfig(zero=1, tp=2, pp=2, ep=2), 1, marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(zero=2, cp=2), 2, marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(zero=3, tp=2), 1, marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(zero=1, pp=2, pipeline=Interleaved()), 1, marks=pytest.mark.slow),

@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("cp", "n_axes"), [pytest.param(*each, marks=pytest.mark.slow if each == (2, 1) else []) for each in LAYOUTS]
+    ("cp", "n_axes"), [pytest.param(*each, marks=[] if each == (2, 2) else pytest.mark.slow) for each in LAYOUTS]
 )
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_any_documents_equal_one_process(kind: str, cp: int, n_axes: int) -> None:

@@ -42,6 +42,7 @@ CONTENTS = {
     ".lock": [b"\x89PNG", b"[1]", b"{" * 50_000, b'{"host"'],
     ".started_in": [b"\x89PNG", b"", b"relative/folder\n"],
     "wandb/run_id": [b"\x89PNG", b"../../etc\n"],
+    "branched_from.json": [b"\x89PNG", b"[1]", b'{"run": 1, "step": 2}', b"[" * 50_000],
     "slurm/runs.txt": [b"\x89PNG\xff", b"../../etc\n"],
 }
 EVERYTHING = tuple(part.name for part in PARTS)
@@ -54,7 +55,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {  # the arguments, and
     "eval": (["eval", "{run}"], OF_A_CHECKPOINT),
     "export": (["export", "{run}", "{out}"], OF_A_CHECKPOINT),
     "generate": (["generate", "{run}", "--prompt", "a"], OF_A_CHECKPOINT),
-    "show": (["checkpoint", "show", "{run}"], ("config.yaml", "checkpoints")),
+    "show": (["checkpoint", "show", "{run}"], ("config.yaml", "checkpoints", "branched_from.json")),
     "verify": (["checkpoint", "verify", "{run}"], ("config.yaml", "checkpoints")),
 }
 
@@ -222,7 +223,11 @@ def test_a_checkpoint_that_is_another_run_s_is_named(run, capsys, command):
 
 def test_commands_that_do_not_read_a_damaged_part_do_their_work(run, capsys):
     for part in PARTS:
-        if not is_read(part, OF_A_CHECKPOINT) and "*" not in part.name and "/" not in part.name:
+        if (
+            not is_read(part, (*OF_A_CHECKPOINT, "branched_from.json"))
+            and "*" not in part.name
+            and "/" not in part.name
+        ):
             KINDS["a pipe"](path_of(run, part))
     for command in ("eval", "show", "verify"):
         code, output, errors = told(command, run, capsys)

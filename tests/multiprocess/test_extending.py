@@ -110,6 +110,7 @@ def test_an_addition_touches_few_files(section):
     assert sorted(re.findall(r"^\+\+\+ (\S+)$", diff_of(section), re.MULTILINE)) == SECTIONS[section]
 
 
+@pytest.mark.slow
 def test_what_is_added_trains_in_a_pipeline(extended):
     """Two stages: each rank lacks the other's layer, whose metric it gets; the state is saved and counted."""
     run(extended, "-m", "launcher", "train", "config.yaml", "--ranks", "2", "parallel.pp=2", "train.eval_every_steps=2")

@@ -108,6 +108,18 @@ def test_late_rank_is_named_with_the_line_it_is_at(tmp_path, tokens, fault):
 
 
 @pytest.mark.slow
+def test_rank_whose_disk_hangs_is_named_with_the_line_that_waits(tmp_path, tokens):
+    """The disk hangs in step 3, when the samples of some steps more have been read ahead."""
+    config, _ = layout_run(tmp_path, tokens, "dp", step_timeout_seconds=STEP_TIMEOUT)
+    error = run_with_launcher(config, 2, "disk hangs", 1)
+    assert "slowest: rank 1 (dp 1) is at work in step " in str(error)
+    assert "in _wait_for_samples" in str(error)
+    assert end_event(config)["step"] > 3
+    assert "thread read ahead:" in log_of(config, 1)
+    assert living_ranks() == []
+
+
+@pytest.mark.slow
 def test_rank_that_keeps_pythons_lock_is_missing(tmp_path, tokens):
     config, place = layout_run(tmp_path, tokens, "tp", step_timeout_seconds=STEP_TIMEOUT)
     error = run_with_launcher(config, 4, "holds the lock", 3)

@@ -12,12 +12,10 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.prove.matrix import Layout, fit, layouts
 from launcher.prove.report import layout_words
-from parallel.config import ParallelConfig
 from prove_runs import failures
 
 QUICKSTART = "configs/quickstart.yaml"
 STEPS = 2
-FAST = [Layout(ParallelConfig(tp=2, cp=2, ep=2, zero=1, cp_attention="ring"), 4)]
 
 
 @functools.cache
@@ -31,15 +29,8 @@ def words(layout: Layout) -> str:
     return layout_words(small, layout.n_ranks)
 
 
-def test_the_fast_ones_are_of_the_table():
-    assert set(FAST) <= set(layouts())
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=[] if layout in FAST else pytest.mark.slow) for layout in layouts()],
-    ids=words,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts(), ids=words)
 def test_layout_is_proven(tmp_path, layout):
     stay_on_cpu()
     small, refused = fit(quickstart(), layout)

@@ -10,7 +10,10 @@ from prove_sizes import read_record, recorded
 RUNS = [
     # overrides, and for each size what is seen below it at most, and above it at least
     (("parallel.cp=2", "parallel.cp_attention=ring"), {"ring_tile": (4, 17), "chunk_logits": (1, 5), "bucket": (1, 5)}),
-    (("parallel.tp=2",), {"chunk_logits_under_tp": (1, 5), "row_multiple": (1, 2), "staging_bytes": (None, 2)}),
+    (
+        ("parallel.tp=2",),
+        {"chunk_logits_under_tp": (1, 5), "row_multiple": (1, 2), "staging_bytes": (None, 2), "query_block": (1, 2)},
+    ),
     (
         ("parallel.zero=3",),
         {"persistent": (0, 10), "updated": (0, 3), "reused": (0, 4), "prefetched": (0, 4), "live": (0, 4)},

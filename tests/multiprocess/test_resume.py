@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from command_runs import ENVIRONMENT, command, ledger, numbers, train, updates, wait_for_step, write_config
+from command_runs import BIAS_MODEL, ENVIRONMENT, command, ledger, numbers, train, updates, wait_for_step, write_config
 from faults import train_with_fault
 from launcher.config.load import load_config
 from launcher.training.run_dir import check_resume, claim
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
+from modeling.mtp_config import MTPConfig
 from parallel.processes.start import run_ranks
 
 
@@ -32,7 +33,7 @@ def tokens(tmp_path_factory):
         (1, "fp32"),
         (1, "bf16"),
         pytest.param(2, "bf16", marks=pytest.mark.slow),
-        (3, "bf16"),
+        pytest.param(3, "bf16", marks=pytest.mark.slow),
         (1, "fp16"),
     ],
 )
@@ -89,9 +90,19 @@ def test_planted_fault_in_resuming_is_seen(tmp_path, halfway, fault):
     assert numbers(resumed)[4:] != numbers(uninterrupted)[4:]
 
 
+DROPPING = dataclasses.replace(  # masks follow from the step, and further tokens are predicted
+    BIAS_MODEL,
+    family="none",
+    embedding_dropout=0.1,
+    residual_dropout=0.2,
+    attention_dropout=0.1,
+    mtp=MTPConfig(),
+)
+
+
 def test_killed_run_resumes_bit_identical(tmp_path, tokens):
-    whole = write_config(tmp_path, tokens, "whole")
-    killed = write_config(tmp_path, tokens, "killed")
+    whole = write_config(tmp_path, tokens, "whole", model=DROPPING)
+    killed = write_config(tmp_path, tokens, "killed", model=DROPPING)
     uninterrupted = train(whole, 2)
     process = subprocess.Popen(command(killed, 2), env=ENVIRONMENT, stderr=subprocess.PIPE, start_new_session=True)
     wait_for_step(killed, 3, process)
@@ -105,6 +116,19 @@ def test_killed_run_resumes_bit_identical(tmp_path, tokens):
     assert [(row["first_sample"], row["last_sample"]) for row in ledger(killed)] == [
         (8 * step, 8 * step + 7) for step in range(6)
     ]
+
+
+@pytest.mark.slow
+def test_masks_that_begin_anew_after_a_kill_are_seen(tmp_path, tokens):
+    """Planted: dropout's masks follow from the updates since the process's start instead of since step 0."""
+    config = write_config(tmp_path, tokens, "parts", model=DROPPING)
+    whole = write_config(tmp_path, tokens, "whole", model=DROPPING)
+    uninterrupted = train(whole, 2)
+    train(config, 2, "train.steps=4")
+    assert numbers(resume_with(None, config, tmp_path / "sound")) == numbers(uninterrupted)
+    resumed = resume_with("dropout's masks counted from the start of the process", config, tmp_path)
+    assert numbers(resumed)[:4] == numbers(uninterrupted)[:4]
+    assert numbers(resumed)[4:] != numbers(uninterrupted)[4:]
 
 
 CHAINS = {

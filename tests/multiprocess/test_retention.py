@@ -22,7 +22,7 @@ def test_milestones_and_the_best_stay_over_a_restart(tmp_path):
     config = replace(
         config,
         data=replace(config.data, heldout_path=tokens),
-        train=replace(config.train, steps=7, eval_every_steps=1),
+        train=replace(config.train, steps=7, eval_every_steps=1, eval_sequences=8),
         optimizer=AdamWConfig(lr=0.05),  # too much: the held-out loss rises again
         checkpoint=CheckpointConfig(every_steps=1, keep_last=1, keep_every_steps=3, keep_best=1),
     )

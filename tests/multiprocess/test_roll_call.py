@@ -31,7 +31,6 @@ def answer(fault: str | None, folder: str) -> tuple[bool, list[str]]:
     if fault == "other job" and rank == 2:
         os.environ[TOKEN] = "its own"
     if fault == "absent" and rank == 2:
-        time.sleep(8)
         return False, []
     run_path = Path(folder) / (f"node-{rank}" if fault == "not shared" and rank == 2 else "shared")
     run_path.mkdir(exist_ok=True)
@@ -56,6 +55,50 @@ def call(fault: str | None, folder: Path) -> list[Any]:
 def test_ranks_that_agree_go_on(tmp_path):
     assert call(None, tmp_path) == [(False, [])] * 4
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def opened(nodes: list[str], late: bool) -> tuple[list[str], int]:
+    """One rank's facts, on a made-up node, and how many of our files it has opened; ``late``: rank 0 begins late."""
+    from launcher.guard import agreement
+    from parallel.processes import roll_call
+
+    rank, files, root, look = int(os.environ["RANK"]), set(), str(agreement.ROOT), agreement.code_facts
+
+    def note(event: str, given: Any) -> None:
+        if event == "open" and str(given[0]).startswith(root) and str(given[0]).endswith(".py"):
+            files.add(given[0])
+
+    sys.addaudithook(note)
+    roll_call.socket.gethostname = lambda: nodes[rank]
+    roll = RollCall(60.0)
+    if late:
+        roll_call.NODE_SECONDS = 0.5
+        agreement.code_facts = lambda: (time.sleep(3.0 if rank == 0 else 0.0), look())[1]
+        time.sleep(0.0 if rank == 0 else 0.3)
+    found = facts(RunConfig(), roll)
+    roll.agree("facts", found)
+    return sorted(found), len(files)
+
+
+def open_on(nodes: list[str], *, late: bool = False) -> list[int]:
+    """The files that each rank opened; all ranks have found what one process finds."""
+    options: Any = {"timeout_seconds": 120, "threads": 1, "preload": ["launcher.guard.agreement"]}
+    found = run_ranks(opened, len(nodes), nodes, late, **options)
+    assert all(names == sorted(facts(RunConfig())) for names, _ in found)
+    return [n_files for _, n_files in found]
+
+
+@pytest.mark.parametrize("nodes", [["n1"] * 4, HOSTS, ["n1", "n2", "n3", "n4"]], ids=["one", "two", "four"])
+def test_our_files_are_read_once_a_node(nodes):
+    """The code that the roll call compares: by one rank of each node, whoever comes first."""
+    n_files = open_on(nodes)
+    for node in set(nodes):
+        *others, most = sorted(n for n, here in zip(n_files, nodes, strict=True) if here == node)
+        assert most > 200 and set(others) <= {0}, n_files
+
+
+def test_a_rank_does_not_wait_long_for_another_of_its_node():
+    assert min(open_on(["n1", "n1"], late=True)) > 200
 
 
 def test_planted_absence_is_named_on_every_rank_that_is_there(tmp_path):
@@ -149,7 +192,6 @@ def test_planted_run_directory_that_one_node_does_not_share(tmp_path):
 def meet_nobody(folder: str) -> None:
     """Rank 0 never listens."""
     if os.environ["RANK"] == "0":
-        time.sleep(8)
         return
     RollCall(3, HOSTS)
 

@@ -106,7 +106,7 @@ def test_shards_are_safetensors_files(config, tmp_path):
     witnesses = on_ranks(save_whole, config, str(tmp_path), True)
     checkpoint = open_checkpoint(tmp_path / "step-00000001")
     seen = 0
-    for piece in checkpoint.manifest.pieces:
+    for piece in checkpoint.manifest.every_piece():
         with safe_open(tmp_path / "step-00000001" / piece.file, framework="pt") as shard:
             owner = next(each.state for each in witnesses if (piece.kind, piece.name, piece.start) in each.state)
             assert torch.equal(shard.get_tensor(piece.key), owner[piece.kind, piece.name, piece.start])

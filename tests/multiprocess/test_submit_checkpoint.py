@@ -114,8 +114,8 @@ def rename(body: dict[str, Any], old: str, new: str) -> None:
     body["tensors"][new] = body["tensors"].pop(old)
     for names in body["kinds"].values():
         names[:] = [new if name == old else name for name in names]
-    for piece in body["pieces"]:
-        piece["name"] = new if piece["name"] == old else piece["name"]
+    for part in body["pieces"] + body["cuts"]:
+        part["name"] = new if part["name"] == old else part["name"]
 
 
 def test_planted_place_that_cannot_be_listed_is_refused(run, capsys):

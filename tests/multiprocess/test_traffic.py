@@ -132,10 +132,7 @@ def slow(*values: Any) -> Any:
             8,
             {"tp": 2, "pp": 2, "cp": 2},
             FOUR_LAYERS,
-            [
-                {"zero": 2, **BF16, **FULL},
-                {"zero": 1, **RING, **FULL, "pipeline": ZBV()},
-            ],
+            [{"zero": 1, **RING, **FULL, "pipeline": ZBV()}],
         ),
         slow(
             8,
@@ -143,6 +140,7 @@ def slow(*values: Any) -> Any:
             FOUR_LAYERS,
             [
                 {"zero": 0},
+                {"zero": 2, **BF16, **FULL},
                 {"zero": 3, **SELECTIVE},
                 {"zero": 1, **RING, "pipeline": Interleaved()},
                 {"zero": 1, "pipeline": ZBV()},

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("wheel")  # what its tests share takes long
 ROOT = Path(__file__).parents[2]
 CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\ntrain: {global_batch_size: 96}\n"
 # What the build reads; pip would leave its own folders in the tree.
-TREE = ("pyproject.toml", "README.md", "LICENSE", "data", "launcher", "modeling", "parallel", "slurm")
+TREE = ("pyproject.toml", "README.md", "LICENSE", "configs", "data", "launcher", "modeling", "parallel", "slurm")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,13 @@ def test_a_wheel_knows_the_profiles(site, tmp_path):
     done = roundtable(site, tmp_path, "submit", "config.yaml", "--dry-run", "--cluster", "none")
     assert done.returncode == 2
     assert done.stderr.startswith("--cluster=none must be one of container, generic, infiniband, or the path of")
+
+
+def test_a_wheel_knows_the_gpus(site, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    done = roundtable(site, tmp_path, "profile", "config.yaml", "--as", "none")
+    assert done.returncode == 2
+    assert done.stderr.startswith("--as=none must be one of A100-80GB, B200, H100, H200, or the path of")
 
 
 def test_a_wheel_is_what_was_imported(site, tmp_path):

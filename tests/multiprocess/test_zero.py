@@ -1,11 +1,10 @@
 """Two processes under every ZeRO stage against one plain process.
 
-Tolerances: fp32 sums in another order differ by a few units of 2^-24, relative to sums of size one; five steps of SGD
-(linear in
-the gradient) keep weights of order one within 1e-6. AdamW divides by the root of the second moment: where a gradient is
-near zero (an unused embedding row, or cancelling terms) its rounding error of 1e-9 is as large as itself, and the
-update's
-sign is noise; five steps of lr 1e-3 then differ by at most 2 x 5 x 1e-3 in such an element, and by 1e-5 in the mean.
+Tolerances: fp32 sums in another order differ by a few units of 2^-24, relative to sums of size one; three steps of SGD
+(linear in the gradient) keep weights of order one within 1e-6. AdamW divides by the root of the second moment: where a
+gradient is near zero (an unused embedding row, or cancelling terms) its rounding error of 1e-9 is as large as itself,
+and the update's sign is noise; three steps of lr 1e-3 then differ by at most 2 x 3 x 1e-3 in such an element, and by
+1e-5 in the mean.
 """
 
 import dataclasses
@@ -54,7 +53,7 @@ def test_adamw_equals_one_process(tokens, zero):
     ours, reference = run_layout(config, 2), run_reference(config)
     errors = largest_error(ours, reference)
     assert errors["loss"] <= BOUND and errors["grad_norm"] <= 1e-5, errors
-    assert errors["weight"] <= 1e-2, errors
+    assert errors["weight"] <= 6e-3, errors
     for name, weight in reference.state["weight"].items():
         assert float((ours.state["weight"][name] - weight).abs().mean()) <= 1e-5, name
 

@@ -6,6 +6,7 @@ read neither its saves nor ours of models with experts; in version 4 it reads bo
 are those of transformers' own loading, bit for bit: the same class, weights and operations.
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ TOKENS_BS = torch.arange(40).view(2, 20)
 @pytest.fixture(autouse=True)
 def no_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def collecting_garbage_is_cheap() -> None:
+    """accelerate collects after each file: all that tests before these have left would be looked through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def exported(family: FamilyName, out: Path, *, tied: bool = False, shard_bytes: int = SHARD_BYTES) -> Any:

@@ -53,6 +53,11 @@ class Case:
         documents_BN = torch.tensor(documents)
         return Context(torch.tensor(positions), documents_BN, has_padding=bool((documents_BN == PADDING).any()))
 
+    def at_tokens(self, out: Tensor) -> Tensor:
+        """The output (B, N, ...) or its gradient, zero in padding: nobody looks at what padding attends to."""
+        is_padding_BN = self.context().documents_BS == PADDING
+        return out.masked_fill(is_padding_BN.view(*is_padding_BN.shape, *[1] * (out.dim() - 2)), 0)
+
     def tensors(self) -> list[Tensor]:
         """q, k, v and the output's gradient, (B, N, heads, C) in natural order."""
         generator, other = (torch.Generator().manual_seed(self.seed + extra) for extra in (0, 1000))
@@ -65,7 +70,7 @@ class Case:
                 changed = documents_BN[0] == self.changed_document
                 tensor[0, changed] = 100 * torch.randn(tensor[0, changed].shape, generator=other)
             tensors.append(tensor.to(self.dtype))
-        return tensors
+        return [*tensors[:3], self.at_tokens(tensors[3])]
 
 
 @dataclass
@@ -85,7 +90,7 @@ def reference(case: Case) -> Answer:
     heads = [tensor.requires_grad_() for tensor in heads]
     terms = case.terms()
     out = attend_reference(heads[0], heads[1], heads[2], case.context(), case.window, terms)
-    return Answer({"out": out.detach(), **gradients(out, heads, terms, grad)})
+    return Answer({"out": case.at_tokens(out.detach()), **gradients(out, heads, terms, grad)})
 
 
 def gradients(out: Tensor, heads: list[Tensor], terms: ScoreTerms, grad: Tensor) -> dict[str, Tensor]:
@@ -111,6 +116,7 @@ def run_cases(kind: str, cases: Sequence[Case], cp: int, *, n_axes: int = 1, fau
             shares = [by_rank[rank * n_axes + axis][number] for rank in range(cp)]
             rank_major = {name: torch.cat([share[0][name] for share in shares], dim=1) for name in HELD}
             tensors = {name: part[:, natural_order(part.shape[1], cp)] for name, part in rank_major.items()}
+            tensors["out"] = cases[number].at_tokens(tensors["out"])
             for name in ("dsinks", "dbias"):
                 if name in shares[0][0]:
                     tensors[name] = sum(share[0][name] for share in shares)
@@ -190,8 +196,8 @@ def errors(ours: Answer, exact: Answer) -> dict[str, float]:
 
     The latter because a gradient may vanish: of a query that sees one key only, dq is zero, and rounding.
     """
-    gradient = max(float(exact.tensors[name].norm()) for name in ("dq", "dk", "dv"))
-    scales = {"out": float(exact.tensors["out"].norm()), "dq": gradient, "dk": gradient, "dv": gradient}
+    gradient = max(float(exact.tensors[name].norm()) for name in ("dq", "dk", "dv")) or 1.0  # padding alone has none
+    scales = {"out": float(exact.tensors["out"].norm()) or 1.0, "dq": gradient, "dk": gradient, "dv": gradient}
     for name in ("dsinks", "dbias"):
         if name in exact.tensors:
             scales[name] = max(gradient, float(exact.tensors[name].norm()))
@@ -233,12 +239,13 @@ def layer_tensors(case: Case) -> tuple[Tensor, Tensor]:
     """The layer's input and its output's gradient, (B, N, D) in natural order."""
     generator = torch.Generator().manual_seed(case.seed)
     shape = (*case.context().documents_BS.shape, 16)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator), case.at_tokens(torch.randn(shape, generator=generator))
 
 
 def layer_reference(case: Case) -> dict[str, Tensor]:
     """One process: the output, the input's gradient and each weight's."""
-    return layer_results(layer(case), *layer_tensors(case), case.context())
+    exact = layer_results(layer(case), *layer_tensors(case), case.context())
+    return exact | {"out": case.at_tokens(exact["out"])}
 
 
 def layer_results(attention: Any, hidden_BSD: Tensor, grad_BSD: Tensor, context: Context) -> dict[str, Tensor]:
@@ -257,7 +264,8 @@ def run_layer(kind: str, case: Case, cp: int) -> dict[str, Tensor]:
     by_rank = run_ranks(layer_rank, cp, kind, case, timeout_seconds=100, threads=1)
     order = natural_order(sum(map(abs, case.rows[0])), cp)
     merged = {name: sum(result[name] for result in by_rank) for name in by_rank[0] if name not in ("out", "input")}
-    return merged | {name: torch.cat([result[name] for result in by_rank], 1)[:, order] for name in ("out", "input")}
+    whole = {name: torch.cat([result[name] for result in by_rank], 1)[:, order] for name in ("out", "input")}
+    return merged | {"out": case.at_tokens(whole["out"]), "input": whole["input"]}
 
 
 def layer_rank(kind: Any, case: Case) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fake_cuda.device import NoShim, open_device
+from launcher.estimate.device import NoShim, open_device
 
 
 def main() -> None:

@@ -186,7 +186,7 @@ def forget_tensor(body: dict[str, Any]) -> None:
     """A certificate that holds, of a model that has one tensor less."""
     del body["tensors"]["embed.weight"]
     body["kinds"] = {kind: [name for name in names if name != "embed.weight"] for kind, names in body["kinds"].items()}
-    body["pieces"] = [piece for piece in body["pieces"] if piece["name"] != "embed.weight"]
+    body["cuts"] = [cut for cut in body["cuts"] if cut["name"] != "embed.weight"]
 
 
 def leave_folder(body: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The data's rules written out in plain Python, one token at a time: what data/ is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,22 @@ from data.tokenfile import HEADER, MAGIC, VERSION
 from data.tokenwriter import TokenFileWriter
 
 Documents = Sequence[Sequence[int]]
+ARRAYS = ("tokens_BS", "targets_BS", "positions_BS", "documents_BS")
+
+
+@dataclass
+class Arrays:
+    """A batch as it must be, or as a fault has it."""
+
+    tokens_BS: np.ndarray
+    targets_BS: np.ndarray
+    positions_BS: np.ndarray
+    documents_BS: np.ndarray
+
+    @classmethod
+    def changed(cls, batch: "Batch | Arrays", change: Callable[[np.ndarray], np.ndarray]) -> "Arrays":
+        """The batch with each array changed."""
+        return cls(*(change(getattr(batch, name)) for name in ARRAYS))
 
 
 def write_token_file(prefix: Path, documents: Documents, dtype: type = np.uint16) -> Path:
@@ -64,16 +81,16 @@ def _slow_sample(window: list[tuple[int, int]], seq_len: int) -> dict[str, list[
     return sample
 
 
-def slow_batch(samples: Sequence[dict[str, list[int]]], seq_len: int) -> Batch:
+def slow_batch(samples: Sequence[dict[str, list[int]]], seq_len: int) -> Arrays:
     """The samples as a batch."""
     dtypes = {"tokens_BS": np.int64, "targets_BS": np.int64, "positions_BS": np.int32, "documents_BS": np.int32}
     columns = {name: [sample[name] for sample in samples] for name in dtypes}
-    return Batch(**{n: np.array(columns[n], dtype).reshape(len(samples), seq_len) for n, dtype in dtypes.items()})
+    return Arrays(**{n: np.array(columns[n], dtype).reshape(len(samples), seq_len) for n, dtype in dtypes.items()})
 
 
-def assert_same(actual: Batch, expected: Batch) -> None:
+def assert_same(actual: Batch | Arrays, expected: Batch | Arrays) -> None:
     """All four arrays agree in dtype, shape and every element."""
-    for name in ("tokens_BS", "targets_BS", "positions_BS", "documents_BS"):
+    for name in ARRAYS:
         a, b = getattr(actual, name), getattr(expected, name)
         assert a.dtype == b.dtype, name
         np.testing.assert_array_equal(a, b, err_msg=name)

@@ -65,10 +65,8 @@ def plant(fault: str | None) -> None:
 
             import parallel.zero.engine as engine
 
-            draw = engine.initial_tensor
-            engine.initial_tensor = lambda config, seed, name, shape: draw(
-                config, seed + int(os.environ["RANK"]), name, shape
-            )
+            draw = engine.initial_box
+            engine.initial_box = lambda config, seed, *rest: draw(config, seed + int(os.environ["RANK"]), *rest)
         case "router bias from local counts":
             import launcher.training.loop as loop
 
@@ -78,6 +76,17 @@ def plant(fault: str | None) -> None:
                 original_move(model, config, {layer: count.flip(0) for layer, count in counts.items()})
 
             loop.move_router_biases = local
+        case "dropout's masks counted from the start of the process":
+            import launcher.training.step as step
+
+            passes, seen = step.accumulate_gradients, []
+
+            def counted_anew(*arguments: Any) -> Any:
+                *before, (seed, number) = arguments
+                seen.append(number)
+                return passes(*before, (seed, len(seen)))
+
+            patch_loop("accumulate_gradients", counted_anew)
         case "second moment forgotten at load":
             after_load(lambda engine: [engine.pieces(part)["exp_avg_sq"].zero_() for part in engine.fragments])
         case "optimizer step count not restored":

@@ -3,6 +3,7 @@
 For tests of what a command answers; what it starts, or leaves when it ends, is for a real process to show.
 """
 
+import contextlib
 import os
 import runpy
 import subprocess
@@ -11,25 +12,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from parallel.processes.start import fork_server
+from parallel.processes.start import UNKNOWN_CODE, fork_server
 
 
 def run_forked(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m launcher ARGUMENTS` says and does in ``folder``. Raises TimeoutExpired as subprocess.run does."""
+    """What `python -m launcher ARGUMENTS` says and does in ``folder``. Raises TimeoutExpired as subprocess.run does.
+
+    The command writes its exit code down, too: where threads run several, each start of one looks for others that have
+    ended, and where two threads so read one process's code, multiprocessing gives the second one UNKNOWN_CODE.
+    """
     with TemporaryDirectory() as said:
-        out, errors = Path(said, "out"), Path(said, "errors")
-        process = fork_server().Process(target=_command, args=(list(arguments), folder, dict(environment), out, errors))
+        out, errors, code = Path(said, "out"), Path(said, "errors"), Path(said, "code")
+        process = fork_server().Process(
+            target=_command, args=(list(arguments), folder, dict(environment), out, errors, code)
+        )
         process.start()
         process.join(timeout)
         if process.is_alive():
             process.kill()
             raise subprocess.TimeoutExpired(list(arguments), timeout)
-        return subprocess.CompletedProcess(arguments, process.exitcode or 0, out.read_text(), errors.read_text())
+        exit_code = process.exitcode or 0
+        if exit_code == UNKNOWN_CODE and code.exists():
+            exit_code = int(code.read_text())
+        return subprocess.CompletedProcess(arguments, exit_code, out.read_text(), errors.read_text())
 
 
-def _command(arguments: list[str], folder: Path, environment: dict[str, str], out: Path, errors: Path) -> None:
+def _command(
+    arguments: list[str], folder: Path, environment: dict[str, str], out: Path, errors: Path, code: Path
+) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -38,4 +50,9 @@ def _command(arguments: list[str], folder: Path, environment: dict[str, str], ou
         os.dup2(handle, stream.fileno())
         os.close(handle)
     sys.argv = ["launcher", *arguments]
-    runpy.run_module("launcher", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("launcher", run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        with contextlib.suppress(OSError):  # a test may have left no room
+            code.write_text(str(stop.code or 0))
+        raise

@@ -43,13 +43,24 @@ SMALL: dict[str, Any] = {
 }
 
 
+CUTS: dict[str, Any] = {
+    "pieces": [],
+    "shards": ["s0", "s1"],
+    "cuts": [
+        {"kinds": ["weight", "exp_avg"], "name": "a", "start": [0, 0], "shape": [4, 2], "runs": [[2, 4, 0, 1]]},
+        {"kinds": ["buffer"], "name": "b", "start": [0], "shape": [3], "runs": [[1, 2, 1, 1], [1, 1, 0, 1]]},
+    ],
+}
+
+
 def seeds() -> list[bytes]:
-    """Small manifests without their seals: one of everything, one of a scalar tensor, an empty one."""
+    """Small manifests without their seals: one of everything, one of cuts, one of a scalar tensor, an empty one."""
     scalar, empty = copy.deepcopy(SMALL), copy.deepcopy(SMALL)
     scalar |= {"tensors": {"a": []}, "kinds": {"weight": ["a"]}}
     scalar["pieces"] = [{"kind": "weight", "name": "a", "start": [], "shape": [], "file": "s0", "key": "w"}]
     empty |= {"tensors": {}, "kinds": {}, "pieces": [], "files": {}}
-    return [json.dumps(body, separators=(",", ":")).encode() for body in (SMALL, scalar, empty)]
+    bodies = (SMALL, SMALL | CUTS | {"format": 3}, scalar, empty)
+    return [json.dumps(body, separators=(",", ":")).encode() for body in bodies]
 
 
 def check(data: bytes, folder: Path) -> bool:
@@ -71,7 +82,7 @@ def check(data: bytes, folder: Path) -> bool:
         return False
     assert bytes_of(manifest) >= sum(tensor_bytes(manifest, kind) for kind in manifest.kinds)
     assert all((folder / file).is_relative_to(folder) and ".." not in file.split("/") for file in manifest.files)
-    assert all(piece.file in manifest.files for piece in manifest.pieces)
+    assert all(piece.file in manifest.files for piece in manifest.every_piece())
     check_sizes(manifest, folder, manifest.files)
     (folder / MANIFEST).write_bytes(encode_manifest(manifest))
     assert repr(read_manifest(folder)) == repr(manifest)  # a NaN is no NaN's equal

@@ -33,10 +33,18 @@ def plant(fault: str, rank: int, step: int) -> None:
             and not fault.startswith("long")
             and not happened(marker)
         ):
-            strike(fault, engine)
+            if fault == "disk hangs":
+                hang_disk(dataset)
+            else:
+                strike(fault, engine)
         return original(config, engine, dataset, state, *rest)
 
     loop.run_step = run_step
+
+
+def hang_disk(samples: Any) -> None:
+    """Nothing more of the data comes; what was read ahead is there."""
+    samples.dataset.read = lambda indices: time.sleep(STOPPED_FOR_SECONDS)
 
 
 def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
@@ -65,6 +73,10 @@ def happened(marker: str) -> bool:
 
 
 def strike(fault: str, engine: Any) -> None:
+    if fault in ("killed", "raises"):  # a save that is under way is on disk first: where the next start begins is known
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint writer":
+                thread.join()
     match fault:
         case "none":
             return

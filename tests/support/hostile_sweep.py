@@ -179,6 +179,10 @@ COMMANDS: list[list[str]] = [
         ["runs", "--clean", "--yes", "PATH"],
         ["plot", "PATH"],
         ["coords", "PATH", "out.png"],
+        ["profile", "PATH"],
+        ["profile", "config.yaml", "--as", "PATH"],
+        ["profile", "config.yaml", "--as", "none", "--out", "PATH"],
+        ["profile", "config.yaml", "--steps", "PATH"],
         ["coords", "config.yaml", "PATH"],
         ["coords", "config.yaml", "out.png", "--widths", "PATH"],
         ["cancel", "PATH"],
@@ -186,7 +190,10 @@ COMMANDS: list[list[str]] = [
         ["config", "config.yaml", "run_dir=PATH"],
     ),
 ]
-LEGAL = [["preflight", "empty.json"]]  # a config in which nothing is set, and the command writes what it measures
+LEGAL = [
+    ["preflight", "empty.json"],
+    ["profile", "empty.json"],
+]  # nothing is set there, and both write what they measure
 
 
 @dataclass

@@ -94,7 +94,7 @@ def run_config(
     optimizer: OptimizerConfig | None = None,
     parallel: ParallelConfig | None = None,
     zero: int = 1,
-    steps: int = 5,
+    steps: int = 3,
     **train: Any,
 ) -> RunConfig:
     """A small run on the token files ``tokens``: 8 sequences of 24 tokens a step."""

@@ -141,6 +141,7 @@ FAULTS = [
     Fault("a group of weights keeps the first learning rate", f"weights after {STEPS} steps", "embed.weight"),
     Fault("masters rounded to bf16 (ZeRO 2)", "adamw of these gradients", "", (*BF16, "parallel.zero=2")),
     Fault("ring: tiles beyond the 16th left out", "modules' outputs", "layers.0.attention, sample", RING),
+    Fault("attention: pieces of a document see no earlier ones", "modules' outputs", "layers.0.attention, sample"),
     Fault("loss: gradient of the second chunk lost", "gradients", EVERY_GRADIENT),
     Fault("loss: gradient of the second chunk lost under tp", "gradients", EVERY_GRADIENT, TP),
     Fault("experts: last unit of rows left out", "modules' outputs", "layers.1.feed_forward, sample"),
@@ -313,8 +314,8 @@ def plant(title: str) -> None:
         case "ranks initialized differently":
             import parallel.zero.engine as engine_module
 
-            draw = engine_module.initial_tensor
-            engine_module.initial_tensor = lambda config, seed, *rest: draw(config, seed + rank, *rest)
+            draw = engine_module.initial_box
+            engine_module.initial_box = lambda config, seed, *rest: draw(config, seed + rank, *rest)
         case "last micro-batch dropped":
             patch_deal(lambda deal, indices, size, mesh: deal(indices, size, mesh)[:-1])
         case "every rank reads the same samples":
@@ -369,16 +370,16 @@ def plant(title: str) -> None:
         case "experts swapped in the checkpoint":
             import parallel.checkpoint.write as write
 
-            collect = write.collect_pieces
+            collect = write.collect_owned
 
             def swapped(*arguments: Any) -> Any:
-                pieces, tensors = collect(*arguments)
+                owned, tensors = collect(*arguments)
                 for key, tensor in tensors.items():
                     if key.startswith("weight/") and ".experts.gate/" in key and tensor.shape[0] > 1:
                         tensors[key] = tensor.flip(0).contiguous()
-                return pieces, tensors
+                return owned, tensors
 
-            write.collect_pieces = swapped
+            write.collect_owned = swapped
         case "router bias not restored":
             from parallel.checkpoint.read import Checkpoint
 
@@ -408,9 +409,9 @@ def plant(title: str) -> None:
         case "a stage initialized like another":
             import parallel.zero.engine as engine_module
 
-            draw_own = engine_module.initial_tensor
-            engine_module.initial_tensor = lambda config, seed, name, shape: draw_own(
-                config, seed, name.replace("layers.2.", "layers.1."), shape
+            draw_own = engine_module.initial_box
+            engine_module.initial_box = lambda config, seed, name, *rest: draw_own(
+                config, seed, name.replace("layers.2.", "layers.1."), *rest
             )
         case "a rank dies":
             if rank == 1:
@@ -577,6 +578,8 @@ def plant(title: str) -> None:
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":
             sizes.drop_tiles(16)
+        case "attention: pieces of a document see no earlier ones":
+            sizes.forget_earlier_pieces()
         case "loss: gradient of the second chunk lost":
             sizes.lose_second_chunk_of_one_device()
         case "loss: gradient of the second chunk lost under tp":

@@ -30,13 +30,13 @@ def first_query_head_only() -> None:
     """Of the query heads that share keys and values, the gradient of the first alone arrives."""
     import modeling.kernels.attention as kernels
 
-    attend = kernels.masked_attention
+    attend = kernels.document_attention
 
-    def masked_attention(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *seen: Any) -> Tensor:
-        groups = q_BQHC.shape[2] // k_BSGC.shape[2]
-        return attend(q_BQHC, first_copy_only(k_BSGC, groups), first_copy_only(v_BSGC, groups), *seen)
+    def document_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *seen: Any) -> Tensor:
+        groups = q_BSHC.shape[2] // k_BSGC.shape[2]
+        return attend(q_BSHC, first_copy_only(k_BSGC, groups), first_copy_only(v_BSGC, groups), *seen)
 
-    kernels.masked_attention = masked_attention
+    kernels.document_attention = document_attention
 
 
 def first_replica_only() -> None:
@@ -45,9 +45,10 @@ def first_replica_only() -> None:
 
     attend = core.ulysses_attend
 
-    def ulysses_attend(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *rest: Any, axis: Any) -> Tensor:
+    def ulysses_attend(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *rest: Any, axis: Any, **more: Any) -> Tensor:
         copies = max(1, axis.degree // k_BSGC.shape[2])
-        return attend(q_BSHC, first_copy_only(k_BSGC, copies), first_copy_only(v_BSGC, copies), *rest, axis=axis)
+        heads = (first_copy_only(each, copies) for each in (k_BSGC, v_BSGC))
+        return attend(q_BSHC, *heads, *rest, axis=axis, **more)
 
     core.ulysses_attend = ulysses_attend
 
@@ -140,8 +141,9 @@ def count_every_logsumexp() -> None:
     make = loss.token_losses
 
     def all_of_them(logits_TV: Any, targets_T: Any) -> Any:
+        logs_T = logits_TV.logsumexp(-1)
         losses_T, _, counts_T = make(logits_TV, targets_T)
-        return losses_T, logits_TV.logsumexp(-1), counts_T
+        return losses_T, logs_T, counts_T
 
     loss.token_losses = all_of_them
 

@@ -14,6 +14,14 @@ def drop_tiles(first: int) -> None:
     ring.plan_ring = lambda *arguments: [tiles[:first] for tiles in plan(*arguments)]
 
 
+def forget_earlier_pieces() -> None:
+    """Of a document's keys, a piece of its queries sees those of these queries alone."""
+    import modeling.context as context
+
+    cut = context.cut_documents
+    context.cut_documents = lambda *arguments: [piece._replace(keys=piece.queries) for piece in cut(*arguments)]
+
+
 def lose_second_chunk(module: Any, function: Any, gradient: str) -> None:
     """The gradient of the loss's second chunk of tokens is lost; ``gradient`` names the function that makes it."""
     seen = [0]
@@ -54,10 +62,11 @@ def pad_rows_short() -> None:
     place = experts.place_rows
 
     def misplaced(indices_TK: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> Any:
-        rows_TK, ends_E, n_rows = place(indices_TK, counts_E, row_multiple)
-        if row_multiple > 1 and int(counts_E.max()) > row_multiple:
-            ends_E = ends_E - (ends_E == n_rows).to(torch.int32) * row_multiple
-        return rows_TK, ends_E, n_rows
+        rows = place(indices_TK, counts_E, row_multiple)
+        if row_multiple == 1 or int(counts_E.max()) <= row_multiple:
+            return rows
+        is_last_E = rows.ends_E == len(rows.tokens_R)
+        return rows._replace(ends_E=rows.ends_E - is_last_E.to(torch.int32) * row_multiple)
 
     experts.place_rows = misplaced
 

@@ -135,7 +135,7 @@ def draw_by_own_fans() -> None:
     from parallel.layout import AXIS_OF
 
     kind: Any = logical.LogicalTensor
-    draw, fans = engine.initial_tensor, kind.fans
+    draw, fans = engine.initial_box, kind.fans
 
     def own(self: Any) -> tuple[int, int]:
         fan_in, fan_out = fans.__get__(self)
@@ -148,4 +148,4 @@ def draw_by_own_fans() -> None:
         finally:
             kind.fans = fans
 
-    engine.initial_tensor = drawn
+    engine.initial_box = drawn

@@ -68,6 +68,7 @@ class Recorder:
 def record(seen: Recorder) -> None:
     """Patches this process: chunks of a loss, tiles of a block, units of rows, parts of a copy, and DeepSpeed's."""
     import launcher.training.loop as loop
+    import modeling.context as context
     import modeling.kernels.experts as experts
     import modeling.loss as loss
     import parallel.checkpoint.saver as saver
@@ -87,6 +88,15 @@ def record(seen: Recorder) -> None:
         return blocks
 
     ring.plan_ring = planned
+    cut = context.cut_documents
+
+    def counted_pieces(documents_BS: Any, *arguments: Any) -> Any:
+        pieces = cut(documents_BS, *arguments)
+        documents = {(piece.rows.start, piece.queries.start) for piece in pieces if piece.keys == piece.queries}
+        seen("query_block", 1 if len(pieces) == len(documents) else 2)
+        return pieces
+
+    context.cut_documents = counted_pieces
     place = experts.place_rows
 
     def placed(indices_TK: Any, counts_E: Any, row_multiple: int) -> Any:

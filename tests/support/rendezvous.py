@@ -6,13 +6,16 @@ rank begins, in whatever group, is one queue. What ends in it ends on NCCL.
 """
 
 import contextlib
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from launcher.estimate.ranks import as_rank
 
 COLLECTIVES = (
     "allreduce",
@@ -56,15 +59,23 @@ Queue = list[tuple[Begun, ...]]  # what begins together is one entry
 
 @contextlib.contextmanager
 def recording() -> Iterator[Queue]:
-    """The queue of this process, while the context lasts."""
-    queue: Queue = []
-    together: list[list[Begun]] = []  # of the batch that is being begun
+    """The queue of this thread, while the context lasts."""
+    with recording_threads() as queues:
+        yield queues[threading.current_thread().name]
+
+
+@contextlib.contextmanager
+def recording_threads() -> Iterator[dict[str, Queue]]:
+    """The queue of each thread of this process by its name, while the context lasts."""
+    queues: dict[str, Queue] = defaultdict(list)
+    batches: dict[str, list[Begun]] = {}  # of the threads that are beginning one now
 
     def add(begun: Begun) -> None:
-        if together:
-            together[-1].append(begun)
+        name = threading.current_thread().name
+        if name in batches:
+            batches[name].append(begun)
         else:
-            queue.append((begun,))
+            queues[name].append((begun,))
 
     def collective(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(group: Any, *arguments: Any, **options: Any) -> Any:
@@ -84,11 +95,12 @@ def recording() -> Iterator[Queue]:
     begin_all = distributed_c10d.batch_isend_irecv
 
     def batch(transfers: Sequence[Any]) -> Any:
-        together.append([])
+        name = threading.current_thread().name
+        batches[name] = []
         try:
             return begin_all(transfers)
         finally:
-            queue.append(tuple(together.pop()))
+            queues[name].append(tuple(batches.pop(name)))
 
     with contextlib.ExitStack() as stack:
         for kind in COLLECTIVES:
@@ -98,7 +110,7 @@ def recording() -> Iterator[Queue]:
             _replace(stack, dist.ProcessGroup, kind, transfer(kind, getattr(dist.ProcessGroup, kind)))
         for module in (dist, distributed_c10d):
             _replace(stack, module, "batch_isend_irecv", batch)
-        yield queue
+        yield queues
 
 
 def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -146,18 +158,6 @@ def _meeting(queues: Sequence[Queue], heads: Sequence[int], rank: int) -> set[in
                     return None
                 open_ranks.append(other)
     return found
-
-
-@contextlib.contextmanager
-def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of a world whose communications move nothing: for what a rank begins, not for values."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def queues_of(world_size: int, work: Callable[[int], object]) -> list[Queue]:

@@ -1,18 +1,20 @@
-"""What each rank of a pipeline begins in training and evaluation, taken from real runs."""
+"""What each rank begins in training, evaluation and saves, taken from real runs: of pipelines alone, and whole ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.rules import pipeline_problems
 from parallel.processes.start import run_ranks
 from pp_runs import Case, batch_of, build_pipeline, micro_batches
-from rendezvous import Queue, recording
+from rendezvous import Queue, recording, recording_threads
 
 STEPS = 2  # torch's first one also tells its stages' shapes
 
@@ -69,3 +71,41 @@ def one_by_one(pipeline: Any, made: Any, due: Any, time: int, ranks: Sequence[in
         return type(pipeline).exchange(pipeline, made, due, time, ranks)
     finally:
         dist.batch_isend_irecv = batch
+
+
+def queues_of_run(config: RunConfig, n_ranks: int, fault: str | None = None) -> dict[str, list[Queue]]:
+    """A whole run: for each thread that communicates, by its name, every rank's queue."""
+    from launcher.training.run_dir import claim
+
+    with claim(config):
+        preload = ["launcher.training.loop"]
+        by_rank = run_ranks(begun_in_run, n_ranks, config, fault, timeout_seconds=280, threads=1, preload=preload)
+    threads = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+    return {name: [of_rank.get(name, []) for of_rank in by_rank] for name in threads}
+
+
+def begun_in_run(config: RunConfig, fault: str | None) -> dict[str, Queue]:
+    """This rank's queues of the run."""
+    import launcher.training.loop as loop
+
+    if fault is not None:
+        run_step = loop.run_step
+
+        def faulty(config: RunConfig, engine: Any, *arguments: Any) -> Any:
+            begin_out_of_order(engine.mesh)
+            return run_step(config, engine, *arguments)
+
+        loop.run_step = faulty
+    with recording_threads() as queues:
+        assert loop.train(config, []) == 0
+    return dict(queues)
+
+
+def begin_out_of_order(mesh: Any) -> None:
+    """Sums over two axes at a time, in an order in which four ranks wait in a circle on one stream of NCCL's.
+
+    gloo carries each axis's sums for themselves and lets that pass.
+    """
+    axes = [mesh.tp, mesh.replicas]
+    for axis in axes if (mesh.tp.rank + mesh.replicas.rank) % 2 else reversed(axes):
+        dist.all_reduce(torch.zeros(1), group=axis.group, async_op=True)

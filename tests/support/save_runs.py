@@ -20,17 +20,18 @@ from launcher.training.state import TrainState
 from launcher.watch.metrics import MetricsFile
 from parallel.checkpoint import saver as saver_module
 from parallel.checkpoint import write
+from parallel.checkpoint.boxes import Box
+from parallel.checkpoint.cuts import Owned
 from parallel.checkpoint.errors import BrokenSave
 from parallel.checkpoint.local import LocalStore
 from parallel.checkpoint.places import open_store
 from parallel.checkpoint.saver import Hooks, Saved, Saver
-from parallel.checkpoint.schema import Piece
 from parallel.mesh import close_mesh, open_mesh
 from parallel.zero.engine import Engine
 
 FAULTS = ("one rank's experts written for all", "a moment forgotten", "an overlap", "a gap")
 TIMEOUT_SECONDS = 240
-Pieces = tuple[list[Piece], dict[str, Tensor]]
+Collected = tuple[list[Owned], dict[str, Tensor]]
 
 
 def opened(config: RunConfig) -> Engine:
@@ -46,7 +47,8 @@ def opened(config: RunConfig) -> Engine:
 
 def owned(engine: Engine) -> dict[tuple[str, str, tuple[int, ...]], Tensor]:
     """Copies of what this rank writes, by kind, name and start."""
-    pieces, tensors = write.collect_pieces(engine, "")
+    found, tensors = write.collect_owned(engine)
+    pieces = [piece for each in found for piece in each.pieces("")]
     return {(piece.kind, piece.name, piece.start): tensors[piece.key].clone() for piece in pieces}
 
 
@@ -139,46 +141,41 @@ def save_faulty(config: RunConfig, folder: Path) -> dict[str, Saved]:
 @contextmanager
 def planted(fault: str, engine: Engine) -> Iterator[None]:
     """The saver broken in the named way, on rank 1 where it is one rank's fault."""
-    collect = write.collect_pieces
+    collect = write.collect_owned
 
-    def broken(*arguments: Any) -> Pieces:
-        pieces, tensors = collect(*arguments)
-        return spoil(fault, pieces, tensors) if engine.mesh.rank == 1 else (pieces, tensors)
+    def broken(*arguments: Any) -> Collected:
+        owned, tensors = collect(*arguments)
+        return (spoil(fault, owned), tensors) if engine.mesh.rank == 1 else (owned, tensors)
 
-    write.collect_pieces = broken
+    write.collect_owned = broken
     try:
         yield
     finally:
-        write.collect_pieces = collect
+        write.collect_owned = collect
 
 
-def spoil(fault: str, pieces: list[Piece], tensors: dict[str, Tensor]) -> Pieces:
-    """What a saver with the fault would hand on."""
+def spoil(fault: str, owned: list[Owned]) -> list[Owned]:
+    """What a saver with the fault would say that the rank owns."""
     match fault:
         case "one rank's experts written for all":  # each rank calls its own experts the first ones
-            pieces = [move(piece, 0, -piece.start[0]) if ".experts." in piece.name else piece for piece in pieces]
+            return [as_first(each) if ".experts." in each.name else each for each in owned]
         case "a moment forgotten":
-            pieces = [piece for piece in pieces if piece.kind != "exp_avg_sq"]
+            return [replace(each, kinds=tuple(kind for kind in each.kinds if kind != "exp_avg_sq")) for each in owned]
         case "an overlap":
-            victim = next(piece for piece in pieces if piece.kind == "weight" and piece.start[0] > 0)
-            pieces = [move(piece, 0, -1) if piece is victim else piece for piece in pieces]
+            victim = next(each for each in owned if each.first > 0)
+            return [replace(each, first=each.first - 1) if each is victim else each for each in owned]
         case "a gap":
-            victim = max(pieces, key=lambda piece: piece.shape[0])
-            short = replace(victim, shape=(victim.shape[0] - 1, *victim.shape[1:]))
-            pieces = [short if piece is victim else piece for piece in pieces]
-            tensors[victim.key] = tensors[victim.key][:-1]
+            victim = max(owned, key=lambda each: each.numel)
+            return [replace(each, numel=each.numel - 1) if each is victim else each for each in owned]
         case "none":
-            pass
+            return owned
         case _:
             raise AssertionError(fault)
-    return pieces, {piece.key: tensors[piece.key] for piece in pieces}
 
 
-def move(piece: Piece, dim: int, by: int) -> Piece:
-    """The piece, said to lie elsewhere."""
-    start = list(piece.start)
-    start[dim] += by
-    return replace(piece, start=tuple(start))
+def as_first(owned: Owned) -> Owned:
+    """The same elements of the first experts."""
+    return replace(owned, held=Box((0, *owned.held.start[1:]), owned.held.shape))
 
 
 def save_with_failing_disk(config: RunConfig, folder: Path, asynchronous: bool) -> list[Saved]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
 from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import Box
+from parallel.checkpoint.cuts import key_of
 from parallel.checkpoint.local import LocalFolder
 from parallel.checkpoint.manifest import SEAL_BYTES, WEIGHT, Manifest, hash_file, seal, write_manifest
 from parallel.checkpoint.safetensors_stream import chunks_of, write_tensors
@@ -47,7 +49,8 @@ def write_run(run: Path, step: int = 1) -> Path:
 
 def piece_of(name: str, shape: list[int], shard: str) -> Piece:
     """The whole tensor as one piece."""
-    return Piece(WEIGHT, name, (0,) * len(shape), tuple(shape), shard, f"{WEIGHT}/{name}")
+    start = (0,) * len(shape)
+    return Piece(WEIGHT, name, start, tuple(shape), shard, key_of(WEIGHT, name, start))
 
 
 def write_shard(directory: Path, shard: str, pieces: list[Piece]) -> dict[str, Any]:
@@ -55,6 +58,16 @@ def write_shard(directory: Path, shard: str, pieces: list[Piece]) -> dict[str, A
     zeros = torch.zeros(sum(Box(piece.start, piece.shape).numel for piece in pieces))
     shapes = {piece.key: piece.shape for piece in pieces}
     return write_tensors(LocalFolder(directory), shard, shapes, chunks_of(zeros))
+
+
+def cut_up(body: dict[str, Any]) -> None:
+    """Says each piece as a cut of one range."""
+    body["shards"] = list(SHARDS)
+    for piece in body.pop("pieces"):
+        held = {"name": piece["name"], "start": piece["start"], "shape": piece["shape"]}
+        runs = [[1, prod(piece["shape"]), SHARDS.index(piece["file"]), 1]]
+        body["cuts"].append({"kinds": [piece["kind"]], **held, "runs": runs})
+    body["pieces"] = []
 
 
 def record_of(path: Path) -> dict[str, Any]:

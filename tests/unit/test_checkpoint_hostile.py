@@ -12,7 +12,7 @@ from launcher.cli import main
 from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from parallel.checkpoint.read import open_checkpoint
 from parallel.checkpoint.verify import examine
-from sealed import SHARDS, body_of, record_of, reseal, reseal_text, write_run
+from sealed import SHARDS, body_of, cut_up, record_of, reseal, reseal_text, write_run
 
 FIRST, SECOND = SHARDS
 READERS = ("eval", "export", "generate")
@@ -136,6 +136,90 @@ def test_planted_resealed_manifests_are_refused_by_name(capsys, directory, case)
     assert_refused(capsys, directory, named, READERS if case.startswith("files lacks") else ["export"])
     code, output, errors = ask(capsys, "show", directory)
     assert (code, output, len(errors)) == (1, "", 1) and named in errors[0]
+
+
+def run(body, *changed, cut=0):
+    """The first run of a cut, changed."""
+    body["cuts"][cut]["runs"][0] = list(changed)
+
+
+CUTS = {
+    "a range of too few elements": (lambda b: run(b, 1, 100, 0, 1), "has 2056 elements, and its ranges 100"),
+    "no range": (lambda b: b["cuts"][0].update(runs=[]), "has 2056 elements, and its ranges 0"),
+    "2^61 ranges": (
+        lambda b: (
+            (b["tensors"].update({"embed.weight": [2**61]}), b["cuts"][0].update(start=[0], shape=[2**61]))
+            and run(b, 2**61, 1, 0, 1)
+        ),
+        "a run of 2305843009213693952 ranges from shard 0 on, 1 apart, is not one of 2 shards",
+    ),
+    "a shard that there is not": (lambda b: run(b, 1, 2056, 2, 1), "from shard 2 on, 1 apart, is not one of 2 shards"),
+    "shards below the first": (lambda b: run(b, 2, 1028, 0, -1), "from shard 0 on, -1 apart"),
+    "shards far beyond the last": (lambda b: run(b, 2, 1028, 0, 2**62), "is not one of 2 shards"),
+    "ranges that share a place": (lambda b: run(b, 2, 1028, 0, 0), "from shard 0 on, 0 apart"),
+    "a negative shard": (lambda b: run(b, 1, 2056, -1, 1), "cuts.0.runs.0.2=-1"),
+    "a run of three numbers": (lambda b: run(b, 1, 2056, 0), "cuts.0.runs.0.3: field required"),
+    "a cut twice": (lambda b: b["cuts"].append(b["cuts"][0]), "weight of embed.weight: boxes"),
+    "a kind twice": (lambda b: b["cuts"][0].update(kinds=["weight"] * 2), "weight of embed.weight: boxes"),
+    "a cut less": (lambda b: b["cuts"].pop(0), "weight of embed.weight: 2056 of 2056 elements are missing"),
+    "no kind": (lambda b: b["cuts"][0].update(kinds=[]), "cuts.0.kinds"),
+    "a kind that reads as another's name": (lambda b: b["cuts"][0].update(kinds=["weight/a"]), "must hold no /"),
+    "a box outside": (lambda b: b["cuts"][0].update(start=[1, 0]), "lies outside shape"),
+    "a shard twice": (lambda b: b["shards"].append(FIRST), f"{FIRST} is among the shards 2 times"),
+    "a shard without its hash": (lambda b: b["files"].pop(SECOND), f"{SECOND} holds pieces, and is not listed"),
+    "a shard outside": (lambda b: b["shards"].__setitem__(0, "../" + FIRST), "below the checkpoint's folder"),
+    "a shard that is too small": (lambda b: b["files"][FIRST].update(bytes=100), f"{FIRST} is listed with 100 bytes"),
+    "a piece among the ranges": (
+        lambda b: (
+            b["pieces"].append(
+                {
+                    "kind": "weight",
+                    "name": "embed.weight",
+                    "start": [0, 0],
+                    "shape": [257, 8],
+                    "file": FIRST,
+                    "key": "w",
+                }
+            ),
+            b["cuts"].pop(0),
+        ),
+        f"{FIRST} holds pieces, and is among the shards of the cuts",
+    ),
+    "cuts in an earlier format": (lambda b: b.update(format=2), "format=2: has neither cuts nor shards"),
+    "a later format": (lambda b: b.update(format=4), "format=4"),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_planted_resealed_cuts_are_refused_by_name(capsys, directory, case):
+    change, named = CUTS[case]
+    reseal(directory, cut_up)
+    reseal(directory, change)
+    assert_refused(capsys, directory, named)
+
+
+def test_more_ranges_than_a_job_makes_are_refused(directory, monkeypatch):
+    reseal(directory, cut_up)
+    monkeypatch.setattr("parallel.checkpoint.manifest.MOST_RANGES", 5)
+    with pytest.raises(DamagedCheckpoint, match=r"the cuts have \d+ ranges, more than 5"):
+        read_manifest(directory)
+
+
+def test_cuts_are_taken_and_their_shards_compared(capsys, directory):
+    """What a cut says is what lies in the shard, or verify tells and reading refuses."""
+    reseal(directory, cut_up)
+    for command in ("show", "verify", "export", "generate"):
+        assert ask(capsys, command, directory)[0] == 0, command
+    moved = next(number for number, cut in enumerate(body_of(directory)["cuts"]) if cut["runs"] == [[1, 8, 0, 1]])
+    name = body_of(directory)["cuts"][moved]["name"]
+    reseal(directory, lambda body: run(body, 1, 8, 1, 1, cut=moved))
+    assert examine(directory).problems == [
+        f"{directory / FIRST} holds weight/{name}/0, which the manifest does not name",
+        f"{directory / SECOND} lacks weight of {name} at [0]",
+    ]
+    checkpoint = open_checkpoint(directory)
+    with pytest.raises(DamagedCheckpoint, match=f"{SECOND} does not hold weight/{name}/0 as the manifest says"):
+        checkpoint.read(name)
 
 
 TEXTS = {

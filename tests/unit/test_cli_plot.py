@@ -62,6 +62,12 @@ def test_the_lines_are_the_runs_numbers(tmp_path):
     assert labels_of([moe, dense])[0] == f"moe: step 200, loss {np.mean(loss[-3:]):.3f}, held out 7.500"
 
 
+def test_the_busiest_load_needs_no_shares(tmp_path):
+    rows = [row(step, lacks=("moe/layer_00/load", "moe/layer_01/load")) for step in range(1, 10)]
+    curves = read_curves(write_run(tmp_path / "many", rows), "many")
+    np.testing.assert_array_equal(curves.updates["load"], [1.5] * 9)
+
+
 def test_tokens_can_be_the_axis_of_everything(tmp_path):
     rows = [row(1), row(2), {"step": 2, "eval_loss": 8.0}, row(3, lacks=("tokens",))]
     drawn = panels(draw_runs([read_curves(write_run(tmp_path / "a", rows), "a")], "tokens"))

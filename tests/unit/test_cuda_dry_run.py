@@ -42,12 +42,23 @@ def test_a_layer_keeps_its_budget(answer):
             assert not over, f"{name} {direction}: (found, budget) {over}; if it is worth it, raise {BUDGETS.name}"
 
 
+def test_traced_flops_are_those_of_the_closed_form(answer):
+    """What an estimate is made of, to the last multiplication; hardly a byte of it belongs to no part."""
+    assert len(answer["flops"]) == 5
+    for name, found in answer["flops"].items():
+        for kind in ("products", "scores"):
+            traced, closed = found[kind]
+            assert traced == closed, (name, kind)
+        assert found["nowhere"] < 0.001, name
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
         ("device mix", "found at least two devices, cuda:0 and cpu"),
         ("item", "DataDependentOutputException"),
         ("bincount", "DynamicOutputShapeException"),
+        ("sums on the host", "the step's sums are on the host, made by aten::_to_copy"),
     ],
 )
 def test_planted_faults_are_told(answer, fault, told):

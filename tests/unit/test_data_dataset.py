@@ -1,5 +1,10 @@
 """Batches against the same rules written in plain Python, and faults planted to see that the comparison notices."""
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import boundaries, packing
+from data import boundaries
 from data.batch import IGNORED, Batch
 from data.boundaries import Boundaries
 from data.config import DataConfig, SourceConfig
@@ -18,9 +23,15 @@ from data.errors import DataError
 from data.order import permutation_key
 from data.prepared import source_names
 from data.tokenfile import TokenFile
-from data_reference import assert_same, slow_batch, slow_samples, write_foreign_file, write_token_file
+from data_reference import ARRAYS, Arrays, assert_same, slow_batch, slow_samples, write_foreign_file, write_token_file
 
 VOCAB = 1000
+# Of the batches that were read on 2026-11-22, before their arrays were made one by one as they are asked for.
+HASHES = {
+    0: ("69f1e9d06d443234", "9de5e271a1a09e55"),
+    4090: ("2b215b9a9b9dcab7", "b2d9b22ece5e1264"),
+    1000000000: ("54464c0ad4833223", "adccecda82afc2cf"),
+}
 
 
 def tokens(lengths: list[int], first: int = 1) -> list[list[int]]:
@@ -120,7 +131,7 @@ def test_a_sample_depends_on_its_number_and_seed_only(three: list[Path]) -> None
     dataset, again = open_prefixes(three, 4), open_prefixes(three, 4)
     whole = dataset.read(np.arange(200))
     order = np.random.default_rng(0).permutation(200)
-    assert_same(again.read(order), Batch(*(getattr(whole, n)[order] for n in Batch.__dataclass_fields__)))
+    assert_same(again.read(order), Arrays.changed(whole, lambda array: array[order]))
     ones = np.concatenate([again.read(np.array([i])).tokens_BS for i in range(200)])
     np.testing.assert_array_equal(ones, whole.tokens_BS)
     assert not np.array_equal(open_prefixes(three, 4, seed=1).read(np.arange(200)).tokens_BS, whole.tokens_BS)
@@ -132,8 +143,7 @@ def test_blocks_change_nothing(three: list[Path], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("data.dataset.BLOCK", 7)
     dataset = open_prefixes(three, 4, weights=[1.0, 2.0, 4.0])
     for part in (np.arange(50), np.arange(7), np.arange(5, 9), np.arange(13, 8, -1), np.array([3, 49, 20])):
-        picked = Batch(*(getattr(whole, n)[part] for n in Batch.__dataclass_fields__))
-        assert_same(dataset.read(part), picked)
+        assert_same(dataset.read(part), Arrays.changed(whole, lambda array, part=part: array[part]))
 
 
 def test_far_steps_cost_no_more_than_near_ones(three: list[Path]) -> None:
@@ -154,10 +164,72 @@ def test_empty_batches_and_wrong_numbers(three: list[Path]) -> None:
 def test_batches_may_be_written_to_and_do_not_share_memory(three: list[Path]) -> None:
     dataset = open_plain(three, 4)
     first, second = dataset.read(np.arange(3)), dataset.read(np.arange(3))
-    for name in Batch.__dataclass_fields__:
+    for name in ARRAYS:  # the targets are made after the tokens were written to
         assert getattr(first, name).flags.c_contiguous
+        assert_same(Arrays(*(getattr(second, n) if n != name else getattr(first, n) for n in ARRAYS)), second)
         getattr(first, name)[...] = 7
     assert_same(dataset.read(np.arange(3)), second)
+
+
+def hash_of(batch: Batch) -> str:
+    """Of the four arrays' types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in ARRAYS:
+        array = getattr(batch, name)
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def test_batches_stay_what_they_were(tmp_path: Path) -> None:
+    """Three sources of two types, full and short windows, in one block of places and across two, to the last byte."""
+    draw, sources = np.random.default_rng(7), []
+    for number, (dtype, n) in enumerate(((np.uint16, 300), (np.int32, 120), (np.uint16, 5))):
+        documents = [draw.integers(0, 1000, int(k)).tolist() for k in draw.integers(0, 60, n)]
+        sources.append(write_token_file(tmp_path / str(number), documents, dtype))
+    mixed, lone = open_prefixes(sources, 16, [5.0, 2.0, 0.5], seed=3), open_prefixes(sources[:1], 64, seed=3)
+    found = {
+        first: (hash_of(mixed.read(np.arange(first, first + 32))), hash_of(lone.read(np.arange(first, first + 8))))
+        for first in (0, 4090, 10**9)
+    }
+    assert found == HASHES
+
+
+def test_only_the_arrays_asked_for_are_made(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and whether there is padding need no search; the other arrays share one."""
+    searches = []
+    find = Boundaries.find
+    monkeypatch.setattr(Boundaries, "find", lambda self, *windows: searches.append(1) or find(self, *windows))
+    batch = open_prefixes(three, 4).read(np.arange(30))
+    assert batch.tokens_BS.shape == (30, 4)
+    has_padding = batch.has_padding
+    assert not searches
+    assert has_padding == bool((batch.documents_BS < 0).any())
+    assert all(getattr(batch, name) is getattr(batch, name) for name in ARRAYS)
+    assert len(searches) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["8x2048x1", "16x8192x1"])
+def test_reading_costs_little_more_than_copying(shape: str) -> None:
+    """The two shapes that cost most, in processor time, with the ratio that docs/data.md promises."""
+    script = Path(__file__).parents[2] / "benchmarks" / "data_reading.py"
+    command = [sys.executable, str(script), f"--shape={shape}", "--tokens=20000000", "--rounds=3"]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    (found,) = json.loads(done.stdout)["shapes"]
+    assert found["ratio"] <= 1.25, found
+
+
+def test_an_index_in_the_file_is_searched_by_the_read(three: list[Path]) -> None:
+    """So that a contradiction in it is told by the read, not by whoever asks for targets."""
+    dataset = open_plain(three, 4)
+    dataset._boundaries = Boundaries(dataset._files, max_in_memory=-1)
+    lengths = dataset._files[0]._lengths
+    broken = np.array(lengths, np.int32)
+    broken[1] += 1
+    dataset._files[0]._lengths = memoryview(broken)
+    with pytest.raises(DataError, match="near sequence"):
+        dataset.read(np.arange(4))
 
 
 def test_ids_above_the_vocabulary_are_refused_as_they_are_read(tmp_path: Path) -> None:
@@ -198,7 +270,7 @@ def compare_with_reference(folder: Path) -> None:
     whole = dataset.read(np.arange(dataset.n_samples))
     assert_same(whole, expected)
     halves = [dataset.read(part) for part in np.array_split(np.arange(dataset.n_samples), 2)]
-    assert_same(Batch(*(np.concatenate([getattr(h, n) for h in halves]) for n in Batch.__dataclass_fields__)), expected)
+    assert_same(Arrays(*(np.concatenate([getattr(h, n) for h in halves]) for n in ARRAYS)), expected)
     counted = int((expected.targets_BS != IGNORED).sum()), int((expected.documents_BS >= 0).sum())
     assert dataset.count(np.arange(dataset.n_samples)) == counted
 
@@ -207,50 +279,51 @@ def test_the_comparison_passes_without_a_fault(tmp_path: Path) -> None:
     compare_with_reference(tmp_path)
 
 
-def _shift_labels(pack):
-    def shifted(window_BW, length_B, row_F, offset_F):
-        batch = pack(window_BW, length_B, row_F, offset_F)
-        return Batch(batch.tokens_BS, np.roll(batch.targets_BS, 1, axis=1), batch.positions_BS, batch.documents_BS)
+def _shift_labels(of):
+    def shifted(window_BW, length_B, find):
+        batch = of(window_BW, length_B, find)
+        return Arrays(batch.tokens_BS, np.roll(batch.targets_BS, 1, axis=1), batch.positions_BS, batch.documents_BS)
 
     return shifted
 
 
-def _positions_run_on(pack):
-    def running(window_BW, length_B, row_F, offset_F):
-        batch = pack(window_BW, length_B, row_F, offset_F)
+def _positions_run_on(of):
+    def running(window_BW, length_B, find):
+        batch = of(window_BW, length_B, find)
         ramp = np.broadcast_to(np.arange(batch.tokens_BS.shape[1], dtype=np.int32), batch.tokens_BS.shape)
         positions = np.where(batch.documents_BS < 0, 0, ramp).astype(np.int32)
-        return Batch(batch.tokens_BS, batch.targets_BS, positions, batch.documents_BS)
+        return Arrays(batch.tokens_BS, batch.targets_BS, positions, batch.documents_BS)
 
     return running
 
 
-def _boundary_off_by_one(pack):
-    return lambda window, length, row, offset: pack(window, length, row, np.where(offset > 1, offset - 1, offset))
+def _boundary_off_by_one(of):
+    def early(find):
+        row_F, offset_F = find()
+        return row_F, np.where(offset_F > 1, offset_F - 1, offset_F)
+
+    return lambda window_BW, length_B, find: of(window_BW, length_B, lambda: early(find))
 
 
-def _crossings_count(pack):
-    def counting(window_BW, length_B, row_F, offset_F):
-        batch = pack(window_BW, length_B, row_F, offset_F)
+def _crossings_count(of):
+    def counting(window_BW, length_B, find):
+        batch = of(window_BW, length_B, find)
         real = np.arange(batch.tokens_BS.shape[1]) < (length_B - 1)[:, None]
         targets = np.where(real, window_BW[:, 1:], IGNORED).astype(np.int64)
-        return Batch(batch.tokens_BS, targets, batch.positions_BS, batch.documents_BS)
+        return Arrays(batch.tokens_BS, targets, batch.positions_BS, batch.documents_BS)
 
     return counting
 
 
-def _padding_is_routed(pack):
-    def routed(window_BW, length_B, row_F, offset_F):
-        return pack(window_BW, np.full_like(length_B, window_BW.shape[1]), row_F, offset_F)
-
-    return routed
+def _padding_is_routed(of):
+    return lambda window_BW, length_B, find: of(window_BW, np.full_like(length_B, window_BW.shape[1]), find)
 
 
 @pytest.mark.parametrize(
     "fault", [_shift_labels, _positions_run_on, _boundary_off_by_one, _crossings_count, _padding_is_routed]
 )
 def test_planted_packing_fault_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault) -> None:
-    monkeypatch.setattr("data.dataset.pack", fault(packing.pack))
+    monkeypatch.setattr(Batch, "of", fault(Batch.of))
     with pytest.raises(AssertionError):
         compare_with_reference(tmp_path)
 

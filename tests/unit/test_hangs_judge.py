@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.guard.hangs import CUT_SECONDS, Report, Seen, explain, judge
+from launcher.guard.hangs import CUT_SECONDS, Report, Seen, explain, judge, runs_of_ranks, unrolled
 from launcher.guard.stragglers import AGAIN_STEPS, WINDOW_STEPS, OwnTimes, Stragglers
 from parallel.mesh import Degrees
 
@@ -22,7 +22,7 @@ def seen(**changed: Seen) -> dict[int, Seen]:
 def report(rank: int, *, number: int | None = None, count: int = 7, group: str = "tp", ranks=(0, 1)) -> Report:
     waits = None
     if number is not None:
-        names = {"operation": "all_reduce", "group": group, "axis": group, "ranks": list(ranks)}
+        names = {"operation": "all_reduce", "group": group, "axis": group, "ranks": runs_of_ranks(list(ranks))}
         waits = {**names, "number": number, "peer": None, "seconds": 3.0}
     return Report(rank, 5, "step", 11.0, "parallel/x.py:1 in f", waits, {group: count})
 
@@ -119,3 +119,11 @@ def test_stragglers_are_named_once_and_again_when_they_stay():
 def test_a_lone_rank_of_a_stage_is_compared_with_all():
     (found,) = Stragglers(Degrees(2, pp=2).stages()).find({0: 1.0, 1: 1.6}, 1)
     assert (found.rank, round(found.ratio, 2)) == (1, 1.6)
+
+
+@pytest.mark.parametrize(
+    "ranks", [[], [3], [0, 1, 2, 3], [5, 9, 13], [0, 1, 8, 9, 16, 17], [7, 3, 1], list(range(0, 2048, 8))]
+)
+def test_a_groups_ranks_are_told_in_few_numbers(ranks):
+    assert unrolled(runs_of_ranks(ranks)) == ranks
+    assert len(runs_of_ranks(list(range(0, 2048, 8)))) == 1

@@ -1,5 +1,6 @@
 """Attention over packed documents: the fast cores against the formula, and the mask against a loop."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,10 +12,11 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from kernel_references import attend_reference
-from modeling.context import PADDING, Context, attention_mask
+from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
 from modeling.kernels.attention import attend, widened
 from modeling.kv_cache import LayerCache
+from modeling.pieces import QUERY_BLOCK, cut_documents
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
@@ -60,6 +62,7 @@ def heads(
     has_bias=st.booleans(),
     cap=st.sampled_from([None, 0.7]),
     drops=st.booleans(),
+    block=st.sampled_from([1, 3, QUERY_BLOCK]),
     seed=st.integers(0, 99),
 )
 def test_attend_equals_reference(
@@ -73,13 +76,17 @@ def test_attend_equals_reference(
     has_bias: bool,
     cap: float | None,
     drops: bool,
+    block: int,
     seed: int,
 ) -> None:
-    """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys."""
+    """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys.
+
+    Of real tokens: nobody looks at what padding attends to.
+    """
     n_heads = n_kv_heads * groups
     ours, references = (heads(context, n_heads, n_kv_heads, seed, d_v=d_v) for _ in range(2))
     found = []
-    for tensors, kernel in ((ours, attend), (references, attend_reference)):
+    for tensors, kernel in ((ours, partial(attend, block=block)), (references, attend_reference)):
         generator = torch.Generator().manual_seed(seed)
         sinks_H, bias_HN = (torch.randn(shape, generator=generator) for shape in ((n_heads,), (n_heads, 5)))
         tensors += [each.requires_grad_() for each, wanted in ((sinks_H, has_sinks), (bias_HN, has_bias)) if wanted]
@@ -92,9 +99,10 @@ def test_attend_equals_reference(
             ScoreDropout(0.3, torch.arange(context.positions_BS.shape[0]), range(n_heads)) if drops else None,
         )
         found.append(kernel(*tensors[:3], context, window, terms))
+    is_real_BS11 = (context.documents_BS != PADDING)[..., None, None]
     out, reference = found
-    torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(out * is_real_BS11, reference * is_real_BS11, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)) * is_real_BS11
     (out * weights).sum().backward()
     (reference * weights).sum().backward()
     for mine, theirs in zip(ours, references, strict=True):
@@ -210,17 +218,46 @@ def test_planted_mask_fault(fault: str) -> None:
     """Attention across documents, into the future, or one token too far back differs from the reference."""
     positions_BS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     documents_BS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
-    whole = Context(positions_BS, documents_BS)
-    broken = Context(positions_BS, documents_BS)
+    whole, broken = (Context(positions_BS, documents_BS) for _ in range(2))
+    key, block = (2, 3, None, None), 3
     match fault:
         case "documents":
-            broken.masks[2] = attention_mask(positions_BS, documents_BS * 0, positions_BS, documents_BS * 0, 2)
+            broken.cuts[2, block] = cut_documents(documents_BS * 0, 2, block)
         case "causality":
-            broken.masks[2] = whole.mask_BSS(2) | whole.mask_BSS(2).mT
+            broken.bands[key] = torch.zeros_like(broken.band(2, block, None, None)[0]), None
         case "window":
-            broken.masks[2] = whole.mask_BSS(3)
+            broken.cuts[2, block] = cut_documents(documents_BS, 3, block)
+            broken.bands[key] = whole.band(3, block, None, None)
     q, k, v = heads(whole, 2, 1, 0)
-    assert not torch.allclose(attend(q, k, v, broken, 2), attend_reference(q, k, v, whole, 2), atol=1e-3)
+    exact = attend_reference(q, k, v, whole, 2)
+    torch.testing.assert_close(attend(q, k, v, whole, 2, block=block), exact)
+    assert not torch.allclose(attend(q, k, v, broken, 2, block=block), exact, atol=1e-3)
+
+
+@FEW
+@given(context=contexts(), window=st.none() | st.integers(1, 26), block=st.integers(1, 30))
+def test_pieces_hold_each_pair_that_is_seen_and_cost_what_documents_cost(
+    context: Context, window: int | None, block: int
+) -> None:
+    """Each query is in one piece, with all keys that it sees; and no piece is wider than its window and its queries."""
+    seen_BSS = torch.zeros_like(context.mask_BSS(window))
+    queries_BS = torch.zeros_like(context.documents_BS)
+    band = context.band(window, block, None, None)[0]
+    for piece in context.document_pieces(window, block):
+        n_queries, n_keys = (part.stop - part.start for part in piece[1:])
+        assert n_queries <= block and (window is None or n_keys <= window - 1 + n_queries)
+        assert not context.documents_BS[piece.rows, piece.keys].diff(dim=1).any()
+        queries_BS[piece.rows, piece.queries] += 1
+        seen_BSS[piece.rows, piece.queries, piece.keys] |= piece.of_band(band)[0] == 0
+    assert (queries_BS == 1).all()
+    is_real_BS1 = (context.documents_BS != PADDING)[..., None]
+    assert torch.equal(seen_BSS & is_real_BS1, context.mask_BSS(window) & is_real_BS1)
+
+
+def test_rows_that_lie_alike_are_one_piece() -> None:
+    """Rows of one document each are one call, as without packing."""
+    context = Context(torch.arange(6).repeat(4, 1), torch.zeros(4, 6, dtype=torch.long))
+    assert context.document_pieces(None, 128) == [(slice(0, 4), slice(0, 6), slice(0, 6))]
 
 
 @FEW

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernel_references import experts_reference
+from modeling.kernels.expert_turns import Rows, sum_of_rows
 from modeling.kernels.experts import ExpertBiases, experts_grouped, place_rows
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
@@ -146,12 +147,15 @@ def test_grouped_repeats_bit_for_bit() -> None:
 def test_rows_are_distinct_and_sorted_by_expert(n_tokens: int, n_experts: int, row_multiple: int, seed: int) -> None:
     indices_TK = inputs(n_tokens, n_experts, min(2, n_experts), seed)[1]
     counts_E = indices_TK.flatten().bincount(minlength=n_experts)
-    rows_TK, ends_E, n_rows = place_rows(indices_TK, counts_E, row_multiple)
+    rows_TK, tokens_R, ends_E = place_rows(indices_TK, counts_E, row_multiple)
+    n_rows = len(tokens_R)
     assert len(rows_TK.unique()) == rows_TK.numel()
     assert n_rows == int(ends_E[-1])
     assert not (ends_E % row_multiple).any()
     starts_E = torch.cat([torch.zeros(1, dtype=torch.int32), ends_E[:-1]])
     assert ((starts_E[indices_TK] <= rows_TK) & (rows_TK < starts_E[indices_TK] + counts_E[indices_TK])).all()
+    tokens_TK = torch.arange(n_tokens)[:, None].expand_as(rows_TK)
+    assert torch.equal(tokens_R[rows_TK], tokens_TK)
     for expert in range(n_experts):  # in the order of the tokens
         rows = rows_TK[indices_TK == expert]
         assert torch.equal(rows, rows.sort().values)
@@ -162,10 +166,10 @@ def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = inputs(100, 4, 2, 0)
     monkeypatch.setattr("modeling.kernels.experts.CPU_ROW_MULTIPLE", 1)
 
-    def shifted(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> tuple[Tensor, Tensor, int]:
-        rows_TK, ends_E, n_rows = place_rows(indices_TK, counts_E, row_multiple)
-        ends_E[:-1] += 1
-        return rows_TK, ends_E, n_rows
+    def shifted(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
+        rows = place_rows(indices_TK, counts_E, row_multiple)
+        rows.ends_E[:-1] += 1
+        return rows
 
     monkeypatch.setattr("modeling.kernels.experts.place_rows", shifted)
     assert relative_error(experts_grouped(*arguments), experts_reference(*arguments)) > 1e-3
@@ -174,10 +178,14 @@ def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_gradient_of_one_slot_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that brings back the first expert's share alone is seen."""
     arguments = inputs(100, 4, 2, 0)
-    monkeypatch.setattr(
-        "modeling.kernels.experts.ToRows.backward",
-        staticmethod(lambda ctx, grad_RD: (grad_RD[ctx.saved_tensors[0][:, 0]], None, None)),
-    )
+    calls: list[Tensor] = []
+
+    def first_share(rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
+        """The second sum of a pass, which is the backward's, has one row."""
+        calls.append(rows_RD)
+        return sum_of_rows(rows_RD, rows_TK[:, :1] if len(calls) == 2 else rows_TK)
+
+    monkeypatch.setattr("modeling.kernels.expert_turns.sum_of_rows", first_share)
     fast = outputs_and_gradients(experts_grouped, arguments)
     slow = outputs_and_gradients(experts_reference, arguments)
     assert relative_error(fast[1], slow[1]) > 1e-3

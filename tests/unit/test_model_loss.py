@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import modeling.loss
-from modeling.loss import IGNORE, Head, logits_gradient
+from modeling.loss import IGNORE, Head, chunk_tokens, logits_gradient
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -79,6 +79,17 @@ def test_chunk_smaller_than_the_vocabulary() -> None:
     compare(head, *batch, scale=1.0)
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "device", "n_tokens"),
+    [(4096, "cpu", 512), (131_072, "cpu", 256), (1 << 20, "cpu", 32), (131_072, "meta", 2048), (1 << 30, "meta", 1)],
+)
+def test_chunks_follow_the_device(vocab_size: int, device: str, n_tokens: int) -> None:
+    """On a CPU logits fit into caches; elsewhere, here without memory, into 3 GiB. A size that is given goes first."""
+    weight_VD = torch.empty(1, device=device).expand(vocab_size, 1)
+    assert chunk_tokens(None, weight_VD) == n_tokens
+    assert chunk_tokens(3 * vocab_size, weight_VD) == 3
+
+
 def test_frozen_head_and_frozen_hidden() -> None:
     """Only what requires a gradient gets one."""
     head, hidden_BSD, targets_BS = problem(9, 20, 0.0, 0)
@@ -101,6 +112,23 @@ def test_bf16_weights_get_bf16_gradients_summed_in_fp32() -> None:
     assert half.weight.grad is not None
     assert half.weight.grad.dtype == torch.bfloat16
     assert (half.weight.grad.float() - reference).norm() < 1e-2 * reference.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cached", [1, 77])
+def test_pieces_in_cache_change_nothing(cached: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients are the same numbers however few logits, and rows of a weight, are taken at once."""
+    found = []
+    for n_cached in (1 << 18, cached):
+        monkeypatch.setattr(modeling.loss, "CPU_CACHED", n_cached)
+        head, hidden_BSD, targets_BS = problem(50, 20, 0.3, 0)
+        head.z_loss, head.chunk_logits = 1e-2, 20 * 16
+        head.to(dtype)
+        hidden_BSD = hidden_BSD.detach().to(dtype).requires_grad_()
+        sums = head(hidden_BSD, targets_BS)
+        found.append([*sums, *torch.autograd.grad(sums[0], [hidden_BSD, head.weight])])
+    for whole, in_pieces in zip(*found, strict=True):
+        assert torch.equal(whole, in_pieces)
 
 
 def test_no_target_counts() -> None:

@@ -9,6 +9,7 @@ SHOWN_ONLY = {
     "launcher/slurm/follow.py",  # how long ago a step was, and which log is the newest
     "launcher/commands/runs.py",  # when runs were changed last
     "launcher/commands/clean.py",  # what was not changed for a day, and is asked about
+    "launcher/commands/replay.py",  # when a token file was changed, where its step came out otherwise
 }
 
 

@@ -47,6 +47,16 @@ def test_the_panels_show_the_rows() -> None:
     np.testing.assert_allclose(maps[0], expected_EN)
 
 
+def test_the_maps_show_the_rows_that_have_shares() -> None:
+    """Of many experts only some rows tell; the last one need not."""
+    updates = rows(20, 2)
+    lacking = [{key: row[key] for key in row if "load" not in key or row["step"] % 5 == 0} for row in updates]
+    maps = [axes.images[0].get_array() for axes in draw("run", [*lacking, {"step": 21, "loss": 8.0}], []).axes[2:4]]
+    expected_EN = 4 * np.array([row["moe/layer_00/load"] for row in updates if row["step"] % 5 == 0]).T
+    np.testing.assert_allclose(maps[0], expected_EN)
+    assert len(draw("run", [lacking[0]], []).axes) == 2
+
+
 def test_a_batch_that_grows_is_drawn_beside_the_learning_rate() -> None:
     updates = [row | {"batch_size": 4 + row["step"] // 3} for row in rows(9, 0)]
     *_, size_axes = draw("run", updates, []).axes

@@ -32,6 +32,10 @@ def update(step: int, n_layers: int = 2, n_experts: int = 8) -> dict:
     return row
 
 
+def without_shares(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not key.endswith("/load")}
+
+
 def frame(progress: RunProgress, width: int, height: int = 24, bars: str = BARS) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as capture:
@@ -228,3 +232,30 @@ def test_drawing() -> None:
         "3:07:00",
         "2d 4:00:00",
     ]
+
+
+def test_rows_of_many_experts_show_the_latest_shares_and_their_step() -> None:
+    progress = RunProgress(1000, 1, "many", Path("runs/many"))
+    progress.observe(without_shares(update(1)))
+    assert not any("layer" in line for line in frame(progress, 80))
+    progress.observe(update(2))
+    assert not any("as at step" in line for line in frame(progress, 80))
+    for step in (3, 4):
+        progress.observe(without_shares(update(step)))
+    lines = frame(progress, 80)
+    assert sum(line.startswith("layer ") for line in lines) == 2
+    assert "the experts as at step 2" in [line.strip() for line in lines]
+    crowded = RunProgress(1000, 1, "many", Path("runs/many"))
+    for row in (update(1, n_layers=30), without_shares(update(2, n_layers=30))):
+        crowded.observe(row)
+    lines = frame(crowded, 80, height=20)
+    assert len(lines) <= 20
+    assert "the 11 least balanced of 30 MoE layers, the experts as at step 1" in [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0004, False), (0.025, True)])
+def test_a_wait_for_data_is_told_where_it_counts(seconds: float, told: bool) -> None:
+    progress = RunProgress(10, 1, "run", Path("runs/run"))
+    progress.observe(update(3) | {"loader_wait_seconds": seconds})
+    assert ("waited for data 25%" in terminal.update_line(progress)) is told
+    assert any("waited for data 25%" in line for line in frame(progress, 120)) is told

@@ -161,7 +161,8 @@ def passes_of(step: Step, name: str) -> int:
         raise ValueError("ZeRO 3 with a pipeline, model.mtp and tied embeddings has no closed form")
     if name == "head.weight":
         return 1 + step.n_further
-    return step.n_further if name == "embed.weight" and step.has_head else 1
+    # Beside the head the embedding looks further tokens up, or, where there are none, is the head itself.
+    return max(1, step.n_further) if name == "embed.weight" and step.has_head else 1
 
 
 def is_within(step: Step, part: Part, layer: int | None, name: str) -> bool:

@@ -16,29 +16,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import parallel.context_parallel.ring as ring
 import parallel.expert as expert
 from fake_cuda.faults import FAULTS, planted
-from fake_cuda.figures import Figures, counting
+from fake_cuda.host import on_host
+from launcher.config.tree import RunConfig
+from launcher.estimate.batch import on_device, told_on_host
+from launcher.estimate.pass_over import trace_rank
+from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.prove.shrink import WIDTH_UNIT
+from launcher.trace.ops import Figures
+from launcher.trace.parts import Axes
+from launcher.trace.recorder import Recorder
+from launcher.trace.regions import Regions
+from launcher.training.step import Sums
 from modeling.config import FAMILIES, ModelConfig, MoEConfig
 from modeling.context import PADDING
-from modeling.decoder import Decoder
+from modeling.counts import multiplied_by_layer
+from modeling.decoder import Decoder, Output
 from modeling.dtypes import DTYPES
 from parallel.apply import build_part
 from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.config import ParallelConfig
-from parallel.mesh import AXES, Axis, Degrees, Mesh, lone_mesh
+from parallel.mesh import Axis, Mesh, lone_mesh, sum_over_ranks
+from parallel.processes.stop import StopRequest
 from parallel.recompute import Recompute
 from parallel.sizes import DEFAULT_SIZES
-from rendezvous import as_rank
 from small_models import IGNORE, example_config, packed_rows
 
 GPU = torch.device("cuda", 0)
+SEQ_LEN = 32  # of what is compared with closed forms
 LENGTHS = ([7, 1, 24], [32], [3, 9, 20], [30, 2])  # of documents; 32 tokens a sequence
 # Where the host may wait for the GPU.
 WAITS = {
@@ -151,18 +161,6 @@ class Waited:
             expert.sizes_on_host, ring.plan_ring = sizes_on_host, plan_ring
 
 
-def mesh_of(case: Case) -> Mesh:
-    """This rank's mesh, of groups that move nothing."""
-    if case.world_size == 1:
-        return lone_mesh(GPU)
-    degrees = Degrees.of(case.parallel, case.world_size)
-    axes = {}
-    for name in AXES:
-        line = next(line for line in degrees.lines(name) if case.rank in line)
-        axes[name] = Axis(line.index(case.rank), len(line), line, dist.new_group(list(line)))
-    return Mesh(rank=case.rank, world_size=case.world_size, device=GPU, control=None, **axes)
-
-
 def batch_on_host(config: ModelConfig, padding: bool, mesh: Mesh) -> MicroBatch:
     """Real rows, cut for this rank."""
     rows = packed_rows(config.vocab_size, 0, LENGTHS)
@@ -177,53 +175,31 @@ def batch_on_host(config: ModelConfig, padding: bool, mesh: Mesh) -> MicroBatch:
     return told_on_host(batch)
 
 
-def told_on_host(batch: MicroBatch) -> MicroBatch:
-    """The batch after what ``Context.to`` tells before it moves anything."""
-    for context in (batch.context, getattr(batch.context, "whole", None), batch.context.part):
-        if context is not None:
-            _ = context.cu_seqlens, context.valid_T
-    return batch
-
-
-def on_gpu(batch: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
-    """The batch as ``MicroBatch.to`` moves it, fake from there on."""
-
-    def faked(each: Any) -> Any:
-        if isinstance(each, Tensor):
-            return mode.from_tensor(each).to(GPU)
-        if isinstance(each, tuple):
-            return tuple(map(faked, each))
-        if dataclasses.is_dataclass(each) and not isinstance(each, type):
-            vars(each).update({key: faked(value) for key, value in vars(each).items()})
-        return each
-
-    return faked(batch)
-
-
 def run(case: Case) -> list[str]:
     """What is wrong with the case; nothing where all is as it should be."""
     waited = Waited(case)
     with contextlib.ExitStack() as stack:
         if case.world_size > 1:
             stack.enter_context(as_rank(case.rank, case.world_size))
-        mesh = mesh_of(case)
+        mesh = mesh_of(case.parallel, case.world_size, case.rank, GPU)
         batch = batch_on_host(case.config, case.padding, mesh)
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(waited.watching())
         dtype = DTYPES[case.dtype]
         arguments = (case.config, case.parallel, dtype, lambda parameter, place: None, DEFAULT_SIZES, case.recompute)
         model = build_part(mesh, *arguments)
-        batch = on_gpu(batch, mode)
+        batch = on_device(batch, mode, GPU)
         hidden_BSD = None
         if model.embed is None:
             model.takes_tokens = False
             part = batch.context.between_layers.positions_BS.shape
             hidden_BSD = torch.empty(*part, case.config.d_model, dtype=dtype, device=GPU, requires_grad=True)
-        backward(model, batch, hidden_BSD)
-        return [*gradient_problems(model, dtype), *wait_problems(case, waited)]
+        output = backward(model, batch, hidden_BSD)
+        problems = [*gradient_problems(model, dtype), *wait_problems(case, waited)]
+        return problems + sums_problems(case.config, output, mesh)
 
 
-def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None) -> None:
+def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None) -> Output:
     """A micro-batch's two passes through the part of a decoder that is here."""
     inputs = batch.tokens_BS if hidden_BSD is None else hidden_BSD
     has_head = model.head is not None
@@ -231,6 +207,7 @@ def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None
     end = out.loss if has_head else out.logits_BSV if out.logits_BSV is not None else out.hidden_BSD
     assert end is not None and end.device == GPU
     torch.autograd.backward(end, None if has_head else torch.empty_like(end))
+    return out
 
 
 def gradient_problems(model: Decoder, dtype: torch.dtype) -> list[str]:
@@ -243,6 +220,16 @@ def gradient_problems(model: Decoder, dtype: torch.dtype) -> list[str]:
         elif (grad.device, grad.dtype, grad.shape) != (GPU, dtype, weight.shape):
             found.append(f"{name}'s gradient is {grad.device} {grad.dtype} {tuple(grad.shape)}")
     return found
+
+
+def sums_problems(config: ModelConfig, output: Output, mesh: Mesh) -> list[str]:
+    """The step's sums are added up over all ranks on the GPU: nothing of them comes to the host before."""
+    sums = Sums(config)
+    with on_host() as made:
+        sums.add(output)
+        total = sum_over_ranks(sums.packed(mesh, StopRequest().votes()), mesh)
+    problems = [f"the step's sums are on the host, made by {name}" for name in made]
+    return problems + ([] if total.device == GPU else [f"the step's sums are on {total.device}"])
 
 
 def wait_problems(case: Case, waited: Waited) -> list[str]:
@@ -300,12 +287,39 @@ def passes(config: ModelConfig) -> dict[str, Figures]:
     with FakeTensorMode() as mode:
         ignore = lambda parameter, place: None  # noqa: E731 -- nobody adopts
         model = build_part(mesh, config, ParallelConfig(), torch.bfloat16, ignore, DEFAULT_SIZES, "none")
-        batch = on_gpu(batch, mode)
-        with counting() as forward:
+        batch = on_device(batch, mode, GPU)
+        forward, back = (Recorder(Regions(), Axes()) for _ in range(2))
+        with forward:
             out = model(batch.tokens_BS, batch.context, batch.targets_BS)
-        with counting() as back:
+        with back:
             torch.autograd.backward(out.loss)
-    return {"forward": forward, "backward": back}
+    return {"forward": Figures.of(forward.ops), "backward": Figures.of(back.ops)}
+
+
+# Worlds of which one rank, or all stages together, multiply what the whole model does for one micro-batch.
+WORLDS = {"alone": (PLAIN, 1, (0,)), "ep2": (ParallelConfig(ep=2), 2, (1,)), "pp2": (ParallelConfig(pp=2), 2, (0, 1))}
+
+
+def counted_flops(config: ModelConfig, parallel: ParallelConfig, world_size: int, ranks: tuple[int, ...]) -> Any:
+    """[traced, closed form] of one micro-batch's products, and of attention's scores; and what belongs to no part."""
+    empty = RunConfig()
+    run = dataclasses.replace(
+        empty,
+        model=config,
+        parallel=parallel,
+        data=dataclasses.replace(empty.data, seq_len=SEQ_LEN),
+        train=dataclasses.replace(empty.train, micro_batch_size=2, precision="bf16"),
+    )
+    ops = [op for rank in ranks for op in trace_rank(run, world_size, rank).ops]
+    tokens = 2 * SEQ_LEN
+    scores = 2 * len(config.all_layers) * config.n_heads * (config.qk_head_dim + config.v_head_dim)
+    seen = (SEQ_LEN + 1) / 2  # keys, by a causal kernel; and its backward pass multiplies two and a half times as often
+    products = 3 * 2 * (sum(multiplied_by_layer(config)) + config.vocab_size * config.d_model)
+    return {
+        "products": [sum(op.work.flops for op in ops if "product" in op.work.kind), tokens * products],
+        "scores": [sum(op.work.flops for op in ops if op.work.kind == "attention"), tokens * scores * seen * 3.5],
+        "nowhere": sum(op.work.bytes for op in ops if op.part == "other") / sum(op.work.bytes for op in ops),
+    }
 
 
 def main() -> None:
@@ -315,6 +329,12 @@ def main() -> None:
     answer: dict[str, Any] = {
         "cases": {name: problems_of(lambda case=case: run(case)) for name, case in sound.items()},
         "layers": {name: layer_figures(config) for name, config in LAYERS.items()},
+        "flops": {
+            f"{family} {name}": counted_flops(fitting(example_config(family)), *world)
+            for family in ("llama", "qwen3_moe")
+            for name, world in WORLDS.items()
+            if family != "llama" or name != "ep2"
+        },
         "faults": {},
     }
     for name, fault in FAULTS.items():

@@ -8,6 +8,7 @@ import torch
 
 import modeling.kernels.experts as experts
 import modeling.moe as moe
+from launcher.training.step import Sums
 from modeling.feed_forward import FeedForward
 from modeling.norm import RMSNorm
 
@@ -41,6 +42,11 @@ def _bincount(_: Any) -> Any:
     return lambda indices_TK, n_experts: torch.bincount(indices_TK.flatten(), minlength=n_experts)
 
 
+def _on_host(original: Any) -> Any:
+    """The step's sums are fetched before they are added up over the ranks."""
+    return lambda self, *given: original(self, *given).cpu()
+
+
 class Fault(NamedTuple):
     """What is replaced by what, and the case that shows it."""
 
@@ -55,6 +61,7 @@ FAULTS = {
     "device mix": Fault((RMSNorm,), "forward", _host_tensor, "llama bf16"),
     "item": Fault((FeedForward,), "forward", _item, "llama bf16"),
     "bincount": Fault((experts, moe), "count_pairs", _bincount, "mixtral bf16"),
+    "sums on the host": Fault((Sums,), "packed", _on_host, "mixtral bf16"),
     "extra copy": Fault((FeedForward,), "forward", _copy, "llama bf16", is_slower=True),
 }
 

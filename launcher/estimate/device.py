@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -36,28 +37,44 @@ def built(torch: Path) -> Path:
     name = hashlib.sha256(SOURCE.read_bytes() + version + str(torch).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"roundtable-cuda-shim-{os.getuid()}-{name}.so"
     if path.exists():
+        if path.stat().st_uid != os.getuid():
+            raise NoShim(f"{path} belongs to somebody else; remove it, or set TMPDIR")
         return path
     include = torch / "include"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "shim.so"
         headers = [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
         command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *headers, str(SOURCE), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise NoShim(f"{compiler} cannot be run ({error.strerror})") from None
         if done.returncode != 0:
-            raise NoShim(f"{compiler} cannot compile it: {done.stderr[-500:]}")
+            raise NoShim(f"{compiler} cannot compile it: {' '.join(done.stderr.split())[-500:]}")
         shutil.move(out, path)
     return path
 
 
+def is_cuda_build(torch: Path) -> bool:
+    """Whether this torch brings CUDA along."""
+    return re.search(r"^cuda\b[^=]*= *['\"]", (torch / "version.py").read_text(), re.MULTILINE) is not None
+
+
 def open_device() -> None:
-    """Makes the device. Raises NoShim, with the reason, where there can be none."""
+    """Makes the device; a real one serves where torch has it. Raises NoShim, with the reason, where there is none."""
     torch = torch_folder()
-    path = built(torch)
+    if not is_cuda_build(torch):
+        load(built(torch), torch)
+    import torch as imported
+
+    if is_cuda_build(torch) and not imported.cuda.is_available():
+        raise NoShim("this torch is built for CUDA and sees no GPU; take a node with one, or torch's build for CPUs")
+    imported._C._set_multithreading_enabled(False)  # other threads of autograd know nothing of fake tensors
+
+
+def load(path: Path, torch: Path) -> None:
+    """Loads the shim, after the libraries of torch that it needs."""
     for library in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so"):
         if (torch / "lib" / library).exists():
             ctypes.CDLL(str(torch / "lib" / library), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-
-    import torch as imported
-
-    imported._C._set_multithreading_enabled(False)  # other threads of autograd know nothing of fake tensors

@@ -1,0 +1,59 @@
+"""Part 4: our step again, with one switch changed at a time. What it is compared with is measured first."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu_baselines import flash_implementations, tell
+from gpu_part import Check, Place
+from gpu_report import Skipped
+from gpu_runs import MODELS, Job, baseline, measured
+from parallel.config import ParallelConfig
+from parallel.sizes import DEFAULT_SIZES
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is otherwise than in the base: sizes, keys of `train`, of `parallel`, or flash attention."""
+
+    name: str
+    train: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    flash: str | None = None
+
+
+CHANGES = (
+    Change("base"),
+    Change("head chunks of 2^27", sizes={"chunk_logits": 2**27}),
+    Change("head chunks of 2^29", sizes={"chunk_logits": 2**29}),
+    Change("recompute selective", train={"recompute": "selective"}),
+    Change("recompute full", train={"recompute": "full"}),
+    Change("deterministic", train={"deterministic": True}),
+    Change("FlashAttention 3", flash="FA3"),
+    Change("FlashAttention 4", flash="FA4"),
+    Change("ZeRO 2", parallel={"zero": 2}),
+    Change("ZeRO 3", parallel={"zero": 3}),
+)
+
+
+def checks(n_devices: int, *, dry: bool) -> list[Check]:
+    """Each change, of both models; the dry run takes every fourth, which are of all kinds."""
+    pairs = [(change, name) for change in CHANGES for name in MODELS]
+    if dry:
+        pairs = [(change, name) for number, (change, name) in enumerate(pairs) if number % 8 in (0, 5)]
+    return [Check(f"{name}: {change.name}", partial(check_change, change, name), 100) for change, name in pairs]
+
+
+def check_change(change: Change, name: str, place: Place) -> None:
+    """The step with the change."""
+    if change.flash is not None and place.device.type != "cuda":
+        raise Skipped("flash attention is CUDA's")
+    if change.flash is not None and change.flash not in flash_implementations():
+        raise Skipped(f"torch {torch.__version__} knows no {change.flash}")
+    train = {"parallel": ParallelConfig(**{"zero": 1, **change.parallel}), **change.train}
+    sizes = dataclasses.replace(DEFAULT_SIZES, **change.sizes)
+    job = Job(baseline(name, place, **train), place.dry, steps=place.small(4, 1), sizes=sizes, flash=change.flash)
+    tell(measured(job, place.seconds(95)), place)

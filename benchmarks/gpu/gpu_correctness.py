@@ -1,0 +1,361 @@
+"""Part 1: kernels and small models on the device, against formulas in fp32 on the CPU.
+
+Shape letters: B batch, S sequence, H heads, G key-value heads, C d_head; T tokens, K top_k, E experts, D d_model,
+F d_ff, V vocab_size.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fake_cuda.dry_run import fitting
+from gpu_part import Check, Place
+from gpu_report import ROOT
+from kernel_references import attend_reference, experts_reference
+from modeling.config import FAMILIES, ModelConfig
+from modeling.context import PADDING, Context
+from modeling.decoder import Decoder
+from modeling.dropout import Draws, Dropout, ScoreDropout
+from modeling.dtypes import DTYPES
+from modeling.kernels.attention import attend
+from modeling.kernels.experts import ExpertBiases, experts_grouped
+from modeling.loss import IGNORE, Head
+from modeling.router import Router
+from modeling.score_terms import Alibi, ScoreTerms
+from small_models import Rows, build, example_config, next_tokens, packed_rows
+
+# Of a token's or a matrix' row's norm. A number in bf16 is rounded by up to 2^-9 of itself and one in fp16 by 2^-12;
+# kernels round the softmax's weights, or an expert's inner value, before the second product, and the result.
+BOUNDS = {"bf16": 2e-2, "fp16": 2.5e-3, "fp32": 1e-5}
+CLAMP = 1.5  # of experts in fp32: in 16 bits a rounded value may lie beyond it, where its gradient is another
+MODEL_LOSS_BOUND = 2e-2  # relative, of a small model's loss in bf16
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """Heads, and documents by row; ``padding`` tokens end the first row."""
+
+    name: str
+    n_heads: int = 8
+    n_kv_heads: int = 8
+    d_head: int = 64
+    lengths: Sequence[Sequence[int]] = ((100, 1, 155), (256,))
+    window: int | None = None
+    padding: int = 0
+    has_sinks: bool = False
+    has_slopes: bool = False
+
+
+ATTENTION = (
+    AttentionCase("plain"),
+    AttentionCase("grouped heads", n_kv_heads=2),
+    AttentionCase("one key-value head, 128 channels", n_kv_heads=1, d_head=128),
+    AttentionCase("256 channels", n_heads=2, n_kv_heads=1, d_head=256),
+    AttentionCase("window", n_kv_heads=4, window=17),
+    AttentionCase("window of one", window=1),
+    AttentionCase("one-token documents", n_kv_heads=4, lengths=((1,) * 256, (1, 254, 1))),
+    AttentionCase("padding", n_kv_heads=4, padding=37),
+    AttentionCase("padding and window", n_kv_heads=2, padding=37, window=40),
+    AttentionCase("100 channels", d_head=100, n_kv_heads=2),
+    AttentionCase("36 channels", d_head=36),
+    AttentionCase("sinks", n_kv_heads=2, has_sinks=True),
+    AttentionCase("sinks and window", n_kv_heads=2, has_sinks=True, window=33),
+    AttentionCase("slopes", has_slopes=True),
+    AttentionCase("slopes and padding", n_kv_heads=4, has_slopes=True, padding=20),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertCase:
+    """How tokens are spread over experts."""
+
+    name: str
+    chosen: Callable[[int, int, int], Tensor]  # (n_tokens, top_k, n_experts) -> indices_TK
+    n_tokens: int = 333
+    biases: bool = False
+
+
+def spread(n_tokens: int, top_k: int, n_experts: int) -> Tensor:
+    """Different experts for each token, at random."""
+    draws_TE = torch.rand(n_tokens, n_experts, generator=torch.Generator().manual_seed(7))
+    return draws_TE.topk(top_k, dim=-1).indices
+
+
+EXPERTS = (
+    ExpertCase("spread", spread),
+    ExpertCase("empty ones", lambda n, k, e: 2 * spread(n, k, e // 2) + 1),
+    ExpertCase("all rows on one", lambda n, k, e: torch.full((n, 1), e - 1)),
+    ExpertCase("all rows on the first", lambda n, k, e: torch.zeros(n, 1, dtype=torch.int64)),
+    ExpertCase("one row", spread, n_tokens=1),
+    ExpertCase("no rows at all", spread, n_tokens=0),
+    ExpertCase("biases, in fp32 clamps", spread, biases=True),
+    ExpertCase("biases, empty ones", lambda n, k, e: 2 * spread(n, k, e // 2), biases=True),
+)
+
+
+def checks(n_devices: int, *, dry: bool) -> list[Check]:
+    """The part's checks."""
+    found = [Check("doctor", check_doctor, 180)]
+    for dtype in ("bf16", "fp16"):
+        found += [Check(f"attention {dtype}: {case.name}", partial(check_attention, case, dtype)) for case in ATTENTION]
+    for dtype in ("bf16", "fp16", "fp32"):
+        cases = [case for case in EXPERTS if case is EXPERTS[0] or dtype == "bf16" or (case.biases and dtype == "fp32")]
+        found += [Check(f"experts {dtype}: {case.name}", partial(check_experts, case, dtype)) for case in cases]
+    found += [
+        Check("loss chunks", check_loss_chunks),
+        Check("router", check_router),
+        Check("dropout: the same masks as on a CPU", check_dropout),
+    ]
+    for recompute_name in ("dense", "moe"):
+        found.append(Check(f"deterministic twice, bitwise: {recompute_name}", partial(check_twice, recompute_name)))
+    found += [Check(f"model: {family}", partial(check_family, family)) for family in FAMILIES]
+    return found
+
+
+def check_doctor(place: Place) -> None:
+    """`roundtable doctor` finds nothing that fails, and the GPU."""
+    command = [sys.executable, "-m", "launcher", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, check=False)
+    answer = json.loads(done.stdout)
+    wrong = [row for row in answer["findings"] if row["verdict"] == "fails"]
+    assert answer["can_train"] and not wrong, wrong
+    gpus = [row for row in answer["findings"] if row["topic"] == "gpu" and row["verdict"] == "ok"]
+    assert place.dry or gpus, answer["findings"]
+
+
+def check_attention(case: AttentionCase, dtype: str, place: Place, kernel: Callable[..., Tensor] = attend) -> None:
+    """Outputs and gradients of queries, keys, values and sinks. ``kernel``: what tests put in its place."""
+    tensors = drawn_heads(case, DTYPES[dtype])
+    context = packed_context(case)
+    there = [each.detach().to(place.device).requires_grad_() for each in tensors]
+    here = [each.detach().float().requires_grad_() for each in tensors]
+    results = [
+        run_attention(kernel, there, context.to(place.device), case),
+        run_attention(attend_reference, here, context, case),
+    ]
+    valid_T = (context.documents_BS != PADDING).flatten()
+    ours, theirs = (result.detach().cpu().float().flatten(0, 1)[valid_T] for result in results)
+    compare("output", ours, theirs, BOUNDS[dtype])
+    names = ("queries", "keys", "values", "sinks")
+    for name, mine, reference in zip(names, there, here, strict=False):
+        # A query that sees one key has no gradient, and neither has that key: differences of rounded numbers are left.
+        floor = case.d_head**0.5 if not gradient(reference).any() else 0.0
+        compare(f"gradient of {name}", gradient(mine), gradient(reference), BOUNDS[dtype], floor)
+
+
+def drawn_heads(case: AttentionCase, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values, and sinks (fp32) where the case has them."""
+    generator = torch.Generator().manual_seed(5)
+    batch, seq_len = len(case.lengths), sum(case.lengths[0])
+    widths = (case.n_heads, case.n_kv_heads, case.n_kv_heads)
+    found = [torch.randn(batch, seq_len, n, case.d_head, generator=generator).to(dtype) for n in widths]
+    return [*found, torch.randn(case.n_heads, generator=generator)] if case.has_sinks else found
+
+
+def packed_context(case: AttentionCase) -> Context:
+    """The documents' places, on the CPU."""
+    rows = packed_rows(8, 0, [list(row) for row in case.lengths])
+    if case.padding:
+        rows.documents_BS[0, -case.padding :] = PADDING
+        rows.positions_BS[0, -case.padding :] = 0
+    return Context(rows.positions_BS, rows.documents_BS, has_padding=case.padding > 0)
+
+
+def run_attention(
+    kernel: Callable[..., Tensor], tensors: list[Tensor], context: Context, case: AttentionCase
+) -> Tensor:
+    """The output; gradients are those of its sum with fixed weights over the tokens that are no padding."""
+    sinks_H = tensors[3] if case.has_sinks else None
+    terms = ScoreTerms(Alibi(case.n_heads, range(case.n_heads)) if case.has_slopes else None, sinks_H)
+    out_BSHC = kernel(*tensors[:3], context, case.window, terms)
+    weights = torch.randn(out_BSHC.shape, generator=torch.Generator().manual_seed(6))
+    weights *= (context.documents_BS != PADDING).cpu()[..., None, None]
+    out_BSHC.backward(weights.to(out_BSHC))
+    return out_BSHC
+
+
+def check_experts(case: ExpertCase, dtype: str, place: Place) -> None:
+    """Outputs, and gradients of hidden states, weights, matrices and biases."""
+    d_model, d_ff, n_experts = place.small((256, 128, 16), (64, 32, 8))
+    indices_TK = case.chosen(case.n_tokens, 2, n_experts)
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DTYPES[dtype])
+
+    tensors = [drawn(case.n_tokens, d_model), torch.rand(indices_TK.shape, generator=generator)]
+    tensors += [drawn(n_experts, d_ff, d_model, scale=d_model**-0.5) for _ in range(2)]
+    tensors += [drawn(n_experts, d_model, d_ff, scale=d_ff**-0.5)]
+    if case.biases:
+        tensors += [drawn(n_experts, width) for width in (d_ff, d_ff, d_model)]
+    there = [each.clone().to(place.device).requires_grad_() for each in tensors]
+    here = [each.float().clone().requires_grad_() for each in tensors]
+    limit = CLAMP if case.biases and dtype == "fp32" else None
+    outs = []
+    for held, kernel in ((there, experts_grouped), (here, experts_reference)):
+        biases = ExpertBiases(*held[5:]) if case.biases else None
+        out_TD = kernel(held[0], indices_TK.to(held[0].device), *held[1:5], biases, limit)
+        out_TD.backward(drawn_like(out_TD))
+        outs.append(out_TD.detach().cpu().float())
+    compare("output", *outs, BOUNDS[dtype])
+    names = ("hidden states", "weights", "gates", "ups", "downs", "gate biases", "up biases", "down biases")
+    for name, mine, reference in zip(names, there, here, strict=False):
+        compare(f"gradient of {name}", gradient(mine), gradient(reference), BOUNDS[dtype])
+
+
+def check_loss_chunks(place: Place) -> None:
+    """Whatever the chunks, the loss and its gradients are those of torch's own cross-entropy."""
+    n_tokens, d_model, vocab_size = place.small((2048, 512, 32000), (96, 32, 320))
+    generator = torch.Generator().manual_seed(4)
+    hidden_TD = torch.randn(n_tokens, d_model, generator=generator).bfloat16()
+    weight_VD = (torch.randn(vocab_size, d_model, generator=generator) * d_model**-0.5).bfloat16()
+    targets_T = torch.randint(vocab_size, (n_tokens,), generator=generator)
+    targets_T[::7] = IGNORE
+    exact = [each.float().requires_grad_() for each in (hidden_TD, weight_VD)]
+    loss = F.cross_entropy(exact[0] @ exact[1].T, targets_T, ignore_index=IGNORE, reduction="sum")
+    loss.backward()
+    for rows in (1, 17, n_tokens // 2, n_tokens):
+        head = Head(vocab_size, d_model).to(place.device, torch.bfloat16)
+        with torch.no_grad():
+            head.weight.copy_(weight_VD)
+        head.chunk_logits = rows * vocab_size
+        held_TD = hidden_TD.clone().to(place.device).requires_grad_()
+        ours, _ = head(held_TD[None], targets_T[None].to(place.device))
+        ours.backward()
+        found, wanted = float(ours.detach()), float(loss.detach())
+        assert abs(found / wanted - 1) < 1e-3, f"chunks of {rows} tokens: loss {found} instead of {wanted}"
+        compare(f"hidden states, chunks of {rows}", gradient(held_TD), gradient(exact[0]), BOUNDS["bf16"])
+        compare(f"weight, chunks of {rows}", gradient(head.weight), gradient(exact[1]), BOUNDS["bf16"])
+
+
+def check_router(place: Place) -> None:
+    """The same choices as on a CPU wherever no tie is near, and the same weights, with and without groups."""
+    for n_groups, score in ((1, "softmax"), (4, "sigmoid")):
+        d_model, n_experts = place.small((1024, 128), (32, 16))
+        router = Router(
+            d_model=d_model,
+            n_experts=n_experts,
+            top_k=8 if n_groups == 1 else 4,
+            n_groups=n_groups,
+            top_k_groups=max(1, n_groups // 2),
+            n_best=2,
+            score=score,
+            normalize_top_k=True,
+            routed_scale=1.0,
+            has_bias=True,
+        )
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            router.weight.copy_(torch.randn(router.weight.shape, generator=generator) * d_model**-0.5)
+            assert router.bias is not None
+            router.bias.copy_(torch.randn(n_experts, generator=generator) * 0.01)
+        hidden_TD = torch.randn(4096, d_model, generator=generator).bfloat16()
+        theirs = router(hidden_TD)
+        clear_T = router.gap(theirs.logits_TE.softmax(-1) if score == "softmax" else theirs.logits_TE.sigmoid()) > 1e-5
+        ours = router.to(place.device)(hidden_TD.to(place.device))
+        sides = [side.indices_TK.cpu()[clear_T].sort(-1).values for side in (ours, theirs)]
+        assert clear_T.float().mean() > 0.9
+        assert torch.equal(*sides), f"{score}: other experts are chosen"
+        weights = [side.weights_TK.detach().cpu()[clear_T].sort(-1).values for side in (ours, theirs)]
+        torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+def check_dropout(place: Place) -> None:
+    """Masks of channels and of attention's weights, bit for bit."""
+    draws = Draws(3, 5, torch.tensor([4, 2**40 + 11]), torch.arange(200))
+    ones_BSD = torch.ones(2, 200, 514)
+    for probability in (0.1, 0.5):
+        dropout = Dropout(probability, 3, 2)
+        here, there = dropout(ones_BSD, draws), dropout(ones_BSD.to(place.device), draws.to(place.device))
+        assert torch.equal(here, there.cpu()), f"channels, {probability}"
+        assert 0.5 * probability < float((here == 0).float().mean()) < 1.5 * probability
+        seeds_B, places_Q = draws.of_samples(1, 1), torch.arange(40, 90)
+        seen = [
+            ScoreDropout(probability, seeds_B.to(device), range(3, 9)).factors(places_Q.to(device), 7, 150).cpu()
+            for device in ("cpu", place.device)
+        ]
+        assert torch.equal(*seen), f"scores, {probability}"
+
+
+def check_twice(kind: str, place: Place) -> None:
+    """A model's loss and gradients, computed twice with deterministic kernels: the same bits."""
+    changes: dict[str, Any] = place.small({"d_model": 512, "d_ff": 1024}, {})
+    config = dataclasses.replace(fitting(example_config("qwen3_moe" if kind == "moe" else "llama")), **changes)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (passed(config, place.device, torch.bfloat16) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first[0] == second[0], f"losses {first[0]!r} and {second[0]!r}"
+    different = [name for name, grad in first[1].items() if not torch.equal(grad, second[1][name])]
+    assert not different, f"other gradients of {different}"
+
+
+def check_family(family: str, place: Place) -> None:
+    """A small model's loss in bf16 on the device, against fp32 on the CPU; every gradient is finite."""
+    config = fitting(example_config(family))  # type: ignore[arg-type]
+    ours, gradients = passed(config, place.device, torch.bfloat16)
+    theirs, _ = passed(config, torch.device("cpu"), torch.float32)
+    infinite = [name for name, grad in gradients.items() if not torch.isfinite(grad).all()]
+    assert not infinite, f"gradients of {infinite} are not finite"
+    assert abs(ours / theirs - 1) < MODEL_LOSS_BOUND, f"loss {ours} instead of {theirs}"
+
+
+def passed(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """The loss of packed rows, and the gradients, on the CPU."""
+    model = build(config, 0)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(device, dtype)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(device)  # routers' biases stay fp32
+    loss = loss_of(model, packed_rows(config.vocab_size, 1, [[50, 1, 39], [90]]), device)
+    loss.backward()
+    return float(loss.detach()), {
+        name: gradient(weight) for name, weight in model.named_parameters() if weight.grad is not None
+    }
+
+
+def loss_of(model: Decoder, rows: Rows, device: torch.device) -> Tensor:
+    """The summed loss of the rows' next tokens, over their number."""
+    targets_BS = next_tokens(rows)
+    context = Context(rows.positions_BS, rows.documents_BS).to(device)
+    output = model(rows.tokens_BS.to(device), context, targets_BS.to(device))
+    assert output.loss is not None
+    return output.loss / int((targets_BS != IGNORE).sum())
+
+
+def gradient(tensor: Tensor) -> Tensor:
+    """On the CPU, fp32."""
+    assert tensor.grad is not None, "no gradient"
+    return tensor.grad.detach().cpu().float()
+
+
+def drawn_like(tensor: Tensor) -> Tensor:
+    """Random numbers of its shape, dtype and device, always the same."""
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9)).to(tensor)
+
+
+def compare(what: str, ours: Tensor, theirs: Tensor, bound: float, floor: float = 0.0) -> None:
+    """Raises where a row differs by more than ``bound`` of its norm, the rows' mean norm and ``floor``; a NaN does.
+
+    The mean is that of rows that are not zero: a row's rounding is that of the terms that cancel in it, which are as
+    large beside rows without a gradient (tokens of documents of one) as without such rows.
+    """
+    assert ours.shape == theirs.shape, f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+    if ours.numel() == 0:
+        return
+    ours, theirs = (each.double().reshape(-1, each.shape[-1]) for each in (ours, theirs))
+    errors, norms = (ours - theirs).norm(dim=-1), theirs.norm(dim=-1)
+    usual = norms[norms > 0].mean().nan_to_num()
+    shares = errors / (norms + usual + floor + 1e-30)
+    worst = int(shares.nan_to_num(float("inf")).argmax())
+    is_within = bool((shares <= bound).all())
+    assert is_within, f"{what}: row {worst} differs by {float(shares[worst]):.2e} of its norm, above {bound:.0e}"

@@ -1,0 +1,94 @@
+"""A MoE layer on a CPU beside a dense SwiGLU of its active width: milliseconds of processor time. One JSON line.
+
+    python benchmarks/moe_layer.py [--steps 12] [--rounds 3]
+
+Forward and backward over 4096 tokens of d_model 384 in bf16, one thread: 16 experts of width 192, 4 a token, and 64
+experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer is all of it: the router, its balance
+loss and what it counts, no shared expert. Hidden states are drawn anew each step, and so is the routing. Each layer is
+a process of its own, in turn; figures are medians over steps, then over rounds, and ratios medians of the rounds'.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from modeling.config import MoEConfig
+from modeling.context import Context
+from modeling.feed_forward import FeedForward
+from modeling.moe import build_moe
+
+BATCH, SEQ_LEN, D_MODEL = 8, 512, 384
+SIZES = {"16 x 192": (16, 192, 4), "64 x 64": (64, 64, 12)}  # experts, width, experts a token
+KINDS = ("moe", "dense")
+WARM_UP = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layer", nargs=2, metavar=("SIZE", "KIND"))
+    arguments = parser.parse_args()
+    if arguments.layer is not None:
+        size, kind = arguments.layer
+        print(json.dumps(measure(size, kind, arguments.steps)))
+        return
+    found: dict[str, dict[str, list[float]]] = {size: {kind: [] for kind in KINDS} for size in SIZES}
+    for _ in range(arguments.rounds):
+        for size, kinds in found.items():
+            for kind in KINDS:
+                command = [sys.executable, __file__, "--layer", size, kind, "--steps", str(arguments.steps)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                kinds[kind].append(json.loads(done.stdout.splitlines()[-1]))
+    figures = {
+        size: {
+            **{f"{kind}_ms": round(median(times), 1) for kind, times in kinds.items()},
+            "ratio": round(median(moe / dense for moe, dense in zip(*kinds.values(), strict=True)), 3),
+        }
+        for size, kinds in found.items()
+    }
+    print(json.dumps({"benchmark": "moe_layer", "torch": torch.__version__, **figures}))
+
+
+def measure(size: str, kind: str, steps: int) -> float:
+    """Milliseconds of a step's forward and backward pass, the median of ``steps``."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layer, forward = build(size, kind)
+    times = []
+    for _ in range(WARM_UP + steps):
+        hidden_BSD, grad_BSD = (torch.randn(BATCH, SEQ_LEN, D_MODEL).bfloat16() for _ in range(2))
+        hidden_BSD.requires_grad_()
+        start = time.process_time()
+        forward(hidden_BSD).backward(grad_BSD)
+        times.append((time.process_time() - start) * 1e3)
+        layer.zero_grad()
+    return median(times[WARM_UP:])
+
+
+def build(size: str, kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """The layer, and what of its output goes on."""
+    n_experts, d_ff, top_k = SIZES[size]
+    layer: nn.Module
+    if kind == "dense":
+        layer = FeedForward(D_MODEL, top_k * d_ff)
+        forward = layer.forward
+    else:
+        moe = build_moe(MoEConfig(n_experts=n_experts, top_k=top_k, d_ff=d_ff, score="softmax"), D_MODEL)
+        places_BS = torch.arange(SEQ_LEN).repeat(BATCH, 1)
+        context = Context(places_BS, torch.zeros_like(places_BS), balance_scale=1 / BATCH)
+        layer, forward = moe, lambda hidden_BSD: moe(hidden_BSD, context, 0)[0]
+    for weight in layer.parameters():
+        nn.init.normal_(weight.data, std=0.02)
+    return layer.bfloat16(), forward
+
+
+if __name__ == "__main__":
+    main()

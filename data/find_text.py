@@ -1,0 +1,117 @@
+"""Where a piece of text lies in token files: which tokens of which documents spell it.
+
+A tokenizer cuts a word at the piece's ends otherwise than inside a document, where the word may go on. So the tokens of
+the words in between are looked for, as bytes of the .bin, and what is found there counts once the document's own tokens
+spell the piece. A piece of fewer than three words has none in between: each document is spelled out and searched.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data.dataset import Dataset
+from data.errors import reason_of, refuse
+from data.spans import Place
+from data.tokenfile import TokenFile
+from data.tokenizer_files import check_files
+
+MOST_PLACES = 1000
+CHUNK_TOKENS = 1 << 24  # of a .bin, looked through at once
+SPELLED_TOKENS = 1 << 13  # of a document, spelled out at once
+TOKENS_AROUND = 64  # beyond as many as the piece has bytes, on each side of a find
+
+
+class Speller:
+    """A tokenizer's text of tokens, and tokens of text."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DataError where the folder's tokenizer cannot serve."""
+        from tokenizers import Tokenizer
+
+        check_files(folder, str(folder))
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library's own kind
+            raise refuse(str(path), f"cannot be loaded ({reason_of(error)})", "prepare the data again") from error
+
+    def spell(self, tokens_N: np.ndarray) -> str:
+        """The text of these tokens, special ones included."""
+        return self._tokenizer.decode(tokens_N.tolist(), skip_special_tokens=False)
+
+    def middle(self, piece: str) -> list[int]:
+        """The ids of the piece's words but for the first and the last; they do not depend on what surrounds it."""
+        words = [match.span() for match in re.finditer(r"\S+", piece)]
+        if len(words) < 3:
+            return []
+        begin, end = words[1][0] - 1, words[-2][1]
+        encoded = self._tokenizer.encode(piece, add_special_tokens=False)
+        return [
+            number
+            for number, (first, stop) in zip(encoded.ids, encoded.offsets, strict=True)
+            if begin <= first and stop <= end
+        ]
+
+
+def find_text(dataset: Dataset, tokenizer: Path, piece: str, key: str) -> list[Place]:
+    """Each place in the dataset's files where a document's tokens spell ``piece``, in their order.
+
+    ``key`` is what the user gave the piece as. Raises DataError where it is empty, or lies in too many places.
+    """
+    if not piece.strip():
+        raise refuse(f"{key}={piece!r}", "must hold a word", "give a piece of a document")
+    found: set[Place] = set()
+    speller = Speller(tokenizer)
+    middle = speller.middle(piece)
+    for number, file in enumerate(dataset.files):
+        n_around = len(piece.encode()) + TOKENS_AROUND  # a token of the piece spells a byte of it or more
+        for document, first, stop in _near(file, middle, n_around) if middle else _everywhere(file, n_around):
+            for tokens in _spelled(speller, file, piece, first, stop):
+                found.add(Place(number, document, *tokens))
+                if len(found) > MOST_PLACES:
+                    raise refuse(f"{key}={piece!r}", f"lies in more than {MOST_PLACES} places", "give a longer piece")
+    return sorted(found, key=lambda place: (place.file, place.first))
+
+
+def _everywhere(file: TokenFile, n_around: int) -> Iterator[tuple[int, int, int]]:
+    """(document, first token, the one after the last) of parts of all documents, which overlap by ``n_around``."""
+    for document in range(file.n_documents):
+        first, stop = file.document_range(document)
+        for part in range(first, stop, SPELLED_TOKENS):
+            yield document, part, min(stop, part + SPELLED_TOKENS + n_around)
+
+
+def _near(file: TokenFile, middle: list[int], n_around: int) -> Iterator[tuple[int, int, int]]:
+    """(document, first token, the one after the last) around each find of these ids within one document."""
+    if max(middle) > np.iinfo(file.dtype).max:
+        return
+    wanted = np.array(middle, file.dtype).tobytes()
+    for start in range(0, file.n_tokens, CHUNK_TOKENS):
+        chunk = file.tokens[start : start + CHUNK_TOKENS + len(middle) - 1].tobytes()
+        at = chunk.find(wanted)
+        while at >= 0:
+            if at % file.dtype.itemsize == 0:
+                token = start + at // file.dtype.itemsize
+                document = file.document_of(token)
+                first, stop = file.document_range(document)
+                yield document, max(first, token - n_around), min(stop, token + len(middle) + n_around)
+            at = chunk.find(wanted, at + 1)
+
+
+def _spelled(speller: Speller, file: TokenFile, piece: str, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The fewest tokens, as [first, stop), that spell the piece, each time that it occurs within [first, stop)."""
+    while piece in speller.spell(file.tokens[first:stop]):
+        end = _least(first + 1, stop, lambda end, begin=first: piece in speller.spell(file.tokens[begin:end]))
+        begin = end - _least(1, end - first, lambda n, end=end: piece in speller.spell(file.tokens[end - n : end]))
+        yield begin, end
+        first = begin + 1
+
+
+def _least(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The least number in [low, high] for which ``holds``, which does for all from there on."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,130 @@
+"""The command line's part about checkpoints: what one holds, how good it is, and what others read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.arguments import CheckpointArgument, DirArgument, JsonOption
+from launcher.console import say
+from launcher.errors import UserError
+
+of_checkpoints = typer.Typer()  # without a name: its commands stand beside the others
+checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
+of_checkpoints.add_typer(checkpoint_app, name="checkpoint")
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
+    """Re-check certificate and hashes, of one checkpoint or of all of a run; exit code 1 where a file is damaged."""
+    from launcher.commands.checkpoint import verify
+
+    return verify(directory, as_json=as_json)
+
+
+@checkpoint_app.command("show")
+def show_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
+    """List what a checkpoint holds, or a run's checkpoints."""
+    from launcher.commands.checkpoint import show
+
+    return show(directory, as_json=as_json)
+
+
+@of_checkpoints.command("eval")
+def evaluate(
+    checkpoint: CheckpointArgument,
+    sequences: Annotated[
+        int | None, typer.Option(help="Held-out sequences (default: train.eval_sequences).", show_default=False)
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text, jsonl or parquet to read instead.", show_default=False),
+    ] = None,
+    text_key: Annotated[str, typer.Option(metavar="FIELD", help="The field of its records with the text.")] = "text",
+    as_json: JsonOption = False,
+) -> int:
+    """Print a checkpoint's loss on held-out data, or on a file of text."""
+    if text is not None:
+        from launcher.commands.evaluate_text import evaluate_text
+
+        if sequences is not None:
+            raise UserError(["--sequences does not go with --text, which is read to its end; leave out one of the two"])
+        return evaluate_text(checkpoint, text, text_key, as_json=as_json)
+    from launcher.training.evaluation import evaluate_checkpoint
+
+    return evaluate_checkpoint(checkpoint, sequences, as_json=as_json)
+
+
+@of_checkpoints.command()
+def export(
+    checkpoint: CheckpointArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.", show_default=False)
+    ],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    shard_gb: Annotated[float, typer.Option("--shard-gb", help="The most that a file of weights has, in GB.")] = 5.0,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Load it with transformers, and compare logits; takes twice the model's memory."),
+    ] = False,
+    keep_mtp: Annotated[
+        bool, typer.Option("--keep-mtp", help="Write modules that predict further tokens, too.")
+    ] = False,
+) -> int:
+    """Write a checkpoint as a folder that Hugging Face transformers loads."""
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise UserError([f"--dtype={dtype} must be fp32, bf16 or fp16; fp32 keeps every bit of the trained weights"])
+    if not 1e-6 <= shard_gb <= 1e6:
+        raise UserError(
+            [f"--shard-gb={shard_gb} must be at least 1e-6 and at most 1e6; leave it out for files of 5 GB"]
+        )
+    from launcher.commands.export import export as write_export
+
+    code = write_export(checkpoint, out, dtype, int(shard_gb * 1e9), verified=verify, keeps_mtp=keep_mtp)
+    if code == 0:
+        say(f"{checkpoint} -> {out}{', and transformers computes the same from it' if verify else ''}")
+    return code
+
+
+@of_checkpoints.command("import")
+def import_folder(
+    source: Annotated[
+        str, typer.Argument(metavar="HF_DIR", help="A folder of a transformers model.", show_default=False)
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
+    ],
+    drop_mtp: Annotated[
+        bool, typer.Option("--drop-mtp", help="Leave out modules that predict further tokens.")
+    ] = False,
+) -> None:
+    """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""
+    from launcher.commands.import_model import import_model
+
+    import_model(source, out, drops_mtp=drop_mtp)
+
+
+@of_checkpoints.command()
+def generate(
+    checkpoint: CheckpointArgument,
+    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token always.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.", show_default=False)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this share.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Continue a prompt with a trained model."""
+    from launcher.commands.generate import generate_from_checkpoint
+
+    generate_from_checkpoint(
+        checkpoint,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )

@@ -1,0 +1,48 @@
+"""The command line's part about a run's data: what a step saw, which steps saw a document, where two runs part."""
+
+from typing import Annotated
+
+import typer
+
+from launcher.arguments import JsonOption, RunArgument
+
+data_app = typer.Typer(help="Say which data the steps of a run saw, computed from its record, not from logs.")
+
+
+@data_app.command("show")
+def show_data(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(help="The step, from 1.", show_default=False)],
+    as_json: JsonOption = False,
+) -> int:
+    """Print the documents, token ranges and sources of a step."""
+    from launcher.commands.data_show import show_step
+
+    return show_step(run, step, as_json=as_json)
+
+
+@data_app.command("where")
+def find_data(
+    run: RunArgument,
+    document: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="SOURCE/FILE:NUMBER, as `data show` prints it.", show_default=False),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="PIECE", help="A piece of text, to the letter.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Print the steps that saw a document, or a piece of text."""
+    from launcher.commands.data_where import show_where
+
+    return show_where(run, document, text, as_json=as_json)
+
+
+@data_app.command("diff")
+def compare_data(run: RunArgument, other: RunArgument, as_json: JsonOption = False) -> int:
+    """Print the first step at which the data of two runs differ, and how; exit code 1 where one does."""
+    from launcher.commands.data_diff import show_difference
+
+    return show_difference((run, other), as_json=as_json)

@@ -1,0 +1,49 @@
+"""The command line's part about recorded steps: what one was made of, and going on from one otherwise."""
+
+from typing import Annotated
+
+import typer
+
+from launcher.arguments import OverridesArgument, RunArgument
+
+of_replay = typer.Typer()  # without a name: its commands stand beside the others
+
+
+@of_replay.command("replay")
+def replay(
+    run: RunArgument,
+    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step.", show_default=False)],
+    overrides: OverridesArgument = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Local processes (default: the run's).", show_default=False)
+    ] = None,
+    begin: Annotated[
+        int | None,
+        typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print its documents, coloured by each token's loss.")] = False,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write those as a page.", show_default=False)
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the whole report.", show_default=False)
+    ] = None,
+) -> int:
+    """Execute a recorded step again, on any layout, and show it: documents, tokens, gradients, updates, routers."""
+    from launcher.commands.replay import Wishes, replay_step
+
+    wishes = Wishes(ranks=ranks, begin=begin, json_file=json_file, html_file=html, shows_text=text)
+    return replay_step(run, step, overrides or (), wishes)
+
+
+@of_replay.command("branch")
+def branch(
+    run: RunArgument,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The run directory to make.", show_default=False)],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The checkpoint's step.", show_default=False)],
+    overrides: OverridesArgument = None,
+) -> int:
+    """Make a run directory that goes on from another run's checkpoint, with its optimizer states."""
+    from launcher.commands.branch import branch_run
+
+    return branch_run(run, new, step, overrides or ())

@@ -1,0 +1,110 @@
+"""`roundtable branch RUN NEW --step n`: a run directory that goes on from another run's checkpoint, with its states."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.places import why_no_path, why_not_writable
+from launcher.commands.trained import find_candidates
+from launcher.config.checked import load_checked
+from launcher.config.dump import dump_config
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.console import say
+from launcher.errors import UserError
+from launcher.prove.shrink import least_ranks
+from launcher.slurm.follow import find_run
+from launcher.training.lineage import Lineage, write_lineage
+from launcher.training.run_dir import check_same_run, saved_config, start_folder
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
+from parallel.checkpoint.local import LocalFolder, sync_directory
+from parallel.checkpoint.manifest import HASH_CHUNK, DamagedCheckpoint
+from parallel.checkpoint.read import Checkpoint, open_checkpoint
+from parallel.checkpoint.store import MANIFEST, Folder, step_name, step_of
+
+
+def branch_run(run: str, new: str, step: int, overrides: Sequence[str]) -> int:
+    """Makes NEW, which `roundtable train NEW/config.yaml` goes on with; returns 0.
+
+    NEW holds a copy of RUN's checkpoint of ``step``, the config of that time with the overrides, and where it came
+    from. Raises UserError where something is wrong, before anything is created. RUN is only read.
+    """
+    run_path, out = find_run(run).absolute(), checked_new(new)
+    config = saved_config(run_path)
+    if config is None:
+        raise UserError([f"RUN={run} holds no config.yaml, so it is no run directory; give a run that has trained"])
+    folder = start_folder(run_path, config)
+    with contextlib.chdir(folder):
+        checkpoint = open_verified(run_path, step)
+        changed = branched_config(checkpoint, run_path, out, overrides)
+        write_branch(out, changed, checkpoint, folder, Lineage(str(run_path), step))
+    say(f"{new} branches from {run} at step {step}; `roundtable train {new}/{CONFIG}` goes on from there")
+    return 0
+
+
+def checked_new(new: str) -> Path:
+    """NEW, made absolute. Raises UserError where it is there already, or cannot be made."""
+    rule = why_no_path(new, created=True)
+    if rule is None and os.path.lexists(new):
+        rule = "must be a new folder, and is there already"
+    rule = rule or why_not_writable(new)
+    if rule is not None:
+        raise UserError([f"NEW={new} {rule}; choose another"])
+    return Path(new).absolute()
+
+
+def open_verified(run_path: Path, step: int) -> Checkpoint:
+    """The run's checkpoint of this step, every hash compared. Raises UserError where it is not there, or damaged."""
+    folders: dict[int | None, Folder] = {step_of(each.name): each for each in find_candidates(run_path, "RUN")[1]}
+    if step not in folders:
+        there = ", ".join(str(each) for each in folders) or "none"
+        raise UserError([f"--step={step} must be that of a checkpoint of {run_path} ({there}); give one of those"])
+    try:
+        checkpoint = open_checkpoint(folders[step], verify=False)
+        checkpoint.verify()
+    except DamagedCheckpoint as error:
+        line = f"RUN={run_path}: its checkpoint {step_name(step)} is damaged ({error}); give another --step"
+        raise UserError([line]) from None
+    return checkpoint
+
+
+def branched_config(checkpoint: Checkpoint, run_path: Path, out: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config that the checkpoint was saved under, with the overrides, for ``out``.
+
+    Raises UserError for an override of what makes it another run: the model, the data, the seed, the optimizer's name.
+    """
+    base = checkpoint.attached(CONFIG) or run_path / CONFIG
+    own = [f"run_dir={out}", f"name={out.name}", "checkpoint.dir=null"]
+    given = load_config(base, [*overrides, *own])
+    check_same_run(load_config(base), base, given)
+    return load_checked(base, [*overrides, *own], world_size=least_ranks(given.parallel), data=False)
+
+
+def write_branch(out: Path, config: RunConfig, checkpoint: Checkpoint, folder: Path, lineage: Lineage) -> None:
+    """Writes the run directory ``out``, whole or not at all: a hidden folder beside it is renamed at the end."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        (partial / CONFIG).write_text(dump_config(config))
+        (partial / STARTED_IN).write_text(f"{folder}\n")
+        write_lineage(partial, lineage)
+        target = partial / CHECKPOINTS / step_name(lineage.step)
+        target.mkdir(parents=True)
+        for file in (*checkpoint.manifest.files, MANIFEST):
+            copy_file(checkpoint.folder, file, LocalFolder(target))
+        sync_directory(target)
+        partial.rename(out)
+        sync_directory(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
+
+
+def copy_file(source: Folder, file: str, target: LocalFolder) -> None:
+    """Copies one file between checkpoints' folders, piece by piece, and forces it to disk."""
+    view = memoryview(bytearray(HASH_CHUNK))
+    with source.open(file) as content, target.create(file) as out:
+        while got := content.readinto(view):
+            out.write(view[:got])

@@ -1,0 +1,195 @@
+"""`roundtable data diff`: the first step at which two runs were given different data, and what differs."""
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from data.dataset import Dataset
+from data.manifest import hash_file
+from data.spans import Span, document_name, spans_of
+from data.tokenfile import TokenFile, bin_path, idx_path
+from launcher.commands.data_run import DataOfRun, open_run, say_json, span_row
+from launcher.commands.data_show import step_row, words_of
+from launcher.tables import plain_table, wide_console
+from launcher.training.ledger_rows import StepData
+from launcher.training.run_dir import changes
+
+# What of a config decides which tokens a step is given. Where token files lie, and who makes them, does not.
+DECIDES = ("seed", "data.seq_len", "data.sources", "train.global_batch_size", "train.batch_ramp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first step whose windows of tokens are not the same in both runs, in the same order."""
+
+    steps: tuple[StepData, StepData]
+    n_equal: int  # sequences, from the batch's first on
+    n_shared: int  # windows that both batches hold, in whatever order
+    spans: tuple[list[Span], list[Span]]  # of the first sequence that differs; none where a batch has ended
+
+
+def show_difference(names: tuple[str, str], *, as_json: bool) -> int:
+    """Prints the first step at which the data of the two runs differ; returns 0 where none does, else 1.
+
+    Raises UserError where a run is none or has no sound record, and DataError where a token file is gone.
+    """
+    runs = open_run(names[0]), open_run(names[1])
+    n_same, found, untrained = compare(*runs)
+    config = [
+        {"key": key, "values": [str(ours), str(theirs)]}
+        for key, ours, theirs in changes(runs[0].config, runs[1].config)
+        if key.startswith(DECIDES)
+    ]
+    if as_json:
+        tree: dict[str, Any] = {
+            "runs": list(names),
+            "same_steps": n_same,
+            "config": config,
+            "dropped_by_one": untrained,
+        }
+        say_json(tree | {"difference": difference_row(runs, found) if found is not None else None})
+    else:
+        print_difference(runs, n_same, found, untrained, config)
+    return 0 if found is None else 1
+
+
+def compare(ours: DataOfRun, theirs: DataOfRun) -> tuple[int, Difference | None, int | None]:
+    """(steps from the first on whose data are the same, what differs in the next one, a step that one alone dropped).
+
+    Steps that only one of the runs has come to are no difference. Where seed, files, weights and seq_len are the same,
+    numbers of samples are compared, else the windows of tokens that they stand for.
+    """
+    files = same_files(ours.dataset, theirs.dataset)
+    has_one_order = in_one_order(ours, theirs, files)
+    n_same, dropped_by_one = 0, None
+    for pair in zip(ours.steps(), theirs.steps(), strict=False):
+        one, other = pair
+        is_same = (one.begin, one.last_sample, one.hopped) == (other.begin, other.last_sample, other.hopped)
+        if not (has_one_order and is_same):
+            keys = [
+                windows_of(run, step, numbers) for run, step, numbers in zip((ours, theirs), pair, files, strict=True)
+            ]
+            if not np.array_equal(keys[0], keys[1]):
+                return n_same, describe((ours, theirs), pair, keys), dropped_by_one
+        if one.trained != other.trained and None not in (one.trained, other.trained):
+            dropped_by_one = dropped_by_one or one.step
+        n_same += 1
+    return n_same, None, dropped_by_one
+
+
+def windows_of(run: DataOfRun, step: StepData, numbers: list[int]) -> np.ndarray:
+    """int64 [B, 4]: each sequence's file, by ``numbers`` that both runs share, first token, tokens and seq_len."""
+    file_B, start_B, length_B = run.dataset.windows(step.samples())
+    seq_len_B = np.full_like(start_B, run.dataset.seq_len)
+    return np.stack([np.array(numbers, np.int64)[file_B], start_B, length_B, seq_len_B], axis=1)
+
+
+def describe(runs: tuple[DataOfRun, DataOfRun], steps: tuple[StepData, StepData], keys: list[np.ndarray]) -> Difference:
+    """What differs between the two batches."""
+    rows = [list(map(tuple, key.tolist())) for key in keys]
+    n_equal = next(n for n, (a, b) in enumerate(zip_longest(*rows)) if a != b)
+    spans = [
+        list(spans_of(run.dataset, step.samples()[n_equal : n_equal + 1]))
+        for run, step in zip(runs, steps, strict=True)
+    ]
+    return Difference(steps, n_equal, len(set(rows[0]) & set(rows[1])), (spans[0], spans[1]))
+
+
+def in_one_order(ours: DataOfRun, theirs: DataOfRun, files: tuple[list[int], list[int]]) -> bool:
+    """Whether each sample's number stands for the same tokens in both runs."""
+    one, other = ours.config, theirs.config
+    weights = [[source.weight for source in config.data.sources] for config in (one, other)]
+    is_same = (one.seed, one.data.seq_len, weights[0]) == (other.seed, other.data.seq_len, weights[1])
+    return is_same and files[0] == files[1] and ours.dataset.file_sources == theirs.dataset.file_sources
+
+
+def same_files(ours: Dataset, theirs: Dataset) -> tuple[list[int], list[int]]:
+    """A number for each token file of the two datasets: files get the same one where their bytes are the same.
+
+    Files at one place are the same without being read; of others those are hashed that have the sizes of one another.
+    """
+    places = [[_place(file) for file in dataset.files] for dataset in (ours, theirs)]
+    sizes = [[_sizes(file) for file in dataset.files] for dataset in (ours, theirs)]
+    common = set(sizes[0]) & set(sizes[1]) if set(places[0]) != set(places[1]) else set()
+    known: dict[tuple[Any, ...], int] = {}
+    numbers = []
+    for dataset, places_F, sizes_F in zip((ours, theirs), places, sizes, strict=True):
+        keys = [
+            hash_of(file) if size in common else place
+            for file, place, size in zip(dataset.files, places_F, sizes_F, strict=True)
+        ]
+        numbers.append([known.setdefault(key, len(known)) for key in keys])
+    return numbers[0], numbers[1]
+
+
+def hash_of(file: TokenFile) -> tuple[str, str]:
+    """The hashes of the .bin and the .idx; reads both."""
+    return hash_file(bin_path(file.prefix)), hash_file(idx_path(file.prefix))
+
+
+def _place(file: TokenFile) -> tuple[int, int]:
+    status = bin_path(file.prefix).stat()
+    return status.st_dev, status.st_ino
+
+
+def _sizes(file: TokenFile) -> tuple[int, int]:
+    return file.n_tokens * file.dtype.itemsize, file.n_documents
+
+
+def difference_row(runs: tuple[DataOfRun, DataOfRun], found: Difference) -> dict[str, Any]:
+    """A difference as ``--json`` has it; lists of two have the first run's first."""
+    sides = []
+    for run, step, spans in zip(runs, found.steps, found.spans, strict=True):
+        sides.append({**step_row(step), "first_different": [span_row(run.dataset, span) for span in spans]})
+    return {"step": found.steps[0].step, "equal_sequences": found.n_equal, "shared": found.n_shared, "sides": sides}
+
+
+def print_difference(
+    runs: tuple[DataOfRun, DataOfRun],
+    n_same: int,
+    found: Difference | None,
+    untrained: int | None,
+    config: list[dict[str, Any]],
+) -> None:
+    """What ``compare`` found, in words."""
+    console = wide_console()
+    for line in lines_of(runs, n_same, found, untrained, config):
+        console.print(line)
+    if found is None:
+        return
+    table = plain_table("run", ">sample", "document", ">from token", ">up to")
+    for run, spans in zip(runs, found.spans, strict=True):
+        for span in spans:
+            name = document_name(run.dataset, span.file, span.document)
+            table.add_row(run.name, str(span.sample), name, str(span.first), str(span.stop - 1))
+    console.print(table)
+
+
+def lines_of(
+    runs: tuple[DataOfRun, DataOfRun],
+    n_same: int,
+    found: Difference | None,
+    untrained: int | None,
+    config: list[dict[str, Any]],
+) -> Iterator[str]:
+    """The lines before the table of what the first different sequence holds."""
+    if untrained is not None:
+        yield f"step {untrained}: the same data, but one of the two dropped the update"
+    if found is None:
+        yield f"the same data in all {n_same} steps that both have made"
+        return
+    one, other = found.steps
+    yield f"the same data in {n_same} steps; step {one.step} differs:"
+    for run, step in zip(runs, found.steps, strict=True):
+        yield f"  {run.name}: {words_of(step)}"
+    if found.n_equal == min(one.n_samples, other.n_samples):
+        yield f"the sizes differ: the first {found.n_equal} sequences are the same"
+    elif found.n_shared == one.n_samples == other.n_samples:
+        yield "the same sequences in another order"
+    else:
+        yield f"both hold {found.n_shared} sequences; the first {found.n_equal} are the same, in one order"
+    for each in config:
+        yield f"config: {each['key']} is {each['values'][0]} and {each['values'][1]}"

@@ -1,0 +1,124 @@
+"""What `roundtable data` needs of a run: its config, its dataset as the steps read it, and what each step consumed."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.config import SourceConfig
+from data.dataset import Dataset, open_dataset
+from data.errors import DataError, problem
+from data.prepared import locate
+from data.sources import expand_path, input_files, reads_files
+from data.spans import Span, document_name
+from data.tokenfile import bin_path, idx_path
+from launcher.config.tree import RunConfig
+from launcher.console import say
+from launcher.errors import UserError
+from launcher.training.ledger_rows import StepData, steps_of
+from launcher.training.run_dir import saved_config, start_folder
+from launcher.training.run_parts import CONFIG
+
+RUNS_DIR = "runs"
+
+
+@dataclass(frozen=True)
+class DataOfRun:
+    """A run's data. The config's seed and data section stay as they are for the whole of a run."""
+
+    name: str  # as the user gave it
+    path: Path
+    config: RunConfig
+    dataset: Dataset
+    tokenizer: Path | None  # the prepared tokenizer's folder
+
+    def steps(self) -> Iterator[StepData]:
+        """Each step and what it consumed, as they stand. Raises UserError where there is no sound record."""
+        return steps_of(self.path, self.config)
+
+    def step(self, number: int) -> StepData:
+        """One step. Raises UserError where the run has not come to it."""
+        reached = 0
+        for each in self.steps():
+            if each.step == number:
+                return each
+            reached = each.step
+        raise UserError(
+            [f"--step={number} must be a step of {self.name}, which has made {reached}; give 1 to {reached}"]
+        )
+
+
+def open_run(name: str) -> DataOfRun:
+    """The run of this directory, or of this name below runs.
+
+    Raises UserError where there is none, and DataError where its token files are gone or damaged.
+    """
+    path = next((path for path in (Path(name), Path(RUNS_DIR) / name) if (path / CONFIG).exists()), None)
+    config = saved_config(path) if path is not None else None
+    if path is None or config is None:
+        raise UserError(
+            [f"RUN={name} must be a run directory, or a run's name below {RUNS_DIR}; see `roundtable runs`"]
+        )
+    folder = start_folder(path, config)
+    try:
+        with contextlib.chdir(folder):
+            check_token_files(config)
+            vocab_size = config.model.vocab_size
+            dataset = open_dataset(config.data, seed=config.seed, vocab_size=vocab_size, split="train")
+            prepared = locate(config.data, vocab_size)
+            kept = prepared.tokenizer if prepared is not None else None
+            tokenizer = kept.absolute() if kept is not None else None
+    except DataError as error:
+        where = f" (relative paths are read from {folder}, where the run was started)"
+        raise DataError(*(line + where * (folder != Path.cwd()) for line in error.problems)) from None
+    return DataOfRun(name, path, config, dataset, tokenizer)
+
+
+def check_token_files(config: RunConfig) -> None:
+    """Raises DataError where a source's tokens are gone, of which nothing else would tell by name.
+
+    What was PREFIX.bin and PREFIX.idx would else be taken for raw text that is not prepared yet.
+    """
+    if locate(config.data, config.model.vocab_size) is not None:
+        return
+    gone = []
+    for number, source in enumerate(config.data.sources):
+        prefix, found = Path(expand_path(source.path)), f"data.sources[{number}].path={source.path!r}"
+        missing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+        if len(missing) == 1:
+            rule = f"must be there as the run read it, and {missing[0]} is gone"
+        elif missing and reads_files(source) and not has_input(source):
+            rule = (
+                f"must be there as the run read it, and {' and '.join(missing)} are gone; so is any text of that path"
+            )
+        else:
+            continue
+        gone.append(problem(found, rule, "put the files back"))
+    if gone:
+        raise DataError(*gone)
+
+
+def has_input(source: SourceConfig) -> bool:
+    """Whether any raw text lies at the source's path."""
+    try:
+        return bool(input_files(source, ""))
+    except DataError:
+        return False
+
+
+def span_row(dataset: Dataset, span: Span) -> dict[str, Any]:
+    """A span as ``--json`` has it: half-open in tokens of the file; ``offset`` counts from the document's start."""
+    return {
+        "sample": span.sample,
+        "document": document_name(dataset, span.file, span.document),
+        "file": str(dataset.files[span.file].prefix),
+        "tokens": [span.first, span.stop],
+        "offset": span.offset,
+    }
+
+
+def say_json(tree: dict[str, Any]) -> None:
+    """One line of JSON."""
+    say(json.dumps(tree))

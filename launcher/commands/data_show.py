@@ -1,0 +1,76 @@
+"""`roundtable data show`: which documents a step of a run was made of, and which tokens of them."""
+
+from typing import Any
+
+from data.spans import Span, spans_of
+from launcher.commands.data_run import DataOfRun, open_run, say_json, span_row
+from launcher.tables import plain_table, wide_console
+from launcher.training.ledger_rows import StepData
+
+
+def show_step(name: str, step: int, *, as_json: bool) -> int:
+    """Prints the step's samples, sources and spans; returns 0.
+
+    Raises UserError where the run is none or has not come to the step, and DataError where a token file is gone.
+    """
+    run = open_run(name)
+    data = run.step(step)
+    spans = list(spans_of(run.dataset, data.samples()))
+    sources = source_rows(run, data, spans)
+    if as_json:
+        rows = [span_row(run.dataset, span) for span in spans]
+        say_json({"run": name, **step_row(data), "sources": sources, "spans": rows})
+    else:
+        print_step(run, data, spans, sources)
+    return 0
+
+
+def step_row(data: StepData) -> dict[str, Any]:
+    """What the record says of a step. ``left_out``: half-open ranges before or among its samples."""
+    return {
+        "step": data.step,
+        "sequences": data.n_samples,
+        "first_sample": data.first_sample,
+        "last_sample": data.last_sample,
+        "left_out": [list(each) for each in data.hopped],
+        "trained": data.trained,
+    }
+
+
+def source_rows(run: DataOfRun, data: StepData, spans: list[Span]) -> list[dict[str, Any]]:
+    """What each source gave to the step."""
+    dataset = run.dataset
+    progress = dataset.progress(data.consumed)
+    rows = []
+    for number, source in enumerate(dataset.names):
+        own = [span for span in spans if dataset.file_sources[span.file] == number]
+        row: dict[str, Any] = {"source": source, "path": run.config.data.sources[number].path}
+        row |= {"sequences": len({span.sample for span in own})}
+        row |= {"documents": len({(span.file, span.document) for span in own})}
+        rows.append(row | {"tokens": sum(s.stop - s.first for s in own), "epoch": progress[f"data/{source}/epoch"]})
+    return rows
+
+
+def words_of(data: StepData) -> str:
+    """A step's samples in words."""
+    sequences = f"{data.n_samples} sequence{'s' if data.n_samples > 1 else ''}"
+    left_out = " and ".join(f"{first} to {stop - 1}" for first, stop in data.hopped)
+    fate = {True: "", False: "; not trained on: the update was dropped", None: ""}[data.trained]
+    hopped = f", samples {left_out} left out" if left_out else ""
+    return f"{sequences}, samples {data.first_sample} to {data.last_sample} of the order{hopped}{fate}"
+
+
+def print_step(run: DataOfRun, data: StepData, spans: list[Span], sources: list[dict[str, Any]]) -> None:
+    """Three tables."""
+    console = wide_console()
+    console.print(f"{run.name}, step {data.step}: {words_of(data)}\n")
+    table = plain_table("source", ">sequences", ">documents", ">tokens", ">epoch after it", "path")
+    for row in sources:
+        counts = (f"{row[key]:,}" for key in ("sequences", "documents", "tokens"))
+        table.add_row(row["source"], *counts, f"{row['epoch']:.3f}", row["path"])
+    console.print(table, "")
+    table = plain_table(">sample", "document", ">from token", ">up to", ">in the document from")
+    for row in (span_row(run.dataset, span) for span in spans):
+        first, stop = row["tokens"]
+        table.add_row(str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]))
+    console.print(table)

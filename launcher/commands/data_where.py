@@ -1,0 +1,84 @@
+"""`roundtable data where`: which steps of a run saw a document, or a piece of text."""
+
+from bisect import bisect_left
+from typing import Any
+
+from data.find_text import find_text
+from data.spans import Place, document_name, find_document, samples_with
+from launcher.commands.data_run import DataOfRun, open_run, say_json
+from launcher.errors import UserError
+from launcher.tables import plain_table, wide_console
+from launcher.training.ledger_rows import StepData
+
+
+def show_where(name: str, document: str | None, text: str | None, *, as_json: bool) -> int:
+    """Prints the steps that were given tokens of the document, or of each place that spells the text; returns 0.
+
+    Raises UserError where the run is none, where not just one of the two is given, or where there is no tokenizer for
+    a text; DataError where there is no such document, or a token file is gone.
+    """
+    if (document is None) == (text is None):
+        raise UserError(["--document and --text: one of the two must be given; --document=SOURCE/FILE:NUMBER, say"])
+    run = open_run(name)
+    steps = list(run.steps())
+    places = places_of(run, document, text)
+    rows = [place_row(run, place, steps) for place in places]
+    if as_json:
+        say_json({"run": name, "steps": len(steps), "places": rows})
+    else:
+        print_places(run, len(steps), rows)
+    return 0
+
+
+def places_of(run: DataOfRun, document: str | None, text: str | None) -> list[Place]:
+    """What is looked for."""
+    if text is None:
+        return [find_document(run.dataset, document or "", "--document")]
+    if run.tokenizer is None:
+        rule = f"needs a tokenizer, and the data of {run.name} names none"
+        raise UserError([f"--text={text!r} {rule}; give --document=SOURCE/FILE:NUMBER"])
+    return find_text(run.dataset, run.tokenizer, text, "--text")
+
+
+def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, Any]:
+    """The steps that saw a place, and the samples with it that were left out; token ranges are half-open."""
+    seen: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    consumed = steps[-1].consumed
+    ends = [step.last_sample for step in steps]
+    for span in samples_with(run.dataset, place, consumed):
+        step = steps[bisect_left(ends, span.sample)]
+        row = {"sample": span.sample, "tokens": [span.first, span.stop]}
+        if any(first <= span.sample < stop for first, stop in step.hopped):
+            left_out.append(row)
+        else:
+            seen.append({"step": step.step, **row, "trained": step.trained})
+    return {
+        "document": document_name(run.dataset, place.file, place.document),
+        "file": str(run.dataset.files[place.file].prefix),
+        "tokens": [place.first, place.stop],
+        "seen": seen,
+        "left_out": left_out,
+    }
+
+
+def print_places(run: DataOfRun, n_steps: int, rows: list[dict[str, Any]]) -> None:
+    """A table for each place."""
+    console = wide_console()
+    if not rows:
+        console.print(f"no document of {run.name} spells this text")
+    for row in rows:
+        first, stop = row["tokens"]
+        steps = {each["step"] for each in row["seen"]}
+        seen = f"seen in {len(steps)} of {n_steps} steps" if steps else f"not seen in {n_steps} steps"
+        console.print(f"{row['document']}, tokens {first} to {stop - 1}: {seen}")
+        table = plain_table(">step", ">sample", ">from token", ">up to", "")
+        for each in row["seen"]:
+            note = "the update was dropped" if each["trained"] is False else ""
+            table.add_row(
+                str(each["step"]), str(each["sample"]), str(each["tokens"][0]), str(each["tokens"][1] - 1), note
+            )
+        for each in row["left_out"]:
+            table.add_row("-", str(each["sample"]), str(each["tokens"][0]), str(each["tokens"][1] - 1), "left out")
+        if table.row_count:
+            console.print(table)

@@ -1,0 +1,184 @@
+"""`roundtable profile CONFIG`: where a training step's time goes, measured here or estimated for a GPU."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.places import why_no_path, why_not_writable
+from launcher.config.checked import load_checked
+from launcher.config.tree import RunConfig
+from launcher.console import say, tell
+from launcher.errors import UserError
+from launcher.limits import check_limits, check_local_ranks
+from launcher.training.start import check_gpus, check_ranks, default_ranks
+from parallel.processes.world import set_rank_environment, world_size_from_environment
+
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its own beginning and end otherwise
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says besides the config."""
+
+    out: str | None
+    ranks: int | None
+    steps: int
+    warmup: int
+    as_json: bool
+
+
+def profile_config(path: Path, overrides: Sequence[str], gpu: str | None, wishes: Wishes) -> int:
+    """Writes OUT, prints the table or JSON, and returns the exit code. Raises UserError where something is wrong."""
+    if wishes.steps < 1 or wishes.warmup < 0:
+        rule = "--steps must be at least 1 and --warmup at least 0"
+        raise UserError([f"--steps={wishes.steps} --warmup={wishes.warmup}: {rule}; try --steps 3 --warmup 2"])
+    if gpu is not None:
+        if wishes.ranks is not None:
+            remedy = "leave out --ranks: the job's size is the config's (slurm.nodes, slurm.gpus_per_node)"
+            raise UserError([f"--as={gpu} starts no processes, and --ranks={wishes.ranks} asks for some; {remedy}"])
+        return estimate(path, overrides, gpu, wishes)
+    job_size = world_size_from_environment()
+    os.environ.update({**QUIET, **os.environ})
+    if job_size is not None:
+        check_ranks(wishes.ranks, job_size)
+        return profile_in_job(path, overrides, job_size, wishes)
+    check_local_ranks(wishes.ranks)
+    n_ranks = wishes.ranks or default_ranks()
+    check_limits(n_ranks)
+    config = load_checked(path, overrides, world_size=n_ranks, data=False)
+    check_gpus(n_ranks)
+    out = checked_out(config, wishes.out)
+    return profile_here(config, n_ranks, out, wishes)
+
+
+def checked_out(config: RunConfig, out: str | None) -> Path:
+    """The folder for what is found. Raises UserError where it cannot be made, or holds something already."""
+    folder = Path(out if out is not None else f"profile-{config.name}")
+    rule = why_no_path(str(folder)) or why_not_writable(folder)
+    if rule is None and folder.exists() and any(folder.iterdir()):
+        rule = "must be a new folder or an empty one, and holds files"
+    if rule is not None:
+        raise UserError([f"--out={folder} {rule}; choose another folder, or move it away"])
+    return folder
+
+
+def profile_here(config: RunConfig, n_ranks: int, out: Path, wishes: Wishes) -> int:
+    """By local processes; where they fail, OUT is as it was."""
+    from launcher.profile.run import Plan
+    from parallel.processes.start import RankError, run_ranks
+
+    was_there = out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(out.absolute(), wishes.warmup, wishes.steps)
+    try:
+        found = run_ranks(profile_rank, n_ranks, config, plan, preload=["launcher.profile.run"])
+    except BaseException as error:
+        for path in out.iterdir() if was_there else ():
+            path.unlink()
+        if not was_there:
+            shutil.rmtree(out)
+        if not isinstance(error, RankError):
+            raise
+        if error.exit_code != 2:  # else the rank has printed its lines
+            tell(error)
+        return error.exit_code
+    return conclude(config, found, out, as_json=wishes.as_json)
+
+
+def profile_rank(config: RunConfig, plan: Any) -> Any:
+    """One local process."""
+    from launcher.profile import run
+
+    try:
+        return run.profile_rank(config, plan, tell)
+    except (DataError, UserError) as error:
+        tell(error)
+        raise SystemExit(2) from None
+
+
+def profile_in_job(path: Path, overrides: Sequence[str], job_size: int, wishes: Wishes) -> int:
+    """This process is a rank of a torchrun or srun job; rank 0 writes and prints for all."""
+    from parallel.processes.lifeline import end_with_job
+
+    end_with_job()
+    config = load_checked(path, overrides, world_size=job_size, data=False)
+    out = checked_out(config, wishes.out)
+    set_rank_environment()
+    from launcher.profile.run import Plan, profile_job
+
+    out.mkdir(parents=True, exist_ok=True)
+    found = profile_job(config, Plan(out.absolute(), wishes.warmup, wishes.steps), tell)
+    return conclude(config, found, out, as_json=wishes.as_json) if found else 0
+
+
+def conclude(config: RunConfig, found: Any, out: Path, *, as_json: bool) -> int:
+    """Writes the report and the picture of memory into OUT, and prints."""
+    from launcher.profile.measured import draw, report_of
+
+    report = report_of(config, found, out)
+    draw(config, found, out)
+    return publish(report, out, as_json=as_json)
+
+
+def publish(report: dict[str, Any], out: Path, *, as_json: bool) -> int:
+    """Writes and prints the report."""
+    text = json.dumps(report, indent=2)
+    (out / "profile.json").write_text(text + "\n")
+    if as_json:
+        say(text)
+    else:
+        from launcher.profile.report import print_report
+
+        print_report(report)
+        say(f"\n{out}: {', '.join(sorted(each.name for each in out.iterdir()))}")
+    return 0
+
+
+def estimate(path: Path, overrides: Sequence[str], gpu: str, wishes: Wishes) -> int:
+    """By a process of its own, in which a CUDA device is made before torch is imported."""
+    from launcher.estimate.step import check_known
+    from launcher.trace.hardware import read_hardware
+
+    read_hardware(gpu)
+    config, world_size = load_for_job(path, overrides)
+    check_known(config)
+    out = checked_out(config, wishes.out)
+    was_there = out.exists()
+    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "world_size": world_size}
+    request["out"] = str(out)
+    code = "from launcher.estimate.child import main; main()"
+    command = [sys.executable, "-W", "ignore", "-P", "-c", code]
+    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        if not was_there:
+            shutil.rmtree(out, ignore_errors=True)
+        tell(f"the process that traces ended with exit code {done.returncode}")
+        return 1
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "problems" in answer:
+        raise UserError(answer["problems"])
+    return publish(answer, out, as_json=wishes.as_json)
+
+
+def load_for_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, int]:
+    """The config, and the processes of its job as `submit` would start it; where it does not fit those, the fewest.
+
+    A config that says nothing of Slurm may be meant for one GPU.
+    """
+    from launcher.prove.shrink import least_ranks
+
+    try:
+        config = load_checked(path, overrides, world_size=None, data=False)
+        return config, config.slurm.world_size
+    except UserError:
+        from launcher.config.load import load_config
+
+        n_ranks = least_ranks(load_config(path, overrides).parallel)
+        return load_checked(path, overrides, world_size=n_ranks, data=False), n_ranks

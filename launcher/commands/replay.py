@@ -1,0 +1,160 @@
+"""`roundtable replay RUN --step n`: a recorded step executed again, and looked at. Nothing in RUN is written."""
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.errors import DataError
+from data.places import why_no_path, why_not_writable
+from launcher.console import tell
+from launcher.errors import UserError
+from launcher.limits import check_limits, check_local_ranks
+from launcher.replay.plan import Plan, make_plan
+from launcher.replay.record import Record, read_record
+from launcher.slurm.follow import find_run
+from launcher.training.run_dir import saved_config, start_folder
+from launcher.training.start import check_gpus, check_tokens, exit_two_for
+from parallel.processes.world import world_size_from_environment
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says besides the run, the step and the overrides."""
+
+    ranks: int | None = None
+    begin: int | None = None
+    json_file: str | None = None
+    html_file: str | None = None
+    shows_text: bool = False
+
+
+def replay_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -> int:
+    """Executes the step on local processes and shows it; returns 0 where the record is reproduced, else 1.
+
+    Raises UserError where something is wrong, before anything is created.
+    """
+    if world_size_from_environment() is not None:
+        raise UserError(["replay starts its own local processes; run it outside of srun and torchrun"])
+    run_path = find_run(run).absolute()
+    config = saved_config(run_path)
+    if config is None:
+        raise UserError([f"RUN={run} holds no config.yaml, so it is no run directory; give a run that has trained"])
+    out, page = (checked_file(*each, run_path) for each in (("--json", wishes.json_file), ("--html", wishes.html_file)))
+    record = read_record(run_path)
+    check_local_ranks(wishes.ranks)
+    with contextlib.chdir(start_folder(run_path, config)), tempfile.TemporaryDirectory() as scratch:
+        options = {"ranks": wishes.ranks, "begin": wishes.begin}
+        plan = make_plan(run_path, record, step, overrides, **options, scratch=scratch)
+        check_limits(plan.n_ranks)
+        check_gpus(plan.n_ranks)
+        check_tokens(plan.config)
+        return execute_and_show(plan, record, out, page, shows_text=wishes.shows_text)
+
+
+def checked_file(option: str, name: str | None, run_path: Path) -> Path | None:
+    """The file to write, made absolute. Raises UserError where it cannot be one, or would lie in the run."""
+    if name is None:
+        return None
+    path = Path(name).absolute()
+    rule = why_no_path(name) or why_not_writable(path.parent)
+    if rule is None and (not path.parent.is_dir() or path.is_dir()):
+        rule = "must be a file in a folder that is there"
+    if rule is None and path.resolve().is_relative_to(run_path.resolve()):
+        rule = "must lie outside the run directory, in which a replay writes nothing"
+    if rule is not None:
+        raise UserError([f"{option}={name} {rule}; choose another file"])
+    return path
+
+
+def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | None, *, shows_text: bool) -> int:
+    """By local processes; the exit code."""
+    from launcher.replay.compare import judge
+    from launcher.replay.report import build_report, documents_of
+    from launcher.replay.show import print_documents, print_report
+    from parallel.mesh import Degrees
+    from parallel.processes.start import RankError, run_ranks
+
+    places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
+    try:
+        found = run_ranks(replay_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
+    except RankError as error:
+        if error.exit_code != 2:  # else the rank has printed its lines
+            tell(error)
+        return error.exit_code
+    verdicts = judge(plan, record, {step: (each.row, each.samples) for step, each in found.steps.items()})
+    is_reproduced = not any(verdict.differences for verdict in verdicts)
+    text_of, notes = open_tokenizer(plan)
+    notes = [
+        *(() if is_reproduced else (*plan.notes, *changed_tokens(plan, {part.file for part in found.parts}))),
+        *notes,
+    ]
+    documents = documents_of(found)
+    report = build_report(plan, verdicts, found, documents, text_of, notes)
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if page is not None:
+        from launcher.replay.page import write_page
+
+        write_page(page, report, documents, text_of)
+    print_report(report)
+    if shows_text:
+        print_documents(documents, text_of)
+    return 0 if is_reproduced else 1
+
+
+def replay_here(plan: Plan) -> object:
+    """One local process."""
+    from launcher.replay.rank import replay_rank
+
+    found: list[object] = []
+
+    def work() -> int:
+        found.append(replay_rank(plan))
+        return 0
+
+    exit_two_for(work)
+    return found[0]
+
+
+def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:
+    """What an id is as text, or None; and a note where the run's tokenizer is there but cannot be used."""
+    from data.prepared import locate
+    from data.tokenizer import count_ids
+    from data.tokenizer_files import load_folder
+
+    prepared = locate(plan.config.data, plan.config.model.vocab_size)
+    if prepared is None or prepared.tokenizer is None:
+        return None, []
+    try:
+        tokenizer = load_folder(prepared.tokenizer, "the run's tokenizer", "replay shows ids without one")
+        n_ids = count_ids(tokenizer)
+    except DataError as error:
+        return None, error.problems[:1]
+    return lambda token: str(tokenizer.decode([token])) if token < n_ids else f"<{token}>", []
+
+
+def changed_tokens(plan: Plan, files: Iterable[str]) -> list[str]:
+    """Why a step may differ: prepared token files without their hashes, others written since the checkpoint.
+
+    ``files`` are the prefixes of those that the step read.
+    """
+    from data.prepared import locate, verify
+    from data.tokenfile import bin_path, idx_path
+    from parallel.checkpoint.places import is_remote, local_path
+    from parallel.checkpoint.store import MANIFEST
+
+    prepared = locate(plan.config.data, plan.config.model.vocab_size)
+    lines = [] if prepared is None else verify(prepared)
+    if plan.checkpoint is None or is_remote(plan.checkpoint):
+        return lines
+    saved = (local_path(plan.checkpoint) / MANIFEST).stat().st_mtime
+    for path in (path_of(Path(file)) for file in sorted(files) for path_of in (bin_path, idx_path)):
+        changed = path.stat().st_mtime
+        if changed > saved:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(changed))
+            lines.append(f"{path} was written ({when}) after the checkpoint of step {plan.begins_at} was")
+    return lines

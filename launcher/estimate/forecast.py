@@ -1,0 +1,118 @@
+"""A run before it is paid for: the memory of each pipeline position's rank, and the time of a step.
+
+Memory is that of a whole step of `train` over fake tensors (launcher.estimate.whole_step). Time is that of one
+micro-batch's traced operations at the hardware's rates (launcher.estimate.step), of each position; a pipeline's
+positions wait for each other in the schedule's own order.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from launcher.config.tree import RunConfig
+from launcher.estimate.order import Passes, Simulated, simulate
+from launcher.estimate.step import ACCUMULATE, Estimate, check_known, estimate_position
+from launcher.estimate.whole_step import ON_GPU, StepMemory, measure_memory
+from launcher.trace.hardware import Hardware
+from launcher.trace.roofline import least_seconds
+from parallel.mesh import Degrees
+from parallel.pipeline.config import chunks
+
+TRACED = 3  # micro-batches without a pipeline: from the second one on, each finds what the one before it has left
+
+
+@dataclass
+class Position:
+    """One pipeline position's first rank."""
+
+    rank: int
+    memory: StepMemory
+    time: Estimate
+    passes: Passes
+    update_seconds: float  # once a step: sums over the replicas, the optimizer
+
+
+@dataclass
+class Forecast:
+    """A step on a number of GPUs."""
+
+    config: RunConfig
+    hardware: Hardware
+    world_size: int
+    imbalance: float
+    positions: list[Position]
+    order: Simulated  # of the passes
+
+    @property
+    def step_seconds(self) -> float:
+        """Until the last position has updated its weights."""
+        return max(end + each.update_seconds for end, each in zip(self.order.ends, self.positions, strict=True))
+
+    @property
+    def fullest(self) -> Position:
+        """The position whose rank holds most."""
+        return max(self.positions, key=lambda each: each.memory.peak)
+
+
+def forecast(
+    config: RunConfig,
+    world_size: int,
+    hardware: Hardware,
+    imbalance: float = 1.0,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Forecast:
+    """The forecast. The device must be open (launcher.estimate.device), and this process in no process group."""
+    check_known(config)
+    gpu, found = torch.device("cuda", 0), []
+    for pp_rank, ranks in enumerate(Degrees.of(config.parallel, world_size).stages()):
+        where = f"pipeline position {pp_rank} of {config.parallel.pp}" if config.parallel.pp > 1 else "the model"
+        tell(f"{where}: a whole step without memory")
+        memory = measure_memory(shortened(config, world_size), world_size, ranks[0], gpu, ON_GPU, imbalance)
+        tell(f"{where}: the time of one micro-batch")
+        time = estimate_position(config, world_size, pp_rank, ranks[0], hardware)
+        found.append(Position(ranks[0], memory, time, passes_of(time), update_seconds(time)))
+    n_micro_batches = found[0].time.n_micro_batches
+    order = simulate(config.parallel.pipeline, [each.passes for each in found], n_micro_batches)
+    return Forecast(config, hardware, world_size, imbalance, found, order)
+
+
+def shortened(config: RunConfig, world_size: int) -> RunConfig:
+    """The config with as many micro-batches as its memory depends on.
+
+    Without a pipeline a few: all later ones find the same. With one all of them: torch keeps a buffer for each.
+    """
+    train, dp = config.train, Degrees.of(config.parallel, world_size).dp
+    one = dp * train.micro_batch_size
+    largest = train.batches.sizes[-1]
+    n_samples = largest if config.parallel.pp > 1 else min(largest, TRACED * one)
+    return dataclasses.replace(
+        config, train=dataclasses.replace(train, global_batch_size=n_samples, batch_ramp=None, steps=2)
+    )
+
+
+def passes_of(estimate: Estimate) -> Passes:
+    """The time of one micro-batch forward and backward through one stage of a position."""
+    n_stages = chunks(estimate.config.parallel.pipeline) if estimate.config.parallel.pp > 1 else 1
+    ops = [*estimate.traced.ops, *(op for op in estimate.update if op.work.name == ACCUMULATE)]
+    forward = sum(least_seconds(op, estimate.rates)[0] for op in ops if op.phase == "forward")
+    whole = sum(least_seconds(op, estimate.rates)[0] for op in ops)
+    return Passes(forward / n_stages, (whole - forward) / n_stages, hop_seconds(estimate))
+
+
+def hop_seconds(estimate: Estimate) -> float:
+    """How long one micro-batch's hidden states travel to the next position."""
+    config, rates = estimate.config, estimate.rates
+    if config.parallel.pp == 1:
+        return 0.0
+    positions = config.data.seq_len // (config.parallel.cp * config.parallel.tp)
+    size = 4 if config.train.precision == "fp32" else 2
+    n_bytes = config.train.micro_batch_size * positions * config.model.d_model * size
+    return n_bytes / rates.wire_rate("communication: pp")
+
+
+def update_seconds(estimate: Estimate) -> float:
+    """What happens once a step; what a pipeline sends is in the order of its passes."""
+    ops = [op for op in estimate.update if op.work.name != ACCUMULATE and op.part != "communication: pp"]
+    return sum(least_seconds(op, estimate.rates)[0] for op in ops)

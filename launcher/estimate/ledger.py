@@ -1,0 +1,105 @@
+"""What the tensors of a step hold, by what they are for, at each moment; and the most at once.
+
+A tensor's storage counts from the operation that made it until nothing refers to it, as in launcher.trace.recorder.
+What was made before the step is told apart afterwards, when an engine stands and can say which tensors are its weights.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.trace.parts import NAMES, Region
+from launcher.trace.regions import Regions
+
+LASTING = ("weights", "masters", "optimizer state")  # between steps, whatever the step does
+BUFFERS = "gradients, ZeRO's buffers"
+BACKWARD = "backward: gradients of activations and weights"
+SHORT: dict[Region, str] = {
+    "attention": "activations: attention",
+    "feed_forward": "activations: feed-forward",
+    "router": "activations: router",
+    "experts": "activations: experts",
+    "norms": "activations: norms, residual sums",
+    "embedding": "activations: embedding",
+    "head": "logits, head's gradients",
+    "further": "activations: further tokens",
+    "pipeline": "pipeline: buffers",
+    "gradients": BUFFERS,
+    "optimizer": BUFFERS,
+    "data": "batches",
+    "bookkeeping": "batches",
+    "other": "other",
+}
+HOLDERS = (*LASTING, BUFFERS, *dict.fromkeys(SHORT[each] for each in NAMES if SHORT[each] != BUFFERS), BACKWARD)
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered, from before the engine is built until its step has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: Regions | None = None  # None: while the engine is built
+        self.holders: dict[int, str] = {}  # storage -> what it is for
+        self.live: Counter[str] = Counter()  # bytes
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.peak_phase = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        holder = self.holder()
+        for each in tree_leaves((args, kwargs, out)):
+            if isinstance(each, torch.Tensor):
+                self.see(each, holder)
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.live)
+            self.peak_phase = self.regions.now()[1] if self.regions is not None else ""
+        return out
+
+    def holder(self) -> str:
+        """What a tensor is for that is made at this moment."""
+        if self.regions is None:
+            return BUFFERS
+        region, phase = self.regions.now()
+        if phase == "backward" and region != "gradients":
+            return BACKWARD
+        return SHORT[region]
+
+    def see(self, tensor: torch.Tensor, holder: str) -> None:
+        """Counts a tensor's storage, once."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.holders:
+            n_bytes = storage.nbytes()
+            self.holders[key] = holder
+            self.live[holder] += n_bytes
+            self.total += n_bytes
+            weakref.finalize(storage, self.release, key, n_bytes)
+
+    def release(self, key: int, n_bytes: int) -> None:
+        """Nothing refers to the storage any more."""
+        self.live[self.holders.pop(key)] -= n_bytes
+        self.total -= n_bytes
+
+    def sort(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Says what storages that are there are for; the first that is said of one counts."""
+        sorted_already: set[int] = set()
+        for holder, tensors in held.items():
+            for tensor in tensors:
+                self.see(tensor, "other")
+                storage = tensor.untyped_storage()
+                if storage._cdata not in sorted_already:
+                    sorted_already.add(storage._cdata)
+                    self.live[self.holders[storage._cdata]] -= storage.nbytes()
+                    self.live[holder] += storage.nbytes()
+                    self.holders[storage._cdata] = holder
+
+    def begin(self) -> None:
+        """From here on the most at once is looked for."""
+        self.peak, self.at_peak = self.total, dict(self.live)

@@ -1,0 +1,109 @@
+"""One micro-batch forward and backward through a rank's part of the model, at its true size, without memory."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from launcher.config.tree import RunConfig
+from launcher.estimate.batch import batch_of, on_device
+from launcher.estimate.ranks import as_rank, mesh_of
+from launcher.trace.ops import Op
+from launcher.trace.parts import Axes
+from launcher.trace.recorder import Memory, Recorder
+from launcher.trace.regions import Regions
+from modeling.decoder import Decoder
+from modeling.dtypes import DTYPES
+from modeling.moe import MoE
+from parallel.apply import build_part
+from parallel.batch import MicroBatch
+from parallel.expert import RowSizes, make_dispatch
+from parallel.mesh import Mesh
+from parallel.sizes import DEFAULT_SIZES
+
+GPU = torch.device("cuda", 0)
+
+
+@dataclass
+class Traced:
+    """The operations of one micro-batch on one rank, and its tensors' memory: weights, activations, gradients."""
+
+    ops: list[Op]
+    memory: Memory
+    mesh: Mesh
+
+
+def trace_rank(
+    config: RunConfig, world_size: int, rank: int, clock: Callable[[Op | None], float] | None = None
+) -> Traced:
+    """What the rank asks of a GPU for one micro-batch. Expert parallelism sends the same to each rank.
+
+    The device must be open (launcher.estimate.device). ``clock``: as in Recorder.
+    """
+    with contextlib.ExitStack() as stack:
+        if world_size > 1:
+            stack.enter_context(as_rank(rank, world_size))
+        mesh = mesh_of(config.parallel, world_size, rank, GPU)
+        batch = batch_of(config, mesh)
+        mode = stack.enter_context(FakeTensorMode())
+        dtype = DTYPES[config.train.precision]
+        adopt = lambda parameter, place: None  # noqa: E731 -- nobody adopts
+        model = build_part(mesh, config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, config.train.recompute)
+        spread_evenly(model, batch, mesh)
+        batch = on_device(batch, mode, GPU)
+        inputs = inputs_of(model, batch, config.model.d_model, dtype)
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(take_gradient)
+        regions = stack.enter_context(Regions().of(model))
+        recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, {"weights": model.parameters()})
+        with recorder:
+            there_and_back(model, batch, inputs)
+        return Traced(recorder.ops, recorder.finish(), mesh)
+
+
+def inputs_of(model: Decoder, batch: MicroBatch, d_model: int, dtype: torch.dtype) -> Tensor:
+    """What enters this part of the decoder: tokens, or the hidden states that another stage sent."""
+    if model.embed is not None and model.takes_tokens:
+        return batch.tokens_BS
+    model.takes_tokens = False
+    part = batch.context.between_layers.positions_BS.shape
+    return torch.empty(*part, d_model, dtype=dtype, device=GPU, requires_grad=True)
+
+
+def there_and_back(model: Decoder, batch: MicroBatch, inputs: Tensor) -> None:
+    """A micro-batch's two passes through the part of a decoder that is here."""
+    has_head = model.head is not None
+    out = model(inputs, batch.context, batch.targets_BS if has_head else None, ahead=batch.ahead if has_head else ())
+    end = out.loss if has_head else out.hidden_BSD
+    assert end is not None
+    torch.autograd.backward(end, None if has_head else torch.empty_like(end))
+
+
+def take_gradient(weight: Tensor) -> None:
+    """Drops a weight's gradient as soon as it is whole: ZeRO adds it to its own sums then."""
+    weight.grad = None
+
+
+def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh) -> None:
+    """Has each rank of ep send the same number of rows to each other: no router's choices are at hand."""
+    if mesh.ep.degree == 1:
+        return
+    n_tokens = batch.context.between_layers.positions_BS.numel()
+    for name in model.layers:
+        moe = model.layer_of(name).feed_forward
+        if isinstance(moe, MoE):
+            moe.experts.dispatch = make_dispatch(mesh.ep, DEFAULT_SIZES.row_multiple, even(n_tokens * moe.router.top_k))
+
+
+def even(n_rows: int) -> RowSizes:
+    """Equal numbers of rows from and to each rank, which sum to ``n_rows`` each."""
+
+    def sizes(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
+        n = len(theirs_NE)
+        rows = [n_rows // n + (rank < n_rows % n) for rank in range(n)]
+        return [rows, list(rows)]
+
+    return sizes

@@ -1,0 +1,35 @@
+"""One rank of a world that is not there: its mesh, whose groups move nothing."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from parallel.config import ParallelConfig
+from parallel.mesh import AXES, Axis, Degrees, Mesh, lone_mesh
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """This process as one rank of a world whose communications move nothing: for what a rank begins, not for values."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(parallel: ParallelConfig, world_size: int, rank: int, device: torch.device) -> Mesh:
+    """The rank's mesh; within ``as_rank`` where there are others."""
+    if world_size == 1:
+        return lone_mesh(device)
+    degrees, axes, groups = Degrees.of(parallel, world_size), {}, {}
+    for name in AXES:
+        line = next(line for line in degrees.lines(name) if rank in line)
+        if line not in groups:
+            groups[line] = dist.new_group(list(line))
+        axes[name] = Axis(line.index(rank), len(line), line, groups[line])
+    return Mesh(rank=rank, world_size=world_size, device=device, control=None, **axes)

@@ -1,0 +1,183 @@
+"""What one training step takes on GPUs that are not there: traced passes, closed forms for the rest, and stated rates.
+
+Nothing overlaps: what a rank sends and the optimizer's update come on top of the passes. So this is what the step takes
+as it is written, on kernels of the stated efficiency; it is no measurement.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.estimate.pass_over import Traced, trace_rank
+from launcher.plan.dry_run import step_of_rank
+from launcher.plan.memory import Memory as States
+from launcher.plan.memory import rank_memory
+from launcher.prove.traffic.axes import pp_traffic
+from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
+from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
+from launcher.trace.hardware import Hardware
+from launcher.trace.ops import Op, Work
+from launcher.trace.parts import AXES, BUBBLE
+from launcher.trace.recorder import Memory
+from launcher.trace.roofline import Rates, Sum, least_seconds, sums_by, sums_by_name
+from modeling.optimizers.muon import MuonConfig
+from parallel.mesh import Degrees, Mesh
+from parallel.pipeline.config import chunks
+
+GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "ZeRO": "replicas"}  # an axis of a part, and its ranks
+
+
+@dataclass
+class Estimate:
+    """One training step on the slowest pipeline position. ``traced`` is one micro-batch of it, ``update`` the rest."""
+
+    config: RunConfig
+    hardware: Hardware
+    rates: Rates
+    world_size: int
+    pp_rank: int
+    n_micro_batches: int
+    traced: Traced
+    update: list[Op]
+    micro_batch_seconds: float
+    bubble_seconds: float
+    sums: dict[tuple[str, str], Sum]  # (part, phase) of the step, the bubble among them
+    tops: dict[tuple[str, str], Sum]  # (part, operation)
+    states: States
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(each.seconds for each in self.sums.values())
+
+
+def estimate_step(
+    config: RunConfig, world_size: int, hardware: Hardware, tell: Callable[[str], None] = lambda line: None
+) -> Estimate:
+    """The step of the pipeline position that takes longest; the others wait for it. The device must be open."""
+    check_known(config)
+    found: list[Estimate] = []
+    for pp_rank, ranks in enumerate(Degrees.of(config.parallel, world_size).stages()):
+        where = f"pipeline position {pp_rank} of {config.parallel.pp}" if config.parallel.pp > 1 else "the model"
+        tell(f"tracing {where} under fake CUDA tensors")
+        found.append(estimate_position(config, world_size, pp_rank, ranks[0], hardware))
+    return max(found, key=lambda each: each.seconds)
+
+
+def check_known(config: RunConfig) -> None:
+    """Refuses what has no estimate. Raises UserError."""
+    if isinstance(config.optimizer, MuonConfig):
+        raise UserError(
+            ["optimizer.name=muon has no estimate: nobody counts its products yet; try optimizer.name=adamw with --as"]
+        )
+    if config.model.moe is not None and config.train.precision == "fp16":
+        raise UserError(
+            [
+                "train.precision=fp16 with model.moe cannot be traced: torch's rules for fake grouped products "
+                "take bf16 alone; try train.precision=bf16 with --as"
+            ]
+        )
+
+
+def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: int, hardware: Hardware) -> Estimate:
+    """The estimate of one rank."""
+    step = step_of_rank(config, world_size, pp_rank)
+    degrees = Degrees.of(config.parallel, world_size)
+    rates = hardware.rates(near(degrees, rank, max(1, config.slurm.n_tasks_per_node)))
+    seconds = [0.0]
+
+    def clock(op: Op | None) -> float:
+        seconds[0] += least_seconds(op, rates)[0] if op is not None else 0.0
+        return seconds[0]
+
+    traced = trace_rank(config, world_size, rank, clock)
+    states = rank_memory(step)
+    update = [*update_ops(step, states), *wire_ops(step, traced.mesh)]
+    repeated = [*traced.ops, *(op for op in update if op.work.name == ACCUMULATE)]
+    once = [op for op in update if op.work.name != ACCUMULATE]
+    ops = [*((op, step.n_micro_batches) for op in repeated), *((op, 1) for op in once)]
+    sums = sums_by(ops, rates)
+    micro_batch = sum(least_seconds(op, rates)[0] for op in repeated)
+    bubble = bubble_seconds(config, micro_batch)
+    if bubble:
+        sums[BUBBLE, "forward"] = Sum(seconds=bubble)
+    return Estimate(
+        config=config,
+        hardware=hardware,
+        rates=rates,
+        world_size=world_size,
+        pp_rank=pp_rank,
+        n_micro_batches=step.n_micro_batches,
+        traced=traced,
+        update=update,
+        micro_batch_seconds=micro_batch,
+        bubble_seconds=bubble,
+        sums=sums,
+        tops=sums_by_name(ops, rates),
+        states=states,
+    )
+
+
+def near(degrees: Degrees, rank: int, n_per_node: int) -> dict[str, bool]:
+    """Part -> whether the rank's partners on its axis are on its own node."""
+    found = {"communication: metrics": degrees.world_size <= n_per_node}
+    for axis, group in GROUPS.items():
+        line = next(line for line in degrees.lines(group) if rank in line)
+        found[f"communication: {axis}"] = len({other // n_per_node for other in line}) == 1
+    assert found.keys() == {f"communication: {axis}" for axis in AXES}
+    return found
+
+
+ACCUMULATE = "a micro-batch's gradients added up"
+
+
+def update_ops(step: Step, states: States) -> list[Op]:
+    """What ZeRO and the optimizer read and write in a step, each number once: a lower bound, as of fused kernels."""
+    n_weights, n_gradients = sum(step.weights.values()), states.gradients // FP32_BYTES
+    share = (states.masters or states.weights) // (FP32_BYTES if states.masters else step.element_bytes)
+
+    def moved(name: str, part: str, n_bytes: int) -> Op:
+        return Op(Work(name, "other", None, n_bytes, 0), part, "update")
+
+    return [
+        moved(ACCUMULATE, "gradients: sums", n_weights * (step.element_bytes + 2 * FP32_BYTES)),
+        moved("gradients zeroed", "gradients: sums", n_gradients * FP32_BYTES),
+        moved("norm and clipping", "optimizer", n_gradients * 3 * FP32_BYTES),
+        moved("update", "optimizer", share * 3 * FP32_BYTES + 2 * states.optimizer),
+        moved("weights from masters", "optimizer", share * (FP32_BYTES + step.element_bytes)),
+    ]
+
+
+def wire_ops(step: Step, mesh: Mesh) -> Iterator[Op]:
+    """What the rank sends besides its passes: gradients and weights over its replicas, hidden states over pp."""
+    tp_sums = around_ring("all-reduce", FP32_BYTES * elements_summed_over_tp(step), step.parallel.tp)
+    try:
+        terms = [*zero_traffic(step), Traffic("tp", "gradients of what tp does not cut", "all-reduce", tp_sums)]
+    except ValueError as error:
+        raise UserError([f"parallel.zero={step.parallel.zero}: {error}; try parallel.zero=1 with --as"]) from None
+    axes = {"replicas": "ZeRO", "edp": "ZeRO", "tp": "tp", "pp": "pp"}
+    for term in [*terms, *pp_traffic(step)]:
+        if term.sent_bytes:
+            sent, axis = float(term.sent_bytes), axes[term.axis]
+            collective = term.collective
+            work = Work(f"{collective}: {term.what}", "wire", None, round(2 * sent), 0, sent, collective)
+            yield Op(work, f"communication: {axis}", "update")
+
+
+def bubble_seconds(config: RunConfig, micro_batch_seconds: float) -> float:
+    """What a rank of a pipeline waits at the ends of a step: (pp - 1) micro-batches, over the stages a rank holds.
+
+    Narayanan et al. 2021 (arXiv:2104.04473, section 2.2). For zero-bubble schedules it is an upper bound.
+    """
+    pp = config.parallel.pp
+    return 0.0 if pp == 1 else (pp - 1) * micro_batch_seconds / chunks(config.parallel.pipeline)
+
+
+def whole_memory(estimate: Estimate) -> Memory:
+    """The micro-batch's memory, with what ZeRO holds from step to step beneath."""
+    memory, states = estimate.traced.memory, estimate.states
+    kept = {"masters": states.masters, "optimizer state": states.optimizer, "gradients": states.gradients}
+    for now in (*memory.held, memory.at_peak):
+        now |= {holder: now[holder] + n_bytes for holder, n_bytes in kept.items()}
+    return memory

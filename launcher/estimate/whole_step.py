@@ -1,0 +1,142 @@
+"""One rank's training step as `train` runs it, DeepSpeed and all, over tensors that have neither memory nor values.
+
+The engine is built at its true size in a world whose communications move nothing, and runs two steps: in the first
+one buffers are made that stay, and ZeRO 3 learns the order of the modules. The second one is looked at.
+"""
+
+import contextlib
+import dataclasses
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from launcher.config.tree import RunConfig
+from launcher.estimate.ledger import Ledger
+from launcher.estimate.ranks import as_rank, mesh_of
+from launcher.estimate.samples import WholeSequences
+from launcher.estimate.values import KnownAnswers, KnownValues
+from launcher.profile.run import watched
+from launcher.profile.twins import WatchedEngine
+from launcher.trace.regions import Regions
+from launcher.training.loop import build_engine, run_step
+from launcher.training.state import TrainState
+from modeling.loss import CUDA_CHUNK_LOGITS
+from modeling.moe import MoE
+from parallel.expert import RowSizes, make_dispatch
+from parallel.mesh import Mesh
+from parallel.sizes import DEFAULT_SIZES, Sizes
+
+ON_GPU = dataclasses.replace(DEFAULT_SIZES, row_multiple=1, chunk_logits=CUDA_CHUNK_LOGITS)  # what CUDA takes
+
+
+@dataclass
+class StepMemory:
+    """Bytes at the moment of the most."""
+
+    at_peak: dict[str, int]  # by what they are for
+    phase: str  # in which that is
+    between_steps: int
+
+    @property
+    def peak(self) -> int:
+        """All of them."""
+        return sum(self.at_peak.values())
+
+
+def measure_memory(
+    config: RunConfig, world_size: int, rank: int, device: torch.device, sizes: Sizes, imbalance: float = 1.0
+) -> StepMemory:
+    """The most that a rank's tensors hold at once in a step. ``imbalance``: rows that arrive over ep, over the mean's.
+
+    To be called in a process without a process group. The step's batch is the config's largest one.
+    """
+    import parallel.zero.patches as patches
+    from parallel.zero.absent import absent_gpu
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    samples, state = WholeSequences(config), TrainState()
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(absent_gpu())
+        stack.enter_context(as_rank(rank, world_size))
+        mesh = mesh_of(config.parallel, world_size, rank, device)
+        mesh = dataclasses.replace(mesh, control=dist.group.WORLD)
+        stack.enter_context(patches.replaced(torch.utils, swap_tensors=leave_as_they_are))
+        stack.enter_context(patches.replaced(torch.cuda, **without_driver()))
+        known = KnownValues()
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(known)
+        stack.enter_context(KnownAnswers(known))
+        ledger = stack.enter_context(Ledger())
+        engine = build_engine(config, mesh, sizes, WatchedEngine)
+        assert isinstance(engine, WatchedEngine)
+        route(engine, config, mesh, sizes, imbalance)
+        engine.publish_weights()
+        ledger.sort(lasting(engine))
+        ledger.regions = regions = Regions()
+        with watched(engine, regions), regions.within("bookkeeping"):
+            run_step(config, engine, samples, state)  # type: ignore[arg-type]
+            between = ledger.total
+            ledger.begin()
+            run_step(config, engine, samples, state)  # type: ignore[arg-type]
+    return StepMemory({name: count for name, count in ledger.at_peak.items() if count}, ledger.peak_phase, between)
+
+
+def leave_as_they_are(first: Tensor, second: Tensor) -> None:
+    """In place of the exchange by which a module's ``to`` replaces fake weights by themselves."""
+
+
+def without_driver() -> dict[str, Any]:
+    """In place of what torch asks a GPU's driver, by name: a Hopper GPU without a name, of which nothing is in use."""
+    nameless = SimpleNamespace(name="", total_memory=0)
+    return {
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: nameless,
+        "get_device_name": lambda device=None: "",
+        "max_memory_allocated": lambda device=None: 0,
+        "max_memory_reserved": lambda device=None: 0,
+        "synchronize": lambda device=None: None,
+        "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+    }
+
+
+def lasting(engine: WatchedEngine) -> dict[str, list[Tensor]]:
+    """What an engine holds between steps."""
+    states = [value for each in engine.base.state.values() for value in each.values() if isinstance(value, Tensor)]
+    return {
+        "weights": [*engine.model.parameters(), *engine.kept_weights().values()],
+        "masters": [weight for group in engine.base.param_groups for weight in group["params"]],
+        "optimizer state": states,
+    }
+
+
+def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, imbalance: float) -> None:
+    """Has this rank send equal numbers of rows to each rank of ep, and receive ``imbalance`` times as many."""
+    if mesh.ep.degree == 1 or config.model.moe is None:
+        return
+    tokens = config.train.micro_batch_size * config.data.seq_len // (mesh.cp.degree * mesh.tp.degree)
+    rows = row_sizes(tokens * config.model.moe.top_k, imbalance)
+    for module in engine.model.modules():
+        if isinstance(module, MoE):
+            module.experts.dispatch = make_dispatch(mesh.ep, sizes.row_multiple, rows)
+
+
+def row_sizes(n_rows: int, imbalance: float) -> RowSizes:
+    """``n_rows`` rows sent evenly, and ``imbalance`` times as many received."""
+
+    def sizes(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
+        return [evenly(n_rows, len(theirs_NE)), evenly(round(imbalance * n_rows), len(theirs_NE))]
+
+    return sizes
+
+
+def evenly(n_rows: int, n_ranks: int) -> list[int]:
+    """Parts that differ by one at most."""
+    return [n_rows // n_ranks + (rank < n_rows % n_ranks) for rank in range(n_ranks)]

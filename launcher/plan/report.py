@@ -1,0 +1,136 @@
+"""A forecast as JSON, and as people read it."""
+
+from typing import Any
+
+from launcher.console import say
+from launcher.estimate.forecast import Forecast, Position
+from launcher.tables import plain_table, wide_console
+from launcher.trace.parts import BUBBLE
+from modeling.counts import flops_per_token
+
+GB = 1e9
+HOUR = 3600.0
+
+
+def report_of(found: Forecast) -> dict[str, Any]:
+    """All figures, unrounded: bytes, seconds."""
+    config, train, seconds = found.config, found.config.train, found.step_seconds
+    size = train.batches.sizes[-1]
+    tokens_per_step, tokens = size * config.data.seq_len, train.batches.samples_in(train.steps) * config.data.seq_len
+    flops = flops_per_token(config.model, config.data.seq_len) * tokens_per_step
+    speed = tokens_per_step / seconds
+    peak = found.hardware.peak_flops[train.precision]
+    room = round(found.hardware.memory_gb * GB)
+    most = found.fullest.memory
+    slowest = max(range(len(found.positions)), key=lambda each: found.order.busy[each])
+    return {
+        "name": config.name,
+        "gpu": found.hardware.name,
+        "gpus": found.world_size,
+        "gpus_per_node": max(1, config.slurm.n_tasks_per_node),
+        "precision": train.precision,
+        "routing_imbalance": found.imbalance,
+        "fits": most.peak <= room,
+        "memory_bytes": room,
+        "peak_bytes": most.peak,
+        "holds_most": max(most.at_peak, key=lambda each: most.at_peak[each]),
+        "fullest_position": found.positions.index(found.fullest),
+        "slowest_position": slowest,
+        "positions": [position_json(each) for each in found.positions],
+        "micro_batches": found.positions[0].time.n_micro_batches,
+        "step_seconds": seconds,
+        "bubble_share": found.order.bubble,
+        "tokens_per_step": tokens_per_step,
+        "tokens_per_second": speed,
+        "mfu": flops / seconds / (peak * found.world_size),
+        "tokens": tokens,
+        "hours": tokens / speed / HOUR,
+        "gpu_hours": tokens / speed / HOUR * found.world_size,
+        "parts": parts_json(found, slowest),
+    }
+
+
+def position_json(position: Position) -> dict[str, Any]:
+    """One pipeline position."""
+    memory, passes = position.memory, position.passes
+    return {
+        "rank": position.rank,
+        "peak_bytes": memory.peak,
+        "peak_phase": memory.phase,
+        "between_steps_bytes": memory.between_steps,
+        "held_bytes": memory.at_peak,
+        "forward_seconds": passes.forward,
+        "backward_seconds": passes.backward,
+        "update_seconds": position.update_seconds,
+    }
+
+
+def parts_json(found: Forecast, slowest: int) -> dict[str, float]:
+    """Seconds of a step by part at the position that computes longest; its waiting is what remains of the step."""
+    parts: dict[str, float] = {}
+    for (part, _), each in found.positions[slowest].time.sums.items():
+        if part not in (BUBBLE, "communication: pp"):
+            parts[part] = parts.get(part, 0.0) + each.seconds
+    if len(found.positions) > 1:
+        parts["pipeline: waiting"] = found.step_seconds - sum(parts.values())
+    return parts
+
+
+def gb(n_bytes: float) -> str:
+    """Bytes in GB of 10^9, as GPUs' data sheets have them."""
+    return f"{n_bytes / GB:,.2f}"
+
+
+def print_plan(plan: dict[str, Any]) -> None:
+    """The tables and the verdict."""
+    console = wide_console()
+    fullest, slowest = plan["fullest_position"], plan["slowest_position"]
+    position = plan["positions"][fullest]
+    say(
+        f"PLAN, no measurement: {plan['name']} on {plan['gpus']:,} {plan['gpu']}, {plan['gpus_per_node']} a node, "
+        f"{plan['precision']}; {plan['micro_batches']} micro-batches a step"
+    )
+    table = plain_table(f"memory of rank {position['rank']}", ">GB", ">share")
+    for holder, count in sorted(position["held_bytes"].items(), key=lambda each: -each[1]):
+        table.add_row(holder, gb(count), f"{count / position['peak_bytes']:.1%}")
+    table.add_row("the most at once", gb(position["peak_bytes"]), "100.0%")
+    console.print(table)
+    if len(plan["positions"]) > 1:
+        console.print()
+        table = plain_table(
+            "pipeline position", ">first rank", ">GB at most", ">forward ms", ">backward ms", ">update ms"
+        )
+        for number, each in enumerate(plan["positions"]):
+            times = (each[f"{name}_seconds"] * 1e3 for name in ("forward", "backward", "update"))
+            table.add_row(str(number), str(each["rank"]), gb(each["peak_bytes"]), *(f"{time:,.2f}" for time in times))
+        console.print(table)
+    console.print()
+    where = f" (position {slowest})" if len(plan["positions"]) > 1 else ""
+    table = plain_table(f"time of a step{where}", ">ms", ">share")
+    for part, seconds in sorted(plan["parts"].items(), key=lambda each: -each[1]):
+        table.add_row(part, f"{seconds * 1e3:,.2f}", f"{seconds / plan['step_seconds']:.1%}")
+    table.add_row("a step", f"{plan['step_seconds'] * 1e3:,.2f}", "100.0%")
+    console.print(table)
+    say(f"\n{speed_line(plan)}\n{run_line(plan)}\n{verdict(plan)}")
+
+
+def speed_line(plan: dict[str, Any]) -> str:
+    """How fast it is."""
+    bubble = f", pipeline idle {plan['bubble_share']:.1%} of the passes" if len(plan["positions"]) > 1 else ""
+    return f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}{bubble}"
+
+
+def run_line(plan: dict[str, Any]) -> str:
+    """How long the run takes."""
+    return (
+        f"{plan['tokens']:,} tokens: {plan['hours']:,.2f} hours, {plan['gpu_hours']:,.1f} GPU-hours, without restarts"
+    )
+
+
+def verdict(plan: dict[str, Any]) -> str:
+    """Whether it fits."""
+    room, peak = plan["memory_bytes"], plan["peak_bytes"]
+    most = f"most is held by {plan['holds_most']}"
+    if plan["fits"]:
+        return f"fits: {gb(peak)} of {gb(room)} GB, {gb(room - peak)} left for the allocator, NCCL and CUDA; {most}"
+    return f"does not fit: {gb(peak)} GB, {gb(peak - room)} more than the {gb(room)} of a {plan['gpu']}; {most}"

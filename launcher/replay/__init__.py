@@ -1,0 +1,1 @@
+"""A step of a run executed again, in a scratch run, and looked at."""

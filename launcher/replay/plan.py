@@ -1,0 +1,224 @@
+"""What is to be executed again: from which checkpoint, under which config each step, on which layout. Reads only."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config.checked import load_checked
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.config.words import show
+from launcher.errors import UserError
+from launcher.replay.record import Ranges, Record, Start
+from launcher.training.run_dir import changes, checkpoints_of
+from launcher.training.run_parts import CONFIG
+from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.places import list_checkpoints
+from parallel.checkpoint.read import Checkpoint, open_checkpoint
+from parallel.checkpoint.store import Folder, step_of
+
+# What may be another than the run's: where and how a step is computed, not what.
+LAYOUT_KEYS = ("parallel", "train.micro_batch_size", "train.recompute", "train.timeout_seconds", "train.deterministic")
+FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead")
+# Those of FREE_KEYS on which sums' order, and so the last bits, depend.
+ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.deterministic")
+# What an engine is made with: it cannot change between steps that are executed one after another.
+BUILT_IN = ("optimizer", "train.precision")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank is given. Of the steps that are executed, ``step`` is the last."""
+
+    run_path: str  # for messages
+    step: int
+    begins_at: int  # the step of the checkpoint; 0 without one: the first weights
+    checkpoint: str | None  # its place
+    config: RunConfig  # of ``step``, on the layout that is to be used; its run directory is a scratch folder
+    configs: dict[int, RunConfig]  # of each step, as recorded but on that layout
+    skipped: dict[int, Ranges]  # samples that are left out at each step
+    n_ranks: int
+    exact: dict[int, bool]  # whether a step is to come out bit for bit: it and all before it had this layout
+    notes: tuple[str, ...]
+
+
+def make_plan(
+    run_path: Path,
+    record: Record,
+    step: int,
+    overrides: Sequence[str],
+    *,
+    ranks: int | None,
+    begin: int | None,
+    scratch: str,
+) -> Plan:
+    """The plan to execute ``step`` again. The current folder is the one that the config's paths are read from.
+
+    ``ranks`` and ``begin`` are None where the user leaves them to the record; ``scratch`` is a folder for what a rank
+    may write. Raises UserError: a step that was not
+    reached, a checkpoint that is gone or damaged, a config that is kept nowhere, a layout that does not fit.
+    """
+    check_reached(run_path, record, step)
+    folders = {number: each for each in list_checkpoints(checkpoints_of(run_path)) if (number := step_of(each.name))}
+    chosen = choose_checkpoint(run_path, record, step, sorted(folders), begin)
+    steps = range(chosen + 1, step + 1)
+    if not record.updates.keys() >= set(steps):
+        missing = min(set(steps) - record.updates.keys())
+        raise UserError([f"RUN={run_path}: step {missing} is not in metrics.jsonl, and step {step} follows from it"])
+    checkpoint = open_whole(folders[chosen], run_path) if chosen else None
+    near = sorted(folders, key=lambda each: (abs(each - step), each))
+    files = ConfigFiles(run_path, [folders[each] for each in near])
+    starts = {number: record.updates[number].start for number in steps}
+    paths = {start: files.of(start, run_path, step) for start in set(starts.values())}
+    last = starts[step]
+    recorded = {start: load_config(path) for start, path in paths.items()}
+    n_ranks = ranks or last.ranks or 1
+    config = load_checked(paths[last], overrides, world_size=n_ranks)
+    check_same_run(recorded[last], config)
+    for start, each in recorded.items():
+        check_built_alike(start, each, recorded[last], step)
+    exact, so_far = {}, True
+    for number in steps:
+        start = starts[number]
+        same = not keys_of(changes(recorded[start], on_layout(recorded[start], config)), ORDER_KEYS)
+        so_far = so_far and same and start.ranks in (None, n_ranks)
+        exact[number] = so_far
+    return Plan(
+        run_path=str(run_path),
+        step=step,
+        begins_at=chosen,
+        checkpoint=checkpoint.folder.location if checkpoint is not None else None,
+        config=dataclasses.replace(config, run_dir=scratch),
+        configs={number: on_layout(recorded[starts[number]], config) for number in steps},
+        skipped={number: record.updates[number].skipped for number in steps},
+        n_ranks=n_ranks,
+        exact=exact,
+        notes=tuple(notes_of(set(starts.values()))),
+    )
+
+
+def check_reached(run_path: Path, record: Record, step: int) -> None:
+    """Refuses a step that has no row."""
+    if step in record.updates:
+        return
+    if step > record.last:
+        reached = f"the run's last recorded step is {record.last}" if record.last else "the run has recorded no step"
+        raise UserError([f"--step={step} was not reached in {run_path}: {reached}; give one from 1 on up to that"])
+    raise UserError([f"--step={step} is not in the metrics.jsonl of {run_path}; give a step that it holds, from 1 on"])
+
+
+def choose_checkpoint(run_path: Path, record: Record, step: int, there: Sequence[int], begin: int | None) -> int:
+    """The step of the nearest checkpoint before ``step``, or ``begin``; 0 for the first weights.
+
+    Where checkpoints were saved before ``step`` and none is left, the first weights may be far away: they have to be
+    asked for.
+    """
+    before = [number for number in there if number < step]
+    shown = ", ".join(map(str, before)) or "none"
+    if begin is not None:
+        if begin != 0 and begin not in before:
+            rule = f"must be 0 or the step of a checkpoint before step {step} that is there ({shown})"
+            raise UserError([f"--from={begin} {rule}; give one of those, or leave it out"])
+        return begin
+    if before:
+        return before[-1]
+    gone = sorted(number for number in record.saved if 0 < number < step)
+    if gone:
+        rule = (
+            f"needs a checkpoint from before it, and those of {run_path} (after {', '.join(map(str, gone))}) are gone"
+        )
+        later = f", or a step after {there[0]}" if there else ""
+        raise UserError([f"--step={step} {rule}; give --from 0 to begin at the first weights{later}"])
+    return 0
+
+
+def open_whole(folder: Folder, run_path: Path) -> Checkpoint:
+    """The checkpoint, its manifest and its files' sizes looked at; the ranks compare hashes as they read."""
+    try:
+        return open_checkpoint(folder, verify=False)
+    except DamagedCheckpoint as error:
+        raise UserError([damage_line(run_path, folder.name, error)]) from None
+
+
+def damage_line(run_path: Path | str, name: str, error: DamagedCheckpoint) -> str:
+    """The refusal of a damaged checkpoint."""
+    return f"RUN={run_path}: its checkpoint {name} is damaged ({error}); give --from with the step of another"
+
+
+class ConfigFiles:
+    """The configs of a run's starts: that of the last one, and the copies in its checkpoints, by their bytes' hash."""
+
+    def __init__(self, run_path: Path, folders: Iterable[Folder]) -> None:
+        self.own = run_path / CONFIG
+        self.others = iter(folders)
+        self.opened: list[Checkpoint] = []  # their copies last as long as they do
+        self.by_hash = {hash_of(self.own): self.own}
+
+    def of(self, start: Start, run_path: Path, step: int) -> Path:
+        """The config of this start; where the record does not say which it was, the last start's. Raises UserError."""
+        wanted = start.config_sha256
+        if wanted is None:
+            return self.own
+        while wanted not in {found[: len(wanted)] for found in self.by_hash}:
+            folder = next(self.others, None)
+            if folder is None:
+                rule = "whose config neither config.yaml nor a checkpoint still holds"
+                raise UserError([f"--step={step} of {run_path} follows from a start {rule}; give a step after that"])
+            with suppress(DamagedCheckpoint):
+                self.opened.append(open_checkpoint(folder, verify=False))
+                copy = self.opened[-1].attached(CONFIG)
+                if copy is not None:
+                    self.by_hash.setdefault(hash_of(copy), copy)
+        return next(path for found, path in self.by_hash.items() if found.startswith(wanted))
+
+
+def hash_of(path: Path) -> str:
+    """sha256 of a config's file, as `launcher.guard.agreement.hash_of_config` has it of what is saved."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def keys_of(differing: Iterable[tuple[str, object, object]], within: Sequence[str]) -> list[str]:
+    """The changed keys that are one of ``within`` or lie below one."""
+    return [key for key, *_ in differing if any(f"{key}.".startswith(f"{each}.") for each in within)]
+
+
+def check_same_run(recorded: RunConfig, config: RunConfig) -> None:
+    """Refuses overrides of what the recorded numbers depend on."""
+    differing = list(changes(recorded, config))
+    free = set(keys_of(differing, FREE_KEYS))
+    rule = "since a replay is compared with what was recorded; only the layout, and where token files lie, may change"
+    problems = [
+        f"{key}={show(after)} must stay {show(before)}, {rule}; leave it out"
+        for key, before, after in differing
+        if key not in free
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def check_built_alike(start: Start, config: RunConfig, last: RunConfig, step: int) -> None:
+    """Refuses steps in a row between which a start changed what an engine is made with."""
+    found = [key for key in keys_of(changes(config, last), BUILT_IN) if key != "optimizer.lr"]
+    if found:
+        line = f"--step={step}: {found[0]} was changed by a start since the nearest checkpoint that is there"
+        raise UserError([f"{line}; give --from with the step of a checkpoint after that, or another step"])
+
+
+def on_layout(recorded: RunConfig, chosen: RunConfig) -> RunConfig:
+    """The recorded config of a step with the layout of ``chosen``."""
+    own = {key.removeprefix("train.") for key in LAYOUT_KEYS if key.startswith("train.")}
+    train = dataclasses.replace(recorded.train, **{key: getattr(chosen.train, key) for key in own})
+    return dataclasses.replace(recorded, parallel=chosen.parallel, train=train, data=chosen.data)
+
+
+def notes_of(starts: Iterable[Start]) -> Iterable[str]:
+    """What is known to be another than it was: it may explain other numbers."""
+    from launcher.guard.agreement import hash_of_code
+
+    own = hash_of_code()
+    for code in sorted({start.code_sha256 for start in starts if start.code_sha256 is not None}):
+        if not own.startswith(code):
+            yield f"the run was made by other code ({code}) than this ({own[:12]})"

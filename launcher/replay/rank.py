@@ -1,0 +1,101 @@
+"""One rank of a scratch run: the steps from the checkpoint on, by the trainer's own step. It writes nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.dataset import Dataset, open_dataset
+from data.order import take
+from data.spans import DocumentPart, document_parts
+from launcher.errors import UserError
+from launcher.replay.plan import Plan, damage_line
+from launcher.replay.seen import StepSeen, StepWatch, WatchedEngine, gather_seen
+from launcher.training.health import Health
+from launcher.training.ledger import ledger_row
+from launcher.training.loop import build_engine, prepare_process, run_step
+from launcher.training.state import TrainState, set_first_weights, state_in
+from parallel.checkpoint.load import load_state, open_together
+from parallel.checkpoint.manifest import DamagedCheckpoint
+from parallel.checkpoint.places import open_folder
+from parallel.mesh import close_mesh, open_mesh
+
+
+@dataclass
+class StepAgain:
+    """What one executed step came to, as metrics.jsonl and ledger.jsonl would have it."""
+
+    row: dict[str, Any]
+    samples: dict[str, Any]
+    event: dict[str, Any] | None
+
+
+@dataclass
+class Found:
+    """What rank 0 brings back."""
+
+    steps: dict[int, StepAgain]
+    seen: StepSeen
+    indices: np.ndarray  # the samples of the last step
+    tokens: np.ndarray  # its inputs and targets, (samples, positions)
+    targets: np.ndarray
+    parts: list[DocumentPart]
+
+
+def replay_rank(plan: Plan) -> Found | None:
+    """Executes the plan. All ranks call it; rank 0 returns what was found, the others None."""
+    prepare_process(plan.config)
+    mesh = open_mesh(plan.config.parallel, plan.config.train.timeout_seconds)
+    try:
+        config = plan.config
+        dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
+        engine = build_engine(config, mesh, engine_class=WatchedEngine)
+        assert isinstance(engine, WatchedEngine)
+        return execute(plan, engine, dataset)
+    finally:
+        close_mesh()
+
+
+def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset) -> Found | None:
+    """The steps one after another, the last one watched. All ranks call it."""
+    state, steps = state_before(plan, engine), {}
+    known = list(state.skipped)  # which a branched run's record does not have
+    health, judged_by = Health(plan.config.health), plan.config.health
+    watch, indices = None, np.empty(0, np.int64)
+    for step in range(plan.begins_at + 1, plan.step + 1):
+        config = plan.configs[step]
+        state.skipped, consumed = [*known, *plan.skipped[step]], state.consumed
+        if config.health != judged_by:
+            health, judged_by = Health(config.health), config.health
+        if step == plan.step:
+            indices = take(consumed, config.train.batches.size_at(step), state.skipped)
+            watch = StepWatch(engine, indices, config.train.micro_batch_size)
+        done = run_step(config, engine, dataset, state, health=health)
+        steps[step] = StepAgain(done.row, ledger_row(state, consumed, trained=done.trained), done.event)
+    assert watch is not None
+    mtp = plan.config.model.mtp
+    mine = watch.seen(plan.config.data.seq_len, mtp.depth if mtp is not None else 0)
+    seen = gather_seen(mine, engine)
+    if seen is None:
+        return None
+    batch = dataset.read(indices)
+    return Found(steps, seen, indices, batch.tokens_BS, batch.targets_BS, document_parts(dataset, indices))
+
+
+def state_before(plan: Plan, engine: WatchedEngine) -> TrainState:
+    """The state of the plan's checkpoint, or of step 0, loaded into the engine. All ranks call it.
+
+    Where the checkpoint is damaged, all ranks end with exit code 2, of which rank 0 says why.
+    """
+    if plan.checkpoint is None:
+        set_first_weights(engine, plan.config.seed, plan.config.init_from)
+        return TrainState()
+    folder = open_folder(plan.checkpoint)
+    try:
+        checkpoint = open_together(folder, engine.mesh)
+        load_state(engine, checkpoint)
+    except DamagedCheckpoint as error:
+        if engine.mesh.rank != 0:
+            raise SystemExit(2) from None
+        raise UserError([damage_line(plan.run_path, folder.name, error)]) from None
+    return state_in(checkpoint)

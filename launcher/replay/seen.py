@@ -1,0 +1,162 @@
+"""What one rank sees of the step that is looked at: targets' losses, routers' choices, gradients and updates.
+
+Nothing here changes a number of the step. Shape letters: N this rank's samples, P positions, T tokens, K top_k,
+E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.prove.compare.outputs import in_backward
+from launcher.prove.compare.routing import routers_of
+from launcher.training.worst import Held, add_up, held_sums
+from modeling.loss import Losses
+from modeling.router import Settle
+from parallel.batch import share_of_batch
+from parallel.context_parallel.part import held_positions
+from parallel.zero.engine import Engine, StepResult
+
+
+@dataclass
+class Weighed:
+    """The norms of one logical tensor, squared: this rank's shares of them."""
+
+    held: Held
+    update: float = 0.0
+
+
+@dataclass
+class StepSeen:
+    """One rank's part, or that of all ranks put together."""
+
+    losses: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    counts: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> tokens that chose each expert
+    tensors: dict[str, Weighed] = field(default_factory=dict)
+
+    def losses_of(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
+        """Each target's loss, fp32 (samples, positions); NaN where no rank told one."""
+        rows = {int(sample): row for row, sample in enumerate(indices.tolist())}
+        found = np.full((len(indices), seq_len), np.nan, np.float32)
+        for samples_N, positions_P, losses_NP in self.losses:
+            of_samples = np.array([rows[int(sample)] for sample in samples_N])
+            found[of_samples[:, None], positions_P] = losses_NP
+        return found
+
+
+class WatchedEngine(Engine):
+    """An engine that notes each tensor's gradient, weight and update in the step that ``watching`` is set for."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.watching: dict[str, Weighed] | None = None
+        super().__init__(*arguments, **options)
+
+    def step(self, lr: float) -> StepResult:
+        """As Engine. Beside the gradients, a copy of this rank's fp32 masters is held meanwhile."""
+        if self.watching is None:
+            return super().step(lr)
+        self.note_gradients(self.watching)
+        owned = [fragment for fragment in self.fragments if fragment.is_owner]
+        before = [self.pieces(fragment)["weight"].clone() for fragment in owned]
+        result = super().step(lr)
+        for fragment, weight in zip(owned, before, strict=True):
+            update = self.pieces(fragment)["weight"] - weight
+            square = float(torch.linalg.vector_norm(update, dtype=torch.float64)) ** 2
+            self.watching[fragment.name].update += square
+        return result
+
+    def discard(self) -> StepResult:
+        """As Engine: the update is nothing."""
+        if self.watching is not None:
+            self.note_gradients(self.watching)
+        return super().discard()
+
+    def note_gradients(self, into: dict[str, Weighed]) -> None:
+        """The gradients before clipping, and the weights before the update."""
+        for name, held in held_sums(self).items():
+            into[name] = Weighed(held)
+
+
+class StepWatch:
+    """Sees one step of an engine, from its making on until ``seen`` is asked."""
+
+    def __init__(self, engine: WatchedEngine, indices: np.ndarray, micro_batch_size: int) -> None:
+        self.engine = engine
+        self.mine = share_of_batch(indices, micro_batch_size, engine.mesh)
+        self.passes: list[list[Tensor]] = []  # of the head: the losses of its chunks
+        self.counts: dict[int, Tensor] = {}
+        engine.watching = {}
+        if engine.model.head is not None:
+            engine.model.head.watch = self.watch_head
+        moe = engine.model_config.moe
+        for layer, router in routers_of(engine.model).items():
+            assert moe is not None
+            router.settle = self.counting(layer, moe.n_experts)
+
+    def watch_head(self, losses: Losses) -> Losses:
+        """``modeling.loss.Head.watch``."""
+        chunks: list[Tensor] = []
+        self.passes.append(chunks)
+
+        def noting(logits_TV: Tensor, targets_T: Tensor, wants: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+            found = losses(logits_TV, targets_T, wants)
+            chunks.append(found[0].detach().clone())
+            return found
+
+        return noting
+
+    def counting(self, layer: int, n_experts: int) -> Settle:
+        """``modeling.router.Router.settle``: the choice as it is, counted; not once more where it is recomputed."""
+
+        def settle(_: Tensor, indices_TK: Tensor) -> Tensor:
+            if not in_backward():
+                counts_E = torch.bincount(indices_TK.flatten(), minlength=n_experts)
+                self.counts[layer] = self.counts[layer] + counts_E if layer in self.counts else counts_E
+            return indices_TK
+
+        return settle
+
+    def seen(self, seq_len: int, n_further: int) -> StepSeen:
+        """What this rank saw; ``n_further`` passes of the head for further tokens follow each micro-batch's own.
+
+        The ranks of tp see one loss, of which the first one's is told; those of cp have parts of the sequences.
+        """
+        mesh, watching = self.engine.mesh, self.engine.watching
+        assert watching is not None
+        seen = StepSeen(tensors=watching)
+        seen.counts = {layer: counts_E.cpu().numpy() for layer, counts_E in self.counts.items()}
+        if mesh.tp.rank == 0 and self.passes:
+            positions_P = (
+                held_positions(seq_len, mesh.cp.rank, mesh.cp.degree) if mesh.cp.degree > 1 else torch.arange(seq_len)
+            )
+            for samples_N, chunks in zip(self.mine, self.passes[:: 1 + n_further], strict=True):
+                losses_NP = torch.cat(chunks).float().cpu().view(len(samples_N), len(positions_P))
+                seen.losses.append((samples_N, positions_P.numpy(), losses_NP.numpy()))
+        return seen
+
+
+def gather_seen(mine: StepSeen, engine: Engine) -> StepSeen | None:
+    """All ranks' parts put together, on rank 0; None elsewhere. All ranks call it."""
+    mesh = engine.mesh
+    everyone: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
+    dist.gather_object(mine, everyone, dst=0, group=mesh.control)
+    return merged(everyone, list(engine.layout)) if everyone is not None else None
+
+
+def merged(parts: Sequence[StepSeen], names: Sequence[str]) -> StepSeen:
+    """The sums over all ranks' parts; the tensors in the order of ``names``."""
+    total = StepSeen([piece for part in parts for piece in part.losses])
+    for part in parts:
+        for layer, counts_E in part.counts.items():
+            total.counts[layer] = total.counts[layer] + counts_E if layer in total.counts else counts_E
+    for name in names:
+        found = [part.tensors[name] for part in parts if name in part.tensors]
+        if found:
+            total.tensors[name] = Weighed(add_up([each.held for each in found]), sum(each.update for each in found))
+    total.counts = dict(sorted(total.counts.items()))
+    return total

@@ -1,0 +1,119 @@
+"""What GPUs are stated to do: configs/hardware/NAME.yaml, with sources, and the shares of it that kernels reach."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from launcher.config.yaml_text import read_yaml_file
+from launcher.errors import UserError
+from launcher.trace.roofline import Rates
+
+FOLDER = Path(str(resources.files("launcher.estimate"))) / "files"  # in the source tree a link to configs/hardware
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of the stated peaks, from 0 to 1."""
+
+    products: float
+    grouped_products: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    links: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One GPU as it is stated."""
+
+    name: str
+    torch_name: str
+    memory_gb: float
+    peak_flops: Mapping[str, float]  # dtype -> FLOP/s
+    memory_bytes_per_second: float
+    node_bytes_per_second: float
+    network_bytes_per_second: float
+    launch_seconds: float
+    efficiency: Efficiency
+
+    def rates(self, wires: Mapping[str, bool]) -> Rates:
+        """The rates that kernels reach. ``wires``: part -> whether its ranks are GPUs of one node."""
+        reached = self.efficiency
+        links = {True: self.node_bytes_per_second, False: self.network_bytes_per_second}
+
+        def of_peak(share: float) -> dict[str, float]:
+            return {dtype: share * flops for dtype, flops in self.peak_flops.items()}
+
+        return Rates(
+            name=self.name,
+            products=of_peak(reached.products),
+            grouped_products=of_peak(reached.grouped_products),
+            attention_forward=of_peak(reached.attention_forward),
+            attention_backward=of_peak(reached.attention_backward),
+            bandwidth=reached.memory * self.memory_bytes_per_second,
+            launch_seconds=self.launch_seconds,
+            wires={part: reached.links * links[is_near] for part, is_near in wires.items()},
+            peak=self.peak_flops,
+        )
+
+
+def known_hardware() -> list[str]:
+    """The names of the GPUs that there are files of."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_hardware(name: str, option: str = "--as") -> Hardware:
+    """A GPU by its name, in any case, or by the path of a YAML file. Raises UserError where it is unknown or wrong.
+
+    ``option``: where the name was given, for messages.
+    """
+    is_path = name.endswith((".yaml", ".yml"))
+    known = {each.lower(): each for each in known_hardware()}
+    if not is_path and name.lower() not in known:
+        raise UserError(
+            [f"{option}={name} must be one of {', '.join(known.values())}, or the path of a YAML file like them"]
+        )
+    path = Path(name) if is_path else FOLDER / f"{known[name.lower()]}.yaml"
+    if not os.path.isfile(path):
+        raise UserError([f"{option}={name} must be a YAML file that is there; try one of {', '.join(known.values())}"])
+    return checked(path.stem, read_yaml_file(path), f"{option}={name}")
+
+
+def checked(name: str, tree: Any, given: str) -> Hardware:
+    """The GPU of a file's keys. Raises UserError with a line for each key that is missing, unknown or no number."""
+    tree = dict(tree) if isinstance(tree, Mapping) else {}
+    shares = tree.get("efficiency") if isinstance(tree.get("efficiency"), Mapping) else {}
+    peaks = tree.get("peak_flops") if isinstance(tree.get("peak_flops"), Mapping) else {}
+    wanted = [each.name for each in fields(Hardware) if each.name not in ("name", "torch_name")]
+    numbers = {key: tree.get(key) for key in wanted if key not in ("efficiency", "peak_flops")}
+    numbers |= {f"efficiency.{each.name}": shares.get(each.name) for each in fields(Efficiency)}
+    numbers |= {f"peak_flops.{dtype}": peaks.get(dtype) for dtype in (peaks or ("bf16",))}
+    problems = [
+        f"{given}: {key}={value} must be a number above 0; see configs/hardware for files that are right"
+        for key, value in numbers.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")
+    ]
+    unknown = [key for key in tree if key not in (*wanted, "torch_name")] + [
+        f"efficiency.{key}" for key in shares if key not in {each.name for each in fields(Efficiency)}
+    ]
+    problems += [f"{given}: {key} is no key of a GPU's file; leave it out" for key in unknown]
+    problems += [
+        f"{given}: efficiency.{key}={value} must be at most 1: it is a share of the peak"
+        for key, value in shares.items()
+        if isinstance(value, int | float) and value > 1
+    ]
+    if problems:
+        raise UserError(problems)
+    plain = {key: float(numbers[key]) for key in wanted if key in numbers}
+    return Hardware(
+        name=name,
+        torch_name=str(tree.get("torch_name", name)),
+        peak_flops={dtype: float(flops) for dtype, flops in peaks.items()},
+        efficiency=Efficiency(**{key: float(value) for key, value in shares.items()}),
+        **plain,
+    )

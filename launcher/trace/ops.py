@@ -1,0 +1,248 @@
+"""What one operation asks of a device: bytes moved, floating-point operations, bytes sent to other ranks.
+
+An operation whose product nobody has counted raises ``Uncounted``: it would be free otherwise, in silence.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+Kind = Literal["product", "grouped product", "attention", "other", "wire"]
+Phase = Literal["forward", "recompute", "backward", "update"]
+
+# Operations that launch nothing: they look at a tensor otherwise, or make one without writing to it.
+VIEWS = frozenset(
+    [
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "broadcast_tensors",
+        "chunk",
+        "detach",
+        "device",
+        "diagonal",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "is_contiguous",
+        "is_same_size",
+        "lift_fresh",
+        "narrow",
+        "new_empty",
+        "new_empty_strided",
+        "numel",
+        "permute",
+        "reshape",
+        "select",
+        "size",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "stride",
+        "sym_numel",
+        "sym_size",
+        "sym_stride",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "view_as",
+    ]
+)
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
+# Each with where queries, keys and values stand among its tensors.
+ATTENTION = {
+    "_varlen_attn": 0,
+    "_varlen_attn_backward": 1,
+    "_flash_attention_forward": 0,
+    "_flash_attention_backward": 1,
+    "_scaled_dot_product_flash_attention_for_cpu": 0,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
+    "_scaled_dot_product_flash_attention": 0,
+    "_scaled_dot_product_flash_attention_backward": 1,
+    "_scaled_dot_product_efficient_attention": 0,
+    "_scaled_dot_product_efficient_attention_backward": 1,
+    "_scaled_dot_product_cudnn_attention": 0,
+    "_scaled_dot_product_cudnn_attention_backward": 1,
+    "_scaled_dot_product_fused_attention_overrideable": 0,
+    "_scaled_dot_product_fused_attention_overrideable_backward": 1,
+}
+# Of a backward pass of attention, products for each one of the forward pass: 5 for 2, of which one is repeated.
+BACKWARD_PRODUCTS = 2.5
+NAMESPACES = ("aten", "prims")  # of operations that multiply no matrices but those above
+
+# Which collective an operation is, and how many times (n-1)/n of its buffer a rank of a ring of n sends.
+COLLECTIVES = {
+    "allreduce_": ("all-reduce", 2),
+    "allreduce_coalesced_": ("all-reduce", 2),
+    "_allgather_base_": ("all-gather", 1),
+    "allgather_": ("all-gather", 1),
+    "allgather_into_tensor_coalesced_": ("all-gather", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "alltoall_": ("all-to-all", 1),
+    "broadcast_": ("broadcast", 1),
+    "reduce_": ("reduce", 1),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 1),
+    "barrier": ("barrier", 0),
+    "send": ("send", 1),
+    "recv_": ("send", 0),  # what one rank sends, the other one has counted
+    "recv_any_source_": ("send", 0),
+}
+
+
+class Uncounted(Exception):
+    """An operation of which nobody has said what it costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operation asks for. What it reads and writes counts as moved, whatever caches hold."""
+
+    name: str
+    kind: Kind
+    dtype: torch.dtype | None  # of what a product multiplies
+    bytes: int
+    flops: float
+    sent_bytes: float = 0.0  # to other ranks
+    collective: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a step, and where it belongs."""
+
+    work: Work
+    part: str
+    phase: Phase
+
+
+@dataclass
+class Figures:
+    """Sums over operations, as a budget holds them."""
+
+    launches: int = 0
+    bytes: int = 0
+    flops: int = 0  # of matrix products, without attention's
+
+    @classmethod
+    def of(cls, ops: Iterable[Op]) -> "Figures":
+        """Those of some operations."""
+        figures = cls()
+        for op in ops:
+            figures.launches += 1
+            figures.bytes += op.work.bytes
+            figures.flops += int(op.work.flops) if op.work.kind in ("product", "grouped product") else 0
+        return figures
+
+    def __sub__(self, other: "Figures") -> "Figures":
+        return Figures(self.launches - other.launches, self.bytes - other.bytes, self.flops - other.flops)
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
+    """What a call of a torch operation asked for; None where it launched nothing.
+
+    Raises Uncounted where it may multiply matrices, and nothing here says how many FLOPs that takes.
+    """
+    namespace, name = func._schema.name.split("::")
+    if name in VIEWS or namespace == "profiler":
+        return None
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+    n_bytes = sum(each.nbytes for each in (*given, *made))
+    if namespace == "c10d":
+        return _wire(name, args, given, n_bytes)
+    if name in PRODUCTS:
+        kind: Kind = "grouped product" if name == "_grouped_mm" else "product"
+        return Work(name, kind, given[0].dtype, n_bytes, product_flops(name, given))
+    if name in ATTENTION:
+        return Work(name, "attention", given[0].dtype, n_bytes, attention_flops(name, given, args, kwargs))
+    if namespace not in NAMESPACES or func._overloadpacket in _known_products():
+        raise Uncounted(f"{namespace}::{name} may multiply matrices, and launcher.trace.ops counts no FLOPs for it")
+    return Work(name, "other", None, n_bytes, 0)
+
+
+def _known_products() -> dict[Any, Any]:
+    """What torch itself counts FLOPs for."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
+    """Two for each multiplication of a matrix product."""
+    left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
+    if name == "_grouped_mm" and left.dim() == right.dim():  # the weights' gradient: each row in one group
+        return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+    many = left.shape[0] if name in ("bmm", "baddbmm") else 1
+    return 2 * many * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def attention_flops(name: str, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> float:
+    """Two for each multiplication of queries with keys and of weights with values.
+
+    Causal kernels leave out half of the pairs; of several documents, the longest's length counts for all. A kernel that
+    is given a mask multiplies all pairs.
+    """
+    first = ATTENTION[name]
+    query, key, value = given[first : first + 3]
+    passes = BACKWARD_PRODUCTS if first else 1.0
+    if "varlen" in name or "_flash_attention_" in name[:17]:
+        n_queries, n_heads = query.shape[0], query.shape[1]
+        keys = _causal_keys(args, kwargs)
+    else:
+        n_queries, n_heads = query.shape[0] * query.shape[2], query.shape[1]
+        keys = key.shape[2]
+    return passes * 2 * n_queries * n_heads * keys * (query.shape[-1] + value.shape[-1])
+
+
+def _causal_keys(args: Any, kwargs: Any) -> float:
+    """Keys that a query sees in the mean, from a variable-length kernel's arguments: its two longest lengths."""
+    flat = [*args, *(kwargs or {}).values()]
+    numbers = [each for each in flat if isinstance(each, int) and not isinstance(each, bool)]
+    window = next((each for each in flat if isinstance(each, list | tuple) and len(each) == 2), (-1, 0))
+    longest = max(numbers)
+    left = window[0]
+    if left is None or left < 0 or left + 1 >= longest:
+        return (longest + 1) / 2
+    width = left + 1
+    return width - width * (width - 1) / (2 * longest)
+
+
+def _wire(name: str, args: Any, given: Sequence[torch.Tensor], n_bytes: int) -> Work:
+    """A collective: the bytes that this rank sends, as it runs around a ring. The larger side is its buffer."""
+    if name not in COLLECTIVES:
+        raise Uncounted(f"c10d::{name} sends bytes, and launcher.trace.ops counts none for it")
+    collective, times = COLLECTIVES[name]
+    largest = max((_side_bytes(each) for each in args if _side_bytes(each)), default=0)
+    n_ranks = group_size(args)
+    share = 1.0 if collective == "send" else (n_ranks - 1) / n_ranks
+    return Work(name, "wire", None, n_bytes, 0, times * share * largest, collective)
+
+
+def _side_bytes(argument: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(argument) if isinstance(each, torch.Tensor))
+
+
+def group_size(args: Any) -> int:
+    """The ranks of a collective's group."""
+    from torch.distributed import ProcessGroup
+
+    for each in args:
+        if isinstance(each, torch.ScriptObject):
+            try:
+                return ProcessGroup.unbox(each).size()
+            except RuntimeError:  # another kind of object: the operation to reduce by
+                continue
+    raise Uncounted("a collective without a group")

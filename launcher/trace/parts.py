@@ -1,0 +1,124 @@
+"""The parts of a step that a table names, and how an operation finds its own.
+
+A region is a stretch of the program: a module of the model, or a function of the step. With the kind of the operation
+it makes a part.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from launcher.trace.ops import Kind
+from modeling.decoder import Decoder
+from modeling.moe import MoE
+
+Region = Literal[
+    "data",
+    "embedding",
+    "norms",
+    "attention",
+    "feed_forward",
+    "router",
+    "experts",
+    "head",
+    "further",
+    "gradients",
+    "optimizer",
+    "bookkeeping",
+    "pipeline",
+    "other",
+]
+# Region -> the part of its matrix products, of attention's scores, and of everything else.
+NAMES: dict[Region, tuple[str, str, str]] = {
+    "data": ("data", "data", "data"),
+    "embedding": ("embedding", "embedding", "embedding"),
+    "norms": ("norms, residual sums", "norms, residual sums", "norms, residual sums"),
+    "attention": ("attention: products", "attention: scores", "attention: RoPE, norms"),
+    "feed_forward": ("feed-forward: products", "feed-forward: products", "feed-forward: activation"),
+    "router": ("router", "router", "router"),
+    "experts": ("experts: products", "experts: products", "experts: dispatch, activation"),
+    "head": ("head and loss", "head and loss", "head and loss"),
+    "further": ("further tokens", "further tokens", "further tokens"),
+    "gradients": ("gradients: sums", "gradients: sums", "gradients: sums"),
+    "optimizer": ("optimizer", "optimizer", "optimizer"),
+    "bookkeeping": ("batches, metrics", "batches, metrics", "batches, metrics"),
+    "pipeline": ("pipeline: schedule", "pipeline: schedule", "pipeline: schedule"),
+    "other": ("other", "other", "other"),
+}
+AXES = ("tp", "cp", "ep", "pp", "ZeRO", "metrics")
+BUBBLE = "pipeline: bubble"
+HOST = "waiting for the host"  # a GPU without work
+PARTS = (
+    *dict.fromkeys(name for names in NAMES.values() for name in names if name != "other"),
+    *(f"communication: {axis}" for axis in AXES),
+    BUBBLE,
+    HOST,
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What of a layout decides for which axis a region sends."""
+
+    has_tp: bool = False
+    gathers_weights: bool = False  # before each use of them, as ZeRO 3 does
+
+
+def part_of(region: Region, kind: Kind) -> str:
+    """The part of an operation that sends nothing."""
+    products, scores, others = NAMES[region]
+    return {"product": products, "grouped product": products, "attention": scores}.get(kind, others)
+
+
+def wire_part(region: Region, collective: str, axes: Axes) -> str:
+    """The part of an operation that sends or receives."""
+    return f"communication: {_axis(region, collective, axes)}"
+
+
+def _axis(region: Region, collective: str, axes: Axes) -> str:
+    """For which axis a region sends: each has its own seams and collectives."""
+    gathers = collective in ("all-gather", "reduce-scatter", "broadcast")
+    reduces = region in ("pipeline", "other") and collective != "send"
+    if region in ("gradients", "optimizer") or reduces or (axes.gathers_weights and not axes.has_tp and gathers):
+        return "ZeRO"
+    if region in ("bookkeeping", "data"):
+        return "pp" if collective == "send" else "metrics"
+    if region == "experts" and collective == "all-to-all":
+        return "ep"
+    if region == "attention" and collective in ("all-to-all", "send"):
+        return "cp"
+    if collective == "send":
+        return "pp"
+    return "tp" if axes.has_tp else "cp"
+
+
+def regions_of(model: Decoder) -> Iterator[tuple[nn.Module, Region]]:
+    """The modules of a decoder, or of a part of one, that are regions. Inner ones go before outer ones' other work."""
+    ends: tuple[tuple[nn.Module | None, Region], ...] = (
+        (model, "embedding"),
+        (model.embed, "embedding"),
+        (model.embed_positions, "embedding"),
+        (model.embed_norm, "embedding"),
+        (model.final_norm, "norms"),
+        (model.head, "head"),
+    )
+    for module, region in ends:
+        if module is not None:
+            yield module, region
+    for name in model.layers:
+        layer = model.layer_of(name)
+        yield layer, "norms"
+        yield layer.attention, "attention"
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, MoE):
+            yield feed_forward, "router"
+            yield feed_forward.experts, "experts"
+            if feed_forward.shared is not None:
+                yield feed_forward.shared, "feed_forward"
+        else:
+            yield feed_forward, "feed_forward"
+    for module in model.mtp.values():
+        yield module, "further"

@@ -1,0 +1,139 @@
+"""Every operation of a piece of work by part, and the bytes that its tensors hold, over time.
+
+It sees real tensors and fake ones alike, on any device. A tensor's storage counts from the operation that made it until
+nothing refers to it.
+"""
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.trace.ops import Op, Work, work_of
+from launcher.trace.parts import Axes, part_of, wire_part
+from launcher.trace.regions import Regions
+
+# What holds memory, in the order in which a picture stacks it.
+HOLDERS = ("weights", "masters", "optimizer state", "gradients", "activations", "backward", "other")
+
+
+@dataclass
+class Memory:
+    """Bytes by holder over time, and the same at the moment of the most."""
+
+    times: list[float] = field(default_factory=list)  # seconds since the beginning
+    held: list[dict[str, int]] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    at_peak: dict[str, int] = field(default_factory=dict)
+    peak_seconds: float = 0.0
+    peak_phase: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at once."""
+        return sum(self.at_peak.values())
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is entered. ``clock`` gives the seconds by which memory is drawn, after an operation's work.
+
+    ``held`` says what the storages that are there already hold; others are found as operations meet them, and count
+    as "other" from the beginning on.
+    """
+
+    def __init__(
+        self,
+        regions: Regions,
+        axes: Axes,
+        clock: Callable[[Op | None], float] | None = None,
+        held: Mapping[str, Iterable[torch.Tensor]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.regions, self.axes = regions, axes
+        self.ops: list[Op] = []
+        self.memory = Memory()
+        self.live: Counter[str] = Counter()
+        self.known: dict[int, int] = {}  # storage -> its bytes
+        self.met: Counter[str] = Counter()  # bytes held before the beginning, of storages met later
+        self.met_by: list[Counter[str]] = []  # the same after each operation
+        started = time.perf_counter()
+        self.clock = clock or (lambda op: time.perf_counter() - started)
+        for holder, tensors in (held or {}).items():
+            for tensor in tensors:
+                self.hold(tensor, holder)
+        self.snapshot(None, "forward")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        work = work_of(func, args, kwargs, out)
+        region, phase = self.regions.now()
+        op = None
+        if work is not None:
+            op = Op(work, self.part(work, region), phase)
+            self.ops.append(op)
+        in_sums = region == "gradients"
+        for each in tree_leaves((args, kwargs)):
+            kept = "gradients" if in_sums else "other"
+            if isinstance(each, torch.Tensor) and self.hold(each, kept):
+                self.met[kept] += each.untyped_storage().nbytes()
+        holder = "gradients" if in_sums else {"forward": "activations", "update": "other"}.get(phase, "backward")
+        made = [self.hold(each, holder) for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        if op is not None or any(made):
+            self.snapshot(op, phase)
+        return out
+
+    def part(self, work: Work, region: Any) -> str:
+        """Where an operation of a region belongs."""
+        if work.collective is not None:
+            return wire_part(region, work.collective, self.axes)
+        return part_of(region, work.kind)
+
+    def hold(self, tensor: torch.Tensor, holder: str) -> bool:
+        """Counts a tensor's storage, once; returns whether it was new."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a tensor without one
+            return False
+        key = storage._cdata
+        if key in self.known:
+            return False
+        n_bytes = storage.nbytes()
+        self.known[key] = n_bytes
+        self.live[holder] += n_bytes
+        weakref.finalize(storage, self.release, key, holder)
+        return True
+
+    def release(self, key: int, holder: str) -> None:
+        """Nothing refers to the storage any more."""
+        self.live[holder] -= self.known.pop(key, 0)
+
+    def snapshot(self, op: Op | None, phase: str) -> None:
+        """Keeps what is held after an operation."""
+        now = {holder: self.live[holder] for holder in HOLDERS}
+        memory = self.memory
+        memory.times.append(self.clock(op))
+        memory.held.append(now)
+        memory.phases.append(phase)
+        self.met_by.append(self.met.copy())
+
+    def finish(self) -> Memory:
+        """The memory over time, with what was met on the way counted from the beginning on; and its peak."""
+        memory = self.memory
+        for now, met in zip(memory.held, self.met_by, strict=True):
+            for holder, n_bytes in self.met.items():
+                now[holder] += n_bytes - met[holder]
+        self.met_by = [self.met] * len(self.met_by)
+        totals = [sum(now.values()) for now in memory.held]
+        most = max(range(len(totals)), key=totals.__getitem__)
+        memory.at_peak, memory.peak_seconds, memory.peak_phase = (
+            dict(memory.held[most]),
+            memory.times[most],
+            memory.phases[most],
+        )
+        return memory

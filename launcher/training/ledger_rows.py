@@ -1,0 +1,146 @@
+"""What each step of a run consumed, read from its ledger.jsonl, or worked out from its newest checkpoint. No torch.
+
+Samples are numbered by their place in the training order (data/order.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.order import hopped_ranges, take
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.training.run_dir import checkpoints_of, refusing_unreachable
+from launcher.training.run_parts import LEDGER, check_parts
+from launcher.watch.metrics import read_rows
+from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from parallel.checkpoint.places import is_remote, list_checkpoints
+
+FIELDS = {"first_sample": int, "last_sample": int, "hopped": list, "trained": bool}
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step's part of the training order: the samples [first, last] without the half-open ranges ``hopped``."""
+
+    step: int
+    first_sample: int
+    last_sample: int
+    hopped: tuple[tuple[int, int], ...]  # left out before or among them, as a rollback has it
+    trained: bool | None  # whether the optimizer advanced; None where only a checkpoint is left to tell of the step
+
+    @property
+    def begin(self) -> int:
+        """Where the step before ended in the order."""
+        return min([self.first_sample, *(first for first, _ in self.hopped)])
+
+    @property
+    def consumed(self) -> int:
+        """Where the step after begins in the order."""
+        return self.last_sample + 1
+
+    @property
+    def n_samples(self) -> int:
+        """The size of the step's batch."""
+        return self.consumed - self.begin - sum(stop - first for first, stop in self.hopped)
+
+    def samples(self) -> np.ndarray:
+        """The numbers of the step's samples, in the order in which they were dealt to micro-batches; int64."""
+        return take(self.begin, self.n_samples, self.hopped)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of the data up to its step."""
+
+    name: str
+    step: int
+    consumed: int
+    skipped: list[tuple[int, int]]
+
+
+def steps_of(run_path: Path, config: RunConfig) -> Iterator[StepData]:
+    """The run's steps from the first one on, as they stand after rollbacks and resumptions.
+
+    Raises UserError where there is no record, or where it contradicts itself or the newest checkpoint. A run without a
+    ledger is worked out from its newest checkpoint, if the config's batch sizes lead to what that has consumed.
+    """
+    check_parts(run_path, LEDGER)
+    path, saved = run_path / LEDGER, newest_saved(run_path)
+    if path.exists() and path.stat().st_size:
+        yield from _from_ledger(path, saved)
+    elif saved is not None and saved.step:
+        yield from _from_checkpoint(config, saved, path)
+    else:
+        raise UserError([f"RUN={run_path} must have trained a step, and has neither {LEDGER} nor a checkpoint of one"])
+
+
+def newest_saved(run_path: Path) -> Saved | None:
+    """Of the newest checkpoint on a file system that can be read, what it says of the data; None where there is none.
+
+    A ledger lies beside the run; checkpoints on an object store are asked only where there is no ledger.
+    """
+    location = checkpoints_of(run_path)
+    if is_remote(location) and (run_path / LEDGER).exists():
+        return None
+    with refusing_unreachable("checkpoint.dir", location):
+        folders = list_checkpoints(location)
+    for folder in reversed(folders):
+        try:
+            manifest = read_manifest(folder)
+        except DamagedCheckpoint:
+            continue
+        skipped = [(first, stop) for first, stop in manifest.scalars["skipped"]]
+        return Saved(folder.name, manifest.step, manifest.scalars["consumed"], skipped)
+    return None
+
+
+def _from_ledger(path: Path, saved: Saved | None) -> Iterator[StepData]:
+    """The rows, each checked: they count the steps from 1 on, and tile the order."""
+    step = consumed = 0
+    for _, row in read_rows(path):
+        data = _parse(path, row)
+        if data.step != step + 1 or data.begin != consumed:
+            expected = f"step {step + 1} from sample {consumed} on"
+            rule = f"must go on with {expected}, and its next row is of step {data.step} from sample {data.begin} on"
+            raise UserError([f"{path} {rule}; put back the file as the run wrote it"])
+        step, consumed = data.step, data.consumed
+        if saved is not None and step == saved.step and consumed != saved.consumed:
+            rule = f"must agree with {saved.name}, which had consumed {saved.consumed} samples, not {consumed}"
+            raise UserError([f"{path}: step {step} {rule}; put back the run's own file"])
+        yield data
+    if saved is not None and step < saved.step:
+        raise UserError([f"{path} ends at step {step}, before {saved.name}; put back the file as the run wrote it"])
+
+
+def _parse(path: Path, row: dict[str, Any]) -> StepData:
+    """One row. Raises UserError where it is none of a ledger's."""
+    ranges = row.get("hopped")
+    is_right = all(type(row.get(name)) is kind for name, kind in FIELDS.items())
+    is_right = is_right and all(
+        isinstance(each, list) and len(each) == 2 and all(type(end) is int for end in each) for each in ranges or []
+    )
+    if is_right and 0 <= row["first_sample"] <= row["last_sample"] < 2**62:
+        hopped = tuple((first, stop) for first, stop in row["hopped"])
+        data = StepData(row["step"], row["first_sample"], row["last_sample"], hopped, row["trained"])
+        if data.n_samples > 0 and all(0 <= first < stop <= data.consumed for first, stop in hopped):
+            return data
+    raise UserError([f"{path}: the row of step {row['step']} is not one that a run writes; put back the run's own"])
+
+
+def _from_checkpoint(config: RunConfig, saved: Saved, path: Path) -> Iterator[StepData]:
+    """The steps up to the checkpoint, with the config's batch sizes, which must lead to what it has consumed."""
+    found, consumed = [], 0
+    for step in range(1, saved.step + 1):
+        samples = take(consumed, config.train.batches.size_at(step), saved.skipped)
+        first, last = int(samples[0]), int(samples[-1])
+        hopped = tuple((a, b) for a, b in hopped_ranges(consumed, last + 1, saved.skipped))
+        found.append(StepData(step, first, last, hopped, None))
+        consumed = last + 1
+    if consumed != saved.consumed:
+        rule = f"has consumed {saved.consumed} samples where the config's batch sizes take {consumed}"
+        raise UserError([f"{path} must be there, since {saved.name} {rule}: they changed within the run; put it back"])
+    yield from found

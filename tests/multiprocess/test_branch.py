@@ -1,0 +1,80 @@
+"""`roundtable branch`: a run that goes on from another's checkpoint, as that one did or with other settings."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from command_runs import numbers, train, updates, write_config
+from launcher.cli import main
+from launcher.config.load import load_config
+from launcher.training.start import start_training
+from launcher.watch.metrics import read_metrics
+from layout_runs import write_tokens
+
+pytestmark = pytest.mark.xdist_group("branch")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """The folder of a run of six steps on one rank, with checkpoints after 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("made")
+    train(write_config(folder, write_tokens(folder), "run"), 1)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+
+
+def test_a_branch_goes_on_as_the_run_did_bit_for_bit_and_says_where_it_came_from(made, tmp_path, capsys):
+    before = files_of(made)
+    assert main(["branch", str(made / "run"), str(tmp_path / "new"), "--step", "4"]) == 0
+    assert files_of(made) == before
+    assert start_training(tmp_path / "new/config.yaml", [], 1) == 0
+    assert numbers(rows_of(tmp_path / "new")) == numbers(updates(made / "run.yaml")[4:])
+    capsys.readouterr()
+    assert main(["checkpoint", "show", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.startswith(f"branched from {made / 'run'} at step 4\n")
+    assert main(["replay", str(tmp_path / "new"), "--step", "6"]) == 0  # a branch has a record of its own
+
+
+@pytest.mark.slow
+def test_other_settings_are_the_branchs_own(made, tmp_path):
+    """The first step's loss is the run's, which no setting changes yet; the second step's is another."""
+    arguments = [str(made / "run"), str(tmp_path / "new"), "--step", "4", "optimizer.lr=0.01"]
+    assert main(["branch", *arguments]) == 0
+    assert load_config(tmp_path / "new/config.yaml").optimizer.lr == 0.01
+    assert start_training(tmp_path / "new/config.yaml", [], 1) == 0
+    ours, theirs = rows_of(tmp_path / "new"), updates(made / "run.yaml")[4:]
+    assert ours[0]["loss"] == theirs[0]["loss"] and ours[1]["loss"] != theirs[1]["loss"]
+
+
+REFUSED = {
+    "no such checkpoint": (["--step", "3"], "--step=3 must be that of a checkpoint of"),
+    "another model": (["--step", "4", "model.n_layers=4"], "model.n_layers=4 must stay 3"),
+    "another order of data": (["--step", "4", "seed=1"], "seed=1 must stay 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_take_a_line_and_create_nothing(case, made, tmp_path, capsys):
+    arguments, expected = REFUSED[case]
+    assert main(["branch", str(made / "run"), str(tmp_path / "new"), *arguments]) == 2
+    assert capsys.readouterr().err.startswith(expected) and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_already_and_what_is_damaged_is_refused(made, tmp_path, capsys):
+    (tmp_path / "new").mkdir()
+    assert main(["branch", str(made / "run"), str(tmp_path / "new"), "--step", "4"]) == 2
+    assert "must be a new folder, and is there already" in capsys.readouterr().err
+    shutil.copytree(made / "run", tmp_path / "copy")
+    (shard, *_) = (tmp_path / "copy/checkpoints/step-00000004").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert main(["branch", str(tmp_path / "copy"), str(tmp_path / "other"), "--step", "4"]) == 2
+    assert "its checkpoint step-00000004 is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

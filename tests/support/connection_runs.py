@@ -1,0 +1,157 @@
+"""What a process of a job keeps open, and what goes over rank 0's store: real groups of gloo, small and many."""
+
+import os
+import socket
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.config.tree import RunConfig
+from parallel.checkpoint.saver import open_group
+from parallel.mesh import Mesh, close_mesh, lone_mesh, open_mesh
+from parallel.processes import connections
+from parallel.processes.device import own_device
+from parallel.processes.environment import number
+from parallel.processes.heartbeat import open_heart
+from parallel.processes.rendezvous import store_of_next_group
+from parallel.processes.waits import Waits
+
+SECONDS = 120
+
+
+@dataclass
+class Counts:
+    """Of one rank."""
+
+    sockets: int
+    told: int  # what ``most_connections`` says
+    bytes_of_groups: int  # over the store while both groups were made and used; of all ranks
+    bytes_told: int  # what ``store_bytes`` says
+
+
+def count_connections(folder: str, on_demand: bool) -> Counts:
+    """Joins the world as ``open_mesh`` does, with the saver's group and the watchdog's wires; uses all of them."""
+    if on_demand:
+        connections.FULL_MESH_RANKS = 1
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
+    before = open_sockets()
+    store = through_proxy(Path(folder), rank, world_size)
+    connections.connect_on_demand(world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    control = dist.group.WORLD
+    assert isinstance(control, dist.ProcessGroup)
+    savers = open_group(SECONDS)
+    use(control, world_size)
+    use(savers, world_size)
+    dist.gather_object(rank, [None] * world_size if rank == 0 else None, dst=0, group=savers)
+    mesh: Mesh = replace(lone_mesh(own_device()), rank=rank, world_size=world_size, control=control)
+    heart = open_heart(mesh, os.environ["MASTER_ADDR"])
+    dist.barrier()
+    found = open_sockets() - before - (2 * world_size - 1 if rank == 0 else 0)  # less the proxy's own
+    dist.barrier()
+    bytes_of_groups = _bytes[0]
+    dist.barrier()
+    heart.close()
+    close_mesh()
+    told = connections.most_connections(world_size, is_first=rank == 0)
+    return Counts(found, told, bytes_of_groups, connections.store_bytes(world_size))
+
+
+def use(group: dist.ProcessGroup, world_size: int) -> None:
+    """Every kind of collective that these groups see."""
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, dist.get_rank(), group=group)
+    dist.broadcast_object_list([everyone], src=0, group=group)
+    dist.barrier(group=group)
+
+
+def open_sockets() -> int:
+    """This process's sockets."""
+    found = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found
+
+
+_bytes: list[int] = [0]
+
+
+def through_proxy(folder: Path, rank: int, world_size: int) -> Any:
+    """The job's store; what other ranks than 0 read and write there passes through rank 0's counter."""
+    port = folder / "port"
+    if rank == 0:
+        store = store_of_next_group(SECONDS)
+        proxy = socket.create_server((os.environ["MASTER_ADDR"], 0), backlog=world_size)
+        threading.Thread(target=_accept, args=(proxy, world_size - 1), daemon=True).start()
+        (folder / "port.partial").write_text(str(proxy.getsockname()[1]))
+        (folder / "port.partial").rename(port)
+        return store
+    while not port.exists():
+        threading.Event().wait(0.01)
+    os.environ["MASTER_PORT"] = port.read_text()
+    return store_of_next_group(SECONDS)
+
+
+def _accept(proxy: socket.socket, n_ranks: int) -> None:
+    target = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    for _ in range(n_ranks):
+        near, _address = proxy.accept()
+        far = socket.create_connection(target)
+        for ends in ((near, far), (far, near)):
+            ends[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=_pump, args=ends, daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            _bytes[0] += len(data)
+            sink.sendall(data)
+    except OSError:
+        pass
+
+
+def collectives_of_a_step(config: RunConfig, over_control: bool) -> dict[str, int]:
+    """Collectives of the second step, by whether all ranks' own gloo group made them, on a mesh as CUDA has it.
+
+    ``over_control`` plants the fault: sums over ranks go over that group.
+    """
+    from data.dataset import open_dataset
+    from launcher.training.loop import build_engine, run_step
+    from launcher.training.state import TrainState
+
+    mesh = open_mesh(config.parallel, SECONDS)
+    mesh = replace(mesh, control=dist.new_group(backend="gloo"))
+    assert mesh.control is not None
+    if over_control:
+        plant_control(mesh.control)
+    engine = build_engine(config, mesh)
+    engine.initialize_weights(0)
+    dataset = open_dataset(config.data, seed=0, vocab_size=config.model.vocab_size, split="train")
+    state, waits = TrainState(), Waits()
+    run_step(config, engine, dataset, state)
+    waits.install()
+    run_step(config, engine, dataset, state)
+    waits.remove()
+    close_mesh()
+    control = waits.counts.pop(mesh.control.group_name, 0)
+    return {"control": control, "other": sum(waits.counts.values())}
+
+
+def plant_control(group: dist.ProcessGroup) -> None:
+    """Sums over ranks go over this group."""
+    import launcher.training.step as step
+
+    def over_control(values: Tensor, mesh: Mesh) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    step.sum_over_ranks = over_control

@@ -1,0 +1,59 @@
+"""Runs of the real loop whose ranks write down the tokens that each step is given."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from health_runs import Plan, poison_samples
+from launcher.training.run_dir import claim
+from parallel.processes.start import run_ranks
+
+
+def run_recorded(folder: Path, plan: Plan, config: Any, n_ranks: int) -> list[Any]:
+    """Starts the run on so many ranks; returns their exit codes. Each rank adds to a file of its own in ``folder``."""
+    with claim(config):
+        options = {"timeout_seconds": 240, "threads": 1, "preload": ["launcher.training.loop"]}
+        return run_ranks(train_recorded, n_ranks, folder, plan, config, **options)
+
+
+def train_recorded(folder: Path, plan: Plan, config: Any) -> Any:
+    """One rank."""
+    import launcher.training.loop as loop
+    import launcher.training.step as step
+
+    poison_samples(plan)
+    accumulate, read = loop.accumulate_gradients, step.read_micro_batch
+    now = 0
+
+    def accumulating(engine: Any, dataset: Any, indices: Any, size: int, stop: Any, drawn_from: Any) -> Any:
+        nonlocal now
+        now = drawn_from[1]
+        with (folder / f"rank-{engine.mesh.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": now, "begins": True}) + "\n")
+        return accumulate(engine, dataset, indices, size, stop, drawn_from)
+
+    def reading(dataset: Any, indices: Any, mesh: Any, *rest: Any, **options: Any) -> Any:
+        batch = read(dataset, indices, mesh, *rest, **options)
+        rows = batch.tokens_BS.tolist()
+        with (folder / f"rank-{mesh.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": now, "rows": rows}) + "\n")
+        return batch
+
+    loop.accumulate_gradients, step.read_micro_batch = accumulating, reading
+    return loop.train(config, [])
+
+
+def given_rows(folder: Path) -> dict[int, list[list[int]]]:
+    """The rows of tokens that each step was given at last, by any rank, in no order."""
+    given: dict[int, list[list[int]]] = {}
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        own: dict[int, list[list[int]]] = {}
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if "begins" in row:
+                own[row["step"]] = []
+            else:
+                own[row["step"]] += row["rows"]
+        for step, rows in own.items():
+            given.setdefault(step, []).extend(rows)
+    return given

@@ -1,0 +1,165 @@
+"""What operations ask for, and the least time of it: nothing is free because nobody counted it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.cli import main
+from launcher.errors import UserError
+from launcher.trace.hardware import FOLDER, known_hardware, read_hardware
+from launcher.trace.ops import Op, Uncounted, Work
+from launcher.trace.parts import Axes
+from launcher.trace.recorder import Recorder
+from launcher.trace.regions import Regions
+from launcher.trace.roofline import Rates, least_seconds
+from launcher.watch.speed import listed_peak
+from modeling.counts import multiplied_by_layer
+from parallel.recompute import apply_recompute
+from small_models import build, example_config, packed_rows
+
+RATES = Rates(
+    name="a machine",
+    products={"fp32": 100.0},
+    grouped_products={"fp32": 50.0},
+    attention_forward={"fp32": 40.0},
+    attention_backward={"fp32": 20.0},
+    bandwidth=10.0,
+    launch_seconds=0.5,
+    wires={"communication: tp": 2.0},
+)
+
+
+def op(**changes) -> Op:
+    work = {"name": "mm", "kind": "product", "dtype": torch.float32, "bytes": 1, "flops": 0.0, **changes}
+    return Op(Work(**work), "communication: tp", "forward")
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"flops": 1000.0}, (10.0, "compute")),
+        ({"flops": 1000.0, "kind": "grouped product"}, (20.0, "compute")),
+        ({"flops": 1000.0, "kind": "attention", "name": "_flash_attention_backward"}, (50.0, "compute")),
+        ({"flops": 1000.0, "bytes": 200}, (20.0, "memory")),
+        ({}, (0.5, "launches")),
+        ({"kind": "wire", "collective": "all-reduce", "sent_bytes": 8.0}, (4.0, "wire")),
+    ],
+)
+def test_the_longest_of_its_times_bounds_an_operation(changes, least):
+    assert least_seconds(op(**changes), RATES) == least
+
+
+def test_planted_operation_without_a_rate_raises():
+    with pytest.raises(UserError, match="no rate for mm in fp16; it has fp32"):
+        least_seconds(op(flops=1.0, dtype=torch.float16), RATES)
+    wire = Op(Work("send", "wire", None, 1, 0, 1.0, "send"), "communication: cp", "forward")
+    with pytest.raises(UserError, match="no rate for communication: cp"):
+        least_seconds(wire, RATES)
+
+
+def test_planted_operation_that_nobody_counts_raises():
+    with pytest.raises(Uncounted, match="aten::convolution"), Recorder(Regions(), Axes()):
+        torch.nn.functional.conv1d(torch.ones(1, 1, 8), torch.ones(1, 1, 3))
+    product = torch.library.custom_op(
+        "elsewhere::product", lambda x: x @ x, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    with pytest.raises(Uncounted, match="elsewhere::product"), Recorder(Regions(), Axes()):
+        product(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_each_operation_finds_its_part_forward_and_backward(recompute):
+    """Product FLOPs by part and phase are what the weights' shapes say: twice a multiplication, twice that backward."""
+    config = example_config("llama")
+    model, rows = build(config, 0), packed_rows(config.vocab_size, 0, [[20]])
+    apply_recompute(model, recompute)
+    regions = Regions()
+    with regions.of(model), Recorder(regions, Axes()) as recorder:
+        model(rows.tokens_BS, rows.context(), rows.tokens_BS).loss.backward()
+    flops: dict[tuple[str, str], float] = {}
+    for each in recorder.ops:
+        if each.work.kind == "product":
+            flops[each.part, each.phase] = flops.get((each.part, each.phase), 0) + each.work.flops
+    layers = 2 * rows.tokens_BS.numel() * sum(multiplied_by_layer(config))
+    halves = ("attention: products", "feed-forward: products")
+    assert sum(flops.get((half, "forward"), 0) for half in halves) == layers
+    assert sum(flops.get((half, "backward"), 0) for half in halves) == 2 * layers
+    assert flops["head and loss", "forward"] == 3 * 2 * rows.tokens_BS.numel() * config.vocab_size * config.d_model
+    again = sum(flops.get((half, "recompute"), 0) for half in halves)
+    assert (again > 0) == (recompute == "full")
+    assert not any(model_hooks(module) for module in model.modules())
+
+
+def model_hooks(module: torch.nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def test_memory_counts_each_storage_from_its_making_to_its_end():
+    before = torch.zeros(1000, dtype=torch.uint8)
+    recorder = Recorder(Regions(), Axes(), held={"weights": [before, before.view(10, 100)]})
+    with recorder:
+        made = before + 1
+        twice = made + 1
+        del made
+        assert twice.view(-1).sum() == 2000
+    memory = recorder.finish()
+    assert memory.held[0]["weights"] == 1000
+    assert memory.at_peak["activations"] >= 2000
+    assert memory.held[-1]["activations"] < 1100
+
+
+def test_each_gpu_s_file_has_a_source_and_the_peaks_that_mfu_is_told_by():
+    assert {"A100-80GB", "B200", "H100", "H200"} <= set(known_hardware())
+    for name in known_hardware():
+        hardware = read_hardware(name.lower())
+        assert "atasheet" in (FOLDER / f"{name}.yaml").read_text()
+        for dtype, flops in hardware.peak_flops.items():
+            assert flops == listed_peak(hardware.torch_name, dtype)
+
+
+CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--steps", "0"], "--steps=0 --warmup=2: --steps must be at least 1"),
+        (["--warmup", "-1"], "--steps=3 --warmup=-1"),
+        (["--as", "H200", "--ranks", "2"], "--as=H200 starts no processes, and --ranks=2 asks for some"),
+        (["--as", "H2000"], "--as=H2000 must be one of A100-80GB, B200, H100, H200"),
+        (["--as", "gpu.yaml"], "efficiency.memory=2 must be at most 1"),
+        (["--as", "none.yaml"], "--as=none.yaml must be a YAML file that is there"),
+        (["--as", "H200", "optimizer.name=muon"], "optimizer.name=muon has no estimate"),
+        (["--out", "full"], "--out=full must be a new folder or an empty one, and holds files"),
+        (["--out", "c.yaml"], "--out=c.yaml must be a folder that can be written to"),
+        (["parallel.tp=3"], "parallel.tp=3"),
+        (["--ranks", "3", "parallel.tp=2"], "parallel.tp=2"),
+    ],
+)
+def test_refusals_are_one_line_and_change_nothing(tmp_path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    text = (FOLDER / "H200.yaml").read_text()
+    (tmp_path / "gpu.yaml").write_text(text.replace("memory: 0.76", "memory: 2"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["profile", "c.yaml", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_a_compiler_an_estimate_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(CONFIG)
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where no compiled device lies
+    assert main(["profile", "c.yaml", "--as", "H200", "--json"]) == 2
+    captured = capfd.readouterr()
+    assert "--as=H200 needs a device to trace on" in captured.err and len(captured.err.splitlines()) == 1
+    assert json.dumps(captured.out) == '""'
