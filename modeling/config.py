@@ -95,7 +95,7 @@ class MoEConfig:
     expert_bias: bool = False  # the experts' projections have biases
     # gpt-oss's SwiGLU in the experts, gates and values clamped to it; None: the plain one
     swiglu_limit: Annotated[float, Interval(ge=1e-3, le=1e6)] | None = field(
-        default=None, metadata={"usual": 7.0, "small": 0.5}
+        default=None, metadata={"usual": 7.0, "small": 2.0}
     )
     # experts that every token goes to
     n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = field(default=0, metadata={"small": 2})

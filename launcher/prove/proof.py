@@ -11,6 +11,7 @@ from data.dataset import Dataset, open_dataset
 from launcher.config.tree import RunConfig
 from launcher.prove.checkpoints import write_plain_checkpoint
 from launcher.prove.compare.routing import TIE_GAP
+from launcher.prove.kinks import clear_of_kinks
 from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, Precision, run_plain, samples_of_step
 from launcher.prove.rank import (
     AFTER_LOAD,
@@ -94,23 +95,32 @@ def plain_trainer(
     return PlainTrainer(config.model, optimizer, dataset, seed=config.seed, **more)
 
 
-def run_plain_side(
+def run_fp32(
     config: RunConfig, dataset: Dataset, heldout: Dataset, steps: int, tell: Callable[[str], None]
 ) -> PlainSide:
-    """All of the plain side's runs."""
+    """The plain side's runs in fp32: SGD, and the nonlinear rule."""
     batches, n_sequences = config.train.batches, config.train.eval_sequences
     tell("one process: fp32, SGD")
     trainer = plain_trainer(config, dataset, sgd_for(config.optimizer))
     sgd = run_plain(trainer, steps, batches, heldout, n_sequences, (0, steps))
     tell(f"one process: {nonlinear_phase(config)}")
     trainer = plain_trainer(config, dataset, nonlinear_for(config.optimizer))
-    nonlinear = run_plain(trainer, steps + 1, batches, heldout, n_sequences, (steps,))
-    side = PlainSide(sgd, nonlinear)
-    if config.train.precision == "fp32":
-        return side
-    tell(f"one process: {config.train.precision}")
-    side.own_exact, side.own_low = run_own_precision(config, dataset, heldout, steps, nonlinear.states[steps])
-    return side
+    return PlainSide(sgd, run_plain(trainer, steps + 1, batches, heldout, n_sequences, (steps,)))
+
+
+def run_plain_side(
+    config: RunConfig, dataset: Dataset, heldout: Dataset, steps: int, tell: Callable[[str], None]
+) -> tuple[RunConfig, PlainSide]:
+    """All of the plain side's runs, and the config that they and the ranks have: its clamps are clear of kinks."""
+    cleared = clear_of_kinks(
+        config.model, lambda model: run_fp32(replace(config, model=model), dataset, heldout, steps, tell)
+    )
+    config, side = replace(config, model=cleared.model), cleared.seen
+    if config.train.precision != "fp32":
+        tell(f"one process: {config.train.precision}")
+        saved = side.nonlinear.states[steps]
+        side.own_exact, side.own_low = run_own_precision(config, dataset, heldout, steps, saved)
+    return config, side
 
 
 def run_own_precision(
@@ -207,7 +217,7 @@ def run_proof(
     opened = {"seed": config.seed, "vocab_size": config.model.vocab_size}
     dataset = open_dataset(config.data, split="train", **opened)
     heldout = open_dataset(config.data, split="heldout", **opened)
-    plain = run_plain_side(config, dataset, heldout, steps, tell)
+    config, plain = run_plain_side(config, dataset, heldout, steps, tell)
     proof = Proof(config, n_ranks, steps, folder, dataset, heldout, plain)
     scalars = {
         "consumed": config.train.batches.samples_in(steps),
