@@ -7,12 +7,14 @@ edp = dp * cp * tp / ep ranks that hold the same experts replicate them.
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _process_group_color
 
 from parallel.config import ParallelConfig
 from parallel.processes.connections import connect_on_demand
@@ -185,10 +187,30 @@ def _open_axis(
     """This rank's line along one axis. Only the line's own ranks create its group; axes with the same line share it."""
     mine = next(line for line in lines if rank in line)
     if mine not in groups:
-        group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
+        with _split_if_told_apart(lines):
+            group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         groups[mine] = group
     return Axis(mine.index(rank), len(mine), mine, groups[mine])
+
+
+@contextmanager
+def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[None]:
+    """While it is entered, groups are split off the default one only where NCCL can tell all ``lines`` apart.
+
+    A split takes ranks of one colour as one group, and torch's colours are 31-bit hashes of the ranks: of 16,384 lines
+    two share one with a probability of 6%, and would become one communicator. Groups that are not split off find each
+    other through the store instead, which takes longer. All ranks come to the same answer.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    bound = default.bound_device_id
+    if bound is not None and len({_process_group_color(list(line)) for line in lines}) < len(lines):
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def lone_mesh(device: torch.device) -> Mesh:
