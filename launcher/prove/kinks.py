@@ -1,31 +1,33 @@
-"""Values that lie on a kink: where a clamp begins, rounding decides whether a gradient passes or is zero.
+"""Values that lie on a kink: where a clamp or a ReLU begins, rounding decides whether a gradient passes or is zero.
 
-A layout sums in another order, so a value within a few units in the last place of a clamp's limit may fall on its other
-side; one such value moves a gradient by percents. That is no fault of the layout, as a router's tie is none, but it
-cannot be replayed as simply. The limit of the small model is free, however: one is taken that no value comes near to.
+A layout sums in another order, so a value within a few units in the last place of a kink may fall on its other side;
+one such value moves a gradient by percents. That is no fault of the layout, as a router's tie is none, but it cannot be
+replayed as simply. The seed of a proof is free, however: one is taken with which no value comes near to a kink.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from modeling.config import ModelConfig
+from launcher.config.tree import RunConfig
 
-KINK_GAP = 4e-6  # relative to the limit; layouts' values were seen to differ by 5e-7
+KINK_GAP = 2e-6  # of a clamp's limit, or of a ReLU's root mean square; layouts' values were seen to differ by 5e-7
 TRIES = 16
-STEP = 1 / 64  # of the limit, from one try to the next
+CLAMPS = (Tensor.clamp, torch.clamp)
+RELUS = (F.relu, torch.relu, Tensor.relu)
 
 Seen = TypeVar("Seen")
 
 
-class ClampWatch(TorchFunctionMode):
-    """While it is entered: ``gap``, the least distance of a clamped value from the limit, relative to the limit.
+class KinkWatch(TorchFunctionMode):
+    """While it is entered: ``gap``, the least distance of a value from a kink, relative to the size of such values.
 
-    Values are watched that gradients flow through, and limits that are numbers other than zero.
+    Values are watched that gradients flow through. A clamp's limit counts where it is a number other than zero.
     """
 
     def __init__(self) -> None:
@@ -36,32 +38,41 @@ class ClampWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.clamp, torch.clamp) and args[0].requires_grad:
-            limits = [limit for limit in (*args[1:], *kwargs.values()) if isinstance(limit, float | int) and limit]
-            for limit in limits:
-                distance = (args[0].detach() - limit).abs().min() if args[0].numel() else torch.tensor(float("inf"))
-                self.gap = min(self.gap, float(distance) / abs(limit))
+        if (func in CLAMPS or func in RELUS) and args[0].requires_grad and args[0].numel():
+            values = args[0].detach()
+            for kink, size in kinks_of(func, values, [*args[1:], *kwargs.values()]):
+                self.gap = min(self.gap, float((values - kink).abs().min()) / size)
         return func(*args, **kwargs)
+
+
+def kinks_of(func: Callable[..., Any], values: Tensor, arguments: Sequence[Any]) -> Iterator[tuple[float, float]]:
+    """Where the function has kinks, and what distances from them are relative to."""
+    if func in RELUS:
+        yield 0.0, float(values.square().mean().sqrt()) or 1.0
+        return
+    for limit in arguments:
+        if isinstance(limit, float | int) and limit:
+            yield limit, abs(limit)
 
 
 @dataclass(frozen=True)
 class Cleared(Generic[Seen]):
-    """What was seen at the limit that was taken, the model with it, and its distance to the nearest value."""
+    """The config whose seed was taken, what was seen with it, and the distance of the nearest value from a kink."""
 
-    model: ModelConfig
+    config: RunConfig
     seen: Seen
     gap: float
 
 
-def clear_of_kinks(model: ModelConfig, run: Callable[[ModelConfig], Seen]) -> Cleared[Seen]:
-    """``run`` of the model at the first limit of its experts' clamps that no value lies within KINK_GAP of.
+def clear_of_kinks(config: RunConfig, run: Callable[[RunConfig], Seen]) -> Cleared[Seen]:
+    """``run`` of the config with the first seed, from its own on, with which no value lies within KINK_GAP of a kink.
 
-    Where none of TRIES limits is clear, the one farthest from all values. A model without such a limit runs once.
+    Where none of TRIES seeds is clear, the one whose values stay farthest away. A model without kinks runs once.
     """
     best: Cleared[Seen] | None = None
     for number in range(TRIES):
-        tried = with_limit(model, 1 + number * STEP)
-        with ClampWatch() as watch:
+        tried = replace(config, seed=config.seed + number)
+        with KinkWatch() as watch:
             seen = run(tried)
         if best is None or watch.gap > best.gap:
             best = Cleared(tried, seen, watch.gap)
@@ -69,10 +80,3 @@ def clear_of_kinks(model: ModelConfig, run: Callable[[ModelConfig], Seen]) -> Cl
             break
     assert best is not None
     return best
-
-
-def with_limit(model: ModelConfig, factor: float) -> ModelConfig:
-    """The model with ``factor`` times the limit of its experts' clamps, where it has one."""
-    if model.moe is None or model.moe.swiglu_limit is None:
-        return model
-    return replace(model, moe=replace(model.moe, swiglu_limit=model.moe.swiglu_limit * factor))

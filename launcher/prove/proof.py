@@ -108,18 +108,20 @@ def run_fp32(
     return PlainSide(sgd, run_plain(trainer, steps + 1, batches, heldout, n_sequences, (steps,)))
 
 
-def run_plain_side(
-    config: RunConfig, dataset: Dataset, heldout: Dataset, steps: int, tell: Callable[[str], None]
-) -> tuple[RunConfig, PlainSide]:
-    """All of the plain side's runs, and the config that they and the ranks have: its clamps are clear of kinks."""
-    cleared = clear_of_kinks(
-        config.model, lambda model: run_fp32(replace(config, model=model), dataset, heldout, steps, tell)
-    )
-    config, side = replace(config, model=cleared.model), cleared.seen
+def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset]:
+    """The training samples and the held-out ones, in the order of the config's seed."""
+    opened = {"seed": config.seed, "vocab_size": config.model.vocab_size}
+    return open_dataset(config.data, split="train", **opened), open_dataset(config.data, split="heldout", **opened)
+
+
+def run_plain_side(config: RunConfig, steps: int, tell: Callable[[str], None]) -> tuple[RunConfig, PlainSide]:
+    """All of the plain side's runs, and the config of both sides: its seed keeps values clear of kinks."""
+    cleared = clear_of_kinks(config, lambda tried: run_fp32(tried, *open_datasets(tried), steps, tell))
+    config, side = cleared.config, cleared.seen
     if config.train.precision != "fp32":
         tell(f"one process: {config.train.precision}")
         saved = side.nonlinear.states[steps]
-        side.own_exact, side.own_low = run_own_precision(config, dataset, heldout, steps, saved)
+        side.own_exact, side.own_low = run_own_precision(config, *open_datasets(config), steps, saved)
     return config, side
 
 
@@ -214,10 +216,8 @@ def run_proof(
     tests.
     """
     torch.set_num_threads(1)  # sums in the same order on both sides where they can be
-    opened = {"seed": config.seed, "vocab_size": config.model.vocab_size}
-    dataset = open_dataset(config.data, split="train", **opened)
-    heldout = open_dataset(config.data, split="heldout", **opened)
-    config, plain = run_plain_side(config, dataset, heldout, steps, tell)
+    config, plain = run_plain_side(config, steps, tell)
+    dataset, heldout = open_datasets(config)
     proof = Proof(config, n_ranks, steps, folder, dataset, heldout, plain)
     scalars = {
         "consumed": config.train.batches.samples_in(steps),
