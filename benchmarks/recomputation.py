@@ -1,0 +1,110 @@
+"""What recomputation costs on a CPU and what it saves. Prints one JSON line.
+
+    python benchmarks/recomputation.py [--steps 4] [--rounds 3]
+
+A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens in bf16, one thread, by
+``train.recompute``. ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are
+the bytes that the layers have left for the backward pass when the head begins (all tensors that are there then, less
+those from before the forward pass), over those of ``none``. Each side is a process of its own, in turn; figures are
+medians over steps, then over rounds.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import nn
+
+from launcher.estimate.ledger import Ledger
+from modeling.config import ModelConfig, MoEConfig
+from modeling.context import Context
+from modeling.decoder import Decoder, build_decoder
+from modeling.init import materialize
+from parallel.recompute import Recompute, apply_recompute
+
+BATCH, SEQ_LEN = 4, 512
+DENSE = ModelConfig(vocab_size=4096, d_model=384, n_layers=8, n_heads=6, n_kv_heads=2, d_head=64, d_ff=1024)
+MODELS = {"dense": DENSE, "experts": replace(DENSE, moe=MoEConfig(n_experts=16, top_k=4, d_ff=192))}
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--side", nargs=2, metavar=("MODEL", "MODE"))
+    arguments = parser.parse_args()
+    if arguments.side is not None:
+        name, mode = arguments.side
+        print(json.dumps(measure(name, mode, arguments.steps)))
+        return
+    sides = [(model, mode) for model in MODELS for mode in MODES]
+    found: dict[tuple[str, str], list[dict[str, float]]] = {side: [] for side in sides}
+    for _ in range(arguments.rounds):
+        for side in sides:
+            command = [sys.executable, __file__, "--side", *side, "--steps", str(arguments.steps)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[side].append(json.loads(done.stdout.splitlines()[-1]))
+    line: dict[str, object] = {"benchmark": "recomputation", "torch": torch.__version__}
+    for model, mode in sides:
+        pairs = list(zip(found[model, mode], found[model, "none"], strict=True))
+        line[f"{model} {mode}"] = {
+            "milliseconds": round(median(each["milliseconds"] for each, _ in pairs)),
+            "time": round(median(each["milliseconds"] / none["milliseconds"] for each, none in pairs), 3),
+            "activations_mb": round(median(each["activations"] for each, _ in pairs) / 1e6, 1),
+            "activations": round(median(each["activations"] / none["activations"] for each, none in pairs), 3),
+        }
+    print(json.dumps(line))
+
+
+def measure(name: str, mode: Recompute, n_steps: int) -> dict[str, float]:
+    """Milliseconds of processor time of a step, after one that warms up, and the bytes of the layers' activations."""
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        model = build_decoder(MODELS[name])
+    materialize(model, MODELS[name], 0, "cpu", torch.bfloat16)
+    apply_recompute(model, mode)
+    run_step(model, 0)
+    taken = []
+    for step in range(n_steps):
+        begin = time.process_time()
+        run_step(model, step)
+        taken.append(time.process_time() - begin)
+    return {"milliseconds": 1000 * median(taken), "activations": activations(model)}
+
+
+def activations(model: Decoder) -> float:
+    """Bytes that are there when the head begins and were not before the forward pass."""
+    seen: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append(ledger.total)
+
+    assert isinstance(model.head, nn.Module)
+    with Ledger() as ledger:
+        for weight in model.parameters():
+            ledger.see(weight.data, "weights")
+        before = ledger.total
+        with model.head.register_forward_pre_hook(look):
+            run_step(model, 0)
+    return seen[0] - before
+
+
+def run_step(model: Decoder, seed: int) -> None:
+    """Forward and backward over a batch of random tokens; the gradients are dropped."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BS = torch.randint(MODELS["dense"].vocab_size, (BATCH, SEQ_LEN), generator=generator)
+    positions_BS = torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN)
+    out = model(tokens_BS, Context(positions_BS, torch.zeros_like(positions_BS)), tokens_BS.roll(-1, 1))
+    assert out.loss is not None
+    out.loss.backward()
+    model.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
