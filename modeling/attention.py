@@ -13,6 +13,7 @@ from modeling.config import MLAConfig, ModelConfig
 from modeling.context import Context
 from modeling.dropout import SCORES, ScoreDropout
 from modeling.kernels.attention import attend
+from modeling.kernels.fuse import Fuse, plainly
 from modeling.kv_cache import LayerCache
 from modeling.linear import Bias, Linear
 from modeling.norm import RMSNorm
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         self.n_heads = config.n_heads
         self.attention_dropout = config.attention_dropout
         self.core: AttentionCore = attend
+        self.fuse: Fuse = plainly
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
@@ -66,6 +68,11 @@ class Attention(nn.Module):
         out_BSHC = core(q_BSHC, *keys_and_values, context, self.sliding_window, self.score_terms(context))
         summed_BSD = self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
         return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
+
+    def turned(self, heads_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """``modeling.rope.rotate``; models without rotation have empty tables."""
+        cos_BSR, sin_BSR = rope
+        return heads_BSHC if cos_BSR.shape[-1] == 0 else self.fuse(rotate, heads_BSHC, cos_BSR, sin_BSR)
 
     def score_terms(self, context: Context) -> ScoreTerms:
         """What joins the scores of the heads that the weights hold, and what drops their weights."""
@@ -132,8 +139,8 @@ class GroupedQueryAttention(Attention):
         v_BSGC = self.v(hidden_BSD).unflatten(-1, (-1, self.d_head))
         if not self.norms_all_heads:
             q_BSHC, k_BSGC = self.normed(q_BSHC, k_BSGC)
-        q_BSHC = rotate(q_BSHC, rope)
-        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, rotate(k_BSGC, rope), v_BSGC
+        q_BSHC = self.turned(q_BSHC, rope)
+        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, self.turned(k_BSGC, rope), v_BSGC
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, each normed over its last dim where there are norms."""
@@ -172,8 +179,8 @@ class LatentAttention(Attention):
         q = self.q_b(self.q_a_norm(self.q_a(hidden_BSD))) if self.has_q_latent else self.q(hidden_BSD)
         q_BSHN, q_BSHR = q.unflatten(-1, (-1, self.d_nope + self.d_rope)).split([self.d_nope, self.d_rope], dim=-1)
         latent_BSL, k_BSR = self.kv_a(hidden_BSD).split([self.kv_lora_rank, self.d_rope], dim=-1)
-        q_BSHC = torch.cat([q_BSHN, rotate(pairs_to_halves(q_BSHR), rope)], dim=-1)
-        k_BS1R = rotate(pairs_to_halves(k_BSR[:, :, None]), rope)
+        q_BSHC = torch.cat([q_BSHN, self.turned(pairs_to_halves(q_BSHR), rope)], dim=-1)
+        k_BS1R = self.turned(pairs_to_halves(k_BSR[:, :, None]), rope)
         return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, (self.kv_a_norm(latent_BSL), k_BS1R)
 
     def keys_and_values(self, *kept: Tensor) -> tuple[Tensor, Tensor]:

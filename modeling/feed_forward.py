@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from modeling.config import ActivationName
 from modeling.dims import Dim
+from modeling.kernels.fuse import Fuse, plainly
 from modeling.linear import Bias, Linear
 from modeling.positions import ALL_POSITIONS
 
@@ -17,6 +18,16 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+def activated(up: Tensor, *, activation: ActivationName) -> Tensor:
+    """activation(up)."""
+    return ACTIVATIONS[activation](up)
+
+
+def gated(gate: Tensor, up: Tensor, *, activation: ActivationName) -> Tensor:
+    """activation(gate) * up."""
+    return ACTIVATIONS[activation](gate) * up
 
 
 class FeedForward(nn.Module):
@@ -41,15 +52,16 @@ class FeedForward(nn.Module):
         self.up = Linear(d_ff, d_model, (inner, "d_model"), bias=bias)
         self.down = Linear(d_model, d_ff, ("d_model", inner), is_residual=True)
         self.down_bias = Bias(d_model, "d_model") if bias else None
-        self.activation = ACTIVATIONS[activation]
+        self.activation: ActivationName = activation
+        self.fuse: Fuse = plainly
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
         if self.gate is None:
-            inner = self.activation(self.up(hidden))
+            inner = self.fuse(activated, self.up(hidden), activation=self.activation)
         else:
-            inner = self.activation(self.gate(hidden)) * self.up(hidden)
+            inner = self.fuse(gated, self.gate(hidden), self.up(hidden), activation=self.activation)
         summed = self.positions.scatter_sum(self.down(inner))
         return summed if self.down_bias is None else self.down_bias(summed)

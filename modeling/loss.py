@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.dims import Weight
+from modeling.kernels.fuse import Fuse, plainly
 
 IGNORE = -100  # a target that does not count
 # Logits that exist at once: in 16 bits 64 MiB on a CPU; 3 GiB on CUDA, where each has 12 bytes with what is made of
@@ -143,6 +144,20 @@ def losses_and_gradient(
     return losses_T, logs_T.square(), logits_TV if wants_gradient else None
 
 
+def fused_losses(logits_TV: Tensor, targets_T: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``losses_and_gradient`` as a pure function, of which a compiler makes one kernel that passes the logits twice."""
+    counts_T, index_T1 = targets_T != IGNORE, targets_T.clamp(min=0)[:, None]
+    wide_TV = logits_TV.float()
+    logs_T = wide_TV.logsumexp(-1)
+    losses_T = (logs_T - wide_TV.gather(1, index_T1).squeeze(1)) * counts_T
+    softmax_TV = (wide_TV - logs_T[:, None]).exp()
+    slope_T = z_slope(logs_T, z_loss)
+    scaled_TV = softmax_TV if slope_T is None else softmax_TV * (1 + slope_T[:, None])
+    one_hot_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == index_T1
+    grad_TV = (scaled_TV - one_hot_TV.float()) * counts_T[:, None]
+    return losses_T, (logs_T * counts_T).square(), grad_TV.to(logits_TV.dtype)
+
+
 def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each target's cross-entropy and logsumexp (fp32, zero where it does not count), and which ones count.
 
@@ -206,6 +221,7 @@ class Head(nn.Module):
         self.z_loss = z_loss
         self.logit_cap = logit_cap
         self.watch: Callable[[Losses], Losses] | None = None
+        self.fuse: Fuse = plainly
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The sums of the cross-entropies and the z-losses of the targets that count; without targets, the logits.
@@ -227,4 +243,10 @@ class Head(nn.Module):
         self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One chunk's losses and gradient (``Losses``)."""
+        if self.fuses(logits_TV) and wants_gradient:
+            return self.fuse(fused_losses, logits_TV, targets_T, z_loss=self.z_loss)
         return losses_and_gradient(logits_TV, targets_T, wants_gradient, self.z_loss)
+
+    def fuses(self, logits_TV: Tensor) -> bool:
+        """Whether a chunk is one kernel's work: on a CPU, pieces that stay in the cache are faster."""
+        return logits_TV.is_cuda and self.fuse is not plainly

@@ -1,11 +1,14 @@
 """Norms: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modeling.config import ModelConfig
 from modeling.dims import Dim, Weight
+from modeling.kernels.fuse import Fuse, plainly
 
 
 class RMSNorm(nn.Module):
@@ -18,20 +21,32 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.norm_eps = norm_eps
         self.adds_one = adds_one
+        self.fuse: Fuse = plainly
         self.weight = nn.Parameter(torch.empty(size))
         self.stated = {"weight": Weight((dim,), "zeros" if adds_one else "ones")}
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden``."""
-        hidden_fp32 = hidden.float()
-        scale = torch.rsqrt(self.mean_square(hidden_fp32) + self.norm_eps)
-        if self.adds_one:
-            return (hidden_fp32 * scale * (1 + self.weight.float())).to(hidden.dtype)
-        return self.weight * (hidden_fp32 * scale).to(hidden.dtype)
+        return self.fuse(rms_norm, hidden, self.weight, norm_eps=self.norm_eps, adds_one=self.adds_one)
 
-    def mean_square(self, hidden_fp32: Tensor) -> Tensor:
-        """The mean of the last dim's squares (..., 1). A seam of tensor parallelism, which may cut that dim."""
-        return hidden_fp32.pow(2).mean(-1, keepdim=True)
+
+def rms_norm(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    adds_one: bool,
+    mean_of_all: Callable[[Tensor], Tensor] = lambda mean: mean,
+) -> Tensor:
+    """What ``RMSNorm`` makes of ``hidden``.
+
+    ``mean_of_all`` turns the mean of this rank's squares into that of the whole dim, which tensor parallelism may cut.
+    """
+    hidden_fp32 = hidden.float()
+    scale = torch.rsqrt(mean_of_all(hidden_fp32.pow(2).mean(-1, keepdim=True)) + norm_eps)
+    if adds_one:
+        return (hidden_fp32 * scale * (1 + weight.float())).to(hidden.dtype)
+    return weight * (hidden_fp32 * scale).to(hidden.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -45,6 +60,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.norm_eps = norm_eps
         self.adds_one = adds_one
+        self.fuse: Fuse = plainly
         self.weight = nn.Parameter(torch.empty(d_model))
         self.bias = nn.Parameter(torch.empty(d_model))
         self.stated = {
@@ -54,9 +70,14 @@ class LayerNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as ``hidden`` (..., D)."""
-        weight_D = self.weight.float() + 1 if self.adds_one else self.weight.float()
-        normed = F.layer_norm(hidden.float(), weight_D.shape, weight_D, self.bias.float(), self.norm_eps)
-        return normed.to(hidden.dtype)
+        numbers = {"norm_eps": self.norm_eps, "adds_one": self.adds_one}
+        return self.fuse(layer_norm, hidden, self.weight, self.bias, **numbers)
+
+
+def layer_norm(hidden: Tensor, weight_D: Tensor, bias_D: Tensor, *, norm_eps: float, adds_one: bool) -> Tensor:
+    """What ``LayerNorm`` makes of ``hidden`` (..., D)."""
+    weight_D = weight_D.float() + 1 if adds_one else weight_D.float()
+    return F.layer_norm(hidden.float(), weight_D.shape, weight_D, bias_D.float(), norm_eps).to(hidden.dtype)
 
 
 Norm = RMSNorm | LayerNorm

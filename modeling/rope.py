@@ -118,12 +118,10 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def rotate(heads_BSHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
     """``heads_BSHC`` with channel pairs (c, c + R/2) of the first R turned by their position's angle."""
-    cos, sin = (table[:, :, None, :].to(heads_BSHC.dtype) for table in tables)
+    cos, sin = (table[:, :, None, :].to(heads_BSHC.dtype) for table in (cos_BSR, sin_BSR))
     n_turning = 2 * cos.shape[-1]
-    if n_turning == 0:
-        return heads_BSHC
     first, second = heads_BSHC[..., :n_turning].chunk(2, dim=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return torch.cat([*turned, heads_BSHC[..., n_turning:]], dim=-1)

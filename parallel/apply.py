@@ -9,11 +9,14 @@ from torch import nn
 from modeling.attention import Attention
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, build_decoder
+from modeling.feed_forward import FeedForward
 from modeling.init import fill
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
+from modeling.kernels.fuse import Fuse, plainly
 from modeling.loss import Head
 from modeling.moe import MoE
+from modeling.norm import LayerNorm, RMSNorm
 from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
 from parallel.context_parallel.core import make_core
@@ -35,13 +38,14 @@ def build_part(
     adopt: Callable[[nn.Parameter, Place], None],
     sizes: Sizes,
     recompute: Recompute,
+    fuse: Fuse = plainly,
 ) -> Decoder:
     """This rank's part of the decoder, its weights zero. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
     made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. the
     attention core, context parallelism's where there is some; 5. expert parallelism, and sums over the ranks that share
-    sequences; 6. recomputation. ``sizes`` cut the work of 3. to 5.
+    sequences; 6. how chains of elementwise work are computed; 7. recomputation. ``sizes`` cut the work of 3. to 5.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -55,9 +59,11 @@ def build_part(
             if mesh.cp.degree > 1:
                 module.core = make_core(parallel.cp_attention, mesh.cp, sizes.ring_tile, sizes.query_block)
         if isinstance(module, MoE):
-            connect_experts(module, mesh, sizes.row_multiple)
+            connect_experts(module, mesh, sizes.row_multiple, fuse)
         if isinstance(module, Head):
             module.chunk_logits = sizes.chunk_logits
+        if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Head):
+            module.fuse = fuse
     splits = mesh.pp.degree > 1 and splits_backward(parallel.pipeline)
     apply_recompute(model, recompute, splits_backward=splits)
     return model
@@ -77,10 +83,10 @@ def make_weights(
     fill(model, zeros, mesh.device)
 
 
-def connect_experts(moe: MoE, mesh: Mesh, row_multiple: int | None) -> None:
+def connect_experts(moe: MoE, mesh: Mesh, row_multiple: int | None, fuse: Fuse) -> None:
     """Dispatch over ep, and balance losses summed over the ranks that share sequences."""
     if mesh.ep.degree > 1:
-        moe.experts.dispatch = make_dispatch(mesh.ep, row_multiple)
-    elif row_multiple is not None:
-        moe.experts.dispatch = partial(experts_grouped, row_multiple=row_multiple)
+        moe.experts.dispatch = make_dispatch(mesh.ep, row_multiple, fuse=fuse)
+    else:
+        moe.experts.dispatch = partial(experts_grouped, row_multiple=row_multiple, fuse=fuse)
     moe.add_sequence_sums = lambda sums_BX: sum_forward(sum_forward(sums_BX, mesh.tp), mesh.cp)

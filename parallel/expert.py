@@ -18,6 +18,7 @@ from modeling.kernels.experts import (
     experts_grouped,
     place_rows,
 )
+from modeling.kernels.fuse import Fuse, plainly
 from modeling.moe import ExpertDispatch
 from parallel.collectives import exchange_rows
 from parallel.mesh import Axis
@@ -26,7 +27,9 @@ from parallel.mesh import Axis
 RowSizes = Callable[[Tensor, Tensor], list[list[int]]]
 
 
-def make_dispatch(axis: Axis, row_multiple: int | None = None, sizes: RowSizes | None = None) -> ExpertDispatch:
+def make_dispatch(
+    axis: Axis, row_multiple: int | None = None, sizes: RowSizes | None = None, fuse: Fuse = plainly
+) -> ExpertDispatch:
     """The twin of modeling.kernels.experts.experts_grouped, for experts cut over ``axis`` in equal, consecutive parts.
 
     All ranks of the axis call it for the same layer, also with no tokens. Each pair's hidden state is sent to its
@@ -50,16 +53,16 @@ def make_dispatch(axis: Axis, row_multiple: int | None = None, sizes: RowSizes |
         theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
         sent, received = (sizes or sizes_on_host)(counts_E, theirs_NE)
         rows = place_rows(indices_TK, counts_E, 1)
-        rows_RD = exchange_rows(ToRows.apply(hidden_TD, rows), sent, received, axis)
+        rows_RD = exchange_rows(ToRows.apply(hidden_TD, rows, fuse), sent, received, axis)
         experts_R = (
             torch.arange(n_local, device=rows_RD.device)
             .repeat(axis.degree)
             .repeat_interleave(theirs_NE.flatten(), output_size=sum(received))
         )
-        experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, row_multiple)
+        experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, row_multiple, fuse)
         out_RD = experts_grouped(rows_RD, experts_R[:, None], None, *experts)
         weights_R1 = WeightsToRows.apply(weights_TK.to(hidden_TD.dtype), rows)
-        return SumRows.apply(exchange_rows(out_RD, received, sent, axis) * weights_R1, rows)
+        return SumRows.apply(exchange_rows(out_RD, received, sent, axis) * weights_R1, rows, fuse)
 
     return dispatch
 

@@ -15,7 +15,7 @@ from modeling.attention import Attention
 from modeling.decoder import Decoder, Embedding
 from modeling.feed_forward import FeedForward
 from modeling.loss import IGNORE, Head, z_slope
-from modeling.norm import RMSNorm
+from modeling.norm import RMSNorm, rms_norm
 from modeling.positions import Positions
 from parallel.collectives import gather_sequence, scatter_sum_sequence, sum_both_ways
 from parallel.layout import AXIS_OF
@@ -65,9 +65,14 @@ class CutRMSNorm(RMSNorm):
         self.norm_eps, self.adds_one = norm.norm_eps, norm.adds_one
         self.axis = axis
 
-    def mean_square(self, hidden_fp32: Tensor) -> Tensor:
-        """The mean over all ranks' parts. All ranks of tp call it."""
-        return sum_both_ways(super().mean_square(hidden_fp32), self.axis) / self.axis.degree
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As RMSNorm, by the mean over all ranks' parts. All ranks of tp call it."""
+        numbers = {"norm_eps": self.norm_eps, "adds_one": self.adds_one}
+        return rms_norm(hidden, self.weight, **numbers, mean_of_all=self.mean_of_all)
+
+    def mean_of_all(self, mean_square: Tensor) -> Tensor:
+        """The mean of all ranks' means, which are of equal parts. All ranks of tp call it."""
+        return sum_both_ways(mean_square, self.axis) / self.axis.degree
 
 
 class VocabParallelEmbedding(Embedding):

@@ -32,6 +32,8 @@ class TrainConfig:
     # of the forward and backward passes; the optimizer's state is fp32 always
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again to save memory
+    # norms, rotations, gates and the loss as one kernel each: auto on GPUs that have a compiler, on always, off never
+    compile: Literal["auto", "on", "off"] = "auto"
     # steps between held-out evaluations; None: none
     eval_every_steps: Steps | None = field(default=None, metadata={"usual": 100})
     # held-out sequences of one evaluation, at most

@@ -15,8 +15,10 @@ from launcher.trace.ops import Op
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Memory, Recorder
 from launcher.trace.regions import Regions
+from launcher.training.compiling import fuse_of
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
+from modeling.kernels.fuse import Fuse
 from modeling.moe import MoE
 from parallel.apply import build_part
 from parallel.batch import MicroBatch
@@ -51,8 +53,9 @@ def trace_rank(
         mode = stack.enter_context(FakeTensorMode())
         dtype = DTYPES[config.train.precision]
         adopt = lambda parameter, place: None  # noqa: E731 -- nobody adopts
-        model = build_part(mesh, config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, config.train.recompute)
-        spread_evenly(model, batch, mesh)
+        train, fuse = config.train, fuse_of(config.train.compile, GPU.type)
+        model = build_part(mesh, config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, train.recompute, fuse)
+        spread_evenly(model, batch, mesh, fuse)
         batch = on_device(batch, mode, GPU)
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
@@ -87,7 +90,7 @@ def take_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh) -> None:
+def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh, fuse: Fuse) -> None:
     """Has each rank of ep send the same number of rows to each other: no router's choices are at hand."""
     if mesh.ep.degree == 1:
         return
@@ -95,7 +98,8 @@ def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh) -> None:
     for name in model.layers:
         moe = model.layer_of(name).feed_forward
         if isinstance(moe, MoE):
-            moe.experts.dispatch = make_dispatch(mesh.ep, DEFAULT_SIZES.row_multiple, even(n_tokens * moe.router.top_k))
+            rows = even(n_tokens * moe.router.top_k)
+            moe.experts.dispatch = make_dispatch(mesh.ep, DEFAULT_SIZES.row_multiple, rows, fuse)
 
 
 def even(n_rows: int) -> RowSizes:

@@ -24,8 +24,10 @@ from launcher.estimate.values import KnownAnswers, KnownValues
 from launcher.profile.run import watched
 from launcher.profile.twins import WatchedEngine
 from launcher.trace.regions import Regions
+from launcher.training.compiling import fuse_of
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState
+from modeling.kernels.fuse import Fuse
 from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.moe import MoE
 from parallel.expert import RowSizes, make_dispatch
@@ -74,9 +76,10 @@ def measure_memory(
         stack.enter_context(known)
         stack.enter_context(KnownAnswers(known))
         ledger = stack.enter_context(Ledger())
-        engine = build_engine(config, mesh, sizes, WatchedEngine)
+        fuse = fuse_of(config.train.compile, device.type)
+        engine = build_engine(config, mesh, sizes, WatchedEngine, fuse)
         assert isinstance(engine, WatchedEngine)
-        route(engine, config, mesh, sizes, imbalance)
+        route(engine, config, mesh, sizes, imbalance, fuse)
         engine.publish_weights()
         ledger.sort(lasting(engine))
         ledger.regions = regions = Regions()
@@ -117,7 +120,7 @@ def lasting(engine: WatchedEngine) -> dict[str, list[Tensor]]:
     }
 
 
-def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, imbalance: float) -> None:
+def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, imbalance: float, fuse: Fuse) -> None:
     """Has this rank send equal numbers of rows to each rank of ep, and receive ``imbalance`` times as many."""
     if mesh.ep.degree == 1 or config.model.moe is None:
         return
@@ -125,7 +128,7 @@ def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, im
     rows = row_sizes(tokens * config.model.moe.top_k, imbalance)
     for module in engine.model.modules():
         if isinstance(module, MoE):
-            module.experts.dispatch = make_dispatch(mesh.ep, sizes.row_multiple, rows)
+            module.experts.dispatch = make_dispatch(mesh.ep, sizes.row_multiple, rows, fuse)
 
 
 def row_sizes(n_rows: int, imbalance: float) -> RowSizes:

@@ -21,7 +21,14 @@ from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import Folder, step_of
 
 # What may be another than the run's: where and how a step is computed, not what.
-LAYOUT_KEYS = ("parallel", "train.micro_batch_size", "train.recompute", "train.timeout_seconds", "train.deterministic")
+LAYOUT_KEYS = (
+    "parallel",
+    "train.micro_batch_size",
+    "train.recompute",
+    "train.compile",
+    "train.timeout_seconds",
+    "train.deterministic",
+)
 FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead")
 # Those of FREE_KEYS on which sums' order, and so the last bits, depend.
 ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.deterministic")

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
+from modeling.kernels.fuse import chain_named
+
 Kind = Literal["product", "grouped product", "attention", "other", "wire"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 
@@ -77,6 +79,7 @@ ATTENTION = {
 }
 # Of a backward pass of attention, products for each one of the forward pass: 5 for 2, of which one is repeated.
 BACKWARD_PRODUCTS = 2.5
+CHAINS = "roundtable"  # the namespace of compiled chains
 NAMESPACES = ("aten", "prims")  # of operations that multiply no matrices but those above
 
 # Which collective an operation is, and how many times (n-1)/n of its buffer a rank of a ring of n sends.
@@ -117,6 +120,7 @@ class Work:
     flops: float
     sent_bytes: float = 0.0  # to other ranks
     collective: str | None = None
+    launches: int = 1  # kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class Figures:
         """Those of some operations."""
         figures = cls()
         for op in ops:
-            figures.launches += 1
+            figures.launches += op.work.launches
             figures.bytes += op.work.bytes
             figures.flops += int(op.work.flops) if op.work.kind in ("product", "grouped product") else 0
         return figures
@@ -161,6 +165,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     n_bytes = sum(each.nbytes for each in (*given, *made))
+    if namespace == CHAINS:
+        chain = chain_named(args[0])
+        n_bytes = chain.moved_bytes(given, made)
+        return Work(f"compiled {chain.label}", "other", None, n_bytes, 0, launches=chain.n_kernels)
     if namespace == "c10d":
         return _wire(name, args, given, n_bytes)
     if name in PRODUCTS:

@@ -56,7 +56,10 @@ class Rates:
 def least_seconds(op: Op, rates: Rates) -> tuple[float, Bound]:
     """The least time of one operation, and what bounds it."""
     work = op.work
-    times: dict[Bound, float] = {"memory": work.bytes / rates.bandwidth, "launches": rates.launch_seconds}
+    times: dict[Bound, float] = {
+        "memory": work.bytes / rates.bandwidth,
+        "launches": work.launches * rates.launch_seconds,
+    }
     if work.flops:
         times["compute"] = work.flops / rates.flops_rate(work)
     if work.collective is not None:
@@ -84,7 +87,7 @@ class Sum:
         self.flops += times * op.work.flops
         self.bytes += times * op.work.bytes
         self.sent_bytes += times * op.work.sent_bytes
-        self.launches += times
+        self.launches += times * op.work.launches
 
     @property
     def bound(self) -> Bound | None:

@@ -23,6 +23,7 @@ from launcher.console import say, tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import LOGS, STEP, Watchdog
+from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.ledger import ledger_row
 from launcher.training.samples import Samples, open_samples, steps_to_come
@@ -34,6 +35,7 @@ from launcher.watch.speed import peak_flops_per_second, speed_metrics
 from launcher.watch.watchers import NullWatchers, Watchers, open_watchers
 from modeling.counts import flops_per_token
 from modeling.decoder import Output
+from modeling.kernels.fuse import Fuse
 from modeling.metrics import logged, metrics_of
 from modeling.moe import RoutingStats
 from modeling.router_biases import move_router_biases
@@ -108,12 +110,13 @@ def train_watched(
     ):
         report_start(watchers, record, state, warnings, changed, restart)
         report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
-        health, stopped = Health(config.health), agree_to_stop(stop, mesh)
+        health, stopped, n_compiled = Health(config.health), agree_to_stop(stop, mesh), 0
         samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
         while state.step < config.train.steps and stopped is None:
             watchdog.beat(state.step + 1, STEP)
             consumed = state.consumed
             done = run_step(config, engine, samples, state, stop, health)
+            n_compiled = report_compiled(watchers, state.step, n_compiled)
             stopped = done.stop_signal
             if done.event is not None and done.event["action"] == "rollback":
                 watchdog.beat(state.step, "rollback")
@@ -199,9 +202,18 @@ def open_retention(checkpoint: CheckpointConfig) -> Retention:
 
 
 def build_engine(
-    config: RunConfig, mesh: Mesh, sizes: Sizes = DEFAULT_SIZES, engine_class: type[Engine] = Engine
+    config: RunConfig,
+    mesh: Mesh,
+    sizes: Sizes = DEFAULT_SIZES,
+    engine_class: type[Engine] = Engine,
+    fuse: Fuse | None = None,
 ) -> Engine:
-    """The model under its layout and precision, weights not yet set. All ranks call it."""
+    """The model under its layout and precision, weights not yet set. All ranks call it.
+
+    ``fuse``: how chains of elementwise work are computed; None: as train.compile says, and this machine can.
+    """
+    if fuse is None:
+        fuse = usable_fuse(config.train.compile, mesh.device, tell if mesh.rank == 0 else lambda line: None)
     engine = engine_class(
         mesh,
         config.model,
@@ -211,6 +223,7 @@ def build_engine(
         micro_batch_size=config.train.micro_batch_size,
         sizes=sizes,
         recompute=config.train.recompute,
+        fuse=fuse,
     )
     if mesh.pp.degree > 1:
         engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)
@@ -388,6 +401,17 @@ def report_start(
         watchers.event(
             {"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)}
         )
+
+
+def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int) -> int:
+    """The event of a step that chains were compiled in, or fetched from torch's cache: it took that much longer.
+
+    Returns how many there are now.
+    """
+    n_now, seconds = compiled_so_far()
+    if n_now > n_before:
+        watchers.event({"step": step, "event": "compiled", "chains": n_now, "seconds": seconds})
+    return n_now
 
 
 def report_no_heldout_targets(

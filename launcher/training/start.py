@@ -122,6 +122,7 @@ def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
 def start_checks() -> dict[str, Callable[[RunConfig], object]]:
     """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
     from data.dataset import check_foreign_files
+    from launcher.training.compiling import check_compiler
 
     return {
         "run directory": check_writable,
@@ -129,6 +130,7 @@ def start_checks() -> dict[str, Callable[[RunConfig], object]]:
         "token files not prepared here": lambda config: check_foreign_files(config.data, config.model.vocab_size),
         "checkpoint.dir": check_checkpoint_dir,
         "room for checkpoints": check_room,
+        "compiler": lambda config: check_compiler(config.train.compile),
     }
 
 

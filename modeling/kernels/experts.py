@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weights_to_rows
+from modeling.kernels.fuse import Fuse, plainly
 
 # oneDNN builds a primitive for each new row count in bf16 (2.2 ms against 0.3 ms; 2 cores with AMX, 2026-11-20), and
 # the experts' counts change every step: on CPU each expert's rows are rounded up to this.
@@ -37,6 +38,7 @@ def experts_grouped(
     biases: ExpertBiases | None = None,
     swiglu_limit: float | None = None,
     row_multiple: int | None = None,
+    fuse: Fuse = plainly,
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
 
@@ -51,16 +53,17 @@ def experts_grouped(
     if hidden_TD.is_cpu and biases is None and swiglu_limit is None and hidden_TD.dtype == gate_EFD.dtype:
         weights = hidden_TD.new_ones(indices_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
         return ExpertsByTurn.apply(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows)
-    rows_RD = ToRows.apply(hidden_TD, rows)
+    rows_RD, same_RD = ToRowsTwice.apply(hidden_TD, rows, fuse)
     gate_EF, up_EF, down_ED = biases or (None, None, None)
     gate_RF = grouped_linear(rows_RD, rows.ends_E, gate_EFD, gate_EF)
-    up_RF = grouped_linear(rows_RD, rows.ends_E, up_EFD, up_EF)
-    inner_RF = gated(gate_RF, up_RF, swiglu_limit)
+    up_RF = grouped_linear(same_RD, rows.ends_E, up_EFD, up_EF)
     if weights_TK is None:
+        inner_RF = fuse(gated, gate_RF, up_RF, swiglu_limit=swiglu_limit, rows_vary=True)
         return FromRows.apply(grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED), rows.rows_TK[:, 0])
     weights_R1 = WeightsToRows.apply(weights_TK.to(hidden_TD.dtype), rows)
-    result_RD = grouped_linear(inner_RF * weights_R1, rows.ends_E, down_EDF, down_ED, weights_R1)
-    return SumRows.apply(result_RD, rows)
+    inner_RF = fuse(weighted, gate_RF, up_RF, weights_R1, swiglu_limit=swiglu_limit, rows_vary=True)
+    result_RD = grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED, weights_R1)
+    return SumRows.apply(result_RD, rows, fuse)
 
 
 def gated(gate: Tensor, up: Tensor, swiglu_limit: float | None) -> Tensor:
@@ -72,6 +75,28 @@ def gated(gate: Tensor, up: Tensor, swiglu_limit: float | None) -> Tensor:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
     return (up + 1) * (gate * torch.sigmoid(GATE_SLOPE * gate))
+
+
+def weighted(gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor, *, swiglu_limit: float | None) -> Tensor:
+    """``gated``, each row times its weight."""
+    return gated(gate_RF, up_RF, swiglu_limit) * weights_R1
+
+
+def gathered_sum(rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    """Each token's sum of its K rows (T, D)."""
+    return rows_RD.index_select(0, rows_TK.flatten()).view(*rows_TK.shape, rows_RD.shape[1]).sum(1)
+
+
+def gathered_sum_of_two(rows_RD: Tensor, others_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    """Each token's sum of its K rows of both tensors (T, D)."""
+    return gathered_sum(rows_RD, rows_TK) + gathered_sum(others_RD, rows_TK)
+
+
+def summed(rows_RD: Tensor, rows_TK: Tensor, fuse: Fuse) -> Tensor:
+    """``gathered_sum``, as the device does it best."""
+    if rows_RD.is_cpu:
+        return sum_of_rows(rows_RD, rows_TK)
+    return fuse(gathered_sum, rows_RD, rows_TK, rows_vary=True)
 
 
 def grouped_linear(
@@ -122,14 +147,36 @@ class ToRows(Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(ctx, hidden_TD: Tensor, rows: Rows, fuse: Fuse) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(rows.rows_TK)
+        ctx.fuse = fuse
         return hidden_TD.index_select(0, rows.tokens_R)  # one pass: K of index_copy_ take 3 to 5 times as long
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (rows_TK,) = ctx.saved_tensors
-        return sum_of_rows(grad_RD, rows_TK), None
+        return summed(grad_RD, rows_TK, ctx.fuse), None, None
+
+
+class ToRowsTwice(Function):
+    """``ToRows`` for two products: the same rows twice. Backward sums the K rows of both gradients.
+
+    autograd itself would first add the gradients up, row by row, which moves three times as many bytes.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_TD: Tensor, rows: Rows, fuse: Fuse) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.save_for_backward(rows.rows_TK)
+        ctx.fuse = fuse
+        rows_RD = hidden_TD.index_select(0, rows.tokens_R)
+        return rows_RD, rows_RD.view_as(rows_RD)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor, other_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (rows_TK,) = ctx.saved_tensors
+        if grad_RD.is_cpu:
+            return sum_of_rows(grad_RD, rows_TK) + sum_of_rows(other_RD, rows_TK), None, None
+        return ctx.fuse(gathered_sum_of_two, grad_RD, other_RD, rows_TK, rows_vary=True), None, None
 
 
 class SumRows(Function):
@@ -139,14 +186,14 @@ class SumRows(Function):
     """
 
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(ctx, rows_RD: Tensor, rows: Rows, fuse: Fuse) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(rows.tokens_R)
-        return sum_of_rows(rows_RD, rows.rows_TK)
+        return summed(rows_RD, rows.rows_TK, fuse)
 
     @staticmethod
-    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (tokens_R,) = ctx.saved_tensors
-        return grad_TD.index_select(0, tokens_R), None
+        return grad_TD.index_select(0, tokens_R), None, None
 
 
 class WeightsToRows(Function):

@@ -15,6 +15,7 @@ from modeling.config import ModelConfig
 from modeling.decoder import Output
 from modeling.dtypes import DTYPES
 from modeling.init import initial_box, initial_tensor
+from modeling.kernels.fuse import Fuse, plainly
 from modeling.logical import logical_tensors
 from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
@@ -63,6 +64,7 @@ class Engine:
         micro_batch_size: int,
         sizes: Sizes = DEFAULT_SIZES,
         recompute: Recompute = "none",
+        fuse: Fuse = plainly,
     ) -> None:
         self.mesh = mesh
         self.sizes = sizes
@@ -79,7 +81,8 @@ class Engine:
         self.before_change: list[Callable[[], None]] = []
         make_sharding = sharding_for(parallel.zero, precision)
         self.sharding = make_sharding(mesh, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
-        self.model = build_part(mesh, model_config, parallel, DTYPES[precision], self.sharding.adopt, sizes, recompute)
+        adopt, dtype = self.sharding.adopt, DTYPES[precision]
+        self.model = build_part(mesh, model_config, parallel, dtype, adopt, sizes, recompute, fuse)
         self.weights = describe_weights(
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )

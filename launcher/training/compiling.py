@@ -1,0 +1,82 @@
+"""Whether chains of elementwise work are compiled in this process: train.compile, and what the machine has."""
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from launcher.errors import UserError
+from modeling.kernels.fuse import Fuse, compiled, known_chains, plainly
+
+Compile = Literal["auto", "on", "off"]
+
+
+def fuse_of(choice: Compile, device_type: str) -> Fuse:
+    """What train.compile means on such a device, where it has a compiler: auto compiles on GPUs."""
+    return compiled if choice == "on" or (choice == "auto" and device_type == "cuda") else plainly
+
+
+def usable_fuse(choice: Compile, device: torch.device, tell: Callable[[str], None]) -> Fuse:
+    """The same on this machine, where one little chain is compiled to see whether that works.
+
+    Where it does not, auto computes plainly, after a line that says why, and on is refused (UserError).
+    """
+    fuse = fuse_of(choice, device.type)
+    problem = None if fuse is plainly else why_not(device)
+    if problem is None:
+        return fuse
+    if choice == "on":
+        raise UserError([f"train.compile=on needs a compiler that works: {problem}; {REMEDIES[device.type]}"])
+    tell(f"train.compile=auto: nothing is compiled, and steps take longer: {problem}; {REMEDIES[device.type]}")
+    return plainly
+
+
+REMEDIES = {
+    "cpu": "install g++ and Python's headers, or set train.compile=off",
+    "cuda": "install Triton, a C compiler and Python's headers, or set train.compile=off",
+}
+
+
+def check_compiler(choice: Compile) -> None:
+    """Refuses train.compile=on on a machine without any compiler, before anything is created. Raises UserError."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = missing_compiler(device_type) if choice == "on" else None
+    if problem is not None:
+        raise UserError([f"train.compile=on needs a compiler that works: {problem}; {REMEDIES[device_type]}"])
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """Which compiler torch would look for and not find; None: it is there."""
+    if device_type == "cuda":
+        names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    else:
+        names = [os.environ.get("CXX") or "g++"]
+    if any(shutil.which(name) for name in names):
+        return None
+    return f"there is no {' or '.join(names)}"
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why nothing can be compiled here; None: it can. A chain of one addition is compiled, once and for all starts."""
+    problem = missing_compiler(device.type)
+    if problem is not None:
+        return problem
+    try:
+        compiled(add_one, torch.zeros(8, 8, device=device))
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return None
+
+
+def add_one(numbers: torch.Tensor) -> torch.Tensor:
+    """The chain that ``why_not`` compiles."""
+    return numbers + 1
+
+
+def compiled_so_far() -> tuple[int, float]:
+    """How many chains this process has compiled, and the seconds of their first calls."""
+    chains = [chain for chain in known_chains() if chain.compiled is not None]
+    return len(chains), sum(chain.first_call_seconds for chain in chains)

@@ -1,0 +1,217 @@
+"""Chains of elementwise work between matrix products: computed plainly, or compiled so that each is one kernel.
+
+A chain is a pure function of tensors whose rows do not meet: norms, rotations, gates. Compiled, it reads its inputs and
+writes its outputs once each way, and keeps nothing but its inputs for the backward pass, which computes again whatever
+lies between. The plain function is the reference; a module calls it through its ``fuse``, the seam at which
+``compiled`` takes ``plainly``'s place.
+
+A compiled chain is one operator, ``roundtable::chain(name, tensors) -> tensors``: fake tensors go through the plain
+function, and whatever looks at operations sees one.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+ROW_BYTES = 1 << 16  # a longer row does not stay in a core's registers: what is summed over it is read once more
+LEAST_ROWS = 2  # torch compiles a dim of 0 or 1 as that number, so fewer rows are computed plainly
+
+
+class Fuse(Protocol):
+    """``function(*tensors, **numbers)``, in one kernel or in many; a tensor, or a tuple of them.
+
+    ``rows_vary``: the tensors' first dim differs from call to call.
+    """
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
+        """The function's value, which can be differentiated by the tensors."""
+
+
+def plainly(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
+    """The function as it is: ``Fuse``'s reference."""
+    return function(*tensors, **numbers)
+
+
+def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
+    """The function as one kernel each way, compiled when it is first called with such shapes and dtypes."""
+    if rows_vary and any(tensor.shape[0] < LEAST_ROWS for tensor in tensors):
+        return function(*tensors, **numbers)
+    made = _Fused.apply(function, rows_vary, tuple(sorted(numbers.items())), *tensors)
+    return made[0] if len(made) == 1 else made
+
+
+class _Fused(Function):
+    """(function, rows_vary, numbers, *tensors) -> the function's values. Keeps the tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], rows_vary: bool, numbers: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
+        ctx.chain = function, rows_vary, numbers
+        made = tuple(run(chain_of(function, numbers, None, rows_vary, tensors), tensors))
+        ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        function, rows_vary, numbers = ctx.chain
+        wanted = tuple(place for place, wants in enumerate(ctx.needs_input_grad[3:]) if wants)
+        floats = [grad.contiguous() for grad in grads if grad.is_floating_point()]
+        given = (*ctx.saved_tensors, *floats)
+        made = run(chain_of(function, numbers, (wanted, len(ctx.saved_tensors)), rows_vary, given), given)
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for place, grad in zip(wanted, made, strict=True):
+            found[place + 3] = grad
+        return tuple(found)
+
+
+@dataclass
+class Chain:
+    """One function, or its gradients, for tensors of certain shapes and dtypes."""
+
+    label: str  # what it computes
+    function: Callable[..., tuple[Tensor, ...]]
+    rows_vary: bool
+    wanted: tuple[int, ...] | None  # the places of the tensors of which these are the gradients; None: values
+    sums_rows: bool  # some of the gradients are of what all rows share, which takes a kernel of its own
+    compiled: Callable[..., tuple[Tensor, ...]] | None = None
+    first_call_seconds: float = 0.0
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The compiled function's values; it is compiled here, the first time."""
+        is_first = self.compiled is None
+        started = time.perf_counter()
+        if self.compiled is None:
+            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False)
+        if self.rows_vary:
+            tensors = [varying(tensor) for tensor in tensors]
+        made = self.compiled(*tensors)
+        if is_first:
+            self.first_call_seconds = time.perf_counter() - started
+        return made
+
+    def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the values' shapes and dtypes, where tensors have no values."""
+        if self.wanted is None:
+            return list(self.function(*tensors))
+        return [torch.empty_like(tensors[place]) for place in self.wanted]
+
+    @property
+    def n_kernels(self) -> int:
+        """How many kernels it takes."""
+        return 2 if self.sums_rows else 1
+
+    def moved_bytes(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+        """What its kernels read and write, each tensor once, but for what is read once more.
+
+        That is: by the kernel that sums over the rows, and where rows are long.
+        """
+        longest = max(each.shape[-1] * each.element_size() for each in given if each.dim())
+        readings = 1 + self.sums_rows + (longest > ROW_BYTES)
+        return readings * sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
+
+
+def varying(tensor: Tensor) -> Tensor:
+    """The tensor, marked for the compiler as one of as many rows as there may be."""
+    view = tensor.detach()  # of its own: another chain may compile the same tensor as it is
+    torch._dynamo.mark_dynamic(view, 0)
+    return view
+
+
+@dataclass
+class _Chains:
+    """Every chain of this process so far."""
+
+    by_key: dict[Any, str] = field(default_factory=dict)
+    by_name: dict[str, Chain] = field(default_factory=dict)
+
+
+_chains = _Chains()
+
+
+def known_chains() -> list[Chain]:
+    """The chains that this process has called."""
+    return list(_chains.by_name.values())
+
+
+def chain_named(name: str) -> Chain:
+    """The chain that ``roundtable::chain`` is called with."""
+    return _chains.by_name[name]
+
+
+def chain_of(
+    function: Callable[..., Any],
+    numbers: tuple[tuple[str, Any], ...],
+    wanted: tuple[tuple[int, ...], int] | None,
+    rows_vary: bool,
+    tensors: Sequence[Tensor],
+) -> str:
+    """The name of the chain for such tensors.
+
+    ``wanted``: the places of those by which it is differentiated, and how many there are; None: it is not. A vector
+    among them is shared by all rows.
+    """
+    shapes = tuple((each.shape[1:] if rows_vary else each.shape, each.dtype, each.device.type) for each in tensors)
+    key = (function, numbers, wanted, rows_vary, shapes)
+    name = _chains.by_key.get(key)
+    if name is None:
+        label = function.__name__ + ("" if wanted is None else " backward")
+        name = f"{label} {len(_chains.by_name)}"
+        sums_rows = wanted is not None and any(tensors[place].dim() == 1 for place in wanted[0])
+        plain = values(function, dict(numbers)) if wanted is None else gradients(function, dict(numbers), *wanted)
+        # Of its own code object: torch counts the versions that it compiles of each.
+        plain.__code__ = plain.__code__.replace(co_name="".join(c if c.isalnum() else "_" for c in name))  # type: ignore[attr-defined]
+        _chains.by_name[name] = Chain(label, plain, rows_vary, None if wanted is None else wanted[0], sums_rows)
+        _chains.by_key[key] = name
+    return name
+
+
+def values(function: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """(*tensors) -> the function's values, as a tuple."""
+
+    def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+        made = function(*tensors, **numbers)
+        return made if isinstance(made, tuple) else (made,)
+
+    return compute
+
+
+def gradients(
+    function: Callable[..., Any], numbers: dict[str, Any], wanted: tuple[int, ...], n_tensors: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """(*n_tensors tensors, *gradients by the function's values) -> the gradients by those in the places ``wanted``."""
+
+    def compute(*given: Tensor) -> tuple[Tensor, ...]:
+        def of_wanted(*changing: Tensor) -> tuple[Tensor, ...]:
+            tensors = list(given[:n_tensors])
+            for place, tensor in zip(wanted, changing, strict=True):
+                tensors[place] = tensor
+            made = function(*tensors, **numbers)
+            made = made if isinstance(made, tuple) else (made,)
+            return tuple(each for each in made if each.is_floating_point())
+
+        pull = torch.func.vjp(of_wanted, *(given[place] for place in wanted))[1]
+        return pull(given[n_tensors:])
+
+    return compute
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """The operator, defined when the first chain runs."""
+    library = torch.library.Library("roundtable", "FRAGMENT")
+    library.define("chain(str name, Tensor[] tensors) -> Tensor[]")
+    library.impl("chain", lambda name, tensors: list(chain_named(name)(tensors)), "CompositeExplicitAutograd")
+    torch.library.register_fake("roundtable::chain", lambda name, tensors: chain_named(name).fake(tensors), lib=library)
+    return library
+
+
+def run(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The chain's values."""
+    _library()
+    return torch.ops.roundtable.chain(name, list(tensors))
