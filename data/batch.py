@@ -1,17 +1,18 @@
 """What the data package hands to a training step: windows of tokens, and what follows from where documents begin.
 
 Shape letters: B samples of the batch, S positions of a sample, W = S + 1 tokens of a window, F fragments (a document's
-part in a sample).
+part in a sample), L parts that are left out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 IGNORED = -100  # a target that does not count; torch's cross_entropy ignores it by default
 PADDING = -1  # the document number of a position that holds no token
+NOTHING = np.empty((3, 0), np.int64)  # no parts of documents
 
 FindFragments = Callable[[], tuple[np.ndarray, np.ndarray]]
 
@@ -25,7 +26,8 @@ class Batch:
     changes no other.
 
     A position whose target is ``IGNORED`` but whose document is not ``PADDING`` is a real token (the last of its
-    document, or of its shard): it is routed and attended to, it only predicts nothing.
+    document, or of its shard): it is routed and attended to, it only predicts nothing. The tokens of documents that
+    are left out are padding, wherever they lie; the other documents keep their numbers.
     """
 
     tokens_BS: np.ndarray  # int64: input token ids; 0 in padding
@@ -36,10 +38,19 @@ class Batch:
     length_B: np.ndarray  # int64: how many tokens of each window are real, at least 2
     # (row_F, offset_F): each fragment's window and its first token in it, sorted by both; the first of a window is at 0
     find_fragments: FindFragments
+    left_out_L: np.ndarray = field(default_factory=NOTHING.copy)  # int64 [3, L]: window, first token, the one after
 
     @classmethod
-    def of(cls, window_BW: np.ndarray, length_B: np.ndarray, find_fragments: FindFragments) -> "Batch":
+    def of(
+        cls,
+        window_BW: np.ndarray,
+        length_B: np.ndarray,
+        find_fragments: FindFragments,
+        left_out_L: np.ndarray = NOTHING,
+    ) -> "Batch":
         """The batch of these windows, which are zero past their lengths.
+
+        ``left_out_L``: parts of documents (window, first token, the one after the last) that are padding instead.
 
         Tokens and targets are cut from one allocation: freeing two of a megabyte each makes the C library return their
         pages to the system, and fetching them again cost more than filling them (539 us against 124 us at 64 x 2048
@@ -48,7 +59,9 @@ class Batch:
         shape = window_BW.shape[0], window_BW.shape[1] - 1
         tokens_BS, room_BS = np.empty((2, *shape), np.int64)
         tokens_BS[...] = window_BW[:, :-1]
-        return cls(tokens_BS, room_BS, window_BW, length_B, find_fragments)
+        for row, first, stop in left_out_L.T.tolist():
+            tokens_BS[row, first:stop] = 0
+        return cls(tokens_BS, room_BS, window_BW, length_B, find_fragments, left_out_L)
 
     @cached_property
     def targets_BS(self) -> np.ndarray:
@@ -59,6 +72,8 @@ class Batch:
         targets_BS.reshape(-1)[start_F[offset_F > 0] - 1] = IGNORED
         for row in self._short_rows:
             targets_BS[row, self.length_B[row] - 1 :] = IGNORED
+        for row, first, stop in self.left_out_L.T.tolist():
+            targets_BS[row, first:stop] = IGNORED
         return targets_BS
 
     @property
@@ -74,7 +89,8 @@ class Batch:
     @property
     def has_padding(self) -> bool:
         """Whether any position holds no token; told by the lengths, so no array is looked through."""
-        return bool((self.length_B < self.tokens_BS.shape[1]).any())
+        seq_len = self.tokens_BS.shape[1]
+        return bool((self.length_B < seq_len).any() or (self.left_out_L[1] < seq_len).any())
 
     @cached_property
     def _fragments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -105,6 +121,8 @@ class Batch:
         positions_BS, documents_BS = positions.reshape(self.tokens_BS.shape), documents.reshape(self.tokens_BS.shape)
         for row in self._short_rows:
             positions_BS[row, self.length_B[row] :], documents_BS[row, self.length_B[row] :] = 0, PADDING
+        for row, first, stop in self.left_out_L.T.tolist():
+            positions_BS[row, first:stop], documents_BS[row, first:stop] = 0, PADDING
         return positions_BS, documents_BS
 
 

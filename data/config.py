@@ -34,6 +34,8 @@ class DataConfig:
     # share of each raw source's documents that is held out
     heldout_fraction: Annotated[float, Interval(ge=0, le=0.999)] = 0.01
     heldout_path: str | None = None  # PREFIX of token files to evaluate on, instead of a split of the raw sources
+    # a file that lists documents which are never trained on, as `roundtable blame --leave-out` writes it
+    without: str | None = None
     # raw text in one shard; fixes the order of documents, whatever the workers
     shard_bytes: Annotated[int, Interval(ge=1, le=2**40)] = 64_000_000
     # steps whose samples a thread of each rank reads ahead; 0: none, each step reads its own

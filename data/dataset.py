@@ -25,6 +25,7 @@ from data.prepared import Prepared, PreparedSource, locate, source_names
 from data.sources import expand_path, is_raw
 from data.tokenfile import TokenFile, bin_path
 from data.tokenizer import PREPARE
+from data.without import LeftOutParts, Listed, find_listed, read_list
 
 Split = Literal["train", "heldout"]
 # Places in the training order that are worked out at once, and kept: a step asks for its samples several times over, to
@@ -66,6 +67,7 @@ class Dataset:
         self._has_large_file = any(file.is_large for file in self._files)
         self._file_tokens = np.array([file.n_tokens for file in self._files], np.int64)
         self._boundaries = Boundaries(self._files)
+        self._left_out = LeftOutParts(self._files)
         self._place_block = lru_cache(maxsize=4)(
             lambda block: self._place(self._shuffle(np.arange(block * BLOCK, (block + 1) * BLOCK)))
         )
@@ -79,6 +81,19 @@ class Dataset:
         """The samples in one epoch of each source, in the order of the config."""
         return [int(count) for count in np.diff(self._source_bounds)]
 
+    def leave_out(self, listed: Sequence[Listed], key: str) -> None:
+        """From now on the tokens of these documents are padding, where they lie; ``key`` is where they were named.
+
+        The order of the samples stays as it is. Raises DataError where the dataset has no such document.
+        """
+        self._left_out = LeftOutParts(self._files, find_listed(self, listed, key))
+        self._measure.cache_clear()
+
+    @property
+    def left_out(self) -> LeftOutParts:
+        """The documents that are left out, and where."""
+        return self._left_out
+
     def read(self, indices: np.ndarray) -> Batch:
         """The samples of these numbers, in this order.
 
@@ -88,7 +103,8 @@ class Dataset:
         window_BW = self._copy_windows(file_B, start_B, length_B)
         if self._checks_ids:
             self._check_ids(window_BW, file_B)
-        return Batch.of(window_BW, length_B, self._boundaries.finder(file_B, start_B, length_B))
+        finder = self._boundaries.finder(file_B, start_B, length_B)
+        return Batch.of(window_BW, length_B, finder, self._left_out.within(file_B, start_B, length_B))
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
         """(targets that count in the loss, input tokens that are not padding) of these samples, reading no tokens.
@@ -177,12 +193,20 @@ class Dataset:
         """(length_F, tokens that are not padding) of samples whose int64 numbers are these bytes.
 
         ``length_F``: the tokens of each part of a document in each window, of which all but the first are targets.
+        Documents that are left out have no part in either.
         """
         file_B, start_B, length_B = self._locate(np.frombuffer(samples, np.int64))
         row_F, offset_F = self._boundaries.find(file_B, start_B, length_B)
         is_last_F = np.append(row_F[1:] != row_F[:-1], True)[: len(row_F)]
         end_F = np.where(is_last_F, length_B[row_F], np.append(offset_F[1:], 0)[: len(row_F)])
-        return end_F - offset_F, int(np.minimum(length_B, self.seq_len).sum())
+        n_tokens = int(np.minimum(length_B, self.seq_len).sum())
+        left_row_L, first_L, stop_L = self._left_out.within(file_B, start_B, length_B)
+        if not len(first_L):
+            return end_F - offset_F, n_tokens
+        width = self.seq_len + 1
+        stays_F = ~np.isin(row_F * width + offset_F, left_row_L * width + first_L)
+        n_left_out = int((np.minimum(stop_L, self.seq_len) - np.minimum(first_L, self.seq_len)).sum())
+        return (end_F - offset_F)[stays_F], n_tokens - n_left_out
 
     def _copy_windows(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> np.ndarray:
         """The samples' tokens, [B, S + 1], in the files' own type; zeros past a window's length.
@@ -259,8 +283,9 @@ def _as_key(indices: np.ndarray) -> bytes:
 def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split) -> Dataset:
     """The dataset of a split: "train" is shuffled and endless, "heldout" is in plain order and has a last sample.
 
-    Held-out text is data.heldout_path if that is set, else the held-out parts of the raw sources. Cheap enough for
-    every rank: it reads manifests and maps files. Raises DataError where data is missing, damaged or does not fit.
+    Held-out text is data.heldout_path if that is set, else the held-out parts of the raw sources. From training, the
+    documents that data.without lists are left out. Cheap enough for every rank: it reads manifests and maps files.
+    Raises DataError where data is missing, damaged or does not fit.
     """
     prepared = locate(config, vocab_size)
     if prepared is None:
@@ -273,7 +298,10 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
         sources = [Source(1.0, (TokenFile(expand_path(config.heldout_path)),), trusted=False)]
     else:
         sources = _open_heldout(config, prepared, vocab_size)
-    return Dataset(sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=split == "train")
+    dataset = Dataset(sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=split == "train")
+    if split == "train" and config.without is not None:
+        dataset.leave_out(read_list(config.without, "data.without"), "data.without")
+    return dataset
 
 
 def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = FIRST_IDS) -> None:

@@ -7,6 +7,7 @@ from data.prepared import locate
 from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw, reads_files
 from data.tokenfile import is_token_file
 from data.tokenizer import BYTES_AND_END
+from data.without import file_problem
 
 
 def check_data(config: DataConfig, vocab_size: int) -> list[str]:
@@ -28,6 +29,8 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
     if heldout is not None and why_no_path(heldout) is None and not is_token_file(expand_path(heldout)):
         rule = "must be the PREFIX of token files, and PREFIX.bin and PREFIX.idx do not both exist"
         found.append(problem(f"data.heldout_path={heldout!r}", rule, "check the path, or set it to null"))
+    if config.without is not None and why_no_path(config.without) is None:
+        found += [line for line in [file_problem(config.without)] if line is not None]
     return found
 
 
@@ -44,7 +47,7 @@ def _check_empty(config: DataConfig) -> list[str]:
 
 def _check_names(config: DataConfig) -> list[str]:
     """No path that no file system takes; what each should be is said elsewhere."""
-    paths = {f"data.{name}": getattr(config, name) for name in ("token_dir", "tokenizer", "heldout_path")}
+    paths = {f"data.{name}": getattr(config, name) for name in ("token_dir", "tokenizer", "heldout_path", "without")}
     paths |= {f"data.sources[{number}].path": source.path for number, source in enumerate(config.sources)}
     broken = {
         key: why_no_path(path, created=key == "data.token_dir") for key, path in paths.items() if path is not None

@@ -47,10 +47,10 @@ def logged(
     """The keys and values for a row of metrics.jsonl.
 
     ``totals`` holds for each metric and each layer its sum, or its largest value, over the whole global batch, of
-    ``n_tokens`` routed tokens in ``n_sequences`` sequences.
+    ``n_tokens`` routed tokens in ``n_sequences`` sequences; where all documents are left out there are no tokens.
     """
     row = {}
-    divisors = {None: 1, "tokens": n_tokens, "sequences": n_sequences}
+    divisors = {None: 1, "tokens": max(1, n_tokens), "sequences": n_sequences}
     for name, metric in metrics.items():
         values: dict[str, list[float]] = {}
         for layer in sorted(totals[name]):

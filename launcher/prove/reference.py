@@ -95,7 +95,7 @@ class ReferenceTrainer:
         ``number`` is the update's, from 1, which dropout needs.
         """
         n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
-        n_tokens = sum(int((part.documents_BS != PADDING).sum()) for part in batch)
+        n_tokens = max(1, sum(int((part.documents_BS != PADDING).sum()) for part in batch))
         n_sequences = sum(part.tokens_BS.shape[0] for part in batch)
         result = ReferenceStep(0.0, {}, {}, 0.0, {}, {}, skipped=False, has_targets=n_targets > 0)
         n_targets = max(1, n_targets)  # where none counts the loss is 0

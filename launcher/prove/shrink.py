@@ -96,7 +96,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             max_positions=None if model.max_positions is None else seq_len,
             rope_scaling=shrink_scaling(model.rope_scaling, seq_len, model.rope_dim // 2),
         ),
-        data=replace(config.data, seq_len=seq_len, heldout_path=None),
+        data=replace(config.data, seq_len=seq_len, heldout_path=None, without=None),
         train=replace(
             config.train,
             global_batch_size=first if config.train.batch_ramp is None else 2 * first,

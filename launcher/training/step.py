@@ -87,7 +87,7 @@ def accumulate_gradients(
     mesh = engine.mesh
     n_targets, n_tokens = dataset.count(indices)
     mine = share_of_batch(indices, micro_batch_size, mesh)
-    weight, scales = 1 / max(1, n_targets), (engine.loss_factor / len(indices), engine.loss_factor / n_tokens)
+    weight, scales = 1 / max(1, n_targets), (engine.loss_factor / len(indices), engine.loss_factor / max(1, n_tokens))
     same_graph = engine.needs_equal_graphs  # the way around padding saves something before the experts
     moment = drawn_from if engine.model_config.has_dropout else None
     further = further_scales(engine, dataset, indices)

@@ -280,16 +280,16 @@ def test_the_comparison_passes_without_a_fault(tmp_path: Path) -> None:
 
 
 def _shift_labels(of):
-    def shifted(window_BW, length_B, find):
-        batch = of(window_BW, length_B, find)
+    def shifted(window_BW, length_B, find, *rest):
+        batch = of(window_BW, length_B, find, *rest)
         return Arrays(batch.tokens_BS, np.roll(batch.targets_BS, 1, axis=1), batch.positions_BS, batch.documents_BS)
 
     return shifted
 
 
 def _positions_run_on(of):
-    def running(window_BW, length_B, find):
-        batch = of(window_BW, length_B, find)
+    def running(window_BW, length_B, find, *rest):
+        batch = of(window_BW, length_B, find, *rest)
         ramp = np.broadcast_to(np.arange(batch.tokens_BS.shape[1], dtype=np.int32), batch.tokens_BS.shape)
         positions = np.where(batch.documents_BS < 0, 0, ramp).astype(np.int32)
         return Arrays(batch.tokens_BS, batch.targets_BS, positions, batch.documents_BS)
@@ -302,12 +302,12 @@ def _boundary_off_by_one(of):
         row_F, offset_F = find()
         return row_F, np.where(offset_F > 1, offset_F - 1, offset_F)
 
-    return lambda window_BW, length_B, find: of(window_BW, length_B, lambda: early(find))
+    return lambda window_BW, length_B, find, *rest: of(window_BW, length_B, lambda: early(find), *rest)
 
 
 def _crossings_count(of):
-    def counting(window_BW, length_B, find):
-        batch = of(window_BW, length_B, find)
+    def counting(window_BW, length_B, find, *rest):
+        batch = of(window_BW, length_B, find, *rest)
         real = np.arange(batch.tokens_BS.shape[1]) < (length_B - 1)[:, None]
         targets = np.where(real, window_BW[:, 1:], IGNORED).astype(np.int64)
         return Arrays(batch.tokens_BS, targets, batch.positions_BS, batch.documents_BS)
@@ -316,7 +316,9 @@ def _crossings_count(of):
 
 
 def _padding_is_routed(of):
-    return lambda window_BW, length_B, find: of(window_BW, np.full_like(length_B, window_BW.shape[1]), find)
+    return lambda window_BW, length_B, find, *rest: of(
+        window_BW, np.full_like(length_B, window_BW.shape[1]), find, *rest
+    )
 
 
 @pytest.mark.parametrize(
