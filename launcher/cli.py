@@ -249,6 +249,29 @@ def plot(
 
 
 @app.command()
+def report(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories or names.", show_default=False, autocompletion=offer_runs
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Default: RUN/report.html; of several, report.html.", show_default=False),
+    ] = None,
+    plan_gpu: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="GPU", help="Lay `plan` for that GPU beside each run.", show_default=False),
+    ] = None,
+) -> int:
+    """Write one HTML page, which needs no network, about a run, or several laid over each other."""
+    from launcher.commands.report import report_runs
+
+    return report_runs(names, out, plan_gpu)
+
+
+@app.command()
 def logs(
     run: RunArgument,
     rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,

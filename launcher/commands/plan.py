@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher.commands.profile import load_for_job
 from launcher.config.checked import load_checked
@@ -34,16 +35,9 @@ def plan_config(
     else:
         config = load_checked(path, overrides, world_size=gpus, data=False)
     check_known(config)
-    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance}
-    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
-    text = json.dumps({**request, "world_size": gpus})
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        tell(f"the process that computes the plan ended with exit code {done.returncode}")
+    answer = ask(path, overrides, gpu, gpus, imbalance)
+    if answer is None:
         return 1
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "problems" in answer:
-        raise UserError(answer["problems"])
     if as_json:
         say(json.dumps(answer, indent=2))
     else:
@@ -51,3 +45,18 @@ def plan_config(
 
         print_plan(answer)
     return 0
+
+
+def ask(path: Path, overrides: Sequence[str], gpu: str, gpus: int, imbalance: float) -> dict[str, Any] | None:
+    """The plan as JSON, from a process of its own; None, told in a line, where that fails. Raises UserError."""
+    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance}
+    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
+    text = json.dumps({**request, "world_size": gpus})
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        tell(f"the process that computes the plan ended with exit code {done.returncode}")
+        return None
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "problems" in answer:
+        raise UserError(answer["problems"])
+    return answer

@@ -4,7 +4,6 @@ Shape letters: N updates, P points or columns of a picture.
 """
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from launcher.commands.runs import RUNS_DIR
+from launcher.commands.runs import RUNS_DIR, short_names
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.run_parts import METRICS
@@ -96,13 +95,6 @@ def find_metrics(name: str) -> Path:
         if folder.is_dir():
             raise UserError([f"RUN={name} has no {METRICS} yet; name a run that has trained at least one step"])
     raise UserError([f"RUN={name} must be a run directory, or a run's name below {RUNS_DIR}; see `roundtable runs`"])
-
-
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """Each run's folder, with as many of those above it as tell the runs apart."""
-    parts = [Path(os.path.abspath(path)).parent.parts for path in paths]
-    length = next(n for n in range(1, 999) if len({part[-n:] for part in parts}) == len(set(parts)))
-    return ["/".join(part[-length:]) for part in parts]
 
 
 def read_curves(path: Path, name: str) -> Curves:

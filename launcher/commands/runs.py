@@ -12,7 +12,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -363,6 +363,13 @@ def print_table(found: list[RunSummary]) -> None:
 def short_name(run: RunSummary) -> str:
     """What other commands know the run by: its name below runs, or its path."""
     return in_a_line(run.path.removeprefix(f"{RUNS_DIR}/"))
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Of files in several runs, each run's folder, with as many of those above it as tell the runs apart."""
+    parts = [Path(os.path.abspath(path)).parent.parts for path in paths]
+    length = next(n for n in range(1, 999) if len({part[-n:] for part in parts}) == len(set(parts)))
+    return ["/".join(part[-length:]) for part in parts]
 
 
 STYLES = {

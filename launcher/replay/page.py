@@ -1,22 +1,16 @@
 """The step's documents as one HTML page without anything from elsewhere; what the documents hold is text in it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from launcher.console import escaped
+from launcher.html_text import text
 from launcher.replay.report import DocumentSeen
 from launcher.replay.show import SHADES, shade_of
 
 # No script runs, and nothing is fetched, whatever a document says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STYLE = "body{font:15px/1.6 sans-serif;margin:2em;max-width:60em}p{white-space:pre-wrap;overflow-wrap:anywhere}"
-
-
-def text(value: object) -> str:
-    """As it stands in a page: markup escaped, and so are control characters and what reverses writing."""
-    return escape(escaped(str(value)), quote=True)
 
 
 def write_page(

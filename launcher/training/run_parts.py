@@ -25,6 +25,7 @@ LEDGER = "ledger.jsonl"
 LOCK = ".lock"
 STARTED_IN = ".started_in"
 LINEAGE = "branched_from.json"
+REPORT = "report.html"
 LOGS = "logs"
 WANDB = "wandb"
 WANDB_ID = f"{WANDB}/run_id"
@@ -116,6 +117,7 @@ PARTS = (
     Part(FENCE, "file", 1 << 16, why_no_token),
     Part(STARTED_IN, "file", 1 << 16, _why_no_folder_name),
     Part(LINEAGE, "file", 1 << 16, _why_no_lineage),
+    Part(REPORT, "file"),
     Part(".seen", "file", 1 << 16),
     Part(CHECKPOINTS, "folder"),
     Part(LOGS, "folder"),

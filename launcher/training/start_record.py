@@ -10,6 +10,7 @@ import torch.distributed as dist
 from launcher.config.tree import RunConfig
 from launcher.guard.agreement import commit, hash_of_code, hash_of_config
 from launcher.slurm.queue import slurm_job
+from launcher.training.surroundings import surroundings
 from parallel.mesh import Mesh
 from parallel.processes.environment import number
 
@@ -32,4 +33,5 @@ def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] =
         "code_sha256": hash_of_code()[:12],
         "init_from": config.init_from,
         "config_sha256": hash_of_config(config)[:12],
+        "environment": surroundings(mesh.device),
     }

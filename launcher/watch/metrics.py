@@ -189,16 +189,19 @@ def _decode(value: Any) -> Any:
             return value
 
 
-def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_rows(
+    path: Path, shorten: Callable[[bytes], bytes] = lambda line: line
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each line and its row as it stands, in bounded memory; a torn last line is left out.
 
+    ``shorten`` may take out of a line what the caller does not need, before it is parsed; the line comes whole.
     Raises UserError for any other line that is no row, and for an update whose step is not above those before it.
     """
     damaged, newest = None, -1
     for number, line in enumerate(_lines(path), start=1):
         if damaged is not None:
             raise UserError([f"{path}: line {damaged} is not a row (a JSON object with a step); remove that line"])
-        row = _parse(line)
+        row = _parse(shorten(line))
         if row is None:
             damaged = number
             continue

@@ -1,0 +1,83 @@
+"""`roundtable report RUN...`: one HTML file about one run or several. Besides that file nothing is written."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.errors import reason_of
+from data.places import why_no_path, why_not_writable
+from launcher.commands.runs import PARTS_OF_A_RUN, RUNS_DIR, short_names
+from launcher.console import say
+from launcher.errors import UserError
+from launcher.report.gather import gather
+from launcher.report.page import render
+from launcher.slurm.queue import runs_of
+from launcher.training.run_parts import REPORT
+
+MOST_RUNS = 50  # on one page
+
+
+def report_runs(names: Sequence[str], out: str | None, gpu: str | None) -> int:
+    """Writes the page and prints its path; returns 0. ``gpu``: lay what `plan` says of that one beside each run.
+
+    Raises UserError where a run is none, or is damaged, or the file cannot be written; nothing is created then.
+    """
+    paths = list(dict.fromkeys(path for name in names for path in runs_named(name)))
+    if len(paths) > MOST_RUNS:
+        raise UserError([f"RUN: {len(paths)} runs are more than the {MOST_RUNS} of one page; give fewer"])
+    target = Path(out) if out is not None else (paths[0] / REPORT if len(paths) == 1 else Path(REPORT))
+    check_target(target)
+    if gpu is not None:
+        from launcher.trace.hardware import read_hardware
+
+        read_hardware(gpu, "--plan")
+    called = short_names([path / REPORT for path in paths])
+    runs = [gather(path, name, n_runs=len(paths), gpu=gpu) for path, name in zip(paths, called, strict=True)]
+    write_page(target, render(runs, made_at()))
+    say(str(target))
+    return 0
+
+
+def runs_named(name: str) -> list[Path]:
+    """The run directory that a user means by its path, or its name below runs; of a sweep, those of its runs.
+
+    Raises UserError where there is none.
+    """
+    rule = why_no_path(name)
+    for path in (Path(name), Path(RUNS_DIR) / name) if rule is None else ():
+        if any(os.path.lexists(path / part) for part in PARTS_OF_A_RUN):
+            return runs_of(path)
+    rule = rule or f"must be a run directory, or a run's name below {RUNS_DIR}"
+    raise UserError([f"RUN={name} {rule}; see `roundtable runs`"])
+
+
+def made_at() -> str:
+    """The time, as a page shows it."""
+    return time.strftime("%Y-%m-%d %H:%M")
+
+
+def check_target(target: Path) -> None:
+    """Refuses a file that cannot be written, before a run is read."""
+    rule = why_no_path(str(target))
+    if rule is None and target.suffix.lower() not in (".html", ".htm"):
+        rule = "must end in .html"
+    if rule is None:
+        rule = why_not_writable(target.parent)
+    if rule is None and not target.parent.is_dir():
+        rule = f"must lie in a folder that is there, and {target.parent} is not"
+    if rule is None and os.path.lexists(target) and not (target.is_file() and os.access(target, os.W_OK)):
+        rule = "must be a file that can be written to, and is not"
+    if rule is not None:
+        raise UserError([f"--out={target} {rule}; choose another file"])
+
+
+def write_page(target: Path, page: str) -> None:
+    """In one act: a full disk leaves the page that was there, or none."""
+    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None

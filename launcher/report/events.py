@@ -1,0 +1,85 @@
+"""What happened in a run besides its updates: a place on the time line for each kind, and a line of text for some."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.watch.progress import event_text
+
+MOST_PLACES = 1000  # of a kind on the time line
+MOST_TOLD = 200  # events in the table of a run
+LONGEST_TEXT = 600  # characters
+MOST_DOCUMENTS = 4  # of an event's batch that are named
+
+# Kinds by how much they matter; the others are notes.
+BAD = ("nonfinite", "rollback", "restart", "checkpoint_failed", "damaged_checkpoint", "ranks_ended")
+WARNINGS = ("spike", "no_targets", "checkpoint_warning", "straggler", "stopped")
+ROUTINE = ("checkpoint",)
+
+
+@dataclass(frozen=True)
+class Told:
+    """One event as the table has it."""
+
+    step: int
+    kind: str
+    tone: str  # bad, warn, note or routine
+    text: str
+
+
+def tone_of(kind: str) -> str:
+    """How much a kind of event matters."""
+    if kind in BAD:
+        return "bad"
+    return "warn" if kind in WARNINGS else "routine" if kind in ROUTINE else "note"
+
+
+def kind_of(event: Mapping[str, Any]) -> str:
+    """The event's short name, whatever somebody has written there."""
+    return str(event["event"])[:60]
+
+
+def places(events: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The steps at which each kind happened, each once; of many, some, the first and the last among them."""
+    steps: dict[str, set[int]] = {}
+    for event in events:
+        steps.setdefault(kind_of(event), set()).add(event["step"])
+    return {kind: thinned(sorted(found)) for kind, found in steps.items()}
+
+
+def thinned(steps: list[int]) -> list[int]:
+    """At most MOST_PLACES of them, evenly spaced."""
+    if len(steps) <= MOST_PLACES:
+        return steps
+    return [steps[number * (len(steps) - 1) // (MOST_PLACES - 1)] for number in range(MOST_PLACES)]
+
+
+def told(events: Sequence[Mapping[str, Any]]) -> tuple[list[Told], int]:
+    """The table's events in the order of the file, and how many are left out: routine ones first, then those between.
+
+    Of too many that matter the first and the last halves are kept.
+    """
+    matter = [event for event in events if kind_of(event) not in ROUTINE]
+    chosen = list(events) if len(events) <= MOST_TOLD else matter
+    if len(chosen) > MOST_TOLD:
+        chosen = [*chosen[: MOST_TOLD // 2], *chosen[-MOST_TOLD // 2 :]]
+    lines = [Told(event["step"], kind_of(event), tone_of(kind_of(event)), text_of(event)) for event in chosen]
+    return lines, len(events) - len(lines)
+
+
+def text_of(event: Mapping[str, Any]) -> str:
+    """The event's fields in a line, and the first documents of its batch."""
+    _, _, fields = event_text({**event, "event": ""}).partition(":  ")
+    documents = event.get("documents")
+    if isinstance(documents, list) and documents:
+        named = "; ".join(_document(each) for each in documents[:MOST_DOCUMENTS])
+        more = f" and {len(documents) - MOST_DOCUMENTS} more" if len(documents) > MOST_DOCUMENTS else ""
+        fields += f"  documents: {named}{more}"
+    fields = fields.strip()
+    return fields if len(fields) <= LONGEST_TEXT else f"{fields[:LONGEST_TEXT]} ..."
+
+
+def _document(each: Any) -> str:
+    if isinstance(each, dict) and {"file", "first", "last"} <= each.keys():
+        return f"{each['file']} {each['first']} to {each['last']}"
+    return str(each)

@@ -1,0 +1,109 @@
+// What the other parts share: the data, the page's settings, numbers as text, colours, places on the x axis.
+
+const report = JSON.parse(document.getElementById("data").textContent);
+const runs = report.runs;
+const settings = { axis: "steps", smoothing: 0, hidden: new Set(), range: null };
+const charts = [];  // each has redraw(), and where it has an x axis setRange(range)
+
+// An element with attributes and children; texts become text nodes, so nothing in them is markup.
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+const N_COLORS = 7;
+const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]];
+
+function runColor(number) {
+  return color(`run-${number % N_COLORS}`);
+}
+
+function runDash(number) {
+  return DASHES[Math.floor(number / N_COLORS) % DASHES.length];
+}
+
+// A number for people: 0.0003, 12.5, 20.1k, 1.2B.
+function short(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "";
+  const size = Math.abs(value);
+  for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e4]]) {
+    if (size >= scale) return `${trim(value / (unit === "k" ? 1e3 : scale))}${unit}`;
+  }
+  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return trim(value);
+}
+
+function trim(value) {
+  return String(Number(value.toPrecision(4)));
+}
+
+function whole(value) {
+  return Math.round(value).toLocaleString("en");
+}
+
+// Where a run's buckets lie on the x axis.
+function placesOf(run) {
+  if (settings.axis !== "steps") return run[settings.axis] || [];
+  return run.first.map((first, i) => (first + run.last[i]) / 2);
+}
+
+// Where a step of the run lies on the x axis: between its neighbours, where the axis is not steps.
+function placeOf(run, step) {
+  if (settings.axis === "steps") return step;
+  const places = run[settings.axis];
+  if (!places || !places.length) return null;
+  const next = firstFrom(run.last, step);
+  if (next >= places.length) return places[places.length - 1];
+  const [from, to] = next ? [run.last[next - 1], run.last[next]] : [0, run.last[0]];
+  const before = next ? places[next - 1] : 0;
+  return before + ((places[next] - before) * (step - from)) / Math.max(1, to - from);
+}
+
+// The index of the first of the rising numbers that is at least `value`.
+function firstFrom(numbers, value) {
+  let low = 0, high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < value) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function nearest(numbers, value) {
+  const next = firstFrom(numbers, value);
+  if (next === 0) return 0;
+  return next === numbers.length || value - numbers[next - 1] < numbers[next] - value ? next - 1 : next;
+}
+
+// From the first to the last place of any run that is shown.
+function wholeRange() {
+  let low = Infinity, high = -Infinity;
+  for (const run of runs) {
+    if (!run.updates) continue;
+    const places = placesOf(run);
+    if (!places.length) continue;
+    low = Math.min(low, places[0]);
+    high = Math.max(high, places[places.length - 1]);
+  }
+  if (low > high) return [0, 1];
+  return low === high ? [low - 1, high + 1] : [low, high];
+}
+
+function setRange(range) {
+  settings.range = range;
+  for (const chart of charts) if (chart.setRange) chart.setRange(range || wholeRange());
+  document.getElementById("whole").disabled = range === null;
+}
+
+function axisName() {
+  return { steps: "step", tokens: "tokens", hours: "hours in steps" }[settings.axis];
+}

@@ -1,0 +1,269 @@
+"""The page: static tables and texts, the data as JSON, and the script that draws it, in one file."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.config.dump import describe_config
+from launcher.config.secrets import mask
+from launcher.console import escaped
+from launcher.html_text import text
+from launcher.report.curves import MOST_POINTS
+from launcher.report.events import Told, kind_of, tone_of
+from launcher.report.gather import RunFacts
+from launcher.report.panels import panels_of
+from launcher.report.read import MOST_SAMPLED
+from launcher.report.summary import (
+    Table,
+    checkpoints_table,
+    differences_table,
+    environment_table,
+    plan_table,
+    sources_table,
+    starts_table,
+    summary_table,
+)
+
+FILES = Path(__file__).parent / "files"
+SCRIPTS = ("core.js", "curves.js", "timeline.js", "heat.js", "page.js")
+N_COLORS = 7  # of runs, in report.css
+LONG = 40  # letters of a cell that may be folded
+LONGEST_CONFIG = 200_000  # letters
+
+NO_SCRIPT = "The curves and maps are drawn by this page's script, which is off."
+
+TITLES = {
+    "training": "Loss, learning rate, norms",
+    "speed": "Speed and memory",
+    "experts": "Experts",
+    "data": "Data sources",
+    "others": "Other numbers",
+}
+
+
+def render(runs: Sequence[RunFacts], made: str) -> str:
+    """The page of these runs as text; ``made`` says when."""
+    title = text(", ".join(run.name for run in runs))
+    library, own = (FILES / "uplot.min.js").read_text(), own_script()
+    parts = [
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} - Roundtable report</title>',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(library, own)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{(FILES / 'uplot.min.css').read_text()}\n{(FILES / 'report.css').read_text()}</style></head><body>",
+        f"<header><h1>{title}</h1><p class=remark>Roundtable report of {text(made)}</p>{navigation(runs)}</header>",
+        "<main>",
+        *body(runs),
+        f"</main>{footer(runs)}",
+        f'<script type="application/json" id="data">{payload(runs)}</script>',
+        f"<script>{library}</script>\n<script>{own}</script></body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def own_script() -> str:
+    """Our part of the script, whose names nobody else sees."""
+    lines = "\n".join((FILES / name).read_text() for name in SCRIPTS)
+    return f'(() => {{\n"use strict";\n{lines}}})();\n'
+
+
+def policy(*scripts: str) -> str:
+    """What a browser lets the page do: run these scripts alone, and fetch nothing, whatever a run's texts say."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def payload(runs: Sequence[RunFacts]) -> str:
+    """What the script draws, as JSON that cannot end its element, and whose texts hold nothing that is obeyed."""
+    drawn = [run.data for run in runs]
+    tones = {kind: tone_of(kind) for kind in kinds_of(runs)}
+    tree = shown({"runs": drawn, "panels": panels_of(drawn), "tones": tones})
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def kinds_of(runs: Sequence[RunFacts]) -> list[str]:
+    """All kinds of events, those that matter most first."""
+    order = ("bad", "warn", "note", "routine")
+    kinds = dict.fromkeys(kind_of(event) for run in runs for event in run.rows.events)
+    return sorted(kinds, key=lambda kind: order.index(tone_of(kind)))
+
+
+def shown(tree: Any) -> Any:
+    """The tree, each text and key in it as people may see it; lists of numbers are not looked through."""
+    match tree:
+        case str():
+            return escaped(tree)
+        case dict():
+            return {escaped(str(key)): shown(value) for key, value in tree.items()}
+        case list() if tree and isinstance(tree[0], str | dict):
+            return [shown(item) for item in tree]
+        case _:
+            return tree
+
+
+def sections(runs: Sequence[RunFacts]) -> dict[str, str]:
+    """The sections that this page has, by their ids."""
+    used = {panel["section"] for panel in panels_of([run.data for run in runs])}
+    found = {"summary": "Summary"}
+    found |= {key: TITLES[key] for key in ("training", "speed") if key in used}
+    found |= {"events": "Events and health"}
+    found |= {key: TITLES[key] for key in ("experts",) if key in used or any(run.data.get("experts") for run in runs)}
+    found |= {"data-sources": TITLES["data"], "checkpoints": "Checkpoints", "plan": "Layout, plan and measurement"}
+    found |= {"environment": "Environment", "config": "Config"}
+    return found | ({"others": TITLES["others"]} if "others" in used else {})
+
+
+def navigation(runs: Sequence[RunFacts]) -> str:
+    """Links to the sections."""
+    links = (f'<a href="#{key}">{text(title)}</a>' for key, title in sections(runs).items())
+    return f'<nav aria-label="sections">{"".join(links)}</nav>'
+
+
+def body(runs: Sequence[RunFacts]) -> Iterator[str]:
+    """The sections in order."""
+    known = sections(runs)
+    yield from notes(runs)
+    yield heading("summary", known["summary"])
+    yield table_html(summary_table(runs), runs)
+    yield f'<noscript><p class="notes">{text(NO_SCRIPT)}</p></noscript>'
+    yield '<div id="toolbar" role="toolbar" aria-label="figures"></div>'
+    for key in ("training", "speed"):
+        if key in known:
+            yield heading(key, known[key]) + f'<div class="grid" id="curves-{key}"></div>'
+    yield heading("events", known["events"]) + events_html(runs)
+    if "experts" in known:
+        yield heading("experts", known["experts"]) + experts_html(runs)
+    yield heading("data-sources", known["data-sources"]) + table_html(sources_table(runs), runs)
+    yield '<div class="grid" id="curves-data"></div>'
+    yield heading("checkpoints", known["checkpoints"]) + table_html(checkpoints_table(runs), runs)
+    yield heading("plan", known["plan"]) + table_html(starts_table(runs), runs)
+    yield "<h3>Plan beside measurement, last start</h3>" + table_html(plan_table(runs), runs)
+    yield heading("environment", known["environment"]) + table_html(environment_table(runs), runs)
+    yield heading("config", known["config"]) + config_html(runs)
+    if "others" in known:
+        yield heading("others", known["others"]) + '<div class="grid" id="curves-others"></div>'
+
+
+def heading(key: str, title: str) -> str:
+    """A section's title, where links lead to."""
+    return f'<h2 id="{key}">{text(title)}</h2>'
+
+
+def notes(runs: Sequence[RunFacts]) -> Iterator[str]:
+    """What a reader should know first."""
+    lines = [(run.name, note) for run in runs for note in run.notes]
+    if lines:
+        named = (f"<li><b>{text(name)}</b>: {text(note)}</li>" for name, note in lines)
+        yield f'<ul class="notes">{"".join(named)}</ul>'
+
+
+def swatch(number: int) -> str:
+    """A run's colour."""
+    return f'<i class="swatch run-{number % N_COLORS}"></i>'
+
+
+def table_html(table: Table, runs: Sequence[RunFacts]) -> str:
+    """A table that scrolls within itself where it is too wide. One without rows says so."""
+    if not table.rows:
+        return '<p class="remark">Nothing is recorded.</p>'
+    named = table.runs is not None and len(runs) > 1
+    titles = ["<th scope=col>run</th>"] if named else []
+    for number, title in enumerate(table.titles):
+        mark = swatch(number - 1) if table.runs is None and number and len(runs) > 1 else ""
+        titles.append(f"<th scope=col>{mark}{text(title)}</th>")
+    lines = []
+    for place, row in enumerate(table.rows):
+        cells = [cell(value) for value in row]
+        if table.runs is None:
+            cells[0] = f"<th scope=row>{text(row[0])}</th>"
+        elif named:
+            run = table.runs[place]
+            cells.insert(0, f"<td>{swatch(run)}{text(runs[run].name)}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    kind = ' class="columns"' if table.runs is None else ""
+    remark = f'<p class="remark">{text(table.remark)}</p>' if table.remark else ""
+    head = f"<thead><tr>{''.join(titles)}</tr></thead>"
+    return f'<div class="scroll" tabindex="0"><table{kind}>{head}<tbody>{"".join(lines)}</tbody></table></div>{remark}'
+
+
+def cell(value: str) -> str:
+    """A cell; what is long may be folded anywhere."""
+    return f"<td{' class=long' if len(value) > LONG else ''}>{text(value)}</td>"
+
+
+def events_html(runs: Sequence[RunFacts]) -> str:
+    """The time line and the table of events."""
+    if not any(run.rows.events for run in runs):
+        return '<p class="remark">No event is recorded.</p>'
+    rows = [event_row(number, run, each, len(runs)) for number, run in enumerate(runs) for each in run.told]
+    run_title = "<th scope=col>run</th>" if len(runs) > 1 else ""
+    head = f"<thead><tr>{run_title}<th scope=col>step</th><th scope=col>event</th><th scope=col>what</th></tr></thead>"
+    left_out = sum(run.n_not_told for run in runs)
+    remark = f'<p class="remark">{left_out:,} more are in metrics.jsonl.</p>' if left_out else ""
+    table = f'<div class="scroll" tabindex="0"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+    summary = f"<summary>{len(rows):,} events as a table</summary>"
+    return f'<div id="timeline"></div><details{" open" * (len(rows) <= 12)}>{summary}{table}{remark}</details>'
+
+
+def event_row(number: int, run: RunFacts, each: Told, n_runs: int) -> str:
+    """One event's line."""
+    name = f"<td>{swatch(number)}{text(run.name)}</td>" if n_runs > 1 else ""
+    tag = f'<span class="tag {each.tone}">{text(each.kind.replace("_", " "))}</span>'
+    return f"<tr>{name}<td>{each.step:,}</td><td>{tag}</td><td class=long>{text(each.text)}</td></tr>"
+
+
+def experts_html(runs: Sequence[RunFacts]) -> str:
+    """Curves of all runs, then each run's maps."""
+    parts = ['<div class="grid" id="curves-experts"></div>']
+    if any(run.data.get("layers") or run.data.get("experts") for run in runs):
+        parts.append(
+            '<p class="scale">load: idle <i></i> four times the mean; the colour between is balanced. '
+            'Entropy: low <i class="part"></i> high</p>'
+        )
+    for number, run in enumerate(runs):
+        if not (run.data.get("layers") or run.data.get("experts")):
+            continue
+        parts.append(f"<h3>{swatch(number) if len(runs) > 1 else ''}{text(run.name)}</h3>")
+        experts = run.data.get("experts")
+        if experts:
+            n_columns, n_rows = len(experts["steps"]), experts["rows"]
+            which = "all" if n_columns == n_rows else f"{n_columns:,}, evenly spaced,"
+            parts.append(
+                f'<p class="remark">Maps of experts show {which} of {n_rows:,} recorded steps with shares.</p>'
+            )
+        parts.append(f'<div id="maps-{number}"></div>')
+    return "".join(parts)
+
+
+def config_html(runs: Sequence[RunFacts]) -> str:
+    """Keys in which the runs differ, then each config."""
+    parts = []
+    if len(runs) > 1:
+        differences = differences_table(runs)
+        equal = '<p class="remark">The configs are equal but for names and places.</p>'
+        parts.append(table_html(differences, runs) if differences.rows else equal)
+    for run in runs:
+        if run.config is not None:
+            lines = mask(describe_config(run.config))[:LONGEST_CONFIG]
+            parts.append(f"<details><summary>config of {text(run.name)}</summary><pre>{text(lines)}</pre></details>")
+    return "".join(parts) or '<p class="remark">No config can be read.</p>'
+
+
+def footer(runs: Sequence[RunFacts]) -> str:
+    """How the numbers became curves."""
+    most = max((run.data["updates"] for run in runs), default=0)
+    lines = ["All numbers are from metrics.jsonl, the config and the folder of checkpoints; nothing was run again."]
+    points = max((len(run.data.get("first", ())) for run in runs), default=0)
+    if most > points:
+        lines.append(
+            f"Runs with more updates than a curve has points (here {points:,}, at most {MOST_POINTS:,}) are drawn in "
+            "buckets of neighbouring updates: the line is the mean, the band reaches from the lowest to the highest "
+            "value of each bucket, so no spike is lost; the text below a figure names the step of the highest one."
+        )
+    lines.append("Values that are not finite are gaps in a curve; the events say which steps had them.")
+    if any(run.data.get("experts") for run in runs):
+        lines.append(f"Of the rows with shares of experts at most {MOST_SAMPLED} and the last are read.")
+    return f"<footer>{''.join(f'<p class=remark>{text(line)}</p>' for line in lines)}</footer>"

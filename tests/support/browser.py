@@ -1,0 +1,92 @@
+"""A real headless Chromium, driven by Selenium through Debian's chromedriver; nothing is downloaded."""
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def why_none() -> str | None:
+    """Why no page can be opened here; None where one can."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return "selenium is not installed"
+    if not any(shutil.which(name) for name in CHROMIUM):
+        return "no Chromium is installed here; `make browser-packages` does that (as root)"
+    return None if shutil.which("chromedriver") else "chromedriver is not installed; `make browser-packages` does that"
+
+
+needs_browser = pytest.mark.skipif(why_none() is not None, reason=why_none() or "")
+
+
+class Page:
+    """An open page."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, path: Path) -> None:
+        """Opens a file, and forgets what was said on the console before."""
+        self.driver.get_log("browser")
+        self.driver.get(path.absolute().as_uri())
+
+    def run(self, script: str, *arguments: object) -> Any:
+        """What a script in the page returns."""
+        return self.driver.execute_script(script, *arguments)
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings on the console since the page was opened."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """What the page has loaded besides itself."""
+        return self.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """The window, as CSS counts: as wide as a telephone's, where a window cannot be."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def emulate(self, **features: str) -> None:
+        """Media features, prefers_color_scheme='dark' for one."""
+        told = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
+
+    def picture(self, path: Path, *, whole: bool = True) -> None:
+        """A PNG of the page, or of its window."""
+        taken = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole})
+        path.write_bytes(base64.b64decode(taken["data"]))
+
+    def print_pdf(self) -> bytes:
+        """The page as it would be printed."""
+        printed = self.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
+        return base64.b64decode(printed["data"])
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Page]:
+    """A browser of its own, with its profile in the folder, without a network."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = next(found for name in CHROMIUM if (found := shutil.which(name)))
+    profile = folder / "profile"
+    offline = ("--proxy-server=127.0.0.1:9", "--disable-background-networking", "--disable-component-update")
+    sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()  # which Chromium refuses root
+    for argument in ("--headless=new", "--disable-gpu", f"--user-data-dir={profile}", *offline, *sandbox):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=shutil.which("chromedriver")))
+    try:
+        yield Page(driver)
+    finally:
+        driver.quit()
