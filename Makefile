@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages prove drill fuzz sweep lint check format bench clean
+.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages prove drill fuzz sweep lint check format bench clean
 
 install: $(STAMP)
 
@@ -22,6 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python -m launcher.commands.demo
+
+# The pages of docs/ as a site that opens from the disk and needs no network; a broken link is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/site
+	@echo build/site/index.html
 
 test: $(STAMP)
 	$(AT_ONCE) tests -m 'not slow and not slurm'

@@ -130,7 +130,10 @@ def test_constraints_pin_every_library_that_is_named():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
     plain = [re.split(r"[\[<>=!~ ]", each)[0].lower().replace("_", "-") for each in wanted]
     assert set(plain) - {line.partition("==")[0].lower().replace("_", "-") for line in lines} == set()
 
