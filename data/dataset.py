@@ -18,6 +18,7 @@ import numpy as np
 from data.batch import Batch
 from data.boundaries import Boundaries
 from data.config import DataConfig
+from data.document_names import DocumentNames
 from data.errors import DataError, problem, refuse
 from data.manifest import size_problems
 from data.order import Mixture, hopped_ranges, permutation_key, permute, unpermute, weight_fraction
@@ -67,6 +68,7 @@ class Dataset:
         self._has_large_file = any(file.is_large for file in self._files)
         self._file_tokens = np.array([file.n_tokens for file in self._files], np.int64)
         self._boundaries = Boundaries(self._files)
+        self.document_names = DocumentNames(self.names, self._files, self.file_sources)
         self._left_out = LeftOutParts(self._files)
         self._place_block = lru_cache(maxsize=4)(
             lambda block: self._place(self._shuffle(np.arange(block * BLOCK, (block + 1) * BLOCK)))
@@ -86,7 +88,7 @@ class Dataset:
 
         The order of the samples stays as it is. Raises DataError where the dataset has no such document.
         """
-        self._left_out = LeftOutParts(self._files, find_listed(self, listed, key))
+        self._left_out = LeftOutParts(self._files, find_listed(self.document_names, listed, key))
         self._measure.cache_clear()
 
     @property

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from data.dataset import Dataset
+from data.document_names import Place
 from data.errors import reason_of, refuse
-from data.spans import Place
 from data.tokenfile import TokenFile
 from data.tokenizer_files import check_files
 

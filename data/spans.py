@@ -1,8 +1,5 @@
 """Which documents samples are made of, and which samples are made of a document.
 
-A document's name is SOURCE/FILE:NUMBER: the source's name in metrics, the token file's name in it, and the document's
-number in the file, from 0.
-
 Shape letters: B samples, F fragments (a document's part in a sample).
 """
 
@@ -12,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.dataset import Dataset
-from data.errors import refuse
-
-AS_SHOWN = "give one as `roundtable data show` prints it"
+from data.document_names import Place
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,6 @@ class DocumentPart:
     source: str  # its name in metrics
     file: str  # a token file's prefix
     document: int  # its number in that file, from 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """The tokens [first, stop) of a token file that are looked for, in one document."""
-
-    file: int
-    document: int
-    first: int
-    stop: int
 
 
 def spans_of(dataset: Dataset, indices: np.ndarray) -> Iterator[Span]:
@@ -94,33 +79,11 @@ def samples_with(dataset: Dataset, place: Place, consumed: int) -> list[Span]:
     return found
 
 
-def file_name(dataset: Dataset, file: int) -> str:
-    """SOURCE/FILE."""
-    return f"{dataset.names[dataset.file_sources[file]]}/{dataset.files[file].prefix.name}"
-
-
 def document_name(dataset: Dataset, file: int, document: int) -> str:
     """SOURCE/FILE:NUMBER."""
-    return f"{file_name(dataset, file)}:{document}"
+    return dataset.document_names.of_document(file, document)
 
 
 def find_document(dataset: Dataset, name: str, key: str) -> Place:
-    """The document of this name, whole; PREFIX:NUMBER, by a token file's path, will do as well.
-
-    ``key`` is what the user gave the name as. Raises DataError where there is none.
-    """
-    of_file, colon, number = name.rpartition(":")
-    files = [
-        file
-        for file in range(len(dataset.files))
-        if of_file in (file_name(dataset, file), str(dataset.files[file].prefix))
-    ]
-    if not colon or not files:
-        known = ", ".join(file_name(dataset, file) for file in range(min(3, len(dataset.files))))
-        more = ", ..." if len(dataset.files) > 3 else ""
-        raise refuse(f"{key}={name}", f"must be FILE:NUMBER with FILE one of {known}{more}", AS_SHOWN)
-    n_documents = dataset.files[files[0]].n_documents
-    if not (number.isascii() and number.isdigit() and len(number) < 20 and int(number) < n_documents):
-        rule = f"must end in a number from 0 to {n_documents - 1}, since {of_file} holds {n_documents} documents"
-        raise refuse(f"{key}={name}", rule, AS_SHOWN)
-    return Place(files[0], int(number), *dataset.files[files[0]].document_range(int(number)))
+    """The document of this name: see ``DocumentNames.find``."""
+    return dataset.document_names.find(name, key)

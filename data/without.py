@@ -14,15 +14,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from data.document_names import DocumentNames
 from data.errors import DataError, problem, reason_of, refuse
 from data.tokenfile import TokenFile
-
-if TYPE_CHECKING:
-    from data.dataset import Dataset
 
 LARGEST_BYTES = 1 << 24  # of a list: some 200,000 documents
 WRITE_ONE = "give a list as `roundtable blame --leave-out` writes it"
@@ -114,17 +112,15 @@ def hash_of_file(path: str | None) -> str:
     return hash_of_list(read_list(path, "data.without")) if path is not None else ""
 
 
-def find_listed(dataset: "Dataset", listed: Iterable[Listed], key: str) -> list[LeftOut]:
+def find_listed(names: DocumentNames, listed: Iterable[Listed], key: str) -> list[LeftOut]:
     """Where the listed documents lie, in the order of the files, each once.
 
-    Raises DataError with a line for each (at most five) that the dataset lacks, or that is of other tokens there.
+    Raises DataError with a line for each (at most five) that is not there, or that is of other tokens there.
     """
-    from data.spans import document_name, find_document
-
     found, problems = {}, []
     for each in listed:
         try:
-            place = find_document(dataset, each.document, key)
+            place = names.find(each.document, key)
         except DataError as error:
             problems += error.problems
             continue
@@ -132,7 +128,7 @@ def find_listed(dataset: "Dataset", listed: Iterable[Listed], key: str) -> list[
         if each.tokens not in (None, tokens):
             rule = f"must be tokens {list(each.tokens or ())} of its file, as listed, and is {list(tokens)}"
             problems.append(problem(f"{key}={each.document}", rule, PREPARE_AGAIN))
-        name = document_name(dataset, place.file, place.document)
+        name = names.of_document(place.file, place.document)
         found[place.file, place.document] = LeftOut(name, place.file, *tokens)
     if problems:
         raise DataError(*problems[:5])

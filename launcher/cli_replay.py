@@ -42,8 +42,20 @@ def branch(
     new: Annotated[str, typer.Argument(metavar="NEW", help="The run directory to make.", show_default=False)],
     step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The checkpoint's step.", show_default=False)],
     overrides: OverridesArgument = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--without",
+            metavar="FILE|DOCUMENT",
+            help="Documents that it never sees: a file that lists them, or one's name. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
-    """Make a run directory that goes on from another run's checkpoint, with its optimizer states."""
+    """Make a run directory that goes on from another run's checkpoint, with its optimizer states.
+
+    With --without it is the last checkpoint up to --step from before any of the documents was seen.
+    """
     from launcher.commands.branch import branch_run
 
-    return branch_run(run, new, step, overrides or ())
+    return branch_run(run, new, step, overrides or (), without or ())

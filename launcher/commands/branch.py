@@ -7,41 +7,68 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.places import why_no_path, why_not_writable
+from data.without import hash_of_list, parse_list
+from launcher.commands.branch_without import choose, read_names
 from launcher.commands.trained import find_candidates
 from launcher.config.checked import load_checked
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
-from launcher.console import say
+from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.prove.shrink import least_ranks
 from launcher.slurm.follow import find_run
-from launcher.training.lineage import Lineage, write_lineage
+from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
 from launcher.training.run_dir import check_same_run, saved_config, start_folder
-from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN, WITHOUT
 from parallel.checkpoint.local import LocalFolder, sync_directory
 from parallel.checkpoint.manifest import HASH_CHUNK, DamagedCheckpoint
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import MANIFEST, Folder, step_name, step_of
 
 
-def branch_run(run: str, new: str, step: int, overrides: Sequence[str]) -> int:
+def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without: Sequence[str] = ()) -> int:
     """Makes NEW, which `roundtable train NEW/config.yaml` goes on with; returns 0.
 
     NEW holds a copy of RUN's checkpoint of ``step``, the config of that time with the overrides, and where it came
-    from. Raises UserError where something is wrong, before anything is created. RUN is only read.
+    from. With ``without``, files that list documents or documents themselves, it is the last checkpoint up to ``step``
+    from before any of them was seen, and NEW lists them. Raises UserError or DataError where something is wrong, before
+    anything is created. RUN is only read.
     """
-    run_path, out = find_run(run).absolute(), checked_new(new)
+    run_path, out, listed = find_run(run).absolute(), checked_new(new), read_names(without)
     config = saved_config(run_path)
     if config is None:
         raise UserError([f"RUN={run} holds no config.yaml, so it is no run directory; give a run that has trained"])
     folder = start_folder(run_path, config)
     with contextlib.chdir(folder):
-        checkpoint = open_verified(run_path, step)
-        changed = branched_config(checkpoint, run_path, out, overrides)
-        write_branch(out, changed, checkpoint, folder, Lineage(str(run_path), step))
-    say(f"{new} branches from {run} at step {step}; `roundtable train {new}/{CONFIG}` goes on from there")
+        choice = choose(run_path, step, listed) if listed else None
+        checkpoint = open_verified(run_path, choice.step if choice is not None else step)
+        left_out = choice.text if choice is not None else own_list(checkpoint)
+        changed = branched_config(checkpoint, run_path, out, overrides, lists=left_out is not None)
+        record = choice.record if choice is not None else own_record(left_out, run_path)
+        lineage = Lineage(str(run_path), checkpoint.step, record)
+        write_branch(out, changed, checkpoint, folder, lineage, left_out)
+    begins = f"{new} branches from {run} at step {lineage.step}"
+    say(in_a_line(begins if choice is None else f"{begins}: {choice.words()}"))
+    say(in_a_line(f"`roundtable train {new}/{CONFIG}` goes on from there"))
     return 0
+
+
+def own_list(checkpoint: Checkpoint) -> str | None:
+    """The list of documents that the run itself leaves out, as its checkpoint has it."""
+    copy = checkpoint.attached(WITHOUT)
+    return copy.read_text() if copy is not None else None
+
+
+def own_record(left_out: str | None, run_path: Path) -> Without | None:
+    """What a branch records of the list that it takes over: what the run itself does, or that none had been seen."""
+    if left_out is None:
+        return None
+    lineage = read_lineage(run_path)
+    if lineage is not None and lineage.without is not None:
+        return lineage.without
+    listed = parse_list(left_out.encode(), WITHOUT)
+    return Without(len({each.document for each in listed}), hash_of_list(listed), first_seen=None, known_from=1)
 
 
 def checked_new(new: str) -> Path:
@@ -70,20 +97,31 @@ def open_verified(run_path: Path, step: int) -> Checkpoint:
     return checkpoint
 
 
-def branched_config(checkpoint: Checkpoint, run_path: Path, out: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config that the checkpoint was saved under, with the overrides, for ``out``.
+def branched_config(
+    checkpoint: Checkpoint, run_path: Path, out: Path, overrides: Sequence[str], *, lists: bool
+) -> RunConfig:
+    """The config that the checkpoint was saved under, with the overrides, for ``out``, which ``lists`` documents.
 
     Raises UserError for an override of what makes it another run: the model, the data, the seed, the optimizer's name.
     """
     base = checkpoint.attached(CONFIG) or run_path / CONFIG
-    own = [f"run_dir={out}", f"name={out.name}", "checkpoint.dir=null"]
+    for override in overrides:
+        if override.partition("=")[0] == "data.without":
+            raise UserError([f"{override} must be given as --without: the branch gets a list of its own; do so"])
+    without = f"data.without={out / WITHOUT}" if lists else "data.without=null"
+    own = [f"run_dir={out}", f"name={out.name}", "checkpoint.dir=null", without]
     given = load_config(base, [*overrides, *own])
     check_same_run(load_config(base), base, given)
     return load_checked(base, [*overrides, *own], world_size=least_ranks(given.parallel), data=False)
 
 
-def write_branch(out: Path, config: RunConfig, checkpoint: Checkpoint, folder: Path, lineage: Lineage) -> None:
-    """Writes the run directory ``out``, whole or not at all: a hidden folder beside it is renamed at the end."""
+def write_branch(
+    out: Path, config: RunConfig, checkpoint: Checkpoint, folder: Path, lineage: Lineage, left_out: str | None
+) -> None:
+    """Writes the run directory ``out``, whole or not at all: a hidden folder beside it is renamed at the end.
+
+    ``left_out`` is the content of its list of documents that it never sees.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir()
@@ -91,6 +129,8 @@ def write_branch(out: Path, config: RunConfig, checkpoint: Checkpoint, folder: P
         (partial / CONFIG).write_text(dump_config(config))
         (partial / STARTED_IN).write_text(f"{folder}\n")
         write_lineage(partial, lineage)
+        if left_out is not None:
+            (partial / WITHOUT).write_text(left_out)
         target = partial / CHECKPOINTS / step_name(lineage.step)
         target.mkdir(parents=True)
         for file in (*checkpoint.manifest.files, MANIFEST):

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from launcher.console import in_a_line, open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.tables import plain_table, size_text, wide_console
-from launcher.training.lineage import Lineage, read_lineage
+from launcher.training.lineage import Lineage, lineage_line, read_lineage
 from launcher.training.run_dir import CHECKPOINTS, checkpoints_of, refusing_unreachable
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, is_there, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder, open_store
@@ -204,7 +204,7 @@ def _show_run(found: Found, lineage: Lineage | None, as_json: bool) -> None:
         say(json.dumps({"checkpoints": rows, **beside}))
         return
     if lineage is not None:
-        say(in_a_line(f"branched from {lineage.run} at step {lineage.step}"))
+        say(in_a_line(lineage_line(lineage)))
     console = wide_console()
     table = plain_table("checkpoint", "state", ">tokens", ">held-out loss", ">size", "written by")
     for directory, row in zip(found.directories, rows, strict=True):

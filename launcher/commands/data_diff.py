@@ -1,6 +1,7 @@
 """`roundtable data diff`: the first step at which two runs were given different data, and what differs."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +19,7 @@ from launcher.training.ledger_rows import StepData
 from launcher.training.run_dir import changes
 
 # What of a config decides which tokens a step is given. Where token files lie, and who makes them, does not.
-DECIDES = ("seed", "data.seq_len", "data.sources", "train.global_batch_size", "train.batch_ramp")
+DECIDES = ("seed", "data.seq_len", "data.sources", "data.without", "train.global_batch_size", "train.batch_ramp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,13 @@ def show_difference(names: tuple[str, str], *, as_json: bool) -> int:
 def compare(ours: DataOfRun, theirs: DataOfRun) -> tuple[int, Difference | None, int | None]:
     """(steps from the first on whose data are the same, what differs in the next one, a step that one alone dropped).
 
-    Steps that only one of the runs has come to are no difference. Where seed, files, weights and seq_len are the same,
+    Steps that only one of the runs has made are no difference. Where seed, files, weights and seq_len are the same,
     numbers of samples are compared, else the windows of tokens that they stand for.
     """
     files = same_files(ours.dataset, theirs.dataset)
     has_one_order = in_one_order(ours, theirs, files)
     n_same, dropped_by_one = 0, None
-    for pair in zip(ours.steps(), theirs.steps(), strict=False):
+    for pair in pairs_of(ours.steps(), theirs.steps()):
         one, other = pair
         is_same = (one.begin, one.last_sample, one.hopped) == (other.begin, other.last_sample, other.hopped)
         if not (has_one_order and is_same):
@@ -81,10 +82,28 @@ def compare(ours: DataOfRun, theirs: DataOfRun) -> tuple[int, Difference | None,
 
 
 def windows_of(run: DataOfRun, step: StepData, numbers: list[int]) -> np.ndarray:
-    """int64 [B, 4]: each sequence's file, by ``numbers`` that both runs share, first token, tokens and seq_len."""
+    """int64 [B, 5]: each sequence's file, by ``numbers`` that both runs share, first token, tokens, seq_len, left out.
+
+    The last is 0 where no document of the window is left out, else a hash of the tokens that are.
+    """
     file_B, start_B, length_B = run.dataset.windows(step.samples())
-    seq_len_B = np.full_like(start_B, run.dataset.seq_len)
-    return np.stack([np.array(numbers, np.int64)[file_B], start_B, length_B, seq_len_B], axis=1)
+    seq_len_B, left_out_B = np.full_like(start_B, run.dataset.seq_len), np.zeros_like(start_B)
+    row_L, *range_L = run.dataset.left_out.within(file_B, start_B, length_B)
+    for row in set(row_L.tolist()):
+        ranges = np.array(range_L)[:, row_L == row].tobytes()
+        left_out_B[row] = int.from_bytes(hashlib.sha256(ranges).digest()[:7])
+    return np.stack([np.array(numbers, np.int64)[file_B], start_B, length_B, seq_len_B, left_out_B], axis=1)
+
+
+def pairs_of(ours: Iterator[StepData], theirs: Iterator[StepData]) -> Iterator[tuple[StepData, StepData]]:
+    """The steps that both have made, by their numbers: a branched run has none from before its parent's checkpoint."""
+    one, other = next(ours, None), next(theirs, None)
+    while one is not None and other is not None:
+        if one.step == other.step:
+            yield one, other
+        number = max(one.step, other.step) + (one.step == other.step)
+        one = one if one.step >= number else next(ours, None)
+        other = other if other.step >= number else next(theirs, None)
 
 
 def describe(runs: tuple[DataOfRun, DataOfRun], steps: tuple[StepData, StepData], keys: list[np.ndarray]) -> Difference:
@@ -103,6 +122,7 @@ def in_one_order(ours: DataOfRun, theirs: DataOfRun, files: tuple[list[int], lis
     one, other = ours.config, theirs.config
     weights = [[source.weight for source in config.data.sources] for config in (one, other)]
     is_same = (one.seed, one.data.seq_len, weights[0]) == (other.seed, other.data.seq_len, weights[1])
+    is_same = is_same and ours.dataset.left_out.documents == theirs.dataset.left_out.documents
     return is_same and files[0] == files[1] and ours.dataset.file_sources == theirs.dataset.file_sources
 
 

@@ -40,14 +40,14 @@ class DataOfRun:
 
     def step(self, number: int) -> StepData:
         """One step. Raises UserError where the run has not come to it."""
-        reached = 0
+        first = reached = 0
         for each in self.steps():
             if each.step == number:
                 return each
-            reached = each.step
-        raise UserError(
-            [f"--step={number} must be a step of {self.name}, which has made {reached}; give 1 to {reached}"]
-        )
+            first, reached = first or each.step, each.step
+        own = "" if first <= 1 else f" since it was branched at step {first - 1}"
+        rule = f"must be a step of {self.name}, which has made {reached}{own}; give {first} to {reached}"
+        raise UserError([f"--step={number} {rule}"])
 
 
 def open_run(name: str) -> DataOfRun:
@@ -109,13 +109,17 @@ def has_input(source: SourceConfig) -> bool:
 
 
 def span_row(dataset: Dataset, span: Span) -> dict[str, Any]:
-    """A span as ``--json`` has it: half-open in tokens of the file; ``offset`` counts from the document's start."""
+    """A span as ``--json`` has it: half-open in tokens of the file; ``offset`` counts from the document's start.
+
+    ``left_out``: the run never sees the document (data.without).
+    """
     return {
         "sample": span.sample,
         "document": document_name(dataset, span.file, span.document),
         "file": str(dataset.files[span.file].prefix),
         "tokens": [span.first, span.stop],
         "offset": span.offset,
+        "left_out": dataset.left_out.holds(span.file, span.first),
     }
 
 

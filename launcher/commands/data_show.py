@@ -7,6 +7,8 @@ from launcher.commands.data_run import DataOfRun, open_run, say_json, span_row
 from launcher.tables import plain_table, wide_console
 from launcher.training.ledger_rows import StepData
 
+LEFT_OUT = "left out by data.without"
+
 
 def show_step(name: str, step: int, *, as_json: bool) -> int:
     """Prints the step's samples, sources and spans; returns 0.
@@ -38,7 +40,7 @@ def step_row(data: StepData) -> dict[str, Any]:
 
 
 def source_rows(run: DataOfRun, data: StepData, spans: list[Span]) -> list[dict[str, Any]]:
-    """What each source gave to the step."""
+    """What each source gave to the step; documents and tokens without those that the run leaves out."""
     dataset = run.dataset
     progress = dataset.progress(data.consumed)
     rows = []
@@ -46,6 +48,7 @@ def source_rows(run: DataOfRun, data: StepData, spans: list[Span]) -> list[dict[
         own = [span for span in spans if dataset.file_sources[span.file] == number]
         row: dict[str, Any] = {"source": source, "path": run.config.data.sources[number].path}
         row |= {"sequences": len({span.sample for span in own})}
+        own = [span for span in own if not dataset.left_out.holds(span.file, span.first)]
         row |= {"documents": len({(span.file, span.document) for span in own})}
         rows.append(row | {"tokens": sum(s.stop - s.first for s in own), "epoch": progress[f"data/{source}/epoch"]})
     return rows
@@ -69,8 +72,9 @@ def print_step(run: DataOfRun, data: StepData, spans: list[Span], sources: list[
         counts = (f"{row[key]:,}" for key in ("sequences", "documents", "tokens"))
         table.add_row(row["source"], *counts, f"{row['epoch']:.3f}", row["path"])
     console.print(table, "")
-    table = plain_table(">sample", "document", ">from token", ">up to", ">in the document from")
+    table = plain_table(">sample", "document", ">from token", ">up to", ">in the document from", "")
     for row in (span_row(run.dataset, span) for span in spans):
         first, stop = row["tokens"]
-        table.add_row(str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]))
+        note = LEFT_OUT if row["left_out"] else ""
+        table.add_row(str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]), note)
     console.print(table)

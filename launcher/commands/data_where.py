@@ -3,9 +3,11 @@
 from bisect import bisect_left
 from typing import Any
 
+from data.document_names import Place
 from data.find_text import find_text
-from data.spans import Place, document_name, find_document, samples_with
+from data.spans import document_name, find_document, samples_with
 from launcher.commands.data_run import DataOfRun, open_run, say_json
+from launcher.commands.data_show import LEFT_OUT
 from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
 from launcher.training.ledger_rows import StepData
@@ -41,15 +43,21 @@ def places_of(run: DataOfRun, document: str | None, text: str | None) -> list[Pl
 
 
 def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, Any]:
-    """The steps that saw a place, and the samples with it that were left out; token ranges are half-open."""
+    """The steps that saw a place, and the samples with it that were left out; token ranges are half-open.
+
+    ``without``: the run never sees the document (data.without), so all its samples leave it out.
+    """
     seen: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     consumed = steps[-1].consumed
     ends = [step.last_sample for step in steps]
+    without = place.first < place.stop and run.dataset.left_out.holds(place.file, place.first)
     for span in samples_with(run.dataset, place, consumed):
+        if span.sample < steps[0].begin:  # its parent's, in a branched run
+            continue
         step = steps[bisect_left(ends, span.sample)]
         row = {"sample": span.sample, "tokens": [span.first, span.stop]}
-        if any(first <= span.sample < stop for first, stop in step.hopped):
+        if without or any(first <= span.sample < stop for first, stop in step.hopped):
             left_out.append(row)
         else:
             seen.append({"step": step.step, **row, "trained": step.trained})
@@ -57,6 +65,7 @@ def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, 
         "document": document_name(run.dataset, place.file, place.document),
         "file": str(run.dataset.files[place.file].prefix),
         "tokens": [place.first, place.stop],
+        "without": without,
         "seen": seen,
         "left_out": left_out,
     }
@@ -71,6 +80,7 @@ def print_places(run: DataOfRun, n_steps: int, rows: list[dict[str, Any]]) -> No
         first, stop = row["tokens"]
         steps = {each["step"] for each in row["seen"]}
         seen = f"seen in {len(steps)} of {n_steps} steps" if steps else f"not seen in {n_steps} steps"
+        seen = f"never seen, {LEFT_OUT}" if row["without"] else seen
         console.print(f"{row['document']}, tokens {first} to {stop - 1}: {seen}")
         table = plain_table(">step", ">sample", ">from token", ">up to", "")
         for each in row["seen"]:

@@ -9,6 +9,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from data.without import hash_of_file
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
@@ -68,7 +69,10 @@ def facts(config: RunConfig, roll: RollCall | None = None) -> dict[str, str]:
     reads its code from the shared disk once a node. Without ``roll`` this process looks itself.
     """
     here = code_facts() if roll is None else roll.once_on_node("code", f"{ROOT} {sys.executable}", code_facts)
-    return {**here, "the config (sha256)": hash_of_config(config)[:12]}
+    own = {"the config (sha256)": hash_of_config(config)[:12]}
+    if config.data.without is not None:
+        own["data.without (sha256 of its documents)"] = hash_of_file(config.data.without)[:12]
+    return {**here, **own}
 
 
 def code_facts() -> dict[str, str]:

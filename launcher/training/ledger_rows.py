@@ -13,6 +13,7 @@ import numpy as np
 from data.order import hopped_ranges, take
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.training.lineage import read_lineage
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable
 from launcher.training.run_parts import LEDGER, check_parts
 from launcher.watch.metrics import read_rows
@@ -65,13 +66,17 @@ class Saved:
 def steps_of(run_path: Path, config: RunConfig) -> Iterator[StepData]:
     """The run's steps from the first one on, as they stand after rollbacks and resumptions.
 
-    Raises UserError where there is no record, or where it contradicts itself or the newest checkpoint. A run without a
-    ledger is worked out from its newest checkpoint, if the config's batch sizes lead to what that has consumed.
+    Those of a branched run begin after its parent's checkpoint. Raises UserError where there is no record, or where it
+    contradicts itself or the newest checkpoint. A run without a ledger is worked out from its newest checkpoint, if the
+    config's batch sizes lead to what that has consumed.
     """
     check_parts(run_path, LEDGER)
-    path, saved = run_path / LEDGER, newest_saved(run_path)
+    path, saved, lineage = run_path / LEDGER, newest_saved(run_path), read_lineage(run_path)
     if path.exists() and path.stat().st_size:
-        yield from _from_ledger(path, saved)
+        yield from _from_ledger(path, saved, 0 if lineage is None else lineage.step)
+    elif lineage is not None:
+        rule = "must be there, or have trained a step of its own"
+        raise UserError([f"{path} {rule}: RUN={run_path} was branched from {lineage.run}; give that one"])
     elif saved is not None and saved.step:
         yield from _from_checkpoint(config, saved, path)
     else:
@@ -98,11 +103,12 @@ def newest_saved(run_path: Path) -> Saved | None:
     return None
 
 
-def _from_ledger(path: Path, saved: Saved | None) -> Iterator[StepData]:
-    """The rows, each checked: they count the steps from 1 on, and tile the order."""
-    step = consumed = 0
+def _from_ledger(path: Path, saved: Saved | None, step: int) -> Iterator[StepData]:
+    """The rows, each checked: they count the steps after ``step`` on, and tile the order."""
+    consumed = None if step else 0
     for _, row in read_rows(path):
         data = _parse(path, row)
+        consumed = data.begin if consumed is None else consumed
         if data.step != step + 1 or data.begin != consumed:
             expected = f"step {step + 1} from sample {consumed} on"
             rule = f"must go on with {expected}, and its next row is of step {data.step} from sample {data.begin} on"

@@ -8,11 +8,22 @@ from launcher.training.run_parts import LINEAGE, check_parts
 
 
 @dataclass(frozen=True)
+class Without:
+    """The documents that a branched run never sees."""
+
+    documents: int
+    sha256: str  # of their list (data.without.hash_of_list)
+    first_seen: int | None  # the first step before the branch that had seen one of them; None: none had
+    known_from: int  # of steps before this one no record was left to look at
+
+
+@dataclass(frozen=True)
 class Lineage:
     """The run directory, as it was called then, and the step of its checkpoint."""
 
     run: str
     step: int
+    without: Without | None = None
 
 
 def write_lineage(run_path: Path, lineage: Lineage) -> None:
@@ -27,4 +38,17 @@ def read_lineage(run_path: Path) -> Lineage | None:
     if not path.exists():
         return None
     found = json.loads(path.read_text())
-    return Lineage(found["run"], found["step"])
+    without = found.get("without")
+    return Lineage(found["run"], found["step"], None if without is None else Without(**without))
+
+
+def lineage_line(lineage: Lineage) -> str:
+    """In words."""
+    line = f"branched from {lineage.run} at step {lineage.step}"
+    if lineage.without is None:
+        return line
+    n, first = lineage.without.documents, lineage.without.first_seen
+    seen = (
+        "none of which had been seen by then" if first is None else f"of which some had been seen from step {first} on"
+    )
+    return f"{line}, without {n} document{'s' * (n != 1)}, {seen}"

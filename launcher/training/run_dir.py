@@ -25,8 +25,9 @@ from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, 
 from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
 
-# Where token files lie and how many processes make them does not change which tokens come next.
-FREE_DATA_KEYS = ("data.token_dir", "data.workers")
+# Where token files lie and how many processes make them does not change which tokens come next. Of data.without the
+# listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
+FREE_DATA_KEYS = ("data.token_dir", "data.workers", "data.without")
 
 
 def saved_config(run_path: Path) -> RunConfig | None:
@@ -220,8 +221,12 @@ def check_run_dir(config: RunConfig) -> None:
 
     Changes nothing. One process calls it, before ``claim``: it reads the whole of metrics.jsonl.
     """
+    from launcher.training.without import check_documents
+
     check_parts(config.run_path, writing=True)
     check_newest_checkpoint(config)
+    with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+        check_documents(config)
     if (config.run_path / LOCK).exists():
         _lock(config.run_path).close()
 

@@ -26,6 +26,7 @@ LOCK = ".lock"
 STARTED_IN = ".started_in"
 LINEAGE = "branched_from.json"
 REPORT = "report.html"
+WITHOUT = "without.jsonl"  # of a branched run, and the copy in a checkpoint of any run with data.without
 LOGS = "logs"
 WANDB = "wandb"
 WANDB_ID = f"{WANDB}/run_id"
@@ -77,13 +78,20 @@ def _why_no_names(path: Path) -> str | None:
 
 
 def _why_no_lineage(path: Path) -> str | None:
-    """The run directory and the step that a branched run came from."""
+    """The run directory and the step that a branched run came from, and which documents it leaves out."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         found = None
     values = [found.get("run"), found.get("step")] if isinstance(found, dict) else []
-    if [type(value) for value in values] == [str, int]:
+    without = found.get("without") if isinstance(found, dict) else None
+    kinds = {"documents": (int,), "sha256": (str,), "first_seen": (int, type(None)), "known_from": (int,)}
+    is_right = without is None or (
+        isinstance(without, dict)
+        and without.keys() == kinds.keys()
+        and all(type(without[key]) in kind for key, kind in kinds.items())
+    )
+    if is_right and [type(value) for value in values] == [str, int]:
         return None
     return f"{path} must say the run and the step that this run was branched from; remove it"
 
@@ -118,6 +126,7 @@ PARTS = (
     Part(STARTED_IN, "file", 1 << 16, _why_no_folder_name),
     Part(LINEAGE, "file", 1 << 16, _why_no_lineage),
     Part(REPORT, "file"),
+    Part(WITHOUT, "file", 1 << 24),
     Part(".seen", "file", 1 << 16),
     Part(CHECKPOINTS, "folder"),
     Part(LOGS, "folder"),

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data.without import hash_of_file
 from launcher.config.tree import RunConfig
 from launcher.guard.agreement import commit, hash_of_code, hash_of_config
 from launcher.slurm.queue import slurm_job
+from launcher.training.lineage import lineage_line, read_lineage
 from launcher.training.surroundings import surroundings
 from parallel.mesh import Mesh
 from parallel.processes.environment import number
@@ -24,6 +26,7 @@ def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] =
     dist.all_gather_object(hosts, socket.gethostname(), group=mesh.control)
     if mesh.rank != 0:
         return {}
+    lineage = read_lineage(config.run_path)
     return {
         "ranks": mesh.world_size,
         "nodes": environment.get("SLURM_STEP_NODELIST") or ",".join(dict.fromkeys(hosts)),
@@ -34,4 +37,6 @@ def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] =
         "init_from": config.init_from,
         "config_sha256": hash_of_config(config)[:12],
         "environment": surroundings(mesh.device),
+        "without_sha256": hash_of_file(config.data.without)[:12] or None,
+        "branched_from": lineage_line(lineage) if lineage is not None else None,
     }

@@ -12,7 +12,7 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import Fence
 from launcher.guard.watchdog import Watchdog
-from launcher.training.run_parts import CONFIG
+from launcher.training.run_parts import CONFIG, WITHOUT
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.load import load_state, load_weights, open_together
@@ -114,7 +114,11 @@ def open_saver(
         while_waiting=lambda: watchdog.beat(watchdog.step, watchdog.phase),
     )
     writes = engine.mesh.rank == 0  # rank 0 alone writes attachments, and writing a config as YAML takes 0.04 s
-    attachments = {CONFIG: dump_config(config).encode(), **tokenizer_files(tokenizer)} if writes else None
+    attachments: dict[str, Path | bytes] = {}
+    if writes:
+        attachments = {CONFIG: dump_config(config).encode(), **tokenizer_files(tokenizer)}
+        if config.data.without is not None:
+            attachments[WITHOUT] = Path(config.data.without).read_bytes()
     return Saver(
         open_store(config.checkpoint_location),
         engine,

@@ -103,11 +103,11 @@ def test_what_left_out_documents_say_changes_no_bit(tmp_path: Path) -> None:
 def test_a_list_that_is_written_is_read_again(tmp_path: Path) -> None:
     write_files(tmp_path)
     dataset = open_files(tmp_path, 7)
-    documents = find_listed(dataset, [Listed("b/b:0"), Listed("a/a:3"), Listed("a/a:3")], "--without")
+    documents = find_listed(dataset.document_names, [Listed("b/b:0"), Listed("a/a:3"), Listed("a/a:3")], "--without")
     assert [each.document for each in documents] == ["a/a:3", "b/b:0"]
     (tmp_path / "list").write_text(list_text(documents, [{"share": 0.5}, {"share": 0.1}]))
     listed = read_list(tmp_path / "list", "--without")
-    assert find_listed(dataset, listed, "--without") == documents
+    assert find_listed(dataset.document_names, listed, "--without") == documents
     assert hash_of_list(listed) == hash_of_list(reversed(listed)) != hash_of_list(listed[1:])
 
 

@@ -1,0 +1,58 @@
+"""What documents are called: SOURCE/FILE:NUMBER.
+
+The source's name in metrics, the token file's name in it, and the document's number in the file, from 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.errors import refuse
+from data.tokenfile import TokenFile
+
+AS_SHOWN = "give one as `roundtable data show` prints it"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tokens [first, stop) of a token file, in one document."""
+
+    file: int
+    document: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class DocumentNames:
+    """The names of all documents of some token files."""
+
+    sources: Sequence[str]  # their names in metrics
+    files: Sequence[TokenFile]
+    file_sources: Sequence[int]  # the number of each file's source
+
+    def of_file(self, file: int) -> str:
+        """SOURCE/FILE."""
+        return f"{self.sources[self.file_sources[file]]}/{self.files[file].prefix.name}"
+
+    def of_document(self, file: int, document: int) -> str:
+        """SOURCE/FILE:NUMBER."""
+        return f"{self.of_file(file)}:{document}"
+
+    def find(self, name: str, key: str) -> Place:
+        """The document of this name, whole; PREFIX:NUMBER, by a token file's path, will do as well.
+
+        ``key`` is what the user gave the name as. Raises DataError where there is none.
+        """
+        of_file, colon, number = name.rpartition(":")
+        files = [
+            file for file in range(len(self.files)) if of_file in (self.of_file(file), str(self.files[file].prefix))
+        ]
+        if not colon or not files:
+            known = ", ".join(self.of_file(file) for file in range(min(3, len(self.files))))
+            more = ", ..." if len(self.files) > 3 else ""
+            raise refuse(f"{key}={name}", f"must be FILE:NUMBER with FILE one of {known}{more}", AS_SHOWN)
+        n_documents = self.files[files[0]].n_documents
+        if not (number.isascii() and number.isdigit() and len(number) < 20 and int(number) < n_documents):
+            rule = f"must end in a number from 0 to {n_documents - 1}, since {of_file} holds {n_documents} documents"
+            raise refuse(f"{key}={name}", rule, AS_SHOWN)
+        return Place(files[0], int(number), *self.files[files[0]].document_range(int(number)))
