@@ -2,18 +2,14 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.commands.profile import load_for_job
 from launcher.config.checked import load_checked
-from launcher.console import say, tell
+from launcher.console import say
 from launcher.errors import UserError
-
-CODE = "from launcher.plan.child import main; main()"
+from launcher.plan.ask import ask
 
 
 def plan_config(
@@ -45,18 +41,3 @@ def plan_config(
 
         print_plan(answer)
     return 0
-
-
-def ask(path: Path, overrides: Sequence[str], gpu: str, gpus: int, imbalance: float) -> dict[str, Any] | None:
-    """The plan as JSON, from a process of its own; None, told in a line, where that fails. Raises UserError."""
-    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance}
-    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
-    text = json.dumps({**request, "world_size": gpus})
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        tell(f"the process that computes the plan ended with exit code {done.returncode}")
-        return None
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "problems" in answer:
-        raise UserError(answer["problems"])
-    return answer

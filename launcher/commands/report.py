@@ -1,7 +1,6 @@
 """`roundtable report RUN...`: one HTML file about one run or several. Besides that file nothing is written."""
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +9,9 @@ from data.places import why_no_path, why_not_writable
 from launcher.commands.runs import PARTS_OF_A_RUN, RUNS_DIR, short_names
 from launcher.console import say
 from launcher.errors import UserError
+from launcher.report.at_end import write_page
 from launcher.report.gather import gather
-from launcher.report.page import render
+from launcher.report.page import made_at, render
 from launcher.slurm.queue import runs_of
 from launcher.training.run_parts import REPORT
 
@@ -34,7 +34,10 @@ def report_runs(names: Sequence[str], out: str | None, gpu: str | None) -> int:
         read_hardware(gpu, "--plan")
     called = short_names([path / REPORT for path in paths])
     runs = [gather(path, name, n_runs=len(paths), gpu=gpu) for path, name in zip(paths, called, strict=True)]
-    write_page(target, render(runs, made_at()))
+    try:
+        write_page(target, render(runs, made_at()))
+    except OSError as error:
+        raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None
     say(str(target))
     return 0
 
@@ -52,11 +55,6 @@ def runs_named(name: str) -> list[Path]:
     raise UserError([f"RUN={name} {rule}; see `roundtable runs`"])
 
 
-def made_at() -> str:
-    """The time, as a page shows it."""
-    return time.strftime("%Y-%m-%d %H:%M")
-
-
 def check_target(target: Path) -> None:
     """Refuses a file that cannot be written, before a run is read."""
     rule = why_no_path(str(target))
@@ -70,14 +68,3 @@ def check_target(target: Path) -> None:
         rule = "must be a file that can be written to, and is not"
     if rule is not None:
         raise UserError([f"--out={target} {rule}; choose another file"])
-
-
-def write_page(target: Path, page: str) -> None:
-    """In one act: a full disk leaves the page that was there, or none."""
-    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None

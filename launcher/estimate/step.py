@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.estimate.pass_over import Traced, trace_rank
-from launcher.plan.dry_run import step_of_rank
+from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
 from launcher.plan.memory import rank_memory
 from launcher.prove.traffic.axes import pp_traffic

@@ -12,7 +12,7 @@ from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.console import say
 from launcher.errors import UserError
-from launcher.prove.traffic.step import Step
+from launcher.plan.closed_forms import describe_layout, describe_memory, describe_model
 from launcher.training.start import (
     check_prepared,
     check_ranks,
@@ -25,7 +25,6 @@ from launcher.training.start import (
     start_checks,
 )
 from parallel.checkpoint.places import is_remote, local_path
-from parallel.mesh import Degrees
 from parallel.processes.world import world_size_from_environment
 
 
@@ -106,69 +105,6 @@ def describe(config: RunConfig, n_ranks: int, failed: set[str]) -> dict[str, Any
         "data": None if "token files" in failed else describe_data(config),
         "resume": None if "checkpoint.dir" in failed else describe_resume(config),
     }
-
-
-def describe_model(config: RunConfig) -> dict[str, Any]:
-    """Parameters, and the FLOPs of training on a token (closed form, as mfu counts them)."""
-    from modeling.counts import count_parameters, flops_per_token
-
-    counts = count_parameters(config.model)
-    flops = flops_per_token(config.model, config.data.seq_len)
-    return {"parameters": counts.total, "active_parameters": counts.active, "flops_per_token": flops}
-
-
-def describe_layout(config: RunConfig, n_ranks: int) -> dict[str, Any]:
-    """The axes' degrees, and how a step's batch is spread."""
-    degrees, train = Degrees.of(config.parallel, n_ranks), config.train
-    axes = {axis: getattr(degrees, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "edp")}
-    micro_batches = train.global_batch_size // (degrees.dp * train.micro_batch_size)
-    return {"ranks": n_ranks, **axes, "zero": config.parallel.zero, "micro_batches_per_rank": micro_batches}
-
-
-def describe_memory(config: RunConfig, n_ranks: int) -> list[dict[str, Any]]:
-    """One row for each pipeline position: its ranks, what each of them computes with, and its bytes by part."""
-    from launcher.plan.memory import rank_memory
-
-    rows = []
-    for pp_rank, ranks in enumerate(Degrees.of(config.parallel, n_ranks).stages()):
-        step = step_of_rank(config, n_ranks, pp_rank)
-        memory = rank_memory(step)
-        rows.append(
-            {"pp_rank": pp_rank, "ranks": [ranks[0], ranks[-1]], "holds": holdings(step)}
-            | {f"{part}_bytes": count for part, count in asdict(memory).items()}
-            | {"total_bytes": memory.total}
-        )
-    return rows
-
-
-def step_of_rank(config: RunConfig, n_ranks: int, pp_rank: int) -> Step:
-    """One training step as the ranks at a pipeline position see it."""
-    return Step(
-        model=config.model,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        world_size=n_ranks,
-        seq_len=config.data.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        precision=config.train.precision,
-        recompute=config.train.recompute,
-        pp_rank=pp_rank,
-    )
-
-
-def holdings(step: Step) -> str:
-    """Which layers and which part of them, in words."""
-    model, parallel = step.model, step.parallel
-    spans = [f"{part.layers[0]}-{part.layers[-1]}" for part in step.parts]
-    words = ["embedding"] if step.has_embedding else []
-    words.append(f"layers {' and '.join(spans)} of {model.n_layers}")
-    words += ["head"] if step.has_head else []
-    if model.moe is not None and step.moe_layers:
-        words.append(f"{model.moe.n_experts // parallel.ep} of {model.moe.n_experts} experts")
-    if parallel.tp > 1:
-        words.append(f"1/{parallel.tp} of heads, d_ff and vocabulary")
-    return ", ".join(words)
 
 
 def describe_disk(config: RunConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from launcher.report.buckets import bounds_of, bucketed, short
 from launcher.report.events import places, thinned
 from launcher.report.heat import expert_maps, layer_maps
 from launcher.report.read import RunRows, layers_of
+from launcher.watch.moe import load_keys
 
 # Points of a curve: of one run, of each of many, and of all runs together.
 MOST_POINTS, FEWEST_POINTS, POINTS_OF_ALL = 1000, 50, 8000
@@ -30,6 +31,7 @@ def drawn(name: str, rows: RunRows, n_runs: int, n_experts: int | None = None) -
     data: dict[str, Any] = {"name": name, "updates": len(rows.steps), "events": places(rows.events)}
     if not data["updates"]:
         return data
+    n_experts = n_experts or shared_experts(rows)
     bounds_P = bounds_of(data["updates"], max(FEWEST_POINTS, min(MOST_POINTS, POINTS_OF_ALL // n_runs)))
     return (
         data
@@ -37,6 +39,12 @@ def drawn(name: str, rows: RunRows, n_runs: int, n_experts: int | None = None) -
         | {"curves": curves(rows, bounds_P), "evaluations": evaluations(rows)}
         | {"layers": layer_maps(rows, n_experts), "experts": expert_maps(rows, MOST_CELLS // n_runs)}
     )
+
+
+def shared_experts(rows: RunRows) -> int | None:
+    """The experts of a layer, by the shares that are recorded of each."""
+    lists = [rows.shared[-1][key] for key in load_keys(rows.shared[-1])] if rows.shared else []
+    return len(lists[0]) if lists and isinstance(lists[0], list) else None
 
 
 def positions(rows: RunRows, bounds_P: np.ndarray) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _config(path: Path) -> tuple[RunConfig | None, str | None]:
         config = saved_config(path)
     except UserError as error:
         return None, error.problems[0]
-    return config, None if config is not None else "there is no config.yaml"
+    return config, None if config is not None else "there is no config.yaml."
 
 
 def ended_state(rows: RunRows, config: RunConfig | None) -> str:
@@ -105,10 +105,10 @@ def notes_of(facts: RunFacts) -> list[str]:
     """What a reader should know before reading the curves, a line each."""
     rows, events = facts.rows, facts.rows.events
     notes = []
-    if facts.summary.problem is not None:
-        notes.append(facts.summary.problem)
     if facts.config_problem is not None:
         notes.append(f"The config is not shown: {facts.config_problem}")
+    elif facts.summary.problem is not None:
+        notes.append(facts.summary.problem)
     if not len(rows.steps):
         notes.append("This run has made no update yet, so there is nothing to draw.")
     if facts.state == "running":

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ N_COLORS = 7  # of runs, in report.css
 LONG = 40  # letters of a cell that may be folded
 LONGEST_CONFIG = 200_000  # letters
 
+HELP = (
+    "Drag over a figure to zoom all of them, double-click to see the whole run. By keyboard: Tab to a figure, arrow "
+    "keys to read it, + and - to zoom, Escape for the whole run. Triangles mark events, which are listed below."
+)
 NO_SCRIPT = "The curves and maps are drawn by this page's script, which is off."
 
 TITLES = {
@@ -61,6 +66,11 @@ def render(runs: Sequence[RunFacts], made: str) -> str:
         f"<script>{library}</script>\n<script>{own}</script></body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def made_at() -> str:
+    """The time, as a page shows it."""
+    return time.strftime("%Y-%m-%d %H:%M")
 
 
 def own_script() -> str:
@@ -127,9 +137,9 @@ def body(runs: Sequence[RunFacts]) -> Iterator[str]:
     known = sections(runs)
     yield from notes(runs)
     yield heading("summary", known["summary"])
-    yield table_html(summary_table(runs), runs)
+    yield tiles(summary_table(runs)) if len(runs) == 1 else table_html(summary_table(runs), runs)
     yield f'<noscript><p class="notes">{text(NO_SCRIPT)}</p></noscript>'
-    yield '<div id="toolbar" role="toolbar" aria-label="figures"></div>'
+    yield f'<div id="toolbar" role="toolbar" aria-label="figures"></div><p class="remark">{text(HELP)}</p>'
     for key in ("training", "speed"):
         if key in known:
             yield heading(key, known[key]) + f'<div class="grid" id="curves-{key}"></div>'
@@ -154,10 +164,18 @@ def heading(key: str, title: str) -> str:
 
 def notes(runs: Sequence[RunFacts]) -> Iterator[str]:
     """What a reader should know first."""
-    lines = [(run.name, note) for run in runs for note in run.notes]
+    if len(runs) == 1:
+        lines = [text(note) for note in runs[0].notes]
+    else:
+        lines = [f"<b>{text(run.name)}</b>: {text(' '.join(run.notes))}" for run in runs if run.notes]
     if lines:
-        named = (f"<li><b>{text(name)}</b>: {text(note)}</li>" for name, note in lines)
-        yield f'<ul class="notes">{"".join(named)}</ul>'
+        yield f'<ul class="notes">{"".join(f"<li>{line}</li>" for line in lines)}</ul>'
+
+
+def tiles(table: Table) -> str:
+    """What is known of one run, label over value."""
+    pairs = (f"<div><dt>{text(label)}</dt><dd>{text(value)}</dd></div>" for label, value in table.rows)
+    return f'<dl class="tiles">{"".join(pairs)}</dl>'
 
 
 def swatch(number: int) -> str:
@@ -220,8 +238,8 @@ def experts_html(runs: Sequence[RunFacts]) -> str:
     parts = ['<div class="grid" id="curves-experts"></div>']
     if any(run.data.get("layers") or run.data.get("experts") for run in runs):
         parts.append(
-            '<p class="scale">load: idle <i></i> four times the mean; the colour between is balanced. '
-            'Entropy: low <i class="part"></i> high</p>'
+            '<p class="scale"><span>load: idle <i></i> four times the mean or more, balanced between them</span>'
+            '<span>entropy: low <i class="part"></i> high</span></p>'
         )
     for number, run in enumerate(runs):
         if not (run.data.get("layers") or run.data.get("experts")):

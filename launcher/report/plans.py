@@ -9,6 +9,7 @@ import numpy as np
 
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.plan.ask import ask
 from launcher.report.read import RunRows
 from launcher.report.starts import Start
 from launcher.tables import size_text
@@ -42,7 +43,7 @@ def closed_forms(config: RunConfig, ranks: int | None) -> dict[str, Any]:
 
     ``fullest`` is the pipeline position that holds most; None where the number of ranks is not known.
     """
-    from launcher.plan.dry_run import describe_memory, describe_model
+    from launcher.plan.closed_forms import describe_memory, describe_model
 
     memory = describe_memory(config, ranks) if ranks is not None else []
     fullest = max(memory, key=lambda row: row["total_bytes"], default=None)
@@ -93,8 +94,6 @@ def plan_for(run_path: Path, start: Start | None, gpu: str) -> dict[str, Any] | 
 
     Raises UserError where it cannot be planned.
     """
-    from launcher.commands.plan import ask
-
     if start is None or start.ranks is None:
         rule = "must hold a run that was started, and says no number of ranks"
         raise UserError([f"RUN={run_path} {rule}; leave out --plan"])

@@ -140,7 +140,10 @@ def environment_table(runs: Sequence[RunFacts]) -> Table:
 def plan_table(runs: Sequence[RunFacts]) -> Table:
     """The last start's plan and what was measured."""
     rows = [(number, row) for number, run in enumerate(runs) for row in run.plan_rows if row[1] or row[2]]
-    return Table(("what", "planned", "measured", ""), [row for _, row in rows], [number for number, _ in rows])
+    titles, remark = ("what", "planned", "measured", ""), ""
+    if not any(row[0] == "step" and row[1] for _, row in rows):
+        remark = "`roundtable report RUN --plan H100` lays the planned memory, time and MFU on that GPU beside them."
+    return Table(titles, [row for _, row in rows], [number for number, _ in rows], remark)
 
 
 def checkpoints_table(runs: Sequence[RunFacts]) -> Table:

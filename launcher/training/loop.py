@@ -23,6 +23,7 @@ from launcher.console import say, tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import LOGS, STEP, Watchdog
+from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.ledger import ledger_row
@@ -74,6 +75,7 @@ def train(
         except Unhealthy as error:
             if mesh.rank == 0:
                 tell(error)
+                write_at_end(config.run_path, fence)
             code = 1
     close_mesh()
     return code
@@ -146,6 +148,8 @@ def train_watched(
         report_saves(watchers, saver.wait())
         if stopped is not None and state.step < config.train.steps:
             watchers.event({"step": state.step, "event": "stopped", "signal": Signals(stopped).name})
+    if mesh.rank == 0 and state.step >= config.train.steps:
+        write_at_end(config.run_path, fence)
     if saver.last is not None and saver.last.error is not None:
         report_unsaved(saver.last, mesh.rank)
         return 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from launcher.config.tree import RunConfig
-from launcher.plan.dry_run import step_of_rank
+from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory, rank_memory
 from layout_runs import MOE_MODEL, VOCAB_SIZE, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig

@@ -52,7 +52,7 @@ class Page:
 
     def resize(self, width: int, height: int = 900) -> None:
         """The window, as CSS counts: as wide as a telephone's, where a window cannot be."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def emulate(self, **features: str) -> None:

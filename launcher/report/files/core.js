@@ -2,7 +2,7 @@
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const runs = report.runs;
-const settings = { axis: "steps", smoothing: 0, hidden: new Set(), range: null };
+const settings = { axis: "steps", smoothing: 0.02, hidden: new Set(), range: null };
 const charts = [];  // each has redraw(), and where it has an x axis setRange(range)
 
 // An element with attributes and children; texts become text nodes, so nothing in them is markup.
@@ -89,10 +89,10 @@ function wholeRange() {
   let low = Infinity, high = -Infinity;
   for (const run of runs) {
     if (!run.updates) continue;
-    const places = placesOf(run);
-    if (!places.length) continue;
-    low = Math.min(low, places[0]);
-    high = Math.max(high, places[places.length - 1]);
+    const ends = settings.axis === "steps" ? run.last : placesOf(run);
+    if (!ends.length) continue;
+    low = Math.min(low, settings.axis === "steps" ? run.first[0] : ends[0]);
+    high = Math.max(high, ends[ends.length - 1]);
   }
   if (low > high) return [0, 1];
   return low === high ? [low - 1, high + 1] : [low, high];

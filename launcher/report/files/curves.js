@@ -28,8 +28,9 @@ function linesOf(run, number, panel) {
   const columns = [places], looks = [];
   const add = (values, look) => { columns.push(positive(values)); looks.push(look); };
   if (curve.low) {
-    add(curve.high, { stroke: "transparent", band: number });
-    add(curve.low, { stroke: "transparent" });
+    const edge = { stroke: () => runColor(number) + "80", width: 1 };  // a spike of one bucket is seen by it
+    add(curve.high, { ...edge, band: number });
+    add(curve.low, edge);
   } else if (window > 1) add(curve.mean, { stroke: () => runColor(number) + "59", width: 1 });
   add(window > 1 ? smoothed(curve.mean, window) : curve.mean, main);
   if (places.length < 3) looks[looks.length - 1].points = { show: true, size: 6 };
@@ -59,7 +60,7 @@ function optionsOf(panel, parts, width, hooks) {
   const series = [{}], bands = [];
   for (const part of parts) {
     for (const look of part.looks) {
-      if (look.band !== undefined) bands.push({ series: [series.length, series.length + 1], fill: () => runColor(look.band) + "40" });
+      if (look.band !== undefined) bands.push({ series: [series.length, series.length + 1], fill: () => runColor(look.band) + "33" });
       series.push({ points: { show: false }, ...look, band: undefined });
     }
   }
@@ -67,7 +68,7 @@ function optionsOf(panel, parts, width, hooks) {
   const y = panel.log ? { distr: 3 } : { range: (u, low, high) => rangeOf(panel, low, high) };
   return {
     width, height: 220, series, bands, hooks,
-    padding: [TOP, 12, 0, 0],
+    padding: [TOP, 20, 0, 0],
     legend: { show: false },
     scales: { x: { time: false, range: (u, low, high) => [low, high] }, y },
     axes: [
@@ -99,7 +100,8 @@ function drawEvents(u) {
     for (const [kind, steps] of Object.entries(run.events)) {
       const tone = report.tones[kind];
       if (tone === "routine") continue;
-      ctx.strokeStyle = ctx.fillStyle = color(tone);
+      ctx.strokeStyle = color(tone);
+      ctx.fillStyle = runs.length > 1 ? runColor(number) : color(tone);
       ctx.setLineDash(tone === "bad" ? [] : [3 * ratio, 3 * ratio]);
       ctx.lineWidth = ratio;
       for (const step of steps) {

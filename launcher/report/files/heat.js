@@ -42,14 +42,14 @@ function partOf(code) {
 
 // A map in a figure; the cell under the pointer, or reached by the arrow keys, is told below it.
 class HeatMap {
-  // map: title, codes, nRows, steps (of the columns), rowName (of a row's number), kind ("load" or "part"), height
+  // map: title, codes, nRows, steps (of the columns), rowName (of a row's number), kind ("load" or "part"), height; end, where the last column has several steps
   constructor(map, place) {
     Object.assign(this, map);
     this.codes = bytesOf(map.codes);
     this.nColumns = this.steps.length;
     this.canvas = make("canvas", { width: this.nColumns, height: this.nRows, style: `height:${map.height}px`, tabindex: "0", role: "img", "aria-label": `${map.title}; arrow keys read the cells` });
     this.readout = make("p", { class: "readout", "aria-live": "polite" });
-    const ends = make("p", { class: "ends" }, make("span", {}, whole(this.steps[0])), make("span", {}, "step"), make("span", {}, whole(this.steps[this.nColumns - 1])));
+    const ends = make("p", { class: "ends" }, make("span", {}, whole(this.steps[0])), make("span", {}, "step"), make("span", {}, whole(this.end || this.steps[this.nColumns - 1])));
     place.append(make("figure", { class: "heat" }, make("figcaption", {}, make("span", {}, map.title), make("small", {}, map.note || "")), this.canvas, ends, this.readout));
     this.cell = [this.nColumns - 1, 0];
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
@@ -90,7 +90,7 @@ const MOST_OPEN = 12;  // maps of experts that stand open; the others are unfold
 function drawLayers(run, place) {
   const found = run.layers;
   if (!found) return;
-  const shared = { nRows: found.layers.length, steps: found.steps, rowName: (row) => `layer ${found.layers[row]}`, height: Math.max(48, Math.min(320, 9 * found.layers.length)) };
+  const shared = { nRows: found.layers.length, steps: found.steps, end: found.last, rowName: (row) => `layer ${found.layers[row]}`, height: Math.max(48, Math.min(320, 9 * found.layers.length)) };
   const layers = `layers ${found.layers[0]} (top) to ${found.layers[found.layers.length - 1]}`;
   charts.push(new HeatMap({ ...shared, title: "Busiest expert by layer", note: `${layers}; the highest load in each column's steps`, codes: found.busiest, kind: "load" }, place));
   if (found.entropy) charts.push(new HeatMap({ ...shared, title: "Router entropy by layer", note: `${layers}; mean, as a part of log(experts)`, codes: found.entropy, kind: "part" }, place));

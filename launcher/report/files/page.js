@@ -4,18 +4,19 @@ function redrawAll() {
   for (const chart of charts) chart.redraw();
 }
 
-function chooser(label, choices, act) {
+function chooser(label, choices, chosen, act) {
   const select = make("select", { onchange: () => act(select.value) });
   for (const [value, name] of choices) select.append(make("option", { value }, name));
+  select.value = chosen;
   return make("label", {}, `${label} `, select);
 }
 
 function fillToolbar(place) {
   const axes = [["steps", "steps"], ["tokens", "tokens"], ["hours", "hours in steps"]];
   const known = axes.filter(([name]) => name === "steps" || runs.some((run) => run[name]));
-  place.append(chooser("over", known, (value) => { settings.axis = value; settings.range = null; redrawAll(); setRange(null); }));
+  place.append(chooser("over", known, settings.axis, (value) => { settings.axis = value; settings.range = null; redrawAll(); setRange(null); }));
   const smoothing = [["0", "none"], ["0.01", "1%"], ["0.02", "2%"], ["0.05", "5%"], ["0.1", "10%"]];
-  place.append(chooser("smoothing", smoothing, (value) => { settings.smoothing = Number(value); redrawAll(); }));
+  place.append(chooser("smoothing", smoothing, String(settings.smoothing), (value) => { settings.smoothing = Number(value); redrawAll(); }));
   place.append(make("button", { type: "button", id: "whole", disabled: "", onclick: () => setRange(null) }, "whole run"));
   if (runs.length < 2) return;
   runs.forEach((run, number) => {

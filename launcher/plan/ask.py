@@ -1,0 +1,28 @@
+"""Asking for a plan: it is computed by a process of its own, whose torch has a CUDA device that is none."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.console import tell
+from launcher.errors import UserError
+
+CODE = "from launcher.plan.child import main; main()"
+
+
+def ask(path: Path, overrides: Sequence[str], gpu: str, gpus: int, imbalance: float) -> dict[str, Any] | None:
+    """The plan as JSON, from a process of its own; None, told in a line, where that fails. Raises UserError."""
+    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance}
+    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
+    text = json.dumps({**request, "world_size": gpus})
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        tell(f"the process that computes the plan ended with exit code {done.returncode}")
+        return None
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "problems" in answer:
+        raise UserError(answer["problems"])
+    return answer

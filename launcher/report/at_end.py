@@ -1,0 +1,38 @@
+"""The page that a run leaves in its directory when it has ended."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+from launcher.console import tell
+from launcher.guard.fence import Fence
+from launcher.report.gather import gather
+from launcher.report.page import made_at, render
+from launcher.training.run_parts import REPORT
+
+
+def write_at_end(run_path: Path, fence: Fence | None = None) -> None:
+    """Writes the page, under the run's fence. Rank 0 calls it, once metrics.jsonl is closed.
+
+    Whatever goes wrong is told in a line: a run never fails for its page. 0.1 s of processor time for a small run, 5 s
+    for 100,000 steps of 12 layers of 256 experts (one core, 2026-11-23).
+    """
+    target = run_path / REPORT
+    try:
+        page = render([gather(run_path, run_path.absolute().name, has_ended=True)], made_at())
+        with fence.held() if fence is not None else nullcontext():
+            write_page(target, page)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        tell(f"{target} was not written: {reason}; `roundtable report {run_path}` writes it")
+
+
+def write_page(target: Path, page: str) -> None:
+    """In one act: a full disk leaves the page that was there, or none. Raises OSError."""
+    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
