@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages prove drill fuzz sweep lint check format bench clean
+.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages browser-packages prove drill fuzz sweep lint check format bench clean
 
 install: $(STAMP)
 
@@ -42,11 +42,17 @@ BUDGETED := $(if $(BUDGET),--budget-minutes=$(BUDGET) --begin-at=$(shell git rev
 test-slurm: $(STAMP)
 	$(BIN)/python -m pytest tests/slurm $(BUDGETED)
 
-# The one target that changes the machine outside this folder: Debian's or Ubuntu's packages, 13 MB. No daemon is started.
+# This target and the next alone change the machine outside this folder: Debian's or Ubuntu's packages, 13 MB. No
+# daemon is started.
 slurm-packages:
 	apt-get update -q
 	RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
 	  slurmctld slurmd slurm-client munge iproute2
+
+# Debian's browser, 160 MB, in which tests open the pages that we write; without it each is skipped with the reason.
+browser-packages:
+	apt-get update -q
+	DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends chromium chromium-driver
 
 # The rest of the layout matrix: what `make test` leaves out to fit in its time.
 MATRIX := $(addprefix tests/multiprocess/,test_layouts.py test_prove.py test_prove_families.py test_prove_matrix.py)

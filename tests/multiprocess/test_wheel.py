@@ -70,6 +70,17 @@ def test_a_wheel_knows_the_gpus(site, tmp_path):
     assert done.stderr.startswith("--as=none must be one of A100-80GB, B200, H100, H200, or the path of")
 
 
+def test_a_wheel_writes_the_page_that_the_source_tree_does(site, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 2.5, "lr": 0.001}\n')
+    sizes = []
+    for packages in (site, ROOT):
+        done = roundtable(packages, tmp_path, "report", "run")
+        assert done.returncode == 0, done.stderr
+        sizes.append((tmp_path / "run" / "report.html").stat().st_size)
+    assert sizes[0] == sizes[1] > 50_000
+
+
 def test_a_wheel_is_what_was_imported(site, tmp_path):
     code = "import launcher.slurm.profile as profile; print(profile.FOLDER.resolve())"
     done = subprocess.run(

@@ -20,7 +20,8 @@ class TimeLine {
 
   redraw() {
     const [low, high] = settings.range || wholeRange();
-    const ticks = make("p", { class: "ends" }, make("span", {}, short(low)), make("span", {}, axisName()), make("span", {}, short(high)));
+    const told = settings.axis === "steps" ? whole : short;
+    const ticks = make("p", { class: "ends" }, make("span", {}, told(low)), make("span", {}, axisName()), make("span", {}, told(high)));
     const lanes = Object.keys(report.tones).map((kind) => this.lane(kind, low, high)).filter((lane) => lane !== null);
     this.place.replaceChildren(...lanes, ...(lanes.length ? [ticks] : []));
   }
