@@ -1,7 +1,7 @@
 """The configuration of the data: plain values. Each number's type says where it may lie."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -17,10 +17,22 @@ class SourceConfig:
     path: str  # text, a folder, a glob, jsonl, parquet, hf://NAME, or a prefix of token files
     # share of the samples, relative to the other sources' weights
     weight: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0
+    # passes over it in a run, at most: then the others take its share; None: any number
+    max_epochs: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = field(default=None, metadata={"usual": 4})
     exclude: tuple[str, ...] = ()  # globs; matching files are left out
     text_key: str = "text"  # the field or column that holds a document, in jsonl, parquet and Hugging Face data
     subset: str | None = None  # a Hugging Face dataset's configuration
     split: str = "train"  # a Hugging Face dataset's split
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """A part of the run with weights of its own, up to the next stage."""
+
+    # where it begins: tokens of the training order, whole sequences, padding and what a rollback left out included
+    from_tokens: Annotated[int, Interval(ge=0, le=2**62)] = 0
+    # one for each source, instead of its `weight`; 0: none of it
+    weights: tuple[Annotated[float, Interval(ge=0, le=1e6)], ...] = field(default=(), metadata={"usual": 1.0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +41,9 @@ class DataConfig:
 
     seq_len: Annotated[int, Interval(ge=1, le=2**24)] = 1024  # tokens of a training sequence
     sources: tuple[SourceConfig, ...] = ()
+    # what weights say: each source's share of the samples, or (size) how often it is read against the others
+    weighting: Literal["share", "size"] = "share"
+    stages: tuple[StageConfig, ...] = ()  # weights that change within the run, ascending by from_tokens
     tokenizer: str | None = None  # a tokenizer's folder or hub name; None: train a byte-level BPE of model.vocab_size
     token_dir: str = "tokens"  # where token files and trained tokenizers live
     # share of each raw source's documents that is held out

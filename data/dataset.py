@@ -21,9 +21,11 @@ from data.config import DataConfig
 from data.document_names import DocumentNames
 from data.errors import DataError, problem, refuse
 from data.manifest import size_problems
-from data.order import Mixture, hopped_ranges, permutation_key, permute, unpermute, weight_fraction
+from data.mixture import weight_fraction
+from data.order import hopped_ranges, permutation_key, permute, unpermute
 from data.prepared import Prepared, PreparedSource, locate, source_names
 from data.sources import expand_path, is_raw
+from data.stages import Stages, stages_of
 from data.tokenfile import TokenFile, bin_path
 from data.tokenizer import PREPARE
 from data.without import LeftOutParts, Listed, find_listed, read_list
@@ -51,14 +53,23 @@ class Source:
 class Dataset:
     """Samples by number. ``n_samples`` is one pass over everything; training goes on past it into further epochs."""
 
-    def __init__(self, sources: Iterable[Source], *, seq_len: int, seed: int, vocab_size: int, shuffled: bool) -> None:
+    def __init__(
+        self,
+        sources: Iterable[Source],
+        *,
+        seq_len: int,
+        seed: int,
+        vocab_size: int,
+        shuffled: bool,
+        config: DataConfig | None = None,
+    ) -> None:
+        """``config`` says how the training order is dealt to the sources; None: by their weights, without end."""
         self.seq_len, self.seed, self.vocab_size, self.shuffled = seq_len, seed, vocab_size, shuffled
         sources = tuple(sources)
         self._files = [file for source in sources for file in source.files]
         self._checks_ids = not all(source.trusted for source in sources)
         self.names = [source.name for source in sources]
         self._window_dtype = np.result_type(*(file.dtype for file in self._files)) if self._files else np.int64
-        self._mixture = Mixture(tuple(weight_fraction(source.weight) for source in sources))
         samples = [-(-max(0, file.n_tokens - 1) // seq_len) for file in self._files]
         self._first_sample = np.cumsum([0, *samples])  # of each file, over all sources
         file_bounds = np.cumsum([0, *(len(source.files) for source in sources)])
@@ -71,12 +82,14 @@ class Dataset:
         self.document_names = DocumentNames(self.names, self._files, self.file_sources)
         self._left_out = LeftOutParts(self._files)
         self._place_block = lru_cache(maxsize=4)(
-            lambda block: self._place(self._shuffle(np.arange(block * BLOCK, (block + 1) * BLOCK)))
+            lambda block: self._place(self._shuffle(np.arange(block * BLOCK, self._stop_of_block(block))))
         )
         self._measure = lru_cache(maxsize=2)(self._fragment_lengths)
         self._keys: dict[tuple[int, int], np.ndarray] = {}
         self._source_samples = np.diff(self._source_bounds).tolist()
         self.n_samples = int(self._source_bounds[-1])
+        weights = tuple(weight_fraction(source.weight) for source in sources)
+        self.stages = stages_of(config, self._source_samples) if config is not None else Stages([(0, weights)])
 
     @property
     def source_samples(self) -> list[int]:
@@ -166,29 +179,33 @@ class Dataset:
         in_source = int(self._first_sample[file]) - base
         window_W = np.arange(first // self.seq_len, -(-stop // self.seq_len) if first < stop else 0)
         window_W = window_W[window_W < int(self._first_sample[file + 1] - self._first_sample[file])]
-        given, found = self._mixture.given(consumed)[source], []
+        given, found = self.stages.given(consumed)[source], []
         for epoch in range(-(-given // max(1, n_samples))):
             place_W = unpermute(in_source + window_W, n_samples, self._key(source, epoch))
             for place, window in zip(place_W.tolist(), window_W.tolist(), strict=True):
                 nth = epoch * n_samples + place
-                if nth < given:
-                    found.append((self._mixture.number_of(source, nth), window * self.seq_len))
+                number = self.stages.number_of(source, nth) if nth < given else None
+                if number is not None:
+                    found.append((number, window * self.seq_len))
         return sorted(found)
 
     def progress(self, consumed: int, skipped: Sequence[tuple[int, int]] = ()) -> dict[str, float]:
         """How far the training order is in each source, for the metrics, after the first ``consumed`` samples of it.
 
         ``data/NAME/share``: of the samples taken, those left out in the half-open ranges ``skipped`` not counted.
-        ``data/NAME/epoch``: passes over the source so far, with what was left out. A closed form: microseconds.
+        ``data/NAME/epoch``: passes over the source so far, with what was left out. ``data/stage``: where there are
+        several, the stage, from 1, of the last sample. A closed form: microseconds.
         """
-        passed = self._mixture.given(consumed)[: len(self.names)]
+        passed = self.stages.given(consumed)[: len(self.names)]
         taken = list(passed)
         for first, last in hopped_ranges(0, consumed, skipped):
-            before, after = self._mixture.given(first), self._mixture.given(last)
+            before, after = self.stages.given(first), self.stages.given(last)
             taken = [n - (b - a) for n, a, b in zip(taken, before, after, strict=False)]
         total, row = max(1, sum(taken)), {}
         for name, n, place, n_samples in zip(self.names, taken, passed, self._source_samples, strict=True):
             row |= {f"data/{name}/share": n / total, f"data/{name}/epoch": place / n_samples}
+        if self.stages.n_stages > 1:
+            row |= {"data/stage": self.stages.stage_at(max(0, consumed - 1)) + 1}
         return row
 
     def _fragment_lengths(self, samples: bytes) -> tuple[np.ndarray, int]:
@@ -238,10 +255,18 @@ class Dataset:
         indices = np.asarray(indices, dtype=np.int64)
         if not self.shuffled or not len(indices):
             return self._place(indices)
+        if self.stages.end is not None and indices.max() >= self.stages.end:
+            rule = f"leaves {self.stages.end} sequences in all, and the run has come to their end"
+            raise refuse("data.sources.max_epochs", rule, "raise it for a source, or set it to null, in another run")
         block_B = indices // BLOCK
         if (block_B == block_B[0]).all():
             return self._place_block(int(block_B[0]))[:, indices - block_B[0] * BLOCK]
         return self._place(self._shuffle(indices))
+
+    def _stop_of_block(self, block: int) -> int:
+        """One past the last sample of a block; the last block ends where the order does."""
+        stop = (block + 1) * BLOCK
+        return stop if self.stages.end is None else min(stop, self.stages.end)
 
     def _place(self, sample_B: np.ndarray) -> np.ndarray:
         """As ``_locate``, for samples as they are numbered through all sources."""
@@ -253,7 +278,7 @@ class Dataset:
 
     def _shuffle(self, indices: np.ndarray) -> np.ndarray:
         """From places in the training order to samples numbered through all sources."""
-        source_B, nth_B = self._mixture.deal(indices)
+        source_B, nth_B = self.stages.deal(indices)
         sizes_B = np.diff(self._source_bounds)[source_B]
         epoch_B, sample_B = np.divmod(nth_B, sizes_B)
         visit_B = source_B << 40 | epoch_B
@@ -300,8 +325,12 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
         sources = [Source(1.0, (TokenFile(expand_path(config.heldout_path)),), trusted=False)]
     else:
         sources = _open_heldout(config, prepared, vocab_size)
-    dataset = Dataset(sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=split == "train")
-    if split == "train" and config.without is not None:
+    is_train = split == "train"
+    order = config if is_train else None
+    dataset = Dataset(
+        sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=is_train, config=order
+    )
+    if is_train and config.without is not None:
         dataset.leave_out(read_list(config.without, "data.without"), "data.without")
     return dataset
 

@@ -1,14 +1,13 @@
 """Which sample comes next: closed forms of the sample's number, so any step can be reached at once.
 
-Nothing is stored and nothing is drawn in sequence. A permutation is a Feistel network over [0, n); a mixture is a
-tree of Bresenham splits, whose proportions are exact.
+Nothing is stored and nothing is drawn in sequence. A permutation is a Feistel network over [0, n); which source a
+sample is of is told in data/mixture.py and data/stages.py.
 
 Shape letters: N the samples asked for.
 """
 
 import hashlib
 from collections.abc import Sequence
-from fractions import Fraction
 
 import numpy as np
 
@@ -87,70 +86,6 @@ def _shift(value_N: np.ndarray, other_N: np.ndarray, key: np.ndarray, modulus: n
     mixed_N += value_N
     mixed_N %= modulus
     return mixed_N
-
-
-class Mixture:
-    """Deals the global sample numbers out to sources in exact proportion to their weights.
-
-    A binary tree over the sources: of the items that reach a node, item i goes left iff floor((i+1)p) > floor(ip),
-    where p is the left half's share, and it is then item floor(ip) there. So after any n samples a source has had its
-    share of them to within the depth of the tree.
-    """
-
-    def __init__(self, weights: Sequence[Fraction]) -> None:
-        self._depth = max(0, len(weights) - 1).bit_length()
-        totals = [Fraction()] * (1 << self._depth) + [*weights]  # a heap: node i's children are 2i and 2i + 1
-        totals += [Fraction()] * ((2 << self._depth) - len(totals))
-        for node in range((1 << self._depth) - 1, 0, -1):
-            totals[node] = totals[2 * node] + totals[2 * node + 1]
-        inner = range(1, 1 << self._depth)
-        shares = [Fraction()] + [totals[2 * i] / totals[i] if totals[i] else Fraction(1) for i in inner]
-        # A share that takes 2**31 parts or more to write is computed in Python's integers: slower, and as exact.
-        self._shares = shares
-        dtype = np.int64 if all(share.denominator < 2**31 for share in shares) else object
-        self._numerators = np.array([share.numerator for share in shares], dtype)
-        self._denominators = np.array([share.denominator for share in shares], dtype)
-
-    def deal(self, index_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source_N, nth_N), int64: the source of each sample, and how many samples that source gave before it."""
-        node_N, nth_N = np.ones(len(index_N), np.int64), np.array(index_N, dtype=np.int64)
-        for _ in range(self._depth):
-            numerator_N, denominator_N = self._numerators[node_N], self._denominators[node_N]
-            whole_N = nth_N // denominator_N
-            rest_N = (nth_N - whole_N * denominator_N) * numerator_N  # < 2**62: ip itself may not fit
-            part_N = rest_N // denominator_N
-            before_N = (whole_N * numerator_N + part_N).astype(np.int64)  # floor(ip)
-            goes_left_N = (rest_N - part_N * denominator_N + numerator_N >= denominator_N).astype(bool)
-            nth_N = np.where(goes_left_N, before_N, nth_N - before_N)
-            node_N = 2 * node_N + ~goes_left_N
-        return node_N - (1 << self._depth), nth_N
-
-    def number_of(self, source: int, nth: int) -> int:
-        """The number of the sample that ``source`` gives after ``nth`` others: what ``deal`` turns into these two.
-
-        With a left share p, a node's item k of the left is its item ceil((k + 1) / p) - 1, and item k of the right is
-        floor(k / (1 - p)).
-        """
-        node = (1 << self._depth) + source
-        while node > 1:
-            is_right, node = node % 2, node // 2
-            top, bottom = self._shares[node].numerator, self._shares[node].denominator
-            nth = nth * bottom // (bottom - top) if is_right else -(-(nth + 1) * bottom // top) - 1
-        return nth
-
-    def given(self, n: int) -> list[int]:
-        """How many of the first ``n`` samples each source gives."""
-        counts = [0, n] + [0] * ((2 << self._depth) - 2)
-        for node in range(1, 1 << self._depth):
-            share = self._shares[node]
-            counts[2 * node] = counts[node] * share.numerator // share.denominator
-            counts[2 * node + 1] = counts[node] - counts[2 * node]
-        return counts[1 << self._depth :]
-
-
-def weight_fraction(weight: float) -> Fraction:
-    """The weight as it is written: 0.1 is one tenth, not the binary number next to it."""
-    return Fraction(repr(weight))
 
 
 def take(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> np.ndarray:

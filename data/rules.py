@@ -9,6 +9,8 @@ from data.tokenfile import is_token_file
 from data.tokenizer import BYTES_AND_END
 from data.without import file_problem
 
+LEAST_WEIGHT = 1e-6
+
 
 def check_data(config: DataConfig, vocab_size: int) -> list[str]:
     """One line for each rule that the data section breaks. Looks for files, but reads none of the corpus.
@@ -19,6 +21,7 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
     found = [*_check_empty(config), *_check_names(config)]
     for number, source in enumerate(config.sources):
         found += _check_source(source, f"data.sources[{number}]")
+    found += _check_stages(config)
     if not found and not _is_prepared(config, vocab_size):
         found += _check_paths(config)
     trains_tokenizer = config.tokenizer is None and any(is_raw(source) for source in config.sources)
@@ -62,6 +65,29 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
         found.append(problem(f"{key}.path={source.path!r}", "must name a dataset", remedy))
     if not source.path:
         found.append(problem(f"{key}.path=''", "must not be empty", "name a file, folder, glob, hf://NAME or PREFIX"))
+    return found
+
+
+def _check_stages(config: DataConfig) -> list[str]:
+    """Stages ascend, and each has a weight for every source, of which one is above 0."""
+    found, before = [], -1
+    for number, stage in enumerate(config.stages):
+        key, shown = f"data.stages[{number}]", "[" + ", ".join(map(str, stage.weights)) + "]"
+        if len(stage.weights) != len(config.sources):
+            rule = (
+                f"must hold one weight for each of data.sources, {len(config.sources)}, and holds {len(stage.weights)}"
+            )
+            found.append(problem(f"{key}.weights={shown}", rule, "give 0 to a source that is not to be read"))
+        elif not any(stage.weights):
+            found.append(problem(f"{key}.weights={shown}", "must hold a weight above 0", "try 1.0 for one of them"))
+        elif tiny := [weight for weight in stage.weights if 0 < weight < LEAST_WEIGHT]:
+            rule = f"holds {tiny[0]}, and a weight must be 0 or at least {LEAST_WEIGHT}"
+            found.append(problem(f"{key}.weights={shown}", rule, "scale them all up, or set it to 0"))
+        if -(-stage.from_tokens // config.seq_len) <= before:
+            rule = "must be a sequence or more after the stage before it"
+            at = (before + 1) * config.seq_len
+            found.append(problem(f"{key}.from_tokens={stage.from_tokens}", rule, f"try {at}, or more"))
+        before = max(before, -(-stage.from_tokens // config.seq_len))
     return found
 
 

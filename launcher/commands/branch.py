@@ -111,7 +111,7 @@ def branched_config(
     without = f"data.without={out / WITHOUT}" if lists else "data.without=null"
     own = [f"run_dir={out}", f"name={out.name}", "checkpoint.dir=null", without]
     given = load_config(base, [*overrides, *own])
-    check_same_run(load_config(base), base, given)
+    check_same_run(load_config(base), base, given, int(checkpoint.manifest.scalars["consumed"]))
     return load_checked(base, [*overrides, *own], world_size=least_ranks(given.parallel), data=False)
 
 

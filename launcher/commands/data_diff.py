@@ -19,7 +19,12 @@ from launcher.training.ledger_rows import StepData
 from launcher.training.run_dir import changes
 
 # What of a config decides which tokens a step is given. Where token files lie, and who makes them, does not.
-DECIDES = ("seed", "data.seq_len", "data.sources", "data.without", "train.global_batch_size", "train.batch_ramp")
+DECIDES = (
+    "seed",
+    *(f"data.{key}" for key in ("seq_len", "sources", "weighting", "stages", "without")),
+    "train.global_batch_size",
+    "train.batch_ramp",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +125,8 @@ def describe(runs: tuple[DataOfRun, DataOfRun], steps: tuple[StepData, StepData]
 def in_one_order(ours: DataOfRun, theirs: DataOfRun, files: tuple[list[int], list[int]]) -> bool:
     """Whether each sample's number stands for the same tokens in both runs."""
     one, other = ours.config, theirs.config
-    weights = [[source.weight for source in config.data.sources] for config in (one, other)]
-    is_same = (one.seed, one.data.seq_len, weights[0]) == (other.seed, other.data.seq_len, weights[1])
+    is_same = (one.seed, one.data.seq_len) == (other.seed, other.data.seq_len)
+    is_same = is_same and ours.dataset.stages == theirs.dataset.stages
     is_same = is_same and ours.dataset.left_out.documents == theirs.dataset.left_out.documents
     return is_same and files[0] == files[1] and ours.dataset.file_sources == theirs.dataset.file_sources
 

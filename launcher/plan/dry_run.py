@@ -138,21 +138,23 @@ def describe_data(config: RunConfig) -> dict[str, Any]:
 
 
 def epochs_of_sources(config: RunConfig) -> list[dict[str, Any]]:
-    """Each source's share of the samples, its samples, steps to an epoch of it, and epochs in the whole run."""
+    """Each source's share of the run's samples, its own samples, steps to an epoch of it, and epochs in the whole run.
+
+    Steps to an epoch are null where a stage or a cap leaves the source before that.
+    """
     from data.dataset import open_dataset
-    from data.order import weight_fraction
 
     data, train = config.data, config.train
     dataset = open_dataset(data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-    weights = [weight_fraction(source.weight) for source in data.sources]
-    rows = []
-    for source, weight, samples in zip(data.sources, weights, dataset.source_samples, strict=True):
-        share = weight / sum(weights)
+    total, rows = train.batches.samples_in(train.steps), []
+    given = dataset.stages.expected(total)
+    for number, (source, samples) in enumerate(zip(data.sources, dataset.source_samples, strict=True)):
+        all_given = dataset.stages.expected_at(number, samples)
         epochs = {
-            "steps_to_an_epoch": train.batches.steps_for(float(samples / share)),
-            "epochs": float(train.batches.samples_in(train.steps) * share / samples),
+            "steps_to_an_epoch": train.batches.steps_for(float(all_given)) if all_given is not None else None,
+            "epochs": float(given[number] / samples),
         }
-        rows.append({"path": source.path, "share": float(share), "samples": samples, **epochs})
+        rows.append({"path": source.path, "share": float(given[number] / total), "samples": samples, **epochs})
     return rows
 
 

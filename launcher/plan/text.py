@@ -104,7 +104,9 @@ def print_data(console: Any, data: dict[str, Any]) -> None:
     else:
         table = plain_table("source", ">share", ">samples", ">steps to an epoch", ">epochs")
         for row in data["sources"]:
-            numbers = (f"{row['samples']:,}", f"{row['steps_to_an_epoch']:,.1f}", f"{row['epochs']:.3g}")
+            to_an_epoch = row["steps_to_an_epoch"]
+            steps = f"{to_an_epoch:,.1f}" if to_an_epoch is not None else "never"
+            numbers = (f"{row['samples']:,}", steps, f"{row['epochs']:.3g}")
             table.add_row(Text(in_a_line(row["path"])), f"{row['share']:.1%}", *numbers)
     console.print()
     console.print(table)

@@ -26,8 +26,8 @@ def open_tokens(config: RunConfig, n_samples: int) -> tuple[Dataset, bool]:
     with tempfile.TemporaryDirectory(prefix="roundtable-profile-") as folder:
         file = write_random(Path(folder) / "random", config, n_samples)
     source = Source(1.0, (file,), trusted=True, name="random")
-    options = {"seq_len": config.data.seq_len, "seed": config.seed, "vocab_size": config.model.vocab_size}
-    return Dataset([source], shuffled=True, **options), False
+    seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
+    return Dataset([source], seq_len=seq_len, seed=config.seed, vocab_size=vocab_size, shuffled=True), False
 
 
 def write_random(prefix: Path, config: RunConfig, n_samples: int) -> TokenFile:

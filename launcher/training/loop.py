@@ -28,6 +28,7 @@ from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.ledger import ledger_row
 from launcher.training.samples import Samples, open_samples, steps_to_come
+from launcher.training.stage_changes import STAGES, told_of_stages
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
 from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate, further_losses
@@ -110,7 +111,7 @@ def train_watched(
         open_saver(config, engine, tokenizer, retention, fence, watchers, watchdog) as saver,
         open_samples(config, dataset, mesh) as samples,
     ):
-        report_start(watchers, record, state, warnings, changed, restart)
+        report_start(watchers, config, record, state, warnings, changed, restart)
         report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
         health, stopped, n_compiled = Health(config.health), agree_to_stop(stop, mesh), 0
         samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
@@ -387,6 +388,7 @@ def report_unsaved(saved: Saved, rank: int) -> None:
 
 def report_start(
     watchers: Watchers | NullWatchers,
+    config: RunConfig,
     record: dict[str, Any],
     state: TrainState,
     warnings: list[str],
@@ -402,9 +404,9 @@ def report_start(
     if state.step:
         watchers.event({"step": state.step, "event": "resume", "consumed": state.consumed})
     for key, before, after in changed:
-        watchers.event(
-            {"step": state.step, "event": "config_change", "key": key, "from": str(before), "to": str(after)}
-        )
+        told = told_of_stages(config, before, state.consumed) if key == STAGES else {}
+        row = {"key": key, "from": str(before), "to": str(after), **told}
+        watchers.event({"step": state.step, "event": "config_change", **row})
 
 
 def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int) -> int:

@@ -20,6 +20,7 @@ from launcher.errors import UserError
 from launcher.guard.fence import Fence, raise_fence
 from launcher.slurm.queue import has_ended, slurm_job
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, STARTED_IN, check_parts
+from launcher.training.stage_changes import STAGES, is_of_stages, stage_problem
 from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, open_store
 from parallel.checkpoint.store import step_of
@@ -134,8 +135,28 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
     old = saved_config(config.run_path)
     if old is None:
         return []
-    check_same_run(old, config.run_path / CONFIG, config)
-    return list(changes(old, config))
+    check_same_run(old, config.run_path / CONFIG, config, consumed_of(config))
+    return changes_of_start(old, config)
+
+
+def consumed_of(config: RunConfig) -> int:
+    """Where the run has its next sample, as its newest checkpoint that can be read says; 0 where there is none."""
+    location = config.checkpoint_location
+    with refusing_unreachable("checkpoint.dir", location):
+        folders = list_checkpoints(location)
+    for folder in reversed(folders):
+        try:
+            return int(read_manifest(folder).scalars["consumed"])
+        except (DamagedCheckpoint, KeyError):
+            continue
+    return 0
+
+
+def changes_of_start(old: RunConfig, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """What a start changes, as ``changes`` has it, but the stages of the data as one."""
+    found = [each for each in changes(old, config) if not is_of_stages(each[0])]
+    stages = (STAGES, old.data.stages, config.data.stages)
+    return [*found, stages] if stages[1] != stages[2] else found
 
 
 def check_has_trained(config: RunConfig) -> None:
@@ -172,17 +193,22 @@ def check_newest_checkpoint(config: RunConfig) -> None:
             old = load_config(path)
         except UserError:
             continue
-        check_same_run(old, path, config)
+        check_same_run(old, path, config, consumed_of(config))
 
 
-def check_same_run(old: RunConfig, path: Path, config: RunConfig) -> None:
-    """Raises UserError where ``config`` is another run's than ``old``, which was read from ``path``."""
+def check_same_run(old: RunConfig, path: Path, config: RunConfig, consumed: int) -> None:
+    """Raises UserError where ``config`` is another run's than ``old``, which was read from ``path``.
+
+    ``consumed``: where the run that goes on has its next sample. Stages of the data may change from there on.
+    """
     remedy = "set it back, or start another run with another name or run_dir"
     problems = [
         f"{key}={_show(after)} must stay {_show(before)}, as {path} has it; {remedy}"
         for key, before, after in changes(old, config)
         if _is_fixed(key)
     ]
+    line = stage_problem(old, config, consumed)
+    problems += [line] if line is not None else []
     if type(old.optimizer) is not type(config.optimizer):
         problems.append(
             f"optimizer.name={config.optimizer.name} must stay {old.optimizer.name}, as {path} has it; {remedy}"
@@ -192,7 +218,8 @@ def check_same_run(old: RunConfig, path: Path, config: RunConfig) -> None:
 
 
 def _is_fixed(key: str) -> bool:
-    return key == "seed" or (key.startswith(("model", "data")) and key not in FREE_DATA_KEYS)
+    is_free = key in FREE_DATA_KEYS or is_of_stages(key)
+    return key == "seed" or (key.startswith(("model", "data")) and not is_free)
 
 
 def _show(value: Any) -> str:

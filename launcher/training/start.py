@@ -8,7 +8,7 @@ from typing import Any
 from data.errors import DataError
 from data.places import nearest_existing, why_not_writable
 from launcher.config.checked import load_checked
-from launcher.config.tree import RunConfig
+from launcher.config.tree import RunConfig, TrainConfig
 from launcher.console import tell
 from launcher.errors import UserError
 from launcher.guard.fence import Fence, StaleRun
@@ -152,7 +152,18 @@ def check_tokens(config: RunConfig) -> None:
     from data.dataset import open_dataset
 
     for split in ("train", "heldout") if config.train.eval_every_steps is not None else ("train",):
-        open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
+        dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
+        if split == "train":
+            check_enough(dataset.stages.end, config.train)
+
+
+def check_enough(n_samples: int | None, train: TrainConfig) -> None:
+    """Refuses a run that takes more samples than the sources' caps on epochs leave. None: they leave any number."""
+    taken = train.batches.samples_in(train.steps)
+    if n_samples is not None and taken > n_samples:
+        rule = f"leaves {n_samples} sequences in all, and train.steps={train.steps} takes {taken}"
+        remedy = "raise it for a source, set it to null, or lower train.steps"
+        raise UserError([f"data.sources.max_epochs {rule}; {remedy}"])
 
 
 def default_ranks() -> int:

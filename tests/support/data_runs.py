@@ -9,14 +9,17 @@ from launcher.training.run_dir import claim
 from parallel.processes.start import run_ranks
 
 
-def run_recorded(folder: Path, plan: Plan, config: Any, n_ranks: int) -> list[Any]:
-    """Starts the run on so many ranks; returns their exit codes. Each rank adds to a file of its own in ``folder``."""
+def run_recorded(folder: Path, plan: Plan, config: Any, n_ranks: int, changed: Any = ()) -> list[Any]:
+    """Starts the run on so many ranks; returns their exit codes. Each rank adds to a file of its own in ``folder``.
+
+    ``changed``: what the start changes of the run's config, as ``check_resume`` says.
+    """
     with claim(config):
         options = {"timeout_seconds": 240, "threads": 1, "preload": ["launcher.training.loop"]}
-        return run_ranks(train_recorded, n_ranks, folder, plan, config, **options)
+        return run_ranks(train_recorded, n_ranks, folder, plan, config, [*changed], **options)
 
 
-def train_recorded(folder: Path, plan: Plan, config: Any) -> Any:
+def train_recorded(folder: Path, plan: Plan, config: Any, changed: Any = ()) -> Any:
     """One rank."""
     import launcher.training.loop as loop
     import launcher.training.step as step
@@ -40,7 +43,7 @@ def train_recorded(folder: Path, plan: Plan, config: Any) -> Any:
         return batch
 
     loop.accumulate_gradients, step.read_micro_batch = accumulating, reading
-    return loop.train(config, [])
+    return loop.train(config, list(changed))
 
 
 def given_rows(folder: Path) -> dict[int, list[list[int]]]:

@@ -300,6 +300,7 @@ def base_of(key: str) -> list[str]:
     )
     base += ["model.init.name=mup"] if "base_" in key else []
     base += ["parallel.pipeline.name=interleaved"] if "n_chunks" in key else []
+    base += ["data.stages=[{weights: [1.0]}]"] if "data.stages" in key else []
     return base + (["data.sources=[{path: a}]"] if "data.sources" in key else [])
 
 
@@ -311,6 +312,9 @@ def place_of(key: str) -> str:
     """Where an override sets one number of the key."""
     return {
         "data.sources.weight": "data.sources[0].weight",
+        "data.sources.max_epochs": "data.sources[0].max_epochs",
+        "data.stages.from_tokens": "data.stages[0].from_tokens",
+        "data.stages.weights": "data.stages[0].weights[0]",
         "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
         "model.full_attention_layers": "model.full_attention_layers[0]",
         "model.nope_layers": "model.nope_layers[0]",
@@ -342,7 +346,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 122
+    assert len(RANGES) == 125
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

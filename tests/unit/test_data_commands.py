@@ -16,7 +16,8 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
 from data.find_text import find_text
-from data.order import Mixture, permutation_key, permute, take, unpermute
+from data.mixture import mixture_of
+from data.order import permutation_key, permute, take, unpermute
 from data.prepare import prepare
 from data.spans import Place, document_name, find_document, samples_with, spans_of
 from data_reference import write_foreign_file, write_token_file
@@ -39,7 +40,7 @@ def test_the_permutation_is_turned_around(n: int, seed: int, points: list[int]) 
 
 @given(st.lists(st.sampled_from([0.1, 0.7, 1.0, 3.0, 1e-6, 1e6]), min_size=1, max_size=7), st.integers(0, 10**12))
 def test_the_mixture_is_turned_around(weights: list[float], first: int) -> None:
-    mixture = Mixture(tuple(Fraction(repr(weight)) for weight in weights))
+    mixture = mixture_of(tuple(Fraction(repr(weight)) for weight in weights))
     index_N = np.arange(first, first + 40)
     pairs = zip(*(each.tolist() for each in mixture.deal(index_N)), strict=True)
     assert [mixture.number_of(source, nth) for source, nth in pairs] == index_N.tolist()

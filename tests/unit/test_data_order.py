@@ -1,15 +1,15 @@
 """The order of samples: permutations, mixtures and skipped ranges, all as functions of the sample's number."""
 
-import math
 from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from data.order import Mixture, permutation_key, permute, take, weight_fraction
+from data.mixture import mixture_of, weight_fraction
+from data.order import permutation_key, permute, take
 
 
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 100))
@@ -75,42 +75,8 @@ def test_seed_source_and_epoch_all_matter() -> None:
     assert len(orders) == len(keys)
 
 
-def _period(weights: list[int]) -> int:
-    """After so many samples every node of the tree is where it began."""
-    if len(weights) == 1:
-        return 1
-    middle = 1 << ((len(weights) - 1).bit_length() - 1)
-    left, right = weights[:middle], weights[middle:]
-    n_left, n_right, common = sum(left), sum(right), math.gcd(sum(left), sum(right))
-    n_left, n_right = n_left // common, n_right // common
-    times = math.lcm(*(p // math.gcd(p, n) for p, n in ((_period(left), n_left), (_period(right), n_right))))
-    return (n_left + n_right) * times
-
-
-@given(weights=st.lists(st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**12))
-def test_mixture_gives_each_source_its_exact_share(weights: list[int], start: int) -> None:
-    """In every period of the tree, wherever it begins."""
-    mixture = Mixture(tuple(Fraction(w) for w in weights))
-    period = _period(weights)
-    assume(period <= 20_000)
-    source, nth = mixture.deal(np.arange(start * period, (start + 1) * period))
-    counts = np.bincount(source, minlength=len(weights))
-    assert counts.tolist() == [w * period // sum(weights) for w in weights]
-    for s, count in enumerate(counts.tolist()):
-        assert nth[source == s].tolist() == list(range(start * count, (start + 1) * count))
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=7), st.integers(1, 3000))
-def test_every_prefix_of_a_mixture_is_near_its_share(weights: list[float], n: int) -> None:
-    fractions = tuple(weight_fraction(w) for w in weights)
-    source, _ = Mixture(fractions).deal(np.arange(n))
-    counts = np.bincount(source, minlength=len(weights))
-    for count, share in zip(counts.tolist(), fractions, strict=True):
-        assert abs(count - n * share / sum(fractions)) <= 3  # the tree's depth
-
-
 def test_numbers_too_large_for_64_bits_are_exact() -> None:
-    mixture = Mixture((weight_fraction(0.123456789012345), weight_fraction(0.9)))
+    mixture = mixture_of((weight_fraction(0.123456789012345), weight_fraction(0.9)))
     n = 10**15
     _, nth = mixture.deal(np.arange(n, n + 100))
     share = Fraction("0.123456789012345") / (Fraction("0.123456789012345") + Fraction("0.9"))
@@ -155,7 +121,7 @@ def test_take_in_any_batch_sizes_gives_the_same_samples(sizes: list[int], skippe
     st.integers(0, 300),
 )
 def test_what_each_source_has_given_is_a_closed_form(weights: list[int], n: int) -> None:
-    mixture = Mixture([Fraction(weight) for weight in weights])
+    mixture = mixture_of(tuple(Fraction(weight) for weight in weights))
     source_N, _ = mixture.deal(np.arange(n))
     given = mixture.given(n)
     assert given[: len(weights)] == np.bincount(source_N, minlength=len(weights)).tolist()
