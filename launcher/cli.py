@@ -74,9 +74,15 @@ def print_config(
     overrides: OverridesArgument = None,
     ranks: RanksOption = 1,
     keys: Annotated[bool, typer.Option("--keys", help="Print every key, its default, values and meaning.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the config, for editors.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the resolved config, marking what differs from the defaults; or every key that there is."""
+    if schema:
+        from launcher.config.json_schema import print_schema
+
+        print_schema([*([str(config)] if config else []), *(overrides or ()), *(["--keys"] if keys else [])])
+        return
     if keys:
         from launcher.config.keys import print_keys
 

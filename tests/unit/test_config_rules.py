@@ -16,12 +16,14 @@ import pytest
 from annotated_types import Interval
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from config_ranges import RANGES, range_faults
 from config_strategies import configs
 from launcher.config import batch_rules, families, layout_rules, ranges, rules
 from launcher.config.checked import load_checked
 from launcher.config.dump import config_to_json, describe_config
+from launcher.config.json_schema import config_schema
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.schema import hint_at, item_hint, members
@@ -251,6 +253,19 @@ def test_each_rule_has_its_line_and_a_remedy_that_works(load, base, change, worl
     overrides = [*BASES[base], *split_overrides(change)]
     assert check(load(*overrides), world_size) == [line]
     assert check(load(*overrides, remedy), world_size) == []
+
+
+def test_the_json_schema_refuses_a_case_where_a_range_does_and_no_remedy(load):
+    """A rule between values is not a schema's; what is beyond a range, or right, it tells alone."""
+    validator, refused = Draft202012Validator(config_schema()), 0
+    for base, change, _, line, remedy in CASES:
+        wrong = load(*BASES[base], *split_overrides(change))
+        mended = load(*BASES[base], *split_overrides(change), remedy)
+        told = list(ranges.range_problems(wrong))
+        assert validator.is_valid(json.loads(config_to_json(wrong))) == (told != [line]), change
+        assert validator.is_valid(json.loads(config_to_json(mended))), remedy
+        refused += told == [line]
+    assert refused >= 15
 
 
 def is_integer(key: str) -> bool:
