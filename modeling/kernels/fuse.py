@@ -39,7 +39,10 @@ def plainly(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = Fa
 
 
 def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
-    """The function as one kernel each way, compiled when it is first called with such shapes and dtypes."""
+    """The function as one kernel each way, compiled when it is first called with such shapes and dtypes.
+
+    torch compiles nothing while a TorchDispatchMode looks on; such a mode may follow later calls.
+    """
     if rows_vary and any(tensor.shape[0] < LEAST_ROWS for tensor in tensors):
         return function(*tensors, **numbers)
     made = _Fused.apply(function, rows_vary, tuple(sorted(numbers.items())), *tensors)
@@ -62,8 +65,9 @@ class _Fused(Function):
         function, rows_vary, numbers = ctx.chain
         wanted = tuple(place for place, wants in enumerate(ctx.needs_input_grad[3:]) if wants)
         floats = [grad.contiguous() for grad in grads if grad.is_floating_point()]
-        given = (*ctx.saved_tensors, *floats)
-        made = run(chain_of(function, numbers, (wanted, len(ctx.saved_tensors)), rows_vary, given), given)
+        tensors = ctx.saved_tensors  # recomputation gives them once
+        given = (*tensors, *floats)
+        made = run(chain_of(function, numbers, (wanted, len(tensors)), rows_vary, given), given)
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for place, grad in zip(wanted, made, strict=True):
             found[place + 3] = grad
@@ -87,10 +91,12 @@ class Chain:
         is_first = self.compiled is None
         started = time.perf_counter()
         if self.compiled is None:
-            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False)
+            options = {"guard_filter_fn": sizes_alone, "compile_threads": 1}
+            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False, options=options)
         if self.rows_vary:
             tensors = [varying(tensor) for tensor in tensors]
-        made = self.compiled(*tensors)
+        with torch.no_grad():
+            made = self.compiled(*tensors)
         if is_first:
             self.first_call_seconds = time.perf_counter() - started
         return made
@@ -114,6 +120,14 @@ class Chain:
         longest = max(each.shape[-1] * each.element_size() for each in given if each.dim())
         readings = 1 + self.sums_rows + (longest > ROW_BYTES)
         return readings * sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
+
+
+def sizes_alone(guards: Sequence[Any]) -> list[bool]:
+    """Which of torch's guards are looked at in each call: those on sizes that vary.
+
+    All else that a compiled function depends on is part of ``chain_of``'s key.
+    """
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
 def varying(tensor: Tensor) -> Tensor:
@@ -156,7 +170,8 @@ def chain_of(
     ``wanted``: the places of those by which it is differentiated, and how many there are; None: it is not. A vector
     among them is shared by all rows.
     """
-    shapes = tuple((each.shape[1:] if rows_vary else each.shape, each.dtype, each.device.type) for each in tensors)
+    skipped = 1 if rows_vary else 0
+    shapes = tuple((each.shape[skipped:], each.stride(), each.dtype, each.device) for each in tensors)
     key = (function, numbers, wanted, rows_vary, shapes)
     name = _chains.by_key.get(key)
     if name is None:

@@ -1,0 +1,250 @@
+"""Compiled chains against the plain functions that they are compiled from: values, gradients, bytes, compilations.
+
+Tolerances: in fp32 a kernel sums in another order and rounds less often, a few units of the last place; in bf16 the
+plain functions round between their operations, which one kernel does not, so it differs by roundings of 2^-8.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launcher.errors import UserError
+from launcher.trace.ops import work_of
+from launcher.training import compiling
+from launcher.training.compiling import missing_compiler, usable_fuse, why_not
+from modeling.feed_forward import activated, gated
+from modeling.kernels import fuse
+from modeling.kernels.experts import ExpertBiases, experts_grouped, gathered_sum, gathered_sum_of_two, weighted
+from modeling.kernels.fuse import Chain, compiled, known_chains, plainly
+from modeling.loss import IGNORE, fused_losses, losses_and_gradient
+from modeling.norm import layer_norm, rms_norm
+from modeling.rope import rotate
+
+CPU = torch.device("cpu")
+# On a machine without a compiler these tests say why they see nothing.
+NO_COMPILER = missing_compiler("cpu")
+pytestmark = pytest.mark.skipif(NO_COMPILER is not None, reason=f"nothing can be compiled: {NO_COMPILER}")
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+EPS = {"norm_eps": 1e-6}
+PLACES = torch.randperm(40, generator=torch.Generator().manual_seed(3)).view(20, 2)
+CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any]]] = {
+    "rms_norm": (rms_norm, [(2, 16, 96), (96,)], {**EPS, "adds_one": False}),
+    "rms_norm adds one": (rms_norm, [(2, 16, 4, 32), (32,)], {**EPS, "adds_one": True}),
+    "layer_norm": (layer_norm, [(2, 16, 96), (96,), (96,)], {**EPS, "adds_one": False}),
+    "rotate": (rotate, [(2, 16, 4, 32), (2, 16, 8), (2, 16, 8)], {}),
+    "gated silu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "silu"}),
+    "gated gelu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "gelu_tanh"}),
+    "activated": (activated, [(2, 16, 96)], {"activation": "relu"}),
+    "weighted": (weighted, [(40, 96), (40, 96), (40, 1)], {"swiglu_limit": None, "rows_vary": True}),
+    "weighted limit": (weighted, [(40, 96), (40, 96), (40, 1)], {"swiglu_limit": 1.0, "rows_vary": True}),
+}
+QUICK = ("rms_norm",)
+
+
+def drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def both_ways(run: Any, function: Callable[..., Any], tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """The value, and the gradient by each tensor."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = run(function, *leaves, **options)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest difference, over each tensor's largest value."""
+    assert [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in wanted]
+    pairs = zip(found, wanted, strict=True)
+    return max(float((one.float() - two.float()).abs().max() / two.float().abs().max()) for one, two in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if name in QUICK and dtype == torch.float32 else [pytest.mark.slow])
+        for name in CASES
+        for dtype in TOLERANCE
+    ],
+)
+def test_a_compiled_chain_equals_the_plain_function(name: str, dtype: torch.dtype) -> None:
+    function, shapes, options = CASES[name]
+    tensors = drawn(shapes, dtype)
+    wanted = both_ways(plainly, function, tensors, options)
+    assert error(both_ways(compiled, function, tensors, options), wanted) < TOLERANCE[dtype]
+
+
+def test_planted_chain_without_its_numbers_is_another() -> None:
+    """A chain is told by its numbers and shapes, too, whatever was compiled before."""
+    (tensor,) = drawn([(2, 8)], torch.float32)
+    numbers = {"norm_eps": 1e-6, "adds_one": False}
+    names = [
+        fuse.chain_of(rms_norm, tuple(sorted((numbers | other).items())), by, rows_vary, [each, each[0]])
+        for other in ({}, {"adds_one": True})
+        for by in (None, ((0,), 2))
+        for rows_vary in (False, True)
+        for each in (tensor, tensor.bfloat16())
+    ]
+    assert len(set(names)) == 16
+    again = fuse.chain_of(rms_norm, tuple(sorted(numbers.items())), None, False, [tensor.clone(), tensor[0]])
+    assert again == names[0]
+
+
+def test_500_draws_of_rows_compile_nothing_anew() -> None:
+    """Experts' rows differ each step. Rows of 0 and 1 are computed plainly: torch compiles these numbers as such."""
+    generator = torch.Generator().manual_seed(5)
+    before = None
+    for step in range(500):
+        n_rows = int(torch.randint(0, 400, (), generator=generator)) if step != 3 else 1
+        tensors = [tensor.clone() for tensor in drawn([(n_rows, 16), (n_rows, 16), (n_rows, 1)], torch.float32)]
+        options = {"swiglu_limit": None, "rows_vary": True}
+        wanted = weighted(*tensors, swiglu_limit=None)
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        out = compiled(weighted, *leaves, **options)
+        out.sum().backward()
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+        if step == 5:
+            before = counters["stats"]["unique_graphs"], len(known_chains())
+    assert (counters["stats"]["unique_graphs"], len(known_chains())) == before
+
+
+class Seen(TorchDispatchMode):
+    """The operations by name, and what launcher.trace makes of the compiled ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.works: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func._schema.name)
+        if func._schema.name == "roundtable::chain":
+            self.works.append(work_of(func, args, kwargs or {}, out))
+        return out
+
+
+def test_who_watches_operations_sees_one_each_way() -> None:
+    """Its bytes are those of what it reads and writes: beside the inputs it keeps nothing for the backward pass."""
+    function, shapes, options = CASES["rms_norm"]
+    tensors = [tensor.requires_grad_() for tensor in drawn(shapes, torch.float32)]
+    compiled(function, *tensors, **options).sum().backward()  # torch compiles under no such mode
+    with Seen() as seen:
+        compiled(function, *tensors, **options).sum().backward()
+    assert seen.names.count("roundtable::chain") == 2
+    assert not {"aten::pow", "aten::rsqrt", "aten::mean"} & set(seen.names)
+    hidden, weight = (tensor.nbytes for tensor in tensors)
+    forward, backward = seen.works
+    assert (forward.bytes, forward.launches) == (hidden + weight + hidden, 1)
+    # The gradient by the weight is a sum over all rows: a second kernel reads what the first one has read.
+    assert (backward.bytes, backward.launches) == (2 * (hidden + weight + hidden) + hidden + weight, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_traced_bytes_are_at_least_those_of_the_generated_kernels(name: str) -> None:
+    """inductor counts the bytes of the kernels that it writes, each buffer of each kernel once; here for the CPU.
+
+    The traced model is at most a tenth below it, and at most 1.7 times as high, for it counts gradients of shared
+    weights as a kernel of their own, which the CPU's code fuses into the other.
+    """
+    function, shapes, options = CASES[name]
+    numbers = tuple(sorted((key, value) for key, value in options.items() if key != "rows_vary"))
+    tensors = drawn(shapes, torch.float32)
+    grad = function(*tensors, **dict(numbers))
+    wanted = tuple(range(1 if function is rotate else len(tensors)))
+    for given, by in ((tensors, None), ([*tensors, grad], (wanted, len(tensors)))):
+        chain = fuse.chain_named(fuse.chain_of(function, numbers, by, False, given))
+        generated = generated_bytes(chain, given)
+        traced = chain.moved_bytes(given, chain.fake(given))
+        assert 0.9 * generated <= traced <= 1.7 * generated, (chain.label, generated, traced)
+
+
+def generated_bytes(chain: Chain, tensors: list[Tensor]) -> int:
+    """What inductor says that its kernels move."""
+    from torch._inductor import config, metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    with config.patch(fx_graph_cache=False, log_tlparse=False), torch._inductor.utils.fresh_cache():
+        torch.compile(chain.function, fullgraph=True, dynamic=False)(*tensors)
+    torch._dynamo.reset()
+    return metrics.num_bytes_accessed
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_the_fused_loss_is_the_loss(z_loss: float) -> None:
+    """In fp32, to the rounding of another order of sums: the plain function that CUDA compiles."""
+    logits_TV = 4 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
+    targets_T = torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(1))
+    targets_T[4] = IGNORE
+    found = fused_losses(logits_TV, targets_T, z_loss=z_loss)
+    wanted = losses_and_gradient(logits_TV.clone(), targets_T, True, z_loss)
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_rows_are_sums_of_rows() -> None:
+    rows_RD, others_RD = drawn([(40, 8), (40, 8)], torch.float32)
+    wanted = torch.stack([rows_RD[row].sum(0) for row in PLACES])
+    torch.testing.assert_close(gathered_sum(rows_RD, PLACES), wanted)
+    both = wanted + torch.stack([others_RD[row].sum(0) for row in PLACES])
+    torch.testing.assert_close(gathered_sum_of_two(rows_RD, others_RD, PLACES), both)
+
+
+@pytest.mark.slow
+def test_experts_with_compiled_gates_are_the_experts() -> None:
+    """By grouped products, as CUDA has them; on a CPU those with biases take this way."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(30, 16), (4, 24, 16), (4, 24, 16), (4, 16, 24), (4, 24), (4, 24), (4, 16)]
+    hidden_TD, gate, up, down, *biases = (torch.randn(shape, generator=generator) for shape in shapes)
+    indices_TK = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(30)])
+    weights_TK = torch.rand(30, 2, generator=generator)
+
+    def found(run: Any) -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in (hidden_TD, weights_TK, gate, up, down)]
+        given = (leaves[0], indices_TK, *leaves[1:], ExpertBiases(*biases))
+        experts_grouped(*given, swiglu_limit=7.0, fuse=run).square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    assert error(found(compiled), found(plainly)) < TOLERANCE[torch.float32]
+
+
+def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    told: list[str] = []
+    assert usable_fuse("auto", CPU, told.append) is plainly and told == []  # auto compiles nothing on a CPU
+    monkeypatch.setattr(compiling, "fuse_of", lambda choice, device_type: compiled)
+    assert usable_fuse("auto", CPU, told.append) is plainly
+    assert told == [
+        "train.compile=auto: nothing is compiled, and steps take longer: there is no no-such-compiler; "
+        "install g++ and Python's headers, or set train.compile=off"
+    ]
+    with pytest.raises(UserError) as refused:
+        usable_fuse("on", CPU, told.append)
+    assert refused.value.problems == [
+        "train.compile=on needs a compiler that works: there is no no-such-compiler; "
+        "install g++ and Python's headers, or set train.compile=off"
+    ]
+    with pytest.raises(UserError):
+        compiling.check_compiler("on")
+
+
+def test_a_compiler_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by name, and fails when it is called."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("C++ compile error\nPython.h: No such file or directory")
+
+    monkeypatch.setattr(compiling, "compiled", broken)
+    assert why_not(CPU) == "RuntimeError: C++ compile error"
+    monkeypatch.undo()
+    assert why_not(CPU) is None
