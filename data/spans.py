@@ -56,13 +56,18 @@ def spans_of(dataset: Dataset, indices: np.ndarray) -> Iterator[Span]:
 
 
 def document_parts(dataset: Dataset, indices: np.ndarray) -> list[DocumentPart]:
-    """The parts of documents that these samples' input tokens are, sample after sample; no sample is there twice."""
+    """The parts of documents that these samples' input tokens are, sample after sample; no sample is there twice.
+
+    But for documents that are left out.
+    """
     _, start_B, _ = dataset.windows(indices)
     rows = {
         sample: (row, start) for row, (sample, start) in enumerate(zip(indices.tolist(), start_B.tolist(), strict=True))
     }
     found = []
     for span in spans_of(dataset, indices):
+        if dataset.left_out.holds(span.file, span.first):
+            continue
         row, start = rows[span.sample]
         source, file = dataset.names[dataset.file_sources[span.file]], str(dataset.files[span.file].prefix)
         found.append(DocumentPart(row, span.first - start, span.stop - start, source, file, span.document))

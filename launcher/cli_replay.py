@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.arguments import OverridesArgument, RunArgument
+from launcher.arguments import JsonOption, OverridesArgument, RunArgument
 
 of_replay = typer.Typer()  # without a name: its commands stand beside the others
 
@@ -34,6 +34,37 @@ def replay(
 
     wishes = Wishes(ranks=ranks, begin=begin, json_file=json_file, html_file=html, shows_text=text)
     return replay_step(run, step, overrides or (), wishes)
+
+
+@of_replay.command("blame")
+def blame(
+    run: RunArgument,
+    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step.", show_default=False)],
+    overrides: OverridesArgument = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Local processes (default: the run's).", show_default=False)
+    ] = None,
+    begin: Annotated[
+        int | None,
+        typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
+    ] = None,
+    leave_out: Annotated[
+        str | None,
+        typer.Option(
+            "--leave-out",
+            metavar="FILE",
+            help="Write a list of the first documents, as `branch --without` takes it.",
+            show_default=False,
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many documents that list has.")] = 1,
+    as_json: JsonOption = False,
+) -> int:
+    """Say which documents of a step's batch, and which tokens, made its loss and its gradient."""
+    from launcher.commands.blame import Wishes, blame_step
+
+    wishes = Wishes(ranks=ranks, begin=begin, leave_out=leave_out, top=top, as_json=as_json)
+    return blame_step(run, step, overrides or (), wishes)
 
 
 @of_replay.command("branch")

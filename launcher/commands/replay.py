@@ -4,12 +4,13 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import DataError
 from data.places import why_no_path, why_not_writable
+from launcher.config.tree import RunConfig
 from launcher.console import tell
 from launcher.errors import UserError
 from launcher.limits import check_limits, check_local_ranks
@@ -37,22 +38,39 @@ def replay_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -
 
     Raises UserError where something is wrong, before anything is created.
     """
+    run_path, config = open_run_to_read(run, "replay")
+    out, page = (checked_file(*each, run_path) for each in (("--json", wishes.json_file), ("--html", wishes.html_file)))
+    with planned(run_path, config, step, overrides, ranks=wishes.ranks, begin=wishes.begin) as (plan, record):
+        return execute_and_show(plan, record, out, page, shows_text=wishes.shows_text)
+
+
+def open_run_to_read(run: str, command: str) -> tuple[Path, RunConfig]:
+    """The run's directory and its config, for a command that starts local processes. Raises UserError."""
     if world_size_from_environment() is not None:
-        raise UserError(["replay starts its own local processes; run it outside of srun and torchrun"])
+        raise UserError([f"{command} starts its own local processes; run it outside of srun and torchrun"])
     run_path = find_run(run).absolute()
     config = saved_config(run_path)
     if config is None:
         raise UserError([f"RUN={run} holds no config.yaml, so it is no run directory; give a run that has trained"])
-    out, page = (checked_file(*each, run_path) for each in (("--json", wishes.json_file), ("--html", wishes.html_file)))
+    return run_path, config
+
+
+@contextlib.contextmanager
+def planned(
+    run_path: Path, config: RunConfig, step: int, overrides: Sequence[str], *, ranks: int | None, begin: int | None
+) -> Iterator[tuple[Plan, Record]]:
+    """The plan to execute the step again, and the run's record, in the folder that its paths are read from.
+
+    Both last as long as the block. Raises UserError where something is wrong, before anything is created.
+    """
     record = read_record(run_path)
-    check_local_ranks(wishes.ranks)
+    check_local_ranks(ranks)
     with contextlib.chdir(start_folder(run_path, config)), tempfile.TemporaryDirectory() as scratch:
-        options = {"ranks": wishes.ranks, "begin": wishes.begin}
-        plan = make_plan(run_path, record, step, overrides, **options, scratch=scratch)
+        plan = make_plan(run_path, record, step, overrides, ranks=ranks, begin=begin, scratch=scratch)
         check_limits(plan.n_ranks)
         check_gpus(plan.n_ranks)
         check_tokens(plan.config)
-        return execute_and_show(plan, record, out, page, shows_text=wishes.shows_text)
+        yield plan, record
 
 
 def checked_file(option: str, name: str | None, run_path: Path) -> Path | None:
@@ -64,7 +82,7 @@ def checked_file(option: str, name: str | None, run_path: Path) -> Path | None:
     if rule is None and (not path.parent.is_dir() or path.is_dir()):
         rule = "must be a file in a folder that is there"
     if rule is None and path.resolve().is_relative_to(run_path.resolve()):
-        rule = "must lie outside the run directory, in which a replay writes nothing"
+        rule = "must lie outside the run directory, which is only read"
     if rule is not None:
         raise UserError([f"{option}={name} {rule}; choose another file"])
     return path
@@ -130,7 +148,7 @@ def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:
     if prepared is None or prepared.tokenizer is None:
         return None, []
     try:
-        tokenizer = load_folder(prepared.tokenizer, "the run's tokenizer", "replay shows ids without one")
+        tokenizer = load_folder(prepared.tokenizer, "the run's tokenizer", "ids are shown without one")
         n_ids = count_ids(tokenizer)
     except DataError as error:
         return None, error.problems[:1]

@@ -1,5 +1,6 @@
 """One rank of a scratch run: the steps from the checkpoint on, by the trainer's own step. It writes nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,11 @@ class Found:
     parts: list[DocumentPart]
 
 
-def replay_rank(plan: Plan) -> Found | None:
+# What is done with the weights before the last step, given the samples that it will take; it changes nothing.
+Look = Callable[[WatchedEngine, Dataset, np.ndarray], None]
+
+
+def replay_rank(plan: Plan, look: Look | None = None) -> Found | None:
     """Executes the plan. All ranks call it; rank 0 returns what was found, the others None."""
     prepare_process(plan.config)
     mesh = open_mesh(plan.config.parallel, plan.config.train.timeout_seconds)
@@ -51,13 +56,13 @@ def replay_rank(plan: Plan) -> Found | None:
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
         engine = build_engine(config, mesh, engine_class=WatchedEngine)
         assert isinstance(engine, WatchedEngine)
-        return execute(plan, engine, dataset)
+        return execute(plan, engine, dataset, look)
     finally:
         close_mesh()
 
 
-def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset) -> Found | None:
-    """The steps one after another, the last one watched. All ranks call it."""
+def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | None = None) -> Found | None:
+    """The steps one after another, the last one watched, after a ``look`` if there is one. All ranks call it."""
     state, steps = state_before(plan, engine), {}
     known = list(state.skipped)  # which a branched run's record does not have
     health, judged_by = Health(plan.config.health), plan.config.health
@@ -69,6 +74,8 @@ def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset) -> Found | None
             health, judged_by = Health(config.health), config.health
         if step == plan.step:
             indices = take(consumed, config.train.batches.size_at(step), state.skipped)
+            if look is not None:
+                look(engine, dataset, indices)
             watch = StepWatch(engine, indices, config.train.micro_batch_size)
         done = run_step(config, engine, dataset, state, health=health)
         steps[step] = StepAgain(done.row, ledger_row(state, consumed, trained=done.trained), done.event)

@@ -17,7 +17,7 @@ from launcher.prove.compare.outputs import in_backward
 from launcher.prove.compare.routing import routers_of
 from launcher.training.worst import Held, add_up, held_sums
 from modeling.loss import Losses
-from modeling.router import Settle
+from modeling.router import Settle, keep_choice
 from parallel.batch import share_of_batch
 from parallel.context_parallel.part import held_positions
 from parallel.zero.engine import Engine, StepResult
@@ -120,6 +120,14 @@ class StepWatch:
             return indices_TK
 
         return settle
+
+    def close(self) -> None:
+        """Sees nothing more: another may watch the engine from now on."""
+        self.engine.watching = None
+        if self.engine.model.head is not None:
+            self.engine.model.head.watch = None
+        for router in routers_of(self.engine.model).values():
+            router.settle = keep_choice
 
     def seen(self, seq_len: int, n_further: int) -> StepSeen:
         """What this rank saw; ``n_further`` passes of the head for further tokens follow each micro-batch's own.

@@ -68,6 +68,27 @@ def read_micro_batch(
     return cut.to(mesh.device)
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What each loss of one batch weighs in the total that is differentiated."""
+
+    target: float  # a target's cross-entropy; the engine's factor comes on top
+    balance: float  # a sequence's balance loss
+    z: float  # a token's router z-loss
+    further: tuple[float, ...] = ()  # by depth, a further token's cross-entropy
+
+
+def weights_of(engine: Engine, dataset: Samples, indices: np.ndarray) -> Weights:
+    """Those of the batch of these samples."""
+    n_targets, n_tokens = dataset.count(indices)
+    return Weights(
+        target=1 / max(1, n_targets),
+        balance=engine.loss_factor / len(indices),
+        z=engine.loss_factor / max(1, n_tokens),
+        further=tuple(further_scales(engine, dataset, indices)),
+    )
+
+
 def accumulate_gradients(
     engine: Engine,
     dataset: Samples,
@@ -75,36 +96,33 @@ def accumulate_gradients(
     micro_batch_size: int,
     stop: StopRequest,
     drawn_from: DrawnFrom,
+    weights: Weights | None = None,
 ) -> Totals:
     """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
 
-    ``drawn_from``: what dropout's masks follow from.
+    ``drawn_from``: what dropout's masks follow from. ``weights``: those of the batch, unless it is a part of one.
 
     The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
     counts before its first backward pass; so it depends neither on micro-batches nor on ranks. Where no target
     counts it is 0, and so are its gradients; those of the auxiliary losses are for the caller to drop.
     """
     mesh = engine.mesh
-    n_targets, n_tokens = dataset.count(indices)
+    weights = weights or weights_of(engine, dataset, indices)
     mine = share_of_batch(indices, micro_batch_size, mesh)
-    weight, scales = 1 / max(1, n_targets), (engine.loss_factor / len(indices), engine.loss_factor / max(1, n_tokens))
     same_graph = engine.needs_equal_graphs  # the way around padding saves something before the experts
     moment = drawn_from if engine.model_config.has_dropout else None
-    further = further_scales(engine, dataset, indices)
+    scales: dict[str, Any] = {"balance_scale": weights.balance, "z_scale": weights.z, "ahead_scales": weights.further}
     batches = (
-        read_micro_batch(
-            dataset, part, mesh, *scales, expects_padding=same_graph, drawn_from=moment, ahead_scales=further
-        )
-        for part in mine
+        read_micro_batch(dataset, part, mesh, **scales, expects_padding=same_graph, drawn_from=moment) for part in mine
     )
     sums = Sums(engine.model_config)
     if engine.pipeline is not None:
-        for output in engine.run_pipeline(list(batches), weight):
+        for output in engine.run_pipeline(list(batches), weights.target):
             sums.add(output)
         return sums.over_ranks(mesh, stop)
     for number, batch in enumerate(batches):
         output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS, ahead=batch.ahead)
-        engine.backward(output.loss, weight, last=number == len(mine) - 1)
+        engine.backward(output.loss, weights.target, last=number == len(mine) - 1)
         sums.add(output)
     return sums.over_ranks(mesh, stop)
 

@@ -1,0 +1,209 @@
+"""One rank's part in blaming a step: the gradient of each document's loss, held against the whole batch's.
+
+Each document has a pass of its own through the model as the layout has it: of the samples that it lies in, only its
+targets count, with the weight that they have in the whole batch. So the documents' gradients, and that of the
+auxiliary losses, add up to the batch's. Shape letters: N samples, S positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.batch import IGNORED
+from data.dataset import Dataset
+from launcher.blame.aim import AimedDataset, Document, Part, documents_of
+from launcher.prove.rank import PROGRESS
+from launcher.replay.plan import Plan
+from launcher.replay.rank import Found, replay_rank
+from launcher.replay.seen import StepWatch, WatchedEngine, gather_seen
+from launcher.training.step import Weights, accumulate_gradients, weights_of
+from parallel.mesh import sum_over_ranks
+from parallel.pipeline.rules import runs_micro_batches
+from parallel.processes.stop import StopRequest
+
+TOLD_TIMES = 10  # while documents are gone through
+TOKEN_DOCUMENTS = 3  # of the first documents, tokens are looked at one by one
+TOKENS_EACH = 8  # the dearest ones of each
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The loss of some targets and its gradient."""
+
+    loss: float  # summed over them
+    dot: float  # of the gradient with the batch's
+    grad_norm: float
+
+    def share_of(self, square: float) -> float:
+        """Its part of the batch's gradient, whose squared norm is ``square``: all parts add up to 1."""
+        return self.dot / square if square else float("nan")
+
+
+@dataclass(frozen=True)
+class DocumentBlamed:
+    """What one document did."""
+
+    document: Document
+    n_targets: int
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class TokenBlamed:
+    """What one token that was to be predicted did."""
+
+    document: str
+    sample: int
+    position: int  # in the sample, of the token before it
+    token: int
+    before: int
+    measured: Measured
+
+
+@dataclass
+class Blamed:
+    """What rank 0 brings back."""
+
+    whole: Measured
+    documents: list[DocumentBlamed]  # the worst first
+    auxiliary: Measured | None  # None where the model has no router
+    tokens: list[TokenBlamed]
+
+
+def rank_documents(documents: Sequence[DocumentBlamed]) -> list[DocumentBlamed]:
+    """The worst first: a loss or gradient that is not finite, then the largest share of the batch's gradient."""
+
+    def badness(each: DocumentBlamed) -> tuple[bool, float]:
+        is_finite = bool(np.isfinite([each.measured.loss, each.measured.grad_norm]).all())
+        return not is_finite, each.measured.dot if np.isfinite(each.measured.dot) else -np.inf
+
+    return sorted(documents, key=badness, reverse=True)
+
+
+class Blame:
+    """Looks at the step that is to come, with the weights before it; leaves no trace in the engine."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.blamed: Blamed | None = None
+
+    def look(self, engine: WatchedEngine, dataset: Dataset, indices: np.ndarray) -> None:
+        """``launcher.replay.rank.Look``. All ranks call it."""
+        passes = Passes(self.plan, engine, dataset, indices)
+        documents, batch = documents_of(dataset, indices), dataset.read(indices)
+        rows = {int(sample): row for row, sample in enumerate(indices)}
+        found = []
+        for number, document in enumerate(documents):
+            if number % max(1, len(documents) // TOLD_TIMES) == 0:
+                passes.tell(f"document {number + 1} of {len(documents)}")
+            targets = [batch.targets_BS[rows[part.sample], part.first : part.stop] for part in document.parts]
+            n_targets = sum(int((each != IGNORED).sum()) for each in targets)
+            found.append(DocumentBlamed(document, n_targets, passes.measure(document.parts)))
+        auxiliary = passes.measure_auxiliary() if engine.model_config.moe is not None else None
+        ranked = rank_documents([each for each in found if each.n_targets])
+        tokens = []
+        passes.tell("the dearest tokens")
+        for document, part in passes.dearest([each.document for each in ranked[:TOKEN_DOCUMENTS]]):
+            row = rows[part.sample]
+            pair = int(batch.targets_BS[row, part.first]), int(batch.tokens_BS[row, part.first])
+            measured = passes.measure([part], further=False)
+            tokens.append(TokenBlamed(document.name, part.sample, part.first, *pair, measured))
+        self.blamed = Blamed(passes.whole, ranked, auxiliary, tokens)
+
+
+class Passes:
+    """Forward and backward passes over parts of one batch, with the weights before its update."""
+
+    def __init__(self, plan: Plan, engine: WatchedEngine, dataset: Dataset, indices: np.ndarray) -> None:
+        self.plan, self.engine, self.dataset, self.indices = plan, engine, dataset, indices
+        self.tell("the whole batch")
+        config = plan.config
+        self.weights = weights_of(engine, dataset, indices)
+        watch = StepWatch(engine, indices, config.train.micro_batch_size)
+        self.gradient: list[Tensor] = []
+        self.whole = self.run(dataset, indices, self.weights)
+        seen = gather_seen(watch.seen(config.data.seq_len, len(self.weights.further)), engine)
+        watch.close()
+        self.losses_NS = seen.losses_of(indices, config.data.seq_len) if seen is not None else None
+
+    def tell(self, what: str) -> None:
+        """Rank 0 writes down what is begun, for the launching process to show."""
+        if self.engine.mesh.rank == 0:
+            with (Path(self.plan.config.run_path) / PROGRESS).open("a") as file:
+                file.write(f"{what}\n")
+
+    def measure(self, parts: Sequence[Part], *, further: bool = True) -> Measured:
+        """The losses of these positions' targets. With ``further`` also those of tokens further ahead (MTP)."""
+        aimed, samples = AimedDataset(self.dataset, parts), {part.sample for part in parts}
+        weights = replace(self.weights, balance=0.0, z=0.0)
+        if not further:
+            weights = replace(weights, further=tuple(0.0 for _ in weights.further))
+        return self.run(aimed, self.rows_with(samples), weights)
+
+    def measure_auxiliary(self) -> Measured:
+        """The routers' own losses, which are of whole sequences: no target counts."""
+        return self.run(AimedDataset(self.dataset, []), self.indices, self.weights)
+
+    def rows_with(self, samples: set[int]) -> np.ndarray:
+        """These samples, and so many others of the batch that the layout can make a pass of them."""
+        train, mesh, parallel = self.plan.config.train, self.engine.mesh, self.plan.config.parallel
+        share, pp = train.micro_batch_size * mesh.dp.degree, mesh.pp.degree
+        wanted = [sample for sample in self.indices.tolist() if sample in samples]
+        rest = [sample for sample in self.indices.tolist() if sample not in samples]
+        n, n_all = -(-len(wanted) // share), len(self.indices) // share
+        while pp > 1 and n < n_all and not runs_micro_batches(parallel.pipeline, pp, n):
+            n += 1
+        return np.array([*wanted, *rest[: n * share - len(wanted)]], np.int64)
+
+    def run(self, dataset: Dataset, indices: np.ndarray, weights: Weights) -> Measured:
+        """One pass, whose gradient is looked at and dropped; the first one's is kept as the batch's."""
+        engine, config = self.engine, self.plan.config
+        drawn_from = (config.seed, self.plan.step)
+        size = config.train.micro_batch_size
+        totals = accumulate_gradients(engine, dataset, indices, size, StopRequest(), drawn_from, weights)
+        held = [(part, share) for _, part, share in engine.gradients()]
+        if not self.gradient:
+            self.gradient = [part.detach().clone() for part, _ in held]
+        dot = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+        for (part, share), whole in zip(held, self.gradient, strict=True):
+            dot += torch.dot(part.flatten().double(), whole.flatten().double()) * share
+        total = float(sum_over_ranks(dot, engine.mesh)) / engine.loss_scale**2
+        return Measured(totals.loss, total, engine.discard().grad_norm)
+
+    def dearest(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
+        """Of each document the targets with the largest losses, as rank 0 saw them; the same on all ranks."""
+        found: list[Any] = [self.choose(documents)] if self.losses_NS is not None else [None]
+        dist.broadcast_object_list(found, src=0, group=self.engine.mesh.control)
+        return found[0]
+
+    def choose(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
+        """``dearest``, on rank 0."""
+        assert self.losses_NS is not None
+        rows = {int(sample): row for row, sample in enumerate(self.indices)}
+        targets_NS, chosen = self.dataset.read(self.indices).targets_BS, []
+        for document in documents:
+            places = [
+                (float(self.losses_NS[rows[part.sample], place]), Part(part.sample, place, place + 1))
+                for part in document.parts
+                for place in range(part.first, part.stop)
+                if targets_NS[rows[part.sample], place] != IGNORED
+            ]
+            places.sort(key=lambda pair: (np.isfinite(pair[0]), -pair[0] if np.isfinite(pair[0]) else 0.0))
+            chosen += [(document, part) for _, part in places[:TOKENS_EACH]]
+        return chosen
+
+
+def blame_rank(plan: Plan) -> tuple[Found, Blamed] | None:
+    """Executes the plan up to its last step, blames that, and executes it. All ranks call it; rank 0 returns."""
+    blame = Blame(plan)
+    found = replay_rank(plan, blame.look)
+    if found is None:
+        return None
+    assert blame.blamed is not None
+    return found, blame.blamed

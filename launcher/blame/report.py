@@ -1,0 +1,96 @@
+"""The report on a blamed step: a tree for JSON, from which the terminal's tables are printed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from launcher.blame.rank import Blamed, DocumentBlamed
+from launcher.console import in_a_line, say
+from launcher.replay.compare import StepVerdict
+from launcher.replay.plan import Plan
+from launcher.replay.report import as_json
+from launcher.replay.show import print_table, print_verdict
+
+TEXT_TOKENS = 24  # of a document, shown beside its name
+
+
+def build_report(
+    plan: Plan,
+    verdicts: Sequence[StepVerdict],
+    blamed: Blamed,
+    texts: dict[str, str],
+    text_of: Callable[[int], str] | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """The whole report, fit for JSON. ``texts``: how a document begins; ``text_of`` is None without a tokenizer."""
+    first = next((each for verdict in verdicts for each in verdict.differences), None)
+    square, auxiliary = blamed.whole.dot, blamed.auxiliary
+    rows = [document_row(each, blamed, texts.get(each.document.name)) for each in blamed.documents]
+    parts = [each.measured.dot for each in blamed.documents] + ([auxiliary.dot] if auxiliary is not None else [])
+    return as_json(
+        {
+            "run": plan.run_path,
+            "step": plan.step,
+            "from": plan.begins_at,
+            "ranks": plan.n_ranks,
+            "reproduced": first is None,
+            "first_difference": vars(first) if first is not None else None,
+            "notes": list(notes),
+            "steps": [verdict.as_json() for verdict in verdicts],
+            "grad_norm": blamed.whole.grad_norm,
+            "loss": blamed.whole.loss / max(1, sum(each.n_targets for each in blamed.documents)),
+            "documents": rows,
+            "auxiliary_share": auxiliary.share_of(square) if auxiliary is not None else None,
+            "sum_of_shares": sum(parts) / square if square else float("nan"),
+            "tokens": [
+                {
+                    "document": each.document,
+                    "sample": each.sample,
+                    "position": each.position,
+                    "token": each.token,
+                    "before": each.before,
+                    **({"text": text_of(each.token), "text_before": text_of(each.before)} if text_of else {}),
+                    "loss": each.measured.loss,
+                    "share": each.measured.share_of(square),
+                }
+                for each in blamed.tokens
+            ],
+        }
+    )
+
+
+def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict[str, Any]:
+    """A document as the report has it; ranges are half-open."""
+    measured = each.measured
+    return {
+        "document": each.document.name,
+        "tokens": list(each.document.tokens),
+        "parts": [part._asdict() for part in each.document.parts],
+        "targets": each.n_targets,
+        "loss": measured.loss / max(1, each.n_targets),
+        "loss_share": measured.loss / blamed.whole.loss if blamed.whole.loss else float("nan"),
+        "share": measured.share_of(blamed.whole.dot),
+        "grad_norm": measured.grad_norm,
+        **({"text": text} if text is not None else {}),
+    }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The verdict, the documents, the tokens."""
+    begin = f"checkpoint step {report['from']}" if report["from"] else "the first weights"
+    say(in_a_line(f"{report['run']}, step {report['step']}, executed from {begin} on"))
+    print_verdict(report)
+    say(f"loss {shown(report['loss'])}, gradient norm {shown(report['grad_norm'])}")
+    has_text = any("text" in row for row in report["documents"])
+    keys = ("share", "loss", "loss_share", "targets", "grad_norm", "document", *(("text",) if has_text else ()))
+    print_table("documents, the largest share of the gradient first", keys, report["documents"])
+    auxiliary = report["auxiliary_share"]
+    routers = "" if auxiliary is None else f", of which the routers' own losses have {shown(auxiliary)}"
+    say(f"all shares add up to {shown(report['sum_of_shares'], 8)}{routers}")
+    texts = ("text_before", "text") if any("text" in row for row in report["tokens"]) else ()
+    keys = ("loss", "share", "token", "before", *texts, "document", "position")
+    print_table("the dearest tokens of the first documents", keys, report["tokens"], most=None)
+
+
+def shown(value: float | str, digits: int = 4) -> str:
+    """A number, or what stands for one that is not finite."""
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
