@@ -75,9 +75,9 @@ def test_a_wheel_writes_the_page_that_the_source_tree_does(site, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 2.5, "lr": 0.001}\n')
     sizes = []
     for packages in (site, ROOT):
-        done = roundtable(packages, tmp_path, "report", "run")
+        done = roundtable(packages, tmp_path, "report", "run", "--out", "page.html")
         assert done.returncode == 0, done.stderr
-        sizes.append((tmp_path / "run" / "report.html").stat().st_size)
+        sizes.append((tmp_path / "page.html").stat().st_size)
     assert sizes[0] == sizes[1] > 50_000
 
 
