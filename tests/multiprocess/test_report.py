@@ -56,23 +56,23 @@ def test_a_run_that_its_health_stops_leaves_a_page(tmp_path, tokens):
     assert data_of(page)["events"]["nonfinite"] == [2]
 
 
-def train_without_room_for_the_page(config) -> int:
-    """One rank, whose disk is full when the page is written."""
+def train_without_room_for_the_page(config) -> tuple[int, list[str]]:
+    """One rank, whose disk is full when the page is written: its exit code, and what it said."""
     import launcher.report.at_end as at_end
     from launcher.training.loop import train as train_to_the_end
 
     def refuse(target: Path, page: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    at_end.write_page = refuse
-    return train_to_the_end(config, [])
+    told: list[str] = []
+    at_end.write_page, at_end.tell = refuse, told.append
+    return train_to_the_end(config, []), told
 
 
-def test_no_page_stops_no_run(tmp_path, tokens, capfd):
+def test_no_page_stops_no_run(tmp_path, tokens):
     config = load_config(write_config(tmp_path, tokens, "run", steps=1))
     with claim(config):
-        codes = run_ranks(train_without_room_for_the_page, 2, config, preload=["launcher.training.loop"])
-    assert codes == [0, 0]
+        (code, told), other = run_ranks(train_without_room_for_the_page, 2, config, preload=["launcher.training.loop"])
+    assert (code, *other) == (0, 0, [])
+    assert len(told) == 1 and "report.html was not written: [Errno 28] No space left on device" in told[0]
     assert not (config.run_path / "report.html").exists()
-    told = [line for line in capfd.readouterr().err.splitlines() if "report.html" in line]
-    assert len(told) == 1 and "was not written: [Errno 28] No space left on device" in told[0]
