@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages browser-packages prove drill fuzz sweep lint check format bench clean
+.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages browser-packages prove drill fuzz sweep lint check format bench clean plan-table
 
 install: $(STAMP)
 
@@ -110,6 +110,10 @@ check: lint
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# docs/plan-table.md and the constants of `plan --rows`, fitted anew to benchmarks/published/rows.jsonl: a few seconds.
+plan-table: $(STAMP)
+	$(BIN)/python tests/support/plan_table.py
 
 bench: $(STAMP)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

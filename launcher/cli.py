@@ -367,7 +367,7 @@ def profile(
 
 @app.command()
 def plan(
-    config: ConfigArgument,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)] = None,
     overrides: OverridesArgument = None,
     gpu: Annotated[str, typer.Option("--gpu", help="H100, H200, ..., or a YAML file.")] = "H100",
     gpus: Annotated[
@@ -376,11 +376,23 @@ def plan(
     imbalance: Annotated[
         float, typer.Option("--imbalance", help="Rows that the busiest rank of ep receives, over the mean.")
     ] = 1.0,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows", help="Instead of CONFIG: plan each row of a file of published measurements.", show_default=False
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Say whether a run fits the GPUs' memory, and what it takes, before it is paid for; without a GPU."""
-    from launcher.commands.plan import plan_config
+    from launcher.commands.plan import plan_config, plan_file
 
+    if rows is not None:
+        if config is not None:
+            raise UserError([f"--rows={rows} plans the rows of a file, and {config} is a config; give one of them"])
+        return plan_file(rows, as_json=as_json)
+    if config is None:
+        raise UserError(["Missing argument 'CONFIG'; give a config, or --rows FILE"])
     return plan_config(config, overrides or (), gpu, gpus, imbalance, as_json=as_json)
 
 

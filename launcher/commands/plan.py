@@ -1,4 +1,4 @@
-"""`roundtable plan CONFIG`: the memory and the time of a run, computed from the code that will run, without a GPU."""
+"""`roundtable plan`: the memory and the time of a run, or of each row of a file, without a GPU."""
 
 import json
 import math
@@ -40,4 +40,25 @@ def plan_config(
         from launcher.plan.report import print_plan
 
         print_plan(answer)
+    return 0
+
+
+def plan_file(path: Path, *, as_json: bool) -> int:
+    """Prints a plan for each row of a file of JSON lines and returns the exit code; a row that has none says why.
+
+    Raises UserError where the file cannot be read.
+    """
+    from launcher.closed_form.forecast import plan_rows
+    from launcher.closed_form.rows import read_rows
+
+    if not path.is_file():
+        raise UserError([f"--rows={path} must be a file of JSON lines; see benchmarks/published/README.md"])
+    plans = plan_rows(read_rows(path))
+    if as_json:
+        for plan in plans:
+            say(json.dumps(plan), raw=True)
+    else:
+        from launcher.closed_form.text import print_plans
+
+        print_plans(plans)
     return 0

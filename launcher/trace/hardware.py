@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,13 @@ class Hardware:
     network_bytes_per_second: float
     launch_seconds: float
     efficiency: Efficiency
+    # What closed forms read beside (launcher.closed_form.gpus); a file may leave it out.
+    family: str = "hopper"
+    multiprocessors: float = 132.0
+    watts: float = 700.0
+    nvlink_gpus: float = 8.0  # GPUs that the fast links join
+    also: tuple[str, ...] = ()  # other names of it in published tables
+    low_precision_flops: Mapping[str, float] = field(default_factory=dict)  # fp8, fp4 -> FLOP/s
 
     def rates(self, wires: Mapping[str, bool]) -> Rates:
         """The rates that kernels reach. ``wires``: part -> whether its ranks are GPUs of one node."""
@@ -60,6 +67,11 @@ class Hardware:
             wires={part: reached.links * links[is_near] for part, is_near in wires.items()},
             peak=self.peak_flops,
         )
+
+
+def must(one: Field[Any]) -> bool:
+    """Whether a file must give the field."""
+    return one.default is MISSING and one.default_factory is MISSING
 
 
 def known_hardware() -> list[str]:
@@ -89,8 +101,12 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
     tree = dict(tree) if isinstance(tree, Mapping) else {}
     shares = tree.get("efficiency") if isinstance(tree.get("efficiency"), Mapping) else {}
     peaks = tree.get("peak_flops") if isinstance(tree.get("peak_flops"), Mapping) else {}
-    wanted = [each.name for each in fields(Hardware) if each.name not in ("name", "torch_name")]
+    wanted = [each.name for each in fields(Hardware) if each.name not in ("name", "torch_name") and must(each)]
+    further = [each.name for each in fields(Hardware) if not must(each)]
     numbers = {key: tree.get(key) for key in wanted if key not in ("efficiency", "peak_flops")}
+    numbers |= {key: tree[key] for key in ("multiprocessors", "watts", "nvlink_gpus") if key in tree}
+    low = tree.get("low_precision_flops") if isinstance(tree.get("low_precision_flops"), Mapping) else {}
+    numbers |= {f"low_precision_flops.{key}": value for key, value in low.items()}
     numbers |= {f"efficiency.{each.name}": shares.get(each.name) for each in fields(Efficiency)}
     numbers |= {f"peak_flops.{dtype}": peaks.get(dtype) for dtype in (peaks or ("bf16",))}
     problems = [
@@ -98,7 +114,7 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
         for key, value in numbers.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")
     ]
-    unknown = [key for key in tree if key not in (*wanted, "torch_name")] + [
+    unknown = [key for key in tree if key not in (*wanted, *further, "torch_name")] + [
         f"efficiency.{key}" for key in shares if key not in {each.name for each in fields(Efficiency)}
     ]
     problems += [f"{given}: {key} is no key of a GPU's file; leave it out" for key in unknown]
@@ -109,11 +125,16 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
     ]
     if problems:
         raise UserError(problems)
-    plain = {key: float(numbers[key]) for key in wanted if key in numbers}
+    plain: dict[str, Any] = {key: float(numbers[key]) for key in (*wanted, *further) if key in numbers}
+    if "family" in tree:
+        plain["family"] = str(tree["family"])
+    also = tree.get("also")
     return Hardware(
         name=name,
         torch_name=str(tree.get("torch_name", name)),
         peak_flops={dtype: float(flops) for dtype, flops in peaks.items()},
+        also=tuple(str(each) for each in also) if isinstance(also, list | tuple) else (),
+        low_precision_flops={str(key): float(value) for key, value in low.items()},
         efficiency=Efficiency(**{key: float(value) for key, value in shares.items()}),
         **plain,
     )

@@ -172,6 +172,7 @@ def test_planted_leak_is_seen(tmp_path, line, leak):
 
 # Where a question about the ZeRO stage is one: what a config may combine, the choice of a class, closed forms of bytes.
 ASKS_FOR_THE_STAGE = (
+    "launcher/closed_form/",
     "launcher/config/",
     "launcher/plan/",
     "launcher/prove/matrix.py",

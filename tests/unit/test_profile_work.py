@@ -111,7 +111,7 @@ def test_memory_counts_each_storage_from_its_making_to_its_end():
 
 
 def test_each_gpu_s_file_has_a_source_and_the_peaks_that_mfu_is_told_by():
-    assert {"A100-80GB", "B200", "H100", "H200"} <= set(known_hardware())
+    assert {"A100-40GB", "A100-80GB", "B200", "GB200", "H100", "H200", "H800", "MI300X"} <= set(known_hardware())
     for name in known_hardware():
         hardware = read_hardware(name.lower())
         assert "atasheet" in (FOLDER / f"{name}.yaml").read_text()
@@ -128,7 +128,7 @@ CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}
         (["--steps", "0"], "--steps=0 --warmup=2: --steps must be at least 1"),
         (["--warmup", "-1"], "--steps=3 --warmup=-1"),
         (["--as", "H200", "--ranks", "2"], "--as=H200 starts no processes, and --ranks=2 asks for some"),
-        (["--as", "H2000"], "--as=H2000 must be one of A100-80GB, B200, H100, H200"),
+        (["--as", "H2000"], "--as=H2000 must be one of A100-40GB, A100-80GB, B200, B300, GB200, GB300"),
         (["--as", "gpu.yaml"], "efficiency.memory=2 must be at most 1"),
         (["--as", "none.yaml"], "--as=none.yaml must be a YAML file that is there"),
         (["--as", "H200", "optimizer.name=muon"], "optimizer.name=muon has no estimate"),

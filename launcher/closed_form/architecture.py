@@ -1,0 +1,246 @@
+"""The dims of a decoder as a row of published measurements gives them, and what can be inferred of the rest."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+class CannotPlan(Exception):
+    """Why a row has no plan, in words for the row's reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the ranks of its projections."""
+
+    query_rank: int
+    kv_rank: int
+    d_nope: int
+    d_rope: int
+    d_value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder. ``ff_matrices`` is 3 with a gate and 2 without; ``window`` holds in every other layer."""
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_ff: int
+    ff_matrices: int
+    vocab_size: int
+    tied: bool
+    latent: Latent | None = None
+    n_experts: int = 0
+    top_k: int = 0
+    expert_d_ff: int = 0
+    n_shared_experts: int = 0
+    n_dense_layers: int = 0  # in front of the layers with experts
+    window: int | None = None
+    sinks: bool = False  # a learned logit in each head's softmax
+
+    @property
+    def n_moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.n_layers - self.n_dense_layers if self.n_experts else 0
+
+    @property
+    def attention_matrices(self) -> list[tuple[int, int, bool]]:
+        """(inputs, outputs, whether tp divides the outputs rather than the inputs) of each projection of a layer."""
+        latent = self.latent
+        if latent is None:
+            width = (self.n_heads + 2 * self.n_kv_heads) * self.d_head
+            return [(self.d_model, width, True), (self.n_heads * self.d_head, self.d_model, False)]
+        d_query = latent.d_nope + latent.d_rope
+        return [
+            (self.d_model, latent.query_rank + latent.kv_rank + latent.d_rope, True),
+            (latent.query_rank, self.n_heads * d_query, True),
+            (latent.kv_rank, self.n_heads * (latent.d_nope + latent.d_value), True),
+            (self.n_heads * latent.d_value, self.d_model, False),
+        ]
+
+    @property
+    def attention_width(self) -> float:
+        """Mean of the dims of queries and values over all heads: a score and its use take four FLOPs for each."""
+        if self.latent is None:
+            return self.n_heads * self.d_head
+        return self.n_heads * (self.latent.d_nope + self.latent.d_rope + self.latent.d_value) / 2
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        return sum(inputs * outputs for inputs, outputs, _ in self.attention_matrices)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of a layer's feed-forward without experts."""
+        return self.ff_matrices * self.d_model * self.d_ff
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return self.ff_matrices * self.d_model * self.expert_d_ff
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of one vocabulary matrix."""
+        return self.vocab_size * self.d_model
+
+    @property
+    def parameters(self) -> int:
+        """All, without norms and biases."""
+        moe, dense = self.n_moe_layers, self.n_layers - self.n_moe_layers
+        experts = (self.n_experts + self.n_shared_experts) * self.expert_parameters + self.n_experts * self.d_model
+        layers = self.n_layers * self.attention_parameters + dense * self.dense_parameters + moe * experts
+        return layers + (1 if self.tied else 2) * self.embedding_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets, the embedding's row left out and the head counted."""
+        moe, dense = self.n_moe_layers, self.n_layers - self.n_moe_layers
+        experts = (self.top_k + self.n_shared_experts) * self.expert_parameters + self.n_experts * self.d_model
+        layers = self.n_layers * self.attention_parameters + dense * self.dense_parameters + moe * experts
+        return layers + self.embedding_parameters
+
+    def attended(self, seq_len: int) -> float:
+        """Keys that a query meets on the mean of its places and the layers, under the causal mask."""
+        whole = seq_len / 2
+        if self.window is None or self.window >= seq_len:
+            return whole
+        near = self.window - self.window**2 / (2 * seq_len)
+        return (whole + near) / 2
+
+
+DEEPSEEK = Latent(query_rank=1536, kv_rank=512, d_nope=128, d_rope=64, d_value=128)
+# What rows cannot say of models whose configurations are public: (beginning of the name, facts); the first one counts.
+KNOWN: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek-v3", {"latent": DEEPSEEK, "n_dense_layers": 3}),  # arXiv 2412.19437, section 4.2
+    ("deepseek-r1", {"latent": DEEPSEEK, "n_dense_layers": 3}),
+    ("deepseek-v2", {"latent": DEEPSEEK, "n_dense_layers": 1}),  # arXiv 2405.04434, section 3.1.2
+    ("kimi-k2", {"latent": DEEPSEEK, "n_dense_layers": 1}),  # config.json of moonshotai/Kimi-K2-Base
+    ("qwen3", {"d_head": 128}),  # config.json of Qwen/Qwen3-30B-A3B and -235B-A22B
+    ("glm-4-5-air", {"d_head": 128, "n_dense_layers": 1}),  # config.json of zai-org/GLM-4.5-Air
+    ("glm-4-5", {"d_head": 128, "n_dense_layers": 3}),  # config.json of zai-org/GLM-4.5
+    ("gemma-2-27b", {"d_head": 128, "window": 4096}),  # config.json of google/gemma-2-27b
+    ("gemma-2", {"d_head": 256, "window": 4096}),  # config.json of google/gemma-2-2b and -9b
+    ("gpt-oss", {"d_head": 64, "window": 128, "sinks": True}),  # config.json of openai/gpt-oss-120b
+]
+
+
+def known_facts(name: str) -> dict[str, Any]:
+    """What is public of a model of this name and a row has no field for."""
+    plain = re.sub(r"[\s_.]+", "-", name.strip().lower())
+    plain = re.sub(r"^deepseek(?=v\d)", "deepseek-", plain)
+    return next((facts for beginning, facts in KNOWN if plain.startswith(beginning)), {})
+
+
+MOST = {"layers": 10_000}  # beyond, a row is a mistake
+MOST_OF_OTHERS = 10**9
+MOST_PARAMETERS = 1e15
+
+
+def positive(model: Mapping[str, Any], key: str) -> int | None:
+    """A whole number above 0, or None where the row has none. Raises CannotPlan for anything else."""
+    value = model.get(key)
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return None
+    most = MOST.get(key, MOST_OF_OTHERS)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= most or value != int(value):
+        raise CannotPlan(f"{key}={str(value)[:40]} is no whole number from 1 to {most}")
+    return int(value)
+
+
+def stated_parameters(model: Mapping[str, Any]) -> float | None:
+    """The number of parameters that the row states, or that stands in the model's name (gpt-7.1B)."""
+    stated = model.get("params")
+    if isinstance(stated, int | float) and not isinstance(stated, bool) and 1 <= stated <= MOST_PARAMETERS:
+        return float(stated)
+    found = re.search(r"(\d+(?:\.\d+)?)([BbMm])\b", str(model.get("name") or ""))
+    return float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()] if found else None
+
+
+def architecture_of(model: Mapping[str, Any], pp: int = 1) -> Architecture:
+    """The decoder of a row's ``model``. Raises CannotPlan where dims are missing that nothing else tells.
+
+    Open questions (a gate or none, dims of a head, tied embeddings) are settled by the stated number of parameters,
+    where there is one. Missing layers follow from it, rounded to a multiple of ``pp``.
+    """
+    d_model, n_layers = positive(model, "hidden"), positive(model, "layers")
+    if d_model is None:
+        raise CannotPlan("model.hidden is not known")
+    facts = known_facts(str(model.get("name") or ""))
+    n_experts = positive(model, "experts") or 0
+    moe = experts_of(model, n_experts, facts, n_layers)
+    heads = positive(model, "heads") or max(1, d_model // 128)
+    d_ff = positive(model, "ffn") or moe.get("expert_d_ff") or 4 * d_model
+    fixed = {
+        "d_model": d_model,
+        "n_heads": heads,
+        "n_kv_heads": positive(model, "kv_heads") or heads,
+        "d_ff": d_ff,
+        "vocab_size": positive(model, "vocab") or 51200,
+        **{key: facts[key] for key in ("latent", "window", "sinks") if key in facts},
+        **moe,
+    }
+    stated = stated_parameters(model)
+    found = [
+        Architecture(n_layers=n_layers or 1, ff_matrices=matrices, d_head=d_head, tied=tied, **fixed)
+        for d_head, matrices, tied in choices(model, facts, n_experts, d_ff, d_model, heads)
+    ]
+    if n_layers is None:
+        if stated is None or n_experts:
+            raise CannotPlan("model.layers is not known")
+        return with_layers(found[0], stated, pp)
+    if stated is None or "params" not in model or model["params"] is None:
+        return found[0]
+    return min(found, key=lambda each: abs(math.log(each.parameters / stated)))
+
+
+def experts_of(
+    model: Mapping[str, Any], n_experts: int, facts: Mapping[str, Any], n_layers: int | None
+) -> dict[str, int]:
+    """What is known of the experts; nothing for a dense model."""
+    if not n_experts:
+        return {}
+    top_k, d_ff = positive(model, "topk"), positive(model, "moe_ffn") or positive(model, "ffn")
+    if top_k is None or d_ff is None:
+        raise CannotPlan("model.topk or model.moe_ffn is not known")
+    if top_k > n_experts:
+        raise CannotPlan(f"model.topk={top_k} is more than model.experts={n_experts}")
+    return {
+        "n_experts": n_experts,
+        "top_k": top_k,
+        "expert_d_ff": d_ff,
+        "n_shared_experts": positive(model, "shared_experts") or 0,
+        "n_dense_layers": min(int(facts.get("n_dense_layers", 0)), (n_layers or 1) - 1),
+    }
+
+
+def choices(
+    model: Mapping[str, Any], facts: Mapping[str, Any], n_experts: int, d_ff: int, d_model: int, heads: int
+) -> list[tuple[int, int, bool]]:
+    """(dims of a head, matrices of a feed-forward, tied embeddings) that the row leaves open, the likeliest first."""
+    usual = max(1, d_model // heads)
+    dims = [facts["d_head"]] if "d_head" in facts else [usual, *(each for each in HEAD_DIMS if each != usual)]
+    if not n_experts:
+        dims = dims[:1]
+    is_gated = bool(n_experts) or d_ff != 4 * d_model
+    gates = [3] if n_experts else [3, 2] if is_gated else [2, 3]
+    tied = [True, False] if not is_gated else [False, True]
+    return list(product(dims, gates, tied))
+
+
+def with_layers(one: Architecture, stated: float, pp: int) -> Architecture:
+    """The decoder with as many layers as the stated parameters make, a multiple of ``pp``."""
+    each = one.attention_parameters + one.dense_parameters
+    layers = pp * max(1, round((stated - one.embedding_parameters) / each / pp))
+    return Architecture(**{**vars(one), "n_layers": layers})

@@ -1,0 +1,191 @@
+"""The error of the closed forms on published rows, each publisher left out of the fit that predicts its rows."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from launcher.closed_form.architecture import CannotPlan
+from launcher.closed_form.consistency import contradictions, miscounts
+from launcher.closed_form.fit import fit
+from launcher.closed_form.gpus import Gpu, capacity, gpu_of
+from launcher.closed_form.memory import MEMORY_CONSTANTS, Memory, memory_of
+from launcher.closed_form.rows import Job, job_of, measured_bytes, measured_seconds, ran_out
+from launcher.closed_form.seconds import CONSTANTS, Batch
+from launcher.closed_form.systems import publisher
+from launcher.closed_form.work import Work, work_of
+
+COVERED = 0.8  # of the rows lie in an interval
+FEW = 30  # residuals of a kind, below which those of all kinds are taken
+
+
+@dataclass
+class Case:
+    """A row that can be planned, with its amounts as documents tell them and as its publisher's rows tell, too."""
+
+    row: Mapping[str, Any]
+    publisher: str
+    job: Job
+    gpu: Gpu
+    work: Work
+    documented: Work
+    memory: Memory
+    seconds: float | None
+    bytes: float | None
+    problems: list[str]  # contradictions, for which it is left out of fits
+    remarks: list[str]  # what is counted otherwise than anywhere else, and does not touch its seconds
+
+
+@dataclass
+class Error:
+    """Logarithms of plan over measurement of one row, with its publisher left out; and the interval around the plan."""
+
+    case: Case
+    value: float
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The plan's error, as a share of what was measured."""
+        return math.expm1(self.value)
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the measurement lies in the interval."""
+        return self.low <= -self.value <= self.high
+
+
+@dataclass
+class Evaluation:
+    """All errors, and the constants and residuals of a fit to all rows."""
+
+    cases: list[Case]
+    unplanned: list[tuple[str, str]]  # id, reason
+    time: list[Error]
+    memory: list[Error]
+    fitted: dict[str, float]
+    fitted_memory: dict[str, float]
+    told: dict[str, list[float]] = field(default_factory=dict)  # quantiles by kind, and of memory
+    known: list[Error] = field(default_factory=list)  # time, with what the publisher's own rows tell of its system
+
+
+def cases_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Case], list[tuple[str, str]]]:
+    """The rows that can be planned, and the others with the reason."""
+    cases, others = [], []
+    for row in rows:
+        try:
+            job, plain = job_of(row), job_of(row, inferred=False)
+            gpu = gpu_of(job.gpu, job.per_node, job.interconnect)
+            works = work_of(job, gpu), work_of(plain, gpu)
+        except CannotPlan as reason:
+            others.append((str(row.get("id")), str(reason)))
+            continue
+        origin = publisher(str(row.get("source") or ""))
+        measured = measured_seconds(row), measured_bytes(row)
+        cases.append(
+            Case(row, origin, job, gpu, *works, memory_of(job), *measured, contradictions(row), miscounts(row))
+        )
+    return cases, others
+
+
+def evaluate(rows: Sequence[Mapping[str, Any]]) -> Evaluation:
+    """Fits with each publisher left out, then to all."""
+    cases, others = cases_of(rows)
+    timed = [case for case in cases if case.seconds is not None and not ran_out(case.row)]
+    held = [case for case in cases if case.bytes is not None]
+    time, known, memory = [], [], []
+    for origin in sorted({case.publisher for case in cases}):
+        constants = fit_seconds([case for case in timed if case.publisher != origin])
+        mine = [case for case in timed if case.publisher == origin]
+        time += errors(mine, predicted(mine, constants, documented=True), [case.seconds for case in mine])
+        known += errors(mine, predicted(mine, constants), [case.seconds for case in mine])
+        constants = fit_memory([case for case in held if case.publisher != origin])
+        mine = [case for case in held if case.publisher == origin]
+        memory += errors(mine, [case.memory.peak(constants) for case in mine], [case.bytes for case in mine])
+    cover(time, by_kind=True)
+    for one, other in zip(time, known, strict=True):
+        other.low, other.high = one.low, one.high
+    cover(memory, by_kind=False)
+    found = Evaluation(cases, others, time, memory, fit_seconds(timed), fit_memory(held), known=known)
+    found.told = {kind: limits(time, kind) for kind in ("dense", "MoE")} | {"memory": limits(memory, None)}
+    return found
+
+
+def batch_of(cases: Sequence[Case], *, documented: bool = False) -> Batch:
+    """The cases' amounts as arrays."""
+    works = [case.documented if documented else case.work for case in cases]
+    families = [case.gpu.hardware.family for case in cases]
+    return Batch(works, families, [case.job.precision for case in cases], [case.job.system.overlaps for case in cases])
+
+
+def predicted(cases: Sequence[Case], constants: Mapping[str, float], *, documented: bool = False) -> Any:
+    """Seconds of each case's step."""
+    return batch_of(cases, documented=documented).seconds(constants) if cases else []
+
+
+def fit_seconds(cases: Sequence[Case]) -> dict[str, float]:
+    """The constants of the time model, by the rows that do not contradict themselves."""
+    sound = [case for case in cases if not case.problems]
+    measured = np.array([case.seconds for case in sound], dtype=float)
+    return fit(batch_of(sound).seconds, measured, [case.publisher for case in sound], CONSTANTS)
+
+
+def fit_memory(cases: Sequence[Case]) -> dict[str, float]:
+    """The constants of the memory model."""
+    sound = [case for case in cases if not case.problems]
+    measured = np.array([case.bytes for case in sound], dtype=float)
+
+    def peaks(constants: Mapping[str, float]) -> Any:
+        return np.array([case.memory.peak(constants) for case in sound])
+
+    return fit(peaks, measured, [case.publisher for case in sound], MEMORY_CONSTANTS)
+
+
+def errors(cases: Sequence[Case], plans: Any, measured: Sequence[float | None]) -> list[Error]:
+    """The error of each case."""
+    return [Error(case, math.log(plan / (one or 1.0))) for case, plan, one in zip(cases, plans, measured, strict=True)]
+
+
+def cover(found: list[Error], *, by_kind: bool) -> None:
+    """Gives each error the interval that the residuals of the other publishers make."""
+    for origin in {each.case.publisher for each in found}:
+        others = [each for each in found if each.case.publisher != origin]
+        for each in found:
+            if each.case.publisher == origin:
+                kind = each.case.job.kind.split()[0] if by_kind else None
+                each.low, each.high = limits(others, kind)
+
+
+def limits(found: Sequence[Error], kind: str | None) -> list[float]:
+    """The logarithms of measurement over plan between which ``COVERED`` of another publisher's rows should lie.
+
+    Errors differ more between publishers than within one, so each one's own interval is found first, and the edges are
+    those that as many of the publishers do not pass.
+    """
+    mine = [each for each in found if kind is None or each.case.job.kind.startswith(kind)]
+    chosen = mine if len(mine) >= FEW else list(found)
+    edge = (1 - COVERED) / 2
+    lows, highs = [], []
+    for origin in sorted({each.case.publisher for each in chosen}):
+        values = [-each.value for each in chosen if each.case.publisher == origin]
+        lows.append(np.quantile(values, edge))
+        highs.append(np.quantile(values, 1 - edge))
+    return [float(np.quantile(lows, edge)), float(np.quantile(highs, 1 - edge))]
+
+
+def wrong_verdicts(
+    found: Sequence[Error], cases: Sequence[Case], fitted: Mapping[str, float]
+) -> list[tuple[Case, bool]]:
+    """(case, whether the plan says that it fits) of rows whose run says otherwise."""
+    wrong = []
+    for each in found:
+        plan = math.exp(each.value) * (each.case.bytes or 0.0)
+        if plan > capacity(each.case.gpu):
+            wrong.append((each.case, False))
+    for case in cases:
+        if ran_out(case.row) and case.memory.peak(fitted) <= capacity(case.gpu):
+            wrong.append((case, True))
+    return wrong

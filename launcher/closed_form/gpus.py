@@ -1,0 +1,93 @@
+"""The GPU of a published row: its file in configs/hardware, with what the row's words change of it."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from launcher.closed_form.architecture import CannotPlan
+from launcher.config.yaml_text import read_yaml_file
+from launcher.trace.hardware import FOLDER, Hardware, checked, known_hardware
+
+GBIT = 1e9 / 8
+GIB = 2.0**30
+HBM2E_SHARE = 2.4 / 3.35  # of the bandwidth of an H100 with HBM3: torchtitan's parts (arXiv 2410.06511, section 3.1)
+FULL_WATTS_POWER = 0.5  # a capped part's clock falls about as the square root of its power: power grows with f V^2
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A part and the links of the machine around it."""
+
+    hardware: Hardware
+    node_gpus: int  # joined by the fast links
+    network_bytes_per_second: float  # of one GPU, one way
+    clock: float  # share of the full clock that its power allows
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of products in a format, at its clock. Raises CannotPlan where the part lacks the format."""
+        low = self.hardware.low_precision_flops
+        name = {"mxfp8": "fp8"}.get(precision, precision)
+        rates = {**self.hardware.peak_flops, **low}
+        if name not in rates:
+            raise CannotPlan(f"{self.hardware.name} has no rate for {precision}")
+        return rates[name] * self.clock
+
+
+def plain(name: str) -> str:
+    """A name for comparison: lower case, without the vendor."""
+    return re.sub(r"^(nvidia|amd|instinct)[\s-]+", "", name.strip().lower()).replace("_", "-")
+
+
+@lru_cache
+def library() -> dict[str, Hardware]:
+    """Every GPU by each of its plain names."""
+    found: dict[str, Hardware] = {}
+    for name in known_hardware():
+        hardware = checked(name, read_yaml_file(FOLDER / f"{name}.yaml"), name)
+        for each in (name, *hardware.also):
+            found[plain(each)] = hardware
+    return found
+
+
+def gpu_of(name: str, per_node: int, interconnect: str) -> Gpu:
+    """The GPU of a row's ``hw``. Raises CannotPlan where nothing is known of it."""
+    known, wanted = library(), plain(name)
+    bare = re.split(r"[\s(]", wanted)[0]
+    hardware = known.get(wanted) or known.get(bare) or known.get(re.sub(r"-\d+(gb)?$", "", bare))
+    if hardware is None:
+        raise CannotPlan(f"hw.gpu={name!r} is not known; there are {', '.join(known_hardware())}")
+    hardware, clock = with_words(hardware, wanted)
+    node_gpus = int(hardware.nvlink_gpus) if hardware.nvlink_gpus > 8 else per_node
+    network = network_of(interconnect, per_node) or hardware.network_bytes_per_second
+    return Gpu(hardware, node_gpus, network, clock)
+
+
+def with_words(hardware: Hardware, words: str) -> tuple[Hardware, float]:
+    """The part with the power, memory and kind of memory that its name tells, and its share of the full clock."""
+    watts = re.search(r"(\d{3,4})\s*w\b", words)
+    clock = min(1.0, float(watts[1]) / hardware.watts) ** FULL_WATTS_POWER if watts else 1.0
+    size = re.match(r"[a-z]+\d+[a-z]*-(\d+)(?:gb)?\b", words)
+    if size:
+        hardware = replace(hardware, memory_gb=float(size[1]))
+    if "hbm2e" in words and hardware.family == "hopper":
+        hardware = replace(hardware, memory_bytes_per_second=hardware.memory_bytes_per_second * HBM2E_SHARE)
+    return hardware, clock
+
+
+def network_of(words: str, per_node: int) -> float | None:
+    """Bytes/s of one GPU between nodes, as the row's words tell them; None where they do not."""
+    several = re.search(r"(\d+)\s*x\s*(\d+)\s*(Gb|GB)(?:/s|ps|it)?", words)
+    if several:
+        rate = int(several[1]) * int(several[2]) * (GBIT if several[3] == "Gb" else 1e9)
+        return rate / per_node
+    one = re.search(r"(\d+)\s*(?:Gbps|Gb/s)", words)
+    if one:
+        is_each = re.search(r"per GPU|/GPU", words)
+        return int(one[1]) * GBIT / (1 if is_each else per_node)
+    speeds = {"XDR": 800, "NDR": 400, "HDR": 200, "EDR": 100}
+    return next((speed * GBIT for word, speed in speeds.items() if word in words), None)
+
+
+def capacity(gpu: Gpu) -> float:
+    """Bytes that a process can have: parts sold by GB hold about as many GiB, and the driver takes a hundredth."""
+    return 0.99 * gpu.hardware.memory_gb * GIB

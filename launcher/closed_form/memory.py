@@ -1,0 +1,153 @@
+"""The peak of a rank's memory by closed forms: state, activations in flight, logits, and what lies outside of tensors.
+
+Activations are those of Korthikanti et al. 2022 (arXiv 2205.05198), with grouped keys, gates and experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.closed_form.rows import GIB, Job
+
+HALF = 2
+FULL = 4
+MOMENTS_AND_MASTER = 12
+SCORES = 5  # bytes of a score that wait for the backward pass: softmax, dropout and its mask
+LOGIT_BYTES = 10  # in 16 bits, in fp32, and their gradient
+LOGIT_BYTES_EAGER = 12  # without a kernel for the loss
+SELECTIVE = 0.42  # of what waits otherwise: attention's output and every other product (torchtitan, arXiv 2410.06511)
+# name -> (where the fit begins, standard deviation of its logarithm, meaning)
+MEMORY_CONSTANTS: dict[str, tuple[float, float, str]] = {
+    "reserved": (1.03, 0.03, "what the allocator takes, over what tensors hold"),
+    "outside": (2.0, 0.30, "GiB of CUDA's context, the libraries' work space and NCCL's buffers"),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest position's rank at the worst moment."""
+
+    state: float  # weights, gradients, optimizer
+    activations: float
+    logits: float
+    buffers: float  # that sums over the replicas go through
+
+    @property
+    def tensors(self) -> float:
+        """What torch's allocator gives."""
+        return self.state + self.activations + self.logits
+
+    def peak(self, constants: Mapping[str, float]) -> float:
+        """Bytes of the GPU."""
+        return self.tensors * constants["reserved"] + self.buffers + constants["outside"] * GIB
+
+
+def memory_of(job: Job) -> Memory:
+    """The memory of the position that holds most."""
+    positions = range(job.pp) if job.pp <= 2 else (0, 1, job.pp - 1)
+    return max((position_memory(job, each) for each in positions), key=lambda each: each.tensors)
+
+
+def position_memory(job: Job, position: int) -> Memory:
+    """The memory of one pipeline position's rank."""
+    layers = layers_of(job, position)
+    return Memory(
+        state_bytes(job, position, layers),
+        activation_bytes(job, position, layers),
+        logit_bytes(job, position),
+        job.system.buffer_elements * HALF,
+    )
+
+
+def layers_of(job: Job, position: int) -> float:
+    """Layers of a position: equal parts where pp divides them, else the ends, beside the vocabulary, have fewer."""
+    n_layers, pp = job.architecture.n_layers, job.pp
+    if n_layers % pp == 0:
+        return n_layers / pp
+    if (n_layers + 2) % pp == 0:
+        return (n_layers + 2) // pp - (position in (0, pp - 1))
+    return n_layers // pp + (0 < position <= n_layers % pp)
+
+
+def state_bytes(job: Job, position: int, layers: float) -> float:
+    """Weights, gradients and the optimizer's state."""
+    arch, replicas = job.architecture, job.dp * job.cp
+    share_moe = arch.n_moe_layers / arch.n_layers
+    dense = layers * arch.attention_parameters / job.tp + layers * (1 - share_moe) * arch.dense_parameters / job.tp
+    dense += (
+        layers * share_moe * (arch.n_shared_experts * arch.expert_parameters / job.tp + arch.n_experts * arch.d_model)
+    )
+    ends = (position == 0) + (position == job.pp - 1 and (job.pp > 1 or not arch.tied))
+    dense += ends * arch.embedding_parameters / job.tp
+    experts = layers * share_moe * arch.n_experts / job.ep * arch.expert_parameters
+    expert_shard = max(1.0, min(job.shard, replicas * job.tp / job.ep))
+    if job.zero == 3:
+        one = (dense + experts) / max(1.0, layers)  # a layer gathered while another one is being gathered
+        state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_shard)
+        return state + one * (2 * HALF + FULL) + ends * arch.embedding_parameters / job.tp * (HALF + FULL)
+    cut = job.shard if job.zero else 1
+    grads = FULL if job.system.fused_sums else HALF if job.scaled_fp16 else HALF + FULL
+    if not job.zero:
+        grads = HALF
+    held = (HALF + grads) * (dense + experts)
+    if job.zero == 2:
+        held = HALF * (dense + experts) + grads * (dense / cut + experts / expert_shard)
+    states = MOMENTS_AND_MASTER + (0 if job.system.fused_sums else FULL)
+    return held + states * (dense / cut + experts / (expert_shard if job.zero else 1))
+
+
+def activation_bytes(job: Job, position: int, layers: float) -> float:
+    """What waits for the backward passes of the micro-batches in flight, and one layer's own work."""
+    tokens = job.micro_batch_size * job.seq_len / job.cp
+    one = layer_bytes(job) * tokens
+    count = in_flight(job, position)
+    edge = HALF * job.architecture.d_model * tokens / (job.tp if job.system.sequence_parallel else 1)
+    if job.recompute == "full":
+        pipes = 0 if job.system.scatters else 2  # DeepSpeed's pipeline keeps a stage's input and output
+        kept = edge * (layers + pipes) * count
+        return kept + one * 1.5  # a layer computed again, and its gradients
+    kept = one * (SELECTIVE if job.recompute == "selective" and job.system.flash else 1.0)
+    return kept * layers * count + 0.5 * one
+
+
+def in_flight(job: Job, position: int) -> float:
+    """Micro-batches whose activations a position holds at once, in whole positions' worth."""
+    match job.schedule:
+        case "zb-2p":
+            most = 2 * job.pp - 1.0
+        case "dualpipe":
+            most = job.pp + 1.0
+        case "interleaved":
+            vpp = max(2, job.vpp)
+            most = job.pp - position + (job.pp - 1) / vpp - position / vpp
+        case _:
+            most = float(job.pp - position)
+    return min(job.n_micro_batches, most) if job.pp > 1 else 1.0
+
+
+def layer_bytes(job: Job) -> float:
+    """Bytes that one token leaves in one layer for its backward pass, on one rank."""
+    arch, tp = job.architecture, job.tp
+    own = tp if job.system.sequence_parallel else 1
+    width = sum(outputs for _, outputs, cuts in arch.attention_matrices if cuts) / tp
+    heads_out = arch.n_heads * (arch.latent.d_value if arch.latent else arch.d_head) / tp
+    found = 8.0 * arch.d_model / own + 2 * width + 2 * heads_out
+    if not job.system.flash:
+        found += 2.0 * arch.d_model / own  # masks of dropout
+        if job.recompute != "selective":
+            found += SCORES * arch.n_heads / tp * job.seq_len
+    ups = arch.ff_matrices - 1
+    share_moe = arch.n_moe_layers / arch.n_layers
+    found += (1 - share_moe) * 2 * (ups + 1) * arch.d_ff / tp
+    rows = arch.top_k / tp
+    experts = job.imbalance * rows * (2 * (ups + 1) * arch.expert_d_ff + 4 * arch.d_model)
+    shared = arch.n_shared_experts * 2 * (ups + 1) * arch.expert_d_ff / tp
+    return found + share_moe * (experts + shared)
+
+
+def logit_bytes(job: Job, position: int) -> float:
+    """Logits of a micro-batch, where the head is."""
+    if position != job.pp - 1:
+        return 0.0
+    tokens = job.micro_batch_size * job.seq_len / job.cp
+    each = LOGIT_BYTES if job.system.fused else LOGIT_BYTES_EAGER
+    return tokens * job.architecture.vocab_size / job.tp * each

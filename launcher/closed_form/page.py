@@ -1,0 +1,184 @@
+"""docs/plan-table.md: the closed forms' error on published rows, recomputed from the rows; and well-known runs."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from launcher.closed_form.anchors import anchor_rows
+from launcher.closed_form.evaluate import COVERED, Case, Error, Evaluation, wrong_verdicts
+from launcher.closed_form.memory import MEMORY_CONSTANTS
+from launcher.closed_form.rows import ran_out
+from launcher.closed_form.seconds import CONSTANTS
+from launcher.closed_form.systems import INFERRED, SYSTEMS
+
+TARGETS = {"dense": "10%, 25%", "MoE forced": "15%, 25%", "memory": "5%"}
+HEAD = "| rows | of | median | 90th percentile | worst | bias | in their interval |\n|---|---|---|---|---|---|---|\n"
+AXES: dict[str, Callable[[Case], bool]] = {
+    "tp > 1": lambda case: case.job.tp > 1,
+    "pp > 1": lambda case: case.job.pp > 1,
+    "cp > 1": lambda case: case.job.cp > 1,
+    "ep > 1": lambda case: case.job.ep > 1,
+    "ZeRO 3": lambda case: case.job.zero == 3,
+    "one node": lambda case: case.job.n_gpus <= case.gpu.node_gpus,
+    "512 GPUs or more": lambda case: case.job.n_gpus >= 512,
+    "recomputation": lambda case: case.job.recompute == "full",
+    "8 or 4 bits": lambda case: case.job.precision in ("fp8", "mxfp8", "fp4"),
+    "sequences of 8,192 or more": lambda case: case.job.seq_len >= 8192,
+}
+
+
+def page(found: Evaluation) -> str:
+    """The page as Markdown."""
+    return "\n".join(
+        [*introduction(found), *time_tables(found), *memory_tables(found), *constants(found), *lists(found)]
+    )
+
+
+def introduction(found: Evaluation) -> list[str]:
+    """What was compared with what."""
+    n_rows = len(found.cases) + len(found.unplanned)
+    return [
+        "# The plan against published measurements",
+        "",
+        "`make plan-table` writes this page and `launcher/closed_form/files/constants.yaml` from "
+        "`benchmarks/published/rows.jsonl`; a test recomputes both. [plan](plan.md) says what is computed.",
+        "",
+        f"{n_rows} rows of {len({case.publisher for case in found.cases})} publishers; {len(found.time)} have a time "
+        f"and {len(found.memory)} a peak of memory that a plan can be compared with. **Every figure below is of rows "
+        "whose publisher (all of its tables) was left out of the fit**, and without what only its own rows tell of its "
+        "system. Errors are of seconds of a step, plan over measurement less one; bias is the median with its sign. "
+        "The forms themselves (which terms there are, where constants begin, and the facts listed below) were written "
+        "by people who had seen all rows: what is left out is the fit, not that.",
+        "",
+        "No row has natural routing and known dims, so there is no line for it; the anchors below have one figure.",
+        "",
+    ]
+
+
+def line(name: str, errors: Sequence[Error]) -> str:
+    """One line of a table."""
+    sizes = np.abs([each.relative for each in errors])
+    bias = np.median([each.relative for each in errors])
+    covered = np.mean([each.is_covered for each in errors])
+    figures = (
+        f"{np.median(sizes):.1%} | {np.quantile(sizes, 0.9):.1%} | {sizes.max():.1%} | {bias:+.1%} | {covered:.0%}"
+    )
+    return f"| {name} | {len(errors)} | {figures} |"
+
+
+def table(groups: Iterable[tuple[str, Sequence[Error]]]) -> list[str]:
+    """A table with a line for each group that has rows."""
+    return [HEAD.rstrip(), *(line(name, errors) for name, errors in groups if errors), ""]
+
+
+def time_tables(found: Evaluation) -> list[str]:
+    """Errors of time by kind, source, GPU and axis."""
+    time = found.time
+    kinds = sorted({each.case.job.kind for each in time}, key=("dense", "MoE forced", "MoE natural").index)
+
+    def by(name: Callable[[Case], str]) -> list[str]:
+        names = sorted({name(each.case) for each in time})
+        pairs = [(one, kind) for one in names for kind in kinds]
+        return table(
+            (f"{one}, {kind}", [e for e in time if name(e.case) == one and e.case.job.kind == kind])
+            for one, kind in pairs
+        )
+
+    return [
+        "## Time",
+        "",
+        f"Aimed at were a median and a 90th percentile of {TARGETS['dense']} for dense rows and of "
+        f"{TARGETS['MoE forced']} for MoE. MoE misses: nearly all of its rows are of one publisher, so what is left to "
+        "fit are eight rows of another generation of GPUs; and that publisher's own releases differ by up to three "
+        "times at one layout.",
+        "",
+        *table((f"**{kind}**", [each for each in time if each.case.job.kind == kind]) for kind in kinds),
+        f"MoE with the {len(INFERRED)} facts below that only a publisher's own rows tell, which are then not left out:",
+        "",
+        *table([("MoE forced", [each for each in found.known if each.case.job.kind == "MoE forced"])]),
+        "By publisher:",
+        "",
+        *by(lambda case: case.publisher),
+        "By GPU:",
+        "",
+        *by(lambda case: case.gpu.hardware.name),
+        "By axis:",
+        "",
+        *table((name, [each for each in time if holds(each.case)]) for name, holds in AXES.items()),
+    ]
+
+
+def memory_tables(found: Evaluation) -> list[str]:
+    """Errors of memory, and verdicts."""
+    memory = found.memory
+    judged = len(memory) + sum(ran_out(case.row) for case in found.cases)
+    wrong = wrong_verdicts(memory, found.cases, found.fitted_memory)
+    names = [
+        f"`{case.row.get('id')}` ({'said to fit, and ran out' if fits else 'said not to fit, and ran'})"
+        for case, fits in wrong
+    ]
+    origins = sorted({each.case.publisher for each in memory})
+    return [
+        "## Memory",
+        "",
+        f"Aimed at: a median of {TARGETS['memory']}, and no more than 3% of verdicts wrong. "
+        f"Wrong are {len(wrong)} of {judged} ({len(wrong) / judged:.1%}): {', '.join(names) or 'none'}.",
+        "",
+        *table([("**all**", memory), *((o, [each for each in memory if each.case.publisher == o]) for o in origins)]),
+    ]
+
+
+def constants(found: Evaluation) -> list[str]:
+    """What was fitted, to what, and what is taken from documents."""
+    rows = [f"| {name} | {first:g} | {found.fitted[name]:.3g} | {why} |" for name, (first, _, why) in CONSTANTS.items()]
+    rows += [
+        f"| {name} | {first:g} | {found.fitted_memory[name]:.3g} | {why} |"
+        for name, (first, _, why) in MEMORY_CONSTANTS.items()
+    ]
+    return [
+        "## Constants",
+        "",
+        f"Fitted to all {len(found.time)} rows with a time ({len(found.memory)} with memory), for `roundtable plan "
+        "--rows`; every publisher weighs as the square root of its rows, and each constant is held to where it begins. "
+        f"Intervals are made to hold {COVERED:.0%} of another publisher's rows; the tables say how many they held.",
+        "",
+        "| constant | begins at | fitted | is |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "Taken from documents, of systems whose rows do not say it:",
+        "",
+        *(f"- `{part}`: {why}." for part, _, why in SYSTEMS),
+        "",
+        "Inferred from a publisher's own rows:",
+        "",
+        *(f"- `{part}`, versions from {first} and before {last}: {why}." for part, first, last, _, why in INFERRED),
+        "",
+        *anchor_rows(),
+        "",
+    ]
+
+
+def lists(found: Evaluation) -> list[str]:
+    """Rows that contradict themselves, that count otherwise, and that have no plan."""
+    wrong = [f"- `{case.row.get('id')}`: {'; '.join(case.problems)}" for case in found.cases if case.problems]
+    odd = [f"- `{case.row.get('id')}`: {'; '.join(case.remarks)}" for case in found.cases if case.remarks]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found.unplanned:
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return [
+        "## Rows that contradict themselves",
+        "",
+        "Left out of fits, and counted in the errors above:",
+        "",
+        *(wrong or ["- none"]),
+        "",
+        "Their TFLOP/s are counted as nowhere else; seconds or tokens/s are compared, so they stay in the fits:",
+        "",
+        *(odd or ["- none"]),
+        "",
+        "## Rows without a plan",
+        "",
+        *(f"- {reason}: {len(names)} rows, {', '.join(names)}" for reason, names in reasons.items()),
+        "",
+    ]

@@ -1,0 +1,66 @@
+"""Products of matrices by shape: what the tiles of a GPU make of them."""
+
+import math
+from dataclasses import dataclass
+
+TILES = ((128, 256), (128, 128), (256, 128), (64, 128))  # rows and columns that one multiprocessor computes at a time
+ALIGNED = 8  # tensor cores read rows in multiples of 16 bytes
+UNALIGNED_SLOWER = 2.0
+DEPTH = 64.0  # of k that a tile spends on beginning and ending
+
+
+@dataclass(frozen=True)
+class Product:
+    """``count`` products of an m x k with a k x n matrix."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+
+    @classmethod
+    def of(cls, m: float, n: float, k: float, count: float = 1.0) -> "Product":
+        """The product, at least one row each."""
+        return cls(max(1.0, m), max(1.0, n), max(1.0, k), count)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.count <= 0
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2 * self.count * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Read and written once, in 16 bits."""
+        return 2 * self.count * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    def cast_bytes(self, forwards: float) -> float:
+        """Read in 16 bits and written in 8, of inputs and gradients; weights are cast once for many micro-batches."""
+        return 3 * self.count * (self.m * self.k * forwards + self.m * self.n)
+
+    def backward(self) -> tuple["Product", "Product"]:
+        """The products for the gradients of the input and of the weight."""
+        return Product(self.m, self.k, self.n, self.count), Product(self.k, self.n, self.m, self.count)
+
+
+def product_seconds(one: Product, peak: float, bandwidth: float, multiprocessors: int) -> float:
+    """Seconds at the peak, with tiles that are not full and multiprocessors without one; or of its bytes."""
+    return max(one.flops * padding(one, multiprocessors) / peak, one.bytes / bandwidth)
+
+
+def padding(one: Product, multiprocessors: int) -> float:
+    """How many times the product's own time the best tiles take, at least 1."""
+    best = math.inf
+    for rows, columns in TILES:
+        tiles = math.ceil(one.m / rows) * math.ceil(one.n / columns) * one.count
+        waves = math.ceil(tiles / multiprocessors)
+        smaller = (
+            1.0 if rows * columns >= 2**15 else 1.08 if rows * columns >= 2**14 else 1.35
+        )  # fewer reuses of what is read
+        best = min(best, smaller * waves * multiprocessors * rows * columns / (one.count * one.m * one.n))
+    unaligned = UNALIGNED_SLOWER if one.n % ALIGNED or one.k % ALIGNED else 1.0
+    return max(1.0, best) * unaligned * (1 + DEPTH / one.k)

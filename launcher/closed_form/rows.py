@@ -1,0 +1,251 @@
+"""A row of published measurements as a job: dims, layout, batch; and the seconds and bytes that were measured."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.closed_form.architecture import Architecture, CannotPlan, architecture_of, positive
+from launcher.closed_form.systems import System, system_of
+from launcher.errors import UserError
+
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["bf16", "fp8", "mxfp8", "fp4", "fp32"]
+Schedule = Literal["1f1b", "interleaved", "zb-1p", "zb-2p", "dualpipe"]
+GIB = 2.0**30
+# Of natural routing, where a row does not tell: an assumption, for no published row with dims has natural routing.
+NATURAL_IMBALANCE = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training step on a number of GPUs."""
+
+    architecture: Architecture
+    system: System
+    gpu: str
+    n_gpus: int
+    per_node: int
+    interconnect: str
+    dp: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+    zero: int
+    shard: int  # ranks over which ZeRO cuts; at most dp x cp
+    recompute: Recompute
+    precision: Precision
+    schedule: Schedule
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    natural_routing: bool = False
+    scaled_fp16: bool = False
+    imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
+
+    @property
+    def n_micro_batches(self) -> float:
+        """Micro-batches of a rank in a step."""
+        return max(1.0, self.global_batch_size / (self.dp * self.micro_batch_size))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def kind(self) -> str:
+        """Dense, or how tokens were routed to experts."""
+        if not self.architecture.n_experts:
+            return "dense"
+        return "MoE natural" if self.natural_routing else "MoE forced"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines. Raises UserError naming the file and the line that is no JSON object."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UserError([f"--rows={path} must be text in UTF-8, a JSON object a line"]) from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise UserError([f"--rows={path}, line {number} must be a JSON object, as in docs/plan-table.md"])
+        rows.append(row)
+    return rows
+
+
+def part(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A row's object of this name; empty where it has none."""
+    found = row.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def number(value: Any) -> float | None:
+    """A finite number above 0, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < math.inf else None
+
+
+def job_of(row: Mapping[str, Any], *, inferred: bool = True) -> Job:
+    """The job of a row. Raises CannotPlan, with the reason, where what is missing cannot be inferred.
+
+    ``inferred``: with what only its publisher's rows tell of the system.
+    """
+    model, hw, layout, batch = (part(row, name) for name in ("model", "hw", "layout", "batch"))
+    seq_len, n_gpus = positive(model, "seq"), positive(hw, "count")
+    size = positive(batch, "global_seqs")
+    for key, value in {"model.seq": seq_len, "hw.count": n_gpus, "batch.global_seqs": size}.items():
+        if value is None:
+            raise CannotPlan(f"{key} is not known")
+    assert seq_len is not None and n_gpus is not None and size is not None
+    tp, cp = positive(layout, "tp") or 1, positive(layout, "cp") or 1
+    architecture = architecture_of(model, positive(layout, "pp") or 1)
+    pp = positive(layout, "pp") or inferred_pp(architecture, n_gpus, tp * cp)
+    dp = positive(layout, "dp") or max(1, n_gpus // (tp * pp * cp))
+    micro = positive(batch, "micro") or positive(layout, "mbs")
+    vpp = positive(layout, "vpp") or (1 if micro else usual_vpp(architecture.n_layers, pp))
+    zero, shard = zero_of(layout.get("zero"), dp * cp)
+    source = str(row.get("source") or "")
+    words = " ".join(str(each or "") for each in (row.get("notes"), layout.get("routing"), layout.get("balance")))
+    return Job(
+        architecture=architecture,
+        system=system_of(source, str(layout.get("technique") or ""), str(row.get("table") or ""), inferred=inferred),
+        gpu=str(hw.get("gpu") or ""),
+        n_gpus=n_gpus,
+        per_node=min(positive(hw, "per_node") or 8, n_gpus),
+        interconnect=str(hw.get("interconnect") or ""),
+        dp=dp,
+        tp=tp,
+        pp=min(pp, architecture.n_layers),
+        vpp=vpp,
+        cp=cp,
+        ep=(positive(layout, "ep") or usual_ep(architecture, dp * cp * tp)) if architecture.n_experts else 1,
+        zero=zero,
+        shard=shard,
+        recompute=recompute_of(layout.get("recompute")),
+        precision=precision_of(layout.get("precision")),
+        schedule=schedule_of(layout.get("schedule"), vpp),
+        seq_len=seq_len,
+        global_batch_size=size,
+        micro_batch_size=micro or usual_micro(size / dp, pp, seq_len / tp),
+        natural_routing=is_natural(words),
+        imbalance=imbalance_of(layout, words) if architecture.n_experts else 1.0,
+        scaled_fp16="fp16" in str(layout.get("precision") or "").lower(),
+    )
+
+
+def inferred_pp(architecture: Architecture, n_gpus: int, others: int) -> int:
+    """The fewest pipeline positions whose ranks hold 18 bytes a parameter in 60 GB."""
+    for pp in sorted(each for each in range(1, architecture.n_layers + 1) if architecture.n_layers % each == 0):
+        if n_gpus % (pp * others) == 0 and 18 * architecture.parameters / (others * pp) < 60e9:
+            return pp
+    return 1
+
+
+def usual_ep(architecture: Architecture, most: int) -> int:
+    """Experts over as many ranks as there are, where the row does not say."""
+    return math.gcd(architecture.n_experts, most)
+
+
+def usual_micro(per_rank: float, pp: int, seq_len: float) -> int:
+    """Where the row does not say: one sequence under a pipeline, else up to 8,192 tokens over tp."""
+    size = 1
+    while pp == 1 and per_rank % (2 * size) == 0 and 2 * size * seq_len <= 8192:
+        size *= 2
+    return size
+
+
+def usual_vpp(n_layers: int, pp: int) -> int:
+    """Where the row tells neither the micro-batch nor the stages of a position: stages of about two layers."""
+    return max(1, n_layers // pp // 2) if pp > 1 else 1
+
+
+def zero_of(value: Any, replicas: int) -> tuple[int, int]:
+    """ZeRO's stage and the ranks over which it cuts. FSDP is stage 3; a distributed optimizer is stage 1."""
+    text = str(value if value is not None else 1).lower()
+    fsdp = re.search(r"fsdp\s*(\d*)|full_shard", text)
+    if fsdp:
+        return 3, min(replicas, int(fsdp[1])) if fsdp[1] else replicas
+    stage = re.match(r"\D*([0-3])", text)
+    within = re.search(r"shard in (\d+)", text)
+    return int(stage[1]) if stage else 1, min(replicas, int(within[1])) if within else replicas
+
+
+def recompute_of(value: Any) -> Recompute:
+    """What is computed again in the backward pass; norms and activations alone cost little and count as none."""
+    text = str(value or "none").lower()
+    if text.startswith(("full", "block", "uniform", "true")):
+        return "full"
+    return "selective" if text.startswith(("selective", "core", "attn")) else "none"
+
+
+def precision_of(value: Any) -> Precision:
+    """The format of the products."""
+    text = str(value or "bf16").lower()
+    for word, precision in {"fp4": "fp4", "mx": "mxfp8", "8": "fp8", "fp32": "fp32", "tf32": "fp32"}.items():
+        if word in text and not (word == "8" and "fp8" not in text and "float8" not in text):
+            return precision  # type: ignore[return-value]
+    return "bf16"
+
+
+def schedule_of(value: Any, vpp: int) -> Schedule:
+    """The order of a pipeline's passes."""
+    text = str(value or "").lower()
+    if text.startswith("dualpipe"):
+        return "dualpipe"
+    if text.startswith(("zb", "zero")):
+        return "zb-2p" if "2p" in text or "h2" in text or text == "zbv" else "zb-1p"
+    return "interleaved" if vpp > 1 or text.endswith("-i") or "interleav" in text else "1f1b"
+
+
+def is_natural(words: str) -> bool:
+    """Whether the row's words say that tokens went where the router sent them."""
+    text = words.lower()
+    if "natural" in text.split():
+        return True
+    return bool(re.search(r"natural (routing|balance)|no force|not force|unforced|without force", text))
+
+
+def imbalance_of(layout: Mapping[str, Any], words: str) -> float:
+    """Rows of the busiest rank over the mean: as the row says, else an assumption where routing is natural."""
+    stated = number(layout.get("imbalance"))
+    if stated is not None:
+        return max(1.0, stated)
+    return NATURAL_IMBALANCE if is_natural(words) else 1.0
+
+
+def measured_seconds(row: Mapping[str, Any]) -> float | None:
+    """Seconds of a step: as measured, else from tokens/s, else from TFLOP/s by the source's own formula (derived)."""
+    measured, derived = part(row, "measured"), part(row, "derived")
+    seconds = number(measured.get("step_s"))
+    if seconds is not None:
+        return seconds
+    speed, n_gpus = number(measured.get("tokens_per_s_per_gpu")), number(part(row, "hw").get("count"))
+    size, seq_len = number(part(row, "batch").get("global_seqs")), number(part(row, "model").get("seq"))
+    if speed and n_gpus and size and seq_len:
+        return size * seq_len / (speed * n_gpus)
+    return number(derived.get("step_s_from_formula")) or number(derived.get("step_s"))
+
+
+def measured_bytes(row: Mapping[str, Any]) -> float | None:
+    """The peak of memory in bytes: GiB where the row's notes say so, as torch and nvidia-smi count."""
+    held = number(part(row, "measured").get("mem_gb"))
+    return None if held is None else held * GIB
+
+
+def ran_out(row: Mapping[str, Any]) -> bool:
+    """Whether the row says that memory did not suffice."""
+    return row.get("kind") == "oom" or part(row, "measured").get("oom") is True

@@ -1,0 +1,103 @@
+"""Seconds of a step from its amounts and a few constants, each with a physical meaning; for many jobs at once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from launcher.closed_form.work import AMOUNTS, Work
+
+# name -> (where the fit begins, how far it may be expected to move: the standard deviation of its logarithm, meaning)
+CONSTANTS: dict[str, tuple[float, float, str]] = {
+    "products ampere": (0.80, 0.15, "share of the peak that products in 16 bits reach"),
+    "products hopper": (0.73, 0.15, "the same"),
+    "products blackwell": (0.70, 0.15, "the same"),
+    "products cdna": (0.50, 0.15, "the same"),
+    "low fp8": (0.75, 0.15, "of products in 8 bits, over the share in 16 bits"),
+    "low mxfp8": (0.75, 0.15, "the same, scaled by blocks"),
+    "low fp4": (0.55, 0.20, "the same, in 4 bits"),
+    "grouped": (0.80, 0.15, "of products by experts, over the share of others"),
+    "attention ampere": (0.55, 0.20, "share of the peak that attention in one kernel reaches, on what the mask leaves"),
+    "attention hopper": (0.40, 0.20, "the same"),
+    "attention blackwell": (0.35, 0.20, "the same"),
+    "attention cdna": (0.30, 0.20, "the same"),
+    "memory": (0.75, 0.15, "share of the memory's bandwidth"),
+    "eager": (0.80, 0.40, "bytes that kernels move beside, where they are not fused, over the bytes counted"),
+    "layer": (60e-6, 0.50, "seconds that a pass over a layer takes beside its work"),
+    "moe layer": (300e-6, 0.50, "seconds that a pass over a layer with experts takes beside its work"),
+    "expert": (15e-6, 0.50, "seconds that a pass over one expert takes beside its work"),
+    "near": (0.70, 0.20, "share of the links' rate within a node or domain"),
+    "far": (0.65, 0.20, "share of the network's rate"),
+    "exposed": (0.60, 0.30, "share of messages within layers that nothing hides"),
+    "shards": (0.30, 0.40, "share of the messages of ZeRO 3 that delay the passes although both run at once"),
+    "hidden": (0.60, 0.30, "share of a step's passes behind which sums over the replicas hide"),
+    "hop": (12e-6, 0.50, "seconds for each rank that a message to all replicas passes"),
+    "spread": (0.004, 0.50, "longer steps for each doubling of the nodes: the slowest GPU, congestion"),
+}
+NAMES = list(CONSTANTS)
+FAMILIES = ("ampere", "hopper", "blackwell", "cdna")
+LOW = ("fp8", "mxfp8", "fp4")
+Constants = Mapping[str, float]
+
+
+def start() -> dict[str, float]:
+    """The constants where the fit begins."""
+    return {name: first for name, (first, _, _) in CONSTANTS.items()}
+
+
+class Batch:
+    """Many jobs' amounts as arrays, and which constants of family and precision each takes."""
+
+    def __init__(self, works: list[Work], families: list[str], precisions: list[str], overlaps: list[bool]) -> None:
+        self.amounts = {name: np.array([getattr(work, name) for work in works]) for name in AMOUNTS}
+        self.family = np.array([FAMILIES.index(family if family in FAMILIES else "hopper") for family in families])
+        self.low = np.array([LOW.index(each) if each in LOW else 0 for each in precisions])
+        self.overlaps = np.array(overlaps)
+
+    def take(self, which: Any) -> "Batch":
+        """Some of the jobs, by an index of numpy."""
+        part = object.__new__(Batch)
+        part.amounts = {name: values[which] for name, values in self.amounts.items()}
+        part.family, part.low, part.overlaps = self.family[which], self.low[which], self.overlaps[which]
+        return part
+
+    def parts(self, constants: Constants) -> dict[str, Any]:
+        """Seconds of a step by part; they sum to the step."""
+        a, c = self.amounts, constants
+        products = np.array([c[f"products {family}"] for family in FAMILIES])[self.family]
+        attention = np.array([c[f"attention {family}"] for family in FAMILIES])[self.family]
+        low = products * np.array([c[f"low {each}"] for each in LOW])[self.low]
+        far = c["far"]
+        exposed = np.where(self.overlaps, c["exposed"], 1.0)
+        one = {
+            "products": a["products"] / products + a["low_products"] / low,
+            "experts": (a["grouped"] / products + a["low_grouped"] / low) / c["grouped"],
+            "attention": a["attention"] / attention,
+            "memory": (a["memory"] + a["expert_memory"] + a["casts"] + a["eager_memory"] * c["eager"]) / c["memory"],
+            "launches": a["layers"] * c["layer"] + a["moe_layers"] * c["moe layer"] + a["experts"] * c["expert"],
+            "tp, cp": exposed * (a["tp"] + a["cp"]) / c["near"],
+            "ep": exposed * (a["ep_near"] / c["near"] + a["ep_far"] / far),
+            "pp": exposed * a["pp"] / far,
+        }
+        busy = sum(one.values())
+        shards = a["shards"] / far + a["shard_hops"] * c["hop"]
+        waits = smooth_max(busy, shards) - busy + c["shards"] * shards
+        one["shards: waiting"] = waits
+        work_passes = a["passes"]
+        found = {name: work_passes * seconds for name, seconds in one.items()}
+        sums = a["replicas"] / far + a["replica_hops"] * c["hop"]
+        hidden = np.where(self.overlaps, c["hidden"], 0.0) * (busy + waits)
+        found["sums over replicas"] = smooth_max(sums, hidden) - hidden
+        found["optimizer"] = a["update"] / c["memory"]
+        whole = sum(found.values())
+        found["spread"] = whole * c["spread"] * a["nodes"]
+        return found
+
+    def seconds(self, constants: Constants) -> Any:
+        """Seconds of each job's step."""
+        return sum(self.parts(constants).values())
+
+
+def smooth_max(one: Any, other: Any) -> Any:
+    """The larger of two times; where they are alike, somewhat more, for neither hides the other wholly."""
+    return (one**4 + other**4) ** 0.25

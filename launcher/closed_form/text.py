@@ -1,0 +1,26 @@
+"""Plans of rows as people read them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.text import Text
+
+from launcher.console import in_a_line, say
+from launcher.tables import plain_table, wide_console
+
+
+def print_plans(plans: Sequence[dict[str, Any]]) -> None:
+    """A table with a line for each row, then the reasons of those without a plan."""
+    table = plain_table("row", ">seconds a step", ">from", ">to", ">tokens/s/GPU", ">GB", "fits")
+    refused = []
+    for plan in plans:
+        name = Text(in_a_line(str(plan["id"])))
+        if plan["step_seconds"] is None:
+            refused.append(plan)
+            continue
+        times = (f"{plan[key]:,.3f}" for key in ("step_seconds", "step_seconds_low", "step_seconds_high"))
+        speed, held = f"{plan['tokens_per_second_per_gpu']:,.0f}", f"{plan['peak_gb']:.1f}"
+        table.add_row(name, *times, speed, held, f"{plan['chance_to_fit']:.0%}")
+    wide_console().print(table)
+    for plan in refused:
+        say(in_a_line(f"no plan for {plan['id']}: {plan['reason']}"))

@@ -1,0 +1,320 @@
+"""What one step asks of the busiest GPU: amounts of products, bytes, launches and messages, without any rate fitted.
+
+Amounts are seconds at the stated rates of the data sheet, so a fitted constant is a share of such a rate. Those of a
+micro-batch are of the slowest pipeline position.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from launcher.closed_form.gpus import Gpu
+from launcher.closed_form.products import Product, product_seconds
+from launcher.closed_form.rows import Job
+
+HALF = 2  # bytes of an element in 16 bits
+FULL = 4
+ATTENTION_BACKWARD = 2.5  # products of attention's backward pass for each of its forward pass
+SCORE_BYTES = 13  # unfused, forward: write, scale and mask, softmax, dropout and its mask, read
+SCORE_BYTES_BACKWARD = 16
+FIRST_FLASH_SLOWER = (
+    1.7  # Dao 2023, "FlashAttention-2" (arXiv 2307.08691), section 4.1: 1.7 to 3 times, Triton 1.3 to 2.5
+)
+LOSS_BYTES = 20  # of a logit, forward and backward
+STEP_BYTES = 38  # of an element that the optimizer updates: gradient, two moments and master, and the weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds at stated rates. Of one micro-batch on the slowest position, unless told otherwise."""
+
+    products: float = 0.0  # in 16 bits
+    low_products: float = 0.0  # in 8 or 4 bits
+    grouped: float = 0.0  # of experts, 16 bits
+    low_grouped: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0  # bytes of norms, activations, sums
+    eager_memory: float = 0.0  # the same, in a system whose kernels are not fused
+    expert_memory: float = 0.0  # rows sorted to experts and back
+    casts: float = 0.0  # bytes of making 8 or 4 bits
+    layers: float = 0.0  # passes over layers
+    moe_layers: float = 0.0
+    experts: float = 0.0  # passes over a rank's experts
+    tp: float = 0.0
+    ep_near: float = 0.0
+    ep_far: float = 0.0
+    cp: float = 0.0
+    pp: float = 0.0  # of one hop
+    shards: float = 0.0  # weights gathered and gradients cut, of ZeRO 3
+    shard_hops: float = 0.0  # ranks that a message passes, times messages
+    # of a step
+    passes: float = 1.0  # micro-batches, and what the pipeline waits, in micro-batches
+    replicas: float = 0.0  # sums over the replicas
+    replica_hops: float = 0.0
+    update: float = 0.0  # the optimizer
+    nodes: float = 0.0  # log2 of the nodes, above one
+
+
+AMOUNTS = [each.name for each in fields(Work)]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of messages among the ranks of an axis, at stated rates."""
+
+    near: float  # bytes/s
+    far: float
+    gpu_nodes: int  # ranks that the fast links join
+
+    def rate(self, degree: int, stride: int) -> float:
+        """Bytes/s of one rank in a ring over ``degree`` ranks, ``stride`` apart, which share their nodes' network."""
+        if degree * stride <= self.gpu_nodes:
+            return self.near
+        inside = max(1, min(degree, self.gpu_nodes // stride)) if stride < self.gpu_nodes else 1
+        return min(self.near, self.far * inside)
+
+
+def work_of(job: Job, gpu: Gpu) -> Work:
+    """The amounts of a job on its GPUs. Raises CannotPlan where the part lacks the precision."""
+    return Step(job, gpu).work()
+
+
+class Step:
+    """A job's step, with the sizes that its parts share."""
+
+    def __init__(self, job: Job, gpu: Gpu) -> None:
+        self.job, self.gpu, self.arch = job, gpu, job.architecture
+        self.tokens = job.micro_batch_size * job.seq_len / job.cp  # of a micro-batch on a rank, before tp cuts them
+        self.own = self.tokens / job.tp if job.system.sequence_parallel else self.tokens
+        self.bandwidth = gpu.hardware.memory_bytes_per_second
+        self.links = Links(gpu.hardware.node_bytes_per_second, gpu.network_bytes_per_second, gpu.node_gpus)
+        self.forwards = {"none": 1, "selective": 1, "full": 2}[job.recompute]
+        self.low = job.precision in ("fp8", "mxfp8", "fp4")
+        self.grad_bytes = HALF if job.zero == 3 else FULL
+        self.sum_bytes = 2 * self.grad_bytes + (0 if job.system.fused_sums else 2 * HALF)
+
+    def work(self) -> Work:
+        """All amounts."""
+        arch, job = self.arch, self.job
+        dense = self.layer(moe=False)
+        moe = self.layer(moe=True) if arch.n_moe_layers else {}
+        n_dense, n_moe, has_head = self.slowest(cost(dense), cost(moe) if moe else 0.0, cost(self.head()))
+        amounts = dict.fromkeys(AMOUNTS, 0.0)
+        for part, times in ((dense, n_dense), (moe, n_moe), (self.head(), has_head)):
+            for name, value in part.items():
+                amounts[name] += times * value
+        if not job.system.fused:
+            amounts["eager_memory"] = amounts["memory"]
+        if job.system.graphs:
+            amounts.update(layers=0.0, moe_layers=0.0, experts=0.0, casts=0.0)
+        if job.schedule == "dualpipe":  # which computes one micro-batch while another one's rows travel
+            amounts.update(ep_near=0.0, ep_far=0.0)
+        amounts["pp"] = self.hop() if job.pp > 1 else 0.0
+        amounts.update(self.of_step(n_dense, n_moe, has_head))
+        return Work(**amounts)
+
+    def slowest(self, dense: float, moe: float, head: float) -> tuple[float, float, float]:
+        """Layers of each kind and heads of the slowest position: equal parts where pp divides, else the best split."""
+        arch, pp = self.arch, self.job.pp
+        share_moe = arch.n_moe_layers / arch.n_layers
+        one = (1 - share_moe) * dense + share_moe * moe
+        if pp == 1:
+            return arch.n_layers - arch.n_moe_layers, arch.n_moe_layers, 1.0
+        if arch.n_layers % pp == 0:
+            count, has_head = arch.n_layers / pp, 1.0
+        else:
+            last = best_last(arch.n_layers, pp, head / one)
+            others = math.ceil((arch.n_layers - last) / (pp - 1))
+            count, has_head = (last, 1.0) if last * one + head >= others * one else (others, 0.0)
+        return count * (1 - share_moe), count * share_moe, has_head
+
+    def layer(self, *, moe: bool) -> dict[str, float]:
+        """One layer forward, recomputed where it is, and backward."""
+        found = dict.fromkeys(AMOUNTS, 0.0)
+        self.add_attention(found)
+        if moe:
+            self.add_experts(found)
+        else:
+            self.add_dense(found)
+        found["moe_layers" if moe else "layers"] += 1 + self.forwards
+        return found
+
+    def add_products(self, found: dict[str, float], shapes: list[Product], into: str = "products") -> None:
+        """Products of a forward pass, with their recomputation, and both products of the backward pass."""
+        job, gpu = self.job, self.gpu
+        peak = gpu.peak(job.precision if self.low else "bf16")
+        sms, bandwidth = int(gpu.hardware.multiprocessors), self.bandwidth
+        for shape in shapes:
+            if not shape.empty:
+                seconds = self.forwards * product_seconds(shape, peak, bandwidth, sms)
+                seconds += sum(product_seconds(each, peak, bandwidth, sms) for each in shape.backward())
+                found[f"low_{into}" if self.low else into] += seconds
+                if self.low:
+                    found["casts"] += shape.cast_bytes(self.forwards) / bandwidth
+                found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / bandwidth  # summed gradients
+
+    def add_attention(self, found: dict[str, float]) -> None:
+        """Projections, the core, norms and residual sums, and what tp, cp send."""
+        arch, job = self.arch, self.job
+        shapes = []
+        for inputs, outputs, cuts_outputs in arch.attention_matrices:
+            is_latent = arch.latent is not None and inputs == arch.d_model and cuts_outputs
+            cut = 1 if is_latent else job.tp  # latent down-projections are whole on each rank
+            shapes.append(
+                Product.of(
+                    self.tokens, outputs / cut if cuts_outputs else outputs, inputs if cuts_outputs else inputs / cut
+                )
+            )
+        self.add_products(found, shapes)
+        self.add_core(found)
+        wide = sum(outputs for _, outputs, cuts in arch.attention_matrices if cuts) / job.tp
+        n_bytes = self.tokens * 4 * wide + self.own * 20 * arch.d_model
+        found["memory"] += n_bytes * (self.forwards + 2) / self.bandwidth
+        sent = 2 * self.tokens * arch.d_model * HALF * (job.tp - 1) / job.tp  # attention's share of a layer's two sums
+        if job.tp > 1:
+            found["tp"] += 2 * sent * (1 + self.forwards) / self.links.rate(job.tp, 1)
+        if job.cp > 1:
+            keys = 2 * arch.n_kv_heads * arch.d_head / job.tp if arch.latent is None else arch.attention_width
+            rows = self.tokens * keys * HALF * (job.cp - 1)
+            found["cp"] += rows * (self.forwards + 2) / self.links.rate(job.cp, job.tp)
+
+    def add_core(self, found: dict[str, float]) -> None:
+        """Scores, softmax and their use: in one kernel that leaves out what the mask hides, or through memory."""
+        arch, job = self.arch, self.job
+        peak = self.gpu.peak("bf16")
+        width = arch.attention_width / job.tp
+        again = 2 if job.recompute != "none" else 1
+        if job.system.flash and not (arch.sinks and self.gpu.hardware.family in job.system.no_sinks):
+            flops = 4 * self.tokens * arch.attended(job.seq_len) * width
+            slower = FIRST_FLASH_SLOWER if job.system.first_flash else 1.0
+            found["attention"] += flops * (again + ATTENTION_BACKWARD) * slower / peak
+            return
+        heads = arch.n_heads / job.tp
+        flops = 4 * self.tokens * job.seq_len * width
+        # Tensor cores need multiples of 8; other heads are computed at the rate of fp32.
+        slow = 1.0 if arch.d_head % 8 == 0 else peak / self.gpu.peak("fp32")
+        found["products"] += flops * (again + 2) * slow / peak
+        scores = self.tokens * job.seq_len * heads
+        found["memory"] += scores * (again * SCORE_BYTES + SCORE_BYTES_BACKWARD) / self.bandwidth
+
+    def add_dense(self, found: dict[str, float], d_ff: float | None = None, *, matrices_only: bool = False) -> None:
+        """A feed-forward without experts."""
+        arch, tp = self.arch, self.job.tp
+        width = (arch.d_ff if d_ff is None else d_ff) / tp
+        ups = arch.ff_matrices - 1
+        self.add_products(
+            found, [Product.of(self.tokens, ups * width, arch.d_model), Product.of(self.tokens, arch.d_model, width)]
+        )
+        found["memory"] += self.tokens * (2 * ups + 2) * width * (self.forwards + 2) / self.bandwidth
+
+    def add_experts(self, found: dict[str, float]) -> None:
+        """Router, dispatch, experts, combine, shared experts."""
+        arch, job = self.arch, self.job
+        own = self.tokens / job.tp
+        rows = own * arch.top_k * job.imbalance
+        each = rows * job.ep / arch.n_experts
+        local = arch.n_experts / job.ep
+        ups = arch.ff_matrices - 1
+        shapes = [
+            Product.of(each, ups * arch.expert_d_ff, arch.d_model, local),
+            Product.of(each, arch.d_model, arch.expert_d_ff, local),
+        ]
+        self.add_products(found, shapes, "grouped")
+        passes = self.forwards + 2
+        found["experts"] += local * passes
+        found["memory"] += rows * (2 * ups + 2) * arch.expert_d_ff * passes / self.bandwidth
+        found["expert_memory"] += (rows * 8 + own * 4) * arch.d_model * passes / self.bandwidth
+        if arch.n_shared_experts:
+            self.add_dense(found, arch.n_shared_experts * arch.expert_d_ff)
+        self.add_dispatch(found, own * job.imbalance)
+
+    def add_dispatch(self, found: dict[str, float], own: float) -> None:
+        """Rows to their experts' ranks and back, forward and backward; each node receives a token once."""
+        arch, job = self.arch, self.job
+        if job.ep == 1:
+            return
+        node = self.links.gpu_nodes
+        row = arch.d_model * HALF
+        times = 2 * (1 + self.forwards)
+        near = own * arch.top_k * row * (job.ep - 1) / job.ep
+        found["ep_near"] += times * near / self.links.near
+        n_nodes = job.ep / node
+        if n_nodes > 1:
+            met = n_nodes * (1 - (1 - 1 / n_nodes) ** arch.top_k) * (n_nodes - 1) / n_nodes
+            found["ep_far"] += times * own * row * met / self.links.far
+
+    def head(self) -> dict[str, float]:
+        """Logits and their loss. It is not recomputed, and computes in 16 bits."""
+        found = dict.fromkeys(AMOUNTS, 0.0)
+        arch, tp = self.arch, self.job.tp
+        low, forwards = self.low, self.forwards
+        self.low, self.forwards = False, 1
+        self.add_products(found, [Product.of(self.tokens, arch.vocab_size / tp, arch.d_model)])
+        self.low, self.forwards = low, forwards
+        found["memory"] += self.tokens * arch.vocab_size / tp * LOSS_BYTES / self.bandwidth
+        return found
+
+    def hop(self) -> float:
+        """Hidden states to the next position and their gradients back, for all stages of a position."""
+        cut = self.job.tp if self.job.system.scatters else 1
+        rows = self.tokens / cut * self.arch.d_model * HALF * 2 * self.job.vpp
+        stride = self.job.tp * self.job.cp * self.job.dp
+        return rows / self.links.rate(self.job.pp, min(stride, self.links.gpu_nodes * 8))
+
+    def of_step(self, n_dense: float, n_moe: float, has_head: float) -> dict[str, float]:
+        """Passes, sums over the replicas, the optimizer."""
+        job, arch = self.job, self.arch
+        replicas = job.dp * job.cp
+        dense = (n_dense + n_moe) * arch.attention_parameters / job.tp + n_dense * arch.dense_parameters / job.tp
+        dense += n_moe * arch.n_shared_experts * arch.expert_parameters / job.tp + n_moe * arch.n_experts * arch.d_model
+        dense += arch.embedding_parameters / job.tp * (has_head if job.pp > 1 or arch.tied else 2)
+        experts = n_moe * arch.n_experts / job.ep * arch.expert_parameters
+        edp = max(1.0, replicas * job.tp / job.ep)
+        rate = self.links.rate(replicas, job.tp)
+        far = self.links.rate(int(edp), job.ep)
+        moved = dense * (replicas - 1) / replicas / rate + experts * (edp - 1) / edp / far
+        n_nodes = max(1.0, job.n_gpus / self.links.gpu_nodes)
+        found = {"passes": job.n_micro_batches + self.waits(), "nodes": math.log2(n_nodes)}
+        layers = n_dense + n_moe
+        if job.zero == 3:
+            found["shards"] = moved * 3 * HALF
+            found["shard_hops"] = 3 * layers * job.shard
+            updated = dense / job.shard + experts / min(job.shard, edp)
+        else:
+            cut = job.shard if job.zero else 1
+            found["replicas"] = moved * (self.grad_bytes + (HALF if job.zero else self.grad_bytes))
+            found["replica_hops"] = float(replicas if replicas > 1 else 0)
+            updated = dense / cut + experts / max(1.0, min(edp, cut))
+        found["update"] = updated * STEP_BYTES / self.bandwidth
+        return found
+
+    def waits(self) -> float:
+        """What the pipeline waits at its ends, in micro-batches of one position."""
+        job = self.job
+        match job.schedule:
+            case "zb-2p":
+                return 0.0
+            case "zb-1p":
+                return (job.pp - 1) / 3
+            case "dualpipe":  # DeepSeek-V3, table 2: (pp / 2 - 1) (F&B + B - 3 W), with a whole pass of three parts
+                return max(0.0, job.pp / 2 - 1) * 2 / 3
+            case "interleaved":
+                return (job.pp - 1) / max(2, job.vpp)
+            case _:
+                return float(job.pp - 1)
+
+
+def best_last(n_layers: int, pp: int, head: float) -> int:
+    """Layers of the last position by which the slowest one is fastest; a head is worth ``head`` layers."""
+
+    def slowest(last: int) -> float:
+        return max(last + head, math.ceil((n_layers - last) / (pp - 1)))
+
+    return min(range(n_layers), key=slowest)
+
+
+def cost(part: dict[str, float]) -> float:
+    """About how long a part takes, to compare positions."""
+    return (
+        sum(part[name] for name in ("products", "low_products", "grouped", "low_grouped", "attention", "memory"))
+        or 1e-9
+    )

@@ -1,0 +1,43 @@
+"""docs/plan-table.md and the constants of `plan --rows`, from published rows; run as a program, writes both."""
+
+from pathlib import Path
+
+from launcher.closed_form.evaluate import Evaluation, evaluate
+from launcher.closed_form.forecast import FILE, fitted
+from launcher.closed_form.page import page
+from launcher.closed_form.rows import read_rows
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "benchmarks" / "published" / "rows.jsonl"
+PAGE = ROOT / "docs" / "plan-table.md"
+DIGITS = 5  # of a constant: enough for the page's figures, few enough for another machine's rounding
+
+
+def constants_text(found: Evaluation) -> str:
+    """The constants as YAML."""
+    lines = [
+        "# Written by `make plan-table` from benchmarks/published/rows.jsonl; docs/plan-table.md says what each is."
+    ]
+    for name, values in (("seconds", found.fitted), ("memory", found.fitted_memory)):
+        lines += [f"{name}:", *(f"  {key}: {as_float(value)}" for key, value in values.items())]
+    lines.append("intervals:  # logarithms of measurement over plan between which most rows lie")
+    for kind, edges in found.told.items():
+        lines.append(f"  {kind}: [{', '.join(as_float(each) for each in edges)}]")
+    return "\n".join(lines) + "\n"
+
+
+def as_float(value: float) -> str:
+    """A number that YAML reads as one with a fraction."""
+    return f"{value:.{DIGITS - 1}e}"
+
+
+def write() -> None:
+    """Fits, writes the constants, then the page, whose anchors use them."""
+    found = evaluate(read_rows(ROWS))
+    FILE.write_text(constants_text(found))
+    fitted.cache_clear()
+    PAGE.write_text(page(found))
+
+
+if __name__ == "__main__":
+    write()
