@@ -7,7 +7,7 @@ import numpy as np
 
 Priors = Mapping[str, tuple[float, float, str]]  # where it begins, standard deviation of its logarithm, meaning
 
-ROUNDS = 25
+ROUNDS = 60
 EDGE = 0.12  # errors beyond count by their size, not by its square (Huber)
 
 
@@ -51,6 +51,6 @@ def fit(
         else:
             break
         gained, at, best, damping = best - value, tried, value, damping / 10
-        if gained < 1e-4 * best:
+        if gained < 1e-11 * best:
             break
     return dict(zip(names, (float(each) for each in np.exp(at)), strict=True))

@@ -11,7 +11,10 @@ from launcher.trace.hardware import FOLDER, Hardware, checked, known_hardware
 GBIT = 1e9 / 8
 GIB = 2.0**30
 HBM2E_SHARE = 2.4 / 3.35  # of the bandwidth of an H100 with HBM3: torchtitan's parts (arXiv 2410.06511, section 3.1)
-FULL_WATTS_POWER = 0.5  # a capped part's clock falls about as the square root of its power: power grows with f V^2
+# A busy part's clock is what its power allows, about the square root of it: power grows with f V^2. These are the watts
+# for a TFLOP/s in 16 bits of each family's first part, by which others are told.
+CLOCK_POWER = 0.5
+WATTS_OF_TFLOPS = {"ampere": 400 / 312, "hopper": 700 / 989.5, "blackwell": 1200 / 2500, "cdna": 750 / 1307.4}
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Gpu:
     hardware: Hardware
     node_gpus: int  # joined by the fast links
     network_bytes_per_second: float  # of one GPU, one way
-    clock: float  # share of the full clock that its power allows
+    clock: float  # that its power allows, over the usual one of its family
 
     def peak(self, precision: str) -> float:
         """FLOP/s of products in a format, at its clock. Raises CannotPlan where the part lacks the format."""
@@ -63,9 +66,11 @@ def gpu_of(name: str, per_node: int, interconnect: str) -> Gpu:
 
 
 def with_words(hardware: Hardware, words: str) -> tuple[Hardware, float]:
-    """The part with the power, memory and kind of memory that its name tells, and its share of the full clock."""
+    """The part with the power, memory and kind of memory that its name tells, and its clock over its family's."""
     watts = re.search(r"(\d{3,4})\s*w\b", words)
-    clock = min(1.0, float(watts[1]) / hardware.watts) ** FULL_WATTS_POWER if watts else 1.0
+    power = float(watts[1]) if watts else hardware.watts
+    usual = WATTS_OF_TFLOPS.get(hardware.family, hardware.watts / hardware.peak_flops["bf16"] * 1e12)
+    clock = (power / (hardware.peak_flops["bf16"] / 1e12 * usual)) ** CLOCK_POWER
     size = re.match(r"[a-z]+\d+[a-z]*-(\d+)(?:gb)?\b", words)
     if size:
         hardware = replace(hardware, memory_gb=float(size[1]))

@@ -10,7 +10,7 @@ from launcher.closed_form.rows import read_rows
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "published" / "rows.jsonl"
 PAGE = ROOT / "docs" / "plan-table.md"
-DIGITS = 5  # of a constant: enough for the page's figures, few enough for another machine's rounding
+DIGITS = 4  # of a constant: enough for the page's figures, few enough for another machine's rounding
 
 
 def constants_text(found: Evaluation) -> str:
