@@ -40,6 +40,9 @@ class DataConfig:
     """Which tokens come next. Token files do not depend on seq_len or on the run's seed."""
 
     seq_len: Annotated[int, Interval(ge=1, le=2**24)] = 1024  # tokens of a training sequence
+    # how documents fill samples: laid end to end and cut at every seq_len; or put together so that only longer ones are
+    # cut; or each a sample of its own
+    packing: Literal["sequential", "best_fit", "one_document"] = "sequential"
     sources: tuple[SourceConfig, ...] = ()
     # what weights say: each source's share of the samples, or (size) how often it is read against the others
     weighting: Literal["share", "size"] = "share"

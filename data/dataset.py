@@ -1,10 +1,12 @@
 """A dataset: sample number in, packed batch out. The same numbers give the same batch on every rank and layout.
 
 A source is a list of token files. Its samples are windows of seq_len + 1 tokens at stride seq_len within one file, so
-each token but a file's first is predicted once an epoch. Training samples come in a mixture of the sources, each
+each token but a file's first is predicted once an epoch; or they are made of the pieces of documents that a packing
+names (data/packing.py). Training samples come in a mixture of the sources, each
 source in a new permutation every epoch (data/order.py); held-out samples come in plain order.
 
-Shape letters: B samples, S positions (seq_len).
+Shape letters: B samples, S positions (seq_len), P pieces (the ranges of tokens that samples are made of), F fragments
+(a document's part in a sample).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +25,9 @@ from data.errors import DataError, problem, refuse
 from data.manifest import size_problems
 from data.mixture import weight_fraction
 from data.order import hopped_ranges, permutation_key, permute, unpermute
+from data.packed import packed_by_of, read_packing
+from data.packing import Packing
+from data.pieces import Pieces, pieces_of, samples_with, shares_of
 from data.prepared import Prepared, PreparedSource, locate, source_names
 from data.sources import expand_path, is_raw
 from data.stages import Stages, stages_of
@@ -48,6 +53,7 @@ class Source:
     files: tuple[TokenFile, ...]
     trusted: bool  # prepared here: the manifest vouches for the largest id, so batches need no check
     name: str = ""  # in metrics
+    packings: tuple[Packing, ...] = ()  # one for each file, of the dataset's seq_len; none: laid end to end
 
 
 class Dataset:
@@ -70,7 +76,11 @@ class Dataset:
         self._checks_ids = not all(source.trusted for source in sources)
         self.names = [source.name for source in sources]
         self._window_dtype = np.result_type(*(file.dtype for file in self._files)) if self._files else np.int64
+        self._packings = [packing for source in sources for packing in source.packings]
+        assert len(self._packings) in (0, len(self._files))
         samples = [-(-max(0, file.n_tokens - 1) // seq_len) for file in self._files]
+        if self._packings:
+            samples = [packing.n_samples for packing in self._packings]
         self._first_sample = np.cumsum([0, *samples])  # of each file, over all sources
         file_bounds = np.cumsum([0, *(len(source.files) for source in sources)])
         self.file_sources = np.repeat(np.arange(len(sources)), np.diff(file_bounds)).tolist()  # each file's source
@@ -115,11 +125,17 @@ class Dataset:
         Raises DataError where a foreign file holds an id that the vocabulary lacks, or its index contradicts itself.
         """
         file_B, start_B, length_B = self._locate(indices)
-        window_BW = self._copy_windows(file_B, start_B, length_B)
+        pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
+        if pieces is None:
+            window_BW = self._copy_windows(file_B, start_B, length_B)
+            finder = self._boundaries.finder(file_B, start_B, length_B)
+        else:
+            window_BW = np.zeros((len(file_B), self.seq_len + 1), self._window_dtype)
+            pieces.copy_into(window_BW, self._files)
+            finder = pieces.fragments
         if self._checks_ids:
             self._check_ids(window_BW, file_B)
-        finder = self._boundaries.finder(file_B, start_B, length_B)
-        return Batch.of(window_BW, length_B, finder, self._left_out.within(file_B, start_B, length_B))
+        return Batch.of(window_BW, length_B, finder, self._parts_left_out(file_B, start_B, length_B, pieces))
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
         """(targets that count in the loss, input tokens that are not padding) of these samples, reading no tokens.
@@ -139,15 +155,22 @@ class Dataset:
         return [int(np.maximum(length_F - 1 - k, 0).sum()) for k in range(1, depth + 1)]
 
     def documents(self, indices: np.ndarray) -> list[dict[str, Any]]:
-        """Where each sample's input tokens come from. Searches the index; for messages, not for every step.
+        """Where the samples' input tokens come from. Searches the index; for messages, not for every step.
 
-        ``file`` is a token file's prefix; in it lie the documents from ``first`` to ``last``, numbered from 0.
+        ``file`` is a token file's prefix; in it lie the documents from ``first`` to ``last``, numbered from 0. One for
+        each sample, and where documents are packed one for each piece.
         """
-        found = []
-        for number, start, length in zip(*self._locate(indices).tolist(), strict=True):
+        row_F, file_F, first_F, stop_F, _ = self.fragments(indices)
+        found: list[dict[str, Any]] = []
+        row = -1
+        for at, number, first, stop in zip(*(each.tolist() for each in (row_F, file_F, first_F, stop_F)), strict=True):
             file = self._files[number]
-            last = file.document_of(start + max(1, min(length - 1, self.seq_len)) - 1)
-            found.append({"file": str(file.prefix), "first": file.document_of(start), "last": last})
+            own = {"file": str(file.prefix), "first": file.document_of(first), "last": file.document_of(stop - 1)}
+            if self._packings or at != row:
+                found.append(own)
+            else:
+                found[-1]["last"] = own["last"]
+            row = at
         return found
 
     @property
@@ -160,34 +183,77 @@ class Dataset:
         """Where documents begin in the files."""
         return self._boundaries
 
-    def windows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [3, B]: the number of each sample's file, the first token that it reads there, and how many it reads.
+    @property
+    def packed(self) -> dict[str, float] | None:
+        """What packing made of the documents, in shares of the whole; None where they are laid end to end.
 
-        Of seq_len + 1 tokens the last is only a target; a window that has fewer ends with the file.
+        ``padding``: of the positions. ``cut``: of the documents of two tokens or more, those that no sample holds all
+        of. ``left_out``: of the tokens, those of documents of one.
         """
-        return self._locate(indices)
+        n_tokens = int(self._file_tokens.sum())
+        return shares_of(self._packings, self.seq_len, n_tokens) if self._packings else None
 
-    def numbers_of(self, file: int, first: int, stop: int, consumed: int) -> list[tuple[int, int]]:
+    def fragments(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(row_F, file_F, first_F, stop_F, offset_F), int64: the documents' parts that are inputs of these samples.
+
+        The tokens [first, stop) of a file lie in one document, and begin at ``offset`` in the sample's row. Sorted by
+        row and offset. Raises DataError where a file's index contradicts itself.
+        """
+        file_B, start_B, length_B = self._locate(indices)
+        if self._packings:
+            pieces = pieces_of(self._packings, file_B, start_B)
+            stop_P = pieces.start_P + np.minimum(pieces.length_P, self.seq_len)
+            return pieces.row_P, pieces.file_P, pieces.start_P, stop_P, pieces.offset_P
+        row_F, offset_F = self._boundaries.find(file_B, start_B, length_B)
+        stop_B = start_B + np.minimum(length_B, self.seq_len)
+        first_F = start_B[row_F] + offset_F
+        is_last_F = np.append(row_F[1:] != row_F[:-1], True)[: len(row_F)]
+        stop_F = np.where(is_last_F, stop_B[row_F], np.append(first_F[1:], 0)[: len(row_F)])
+        stop_F = np.minimum(stop_F, stop_B[row_F])
+        is_input_F = first_F < stop_F  # a document may begin with the token that is only a target
+        return tuple(each[is_input_F] for each in (row_F, file_B[row_F], first_F, stop_F, offset_F))
+
+    def windows(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [4, B]: what tells samples apart: file, first token, number of tokens, and a packing's mark.
+
+        Of seq_len + 1 tokens the last is only a target; a sample that has fewer ends with the file, or is packed. The
+        mark is a hash of a packed sample's pieces, and else 0.
+        """
+        file_B, start_B, length_B = self._locate(indices)
+        mark_B = np.zeros(len(file_B), np.int64)
+        if self._packings:
+            start_B, mark_B = pieces_of(self._packings, file_B, start_B).marks(len(file_B))
+        return np.stack([file_B, start_B, length_B, mark_B])
+
+    def numbers_of(self, file: int, first: int, stop: int, consumed: int) -> list[tuple[int, int, int]]:
         """The samples before ``consumed`` that are given tokens of [first, stop) of this file, in the training order.
 
-        Of each its number in that order, and the first token of the file that it reads. A sample's last token, which
-        is only a target, is none that it is given. The order backwards, in closed form: its cost is that of the samples
-        found, whatever lies between them.
+        Of each its number in that order, and which of these tokens it is given: the first, and the one after the last.
+        A sample's last token, which is only a target, is none that it is given. The order backwards, in closed form:
+        its cost is that of the samples found, whatever lies between them; a packing is looked through once.
         """
         source = self.file_sources[file]
         base, n_samples = int(self._source_bounds[source]), self._source_samples[source]
         in_source = int(self._first_sample[file]) - base
-        window_W = np.arange(first // self.seq_len, -(-stop // self.seq_len) if first < stop else 0)
-        window_W = window_W[window_W < int(self._first_sample[file + 1] - self._first_sample[file])]
+        sample_W, first_W, stop_W = self._samples_with(file, first, stop)
         given, found = self.stages.given(consumed)[source], []
         for epoch in range(-(-given // max(1, n_samples))):
-            place_W = unpermute(in_source + window_W, n_samples, self._key(source, epoch))
-            for place, window in zip(place_W.tolist(), window_W.tolist(), strict=True):
+            place_W = unpermute(in_source + sample_W, n_samples, self._key(source, epoch))
+            for place, *tokens in zip(place_W.tolist(), first_W.tolist(), stop_W.tolist(), strict=True):
                 nth = epoch * n_samples + place
                 number = self.stages.number_of(source, nth) if nth < given else None
                 if number is not None:
-                    found.append((number, window * self.seq_len))
+                    found.append((number, *tokens))
         return sorted(found)
+
+    def _samples_with(self, file: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each sample of the file, numbered in it, that is given tokens of [first, stop); which ones it is given."""
+        if self._packings:
+            return samples_with(self._packings[file], self.seq_len, first, stop)
+        sample_W = np.arange(first // self.seq_len, -(-stop // self.seq_len) if first < stop else 0)
+        sample_W = sample_W[sample_W < int(self._first_sample[file + 1] - self._first_sample[file])]
+        start_W = sample_W * self.seq_len
+        return sample_W, np.maximum(start_W, first), np.minimum(start_W + self.seq_len, stop)
 
     def progress(self, consumed: int, skipped: Sequence[tuple[int, int]] = ()) -> dict[str, float]:
         """How far the training order is in each source, for the metrics, after the first ``consumed`` samples of it.
@@ -215,17 +281,39 @@ class Dataset:
         Documents that are left out have no part in either.
         """
         file_B, start_B, length_B = self._locate(np.frombuffer(samples, np.int64))
-        row_F, offset_F = self._boundaries.find(file_B, start_B, length_B)
+        pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
+        row_F, offset_F = (
+            self._boundaries.find(file_B, start_B, length_B) if pieces is None else (pieces.row_P, pieces.offset_P)
+        )
         is_last_F = np.append(row_F[1:] != row_F[:-1], True)[: len(row_F)]
         end_F = np.where(is_last_F, length_B[row_F], np.append(offset_F[1:], 0)[: len(row_F)])
         n_tokens = int(np.minimum(length_B, self.seq_len).sum())
-        left_row_L, first_L, stop_L = self._left_out.within(file_B, start_B, length_B)
+        left_row_L, first_L, stop_L = self._parts_left_out(file_B, start_B, length_B, pieces)
         if not len(first_L):
             return end_F - offset_F, n_tokens
         width = self.seq_len + 1
         stays_F = ~np.isin(row_F * width + offset_F, left_row_L * width + first_L)
         n_left_out = int((np.minimum(stop_L, self.seq_len) - np.minimum(first_L, self.seq_len)).sum())
         return (end_F - offset_F)[stays_F], n_tokens - n_left_out
+
+    def parts_left_out(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [3, L]: the sample's place among these, the first token in it and the one after the last.
+
+        Of each part of a document that is left out, sorted by sample and token.
+        """
+        file_B, start_B, length_B = self._locate(indices)
+        pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
+        return self._parts_left_out(file_B, start_B, length_B, pieces)
+
+    def _parts_left_out(
+        self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray, pieces: Pieces | None
+    ) -> np.ndarray:
+        """``parts_left_out`` of samples that are located; ``pieces`` are theirs where documents are packed."""
+        if pieces is None:
+            return self._left_out.within(file_B, start_B, length_B)
+        piece_L, first_L, stop_L = self._left_out.within(pieces.file_P, pieces.start_P, pieces.length_P)
+        offset_L = pieces.offset_P[piece_L]
+        return np.array((pieces.row_P[piece_L], first_L + offset_L, stop_L + offset_L))
 
     def _copy_windows(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> np.ndarray:
         """The samples' tokens, [B, S + 1], in the files' own type; zeros past a window's length.
@@ -251,7 +339,10 @@ class Dataset:
         return window_BW
 
     def _locate(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [3, B]: each sample's file, the token in it that the sample begins with, and the tokens it reads."""
+        """int64 [3, B]: each sample's file, the token in it that the sample begins with, and the tokens it reads.
+
+        Of packed samples the second is the sample's number in the file.
+        """
         indices = np.asarray(indices, dtype=np.int64)
         if not self.shuffled or not len(indices):
             return self._place(indices)
@@ -273,6 +364,9 @@ class Dataset:
         if len(sample_B) and (sample_B.min() < 0 or sample_B.max() >= self.n_samples):
             raise IndexError(f"samples are numbered from 0 to {self.n_samples - 1}")
         file_B = np.searchsorted(self._first_sample, sample_B, side="right") - 1
+        if self._packings:
+            own_B = sample_B - self._first_sample[file_B]
+            return np.array((file_B, own_B, pieces_of(self._packings, file_B, own_B).tokens_B(len(file_B))))
         start_B = (sample_B - self._first_sample[file_B]) * self.seq_len
         return np.array((file_B, start_B, np.minimum(self._file_tokens[file_B] - start_B, self.seq_len + 1)))
 
@@ -319,10 +413,11 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
         raise refuse(f"data.token_dir={config.token_dir!r}", "does not hold all of data.sources' tokens yet", PREPARE)
     if split == "train":
         named = zip(prepared.sources, source_names(config), strict=True)
-        sources = [_open_source(part, split, vocab_size, name) for part, name in named]
+        sources = [_open_source(part, split, vocab_size, config, name) for part, name in named]
         _check_not_empty(config, sources)
     elif config.heldout_path is not None:
-        sources = [Source(1.0, (TokenFile(expand_path(config.heldout_path)),), trusted=False)]
+        files = (TokenFile(expand_path(config.heldout_path)),)
+        sources = [Source(1.0, files, trusted=False, packings=_packings(files, config))]
     else:
         sources = _open_heldout(config, prepared, vocab_size)
     is_train = split == "train"
@@ -371,7 +466,13 @@ def _first_id_problem(file: TokenFile, vocab_size: int, max_tokens: int) -> str 
     return None
 
 
-def _open_source(part: PreparedSource, split: Split, vocab_size: int, name: str = "") -> Source:
+def _packings(files: Sequence[TokenFile], config: DataConfig) -> tuple[Packing, ...]:
+    """The files' packings, which preparation has made."""
+    packed_by = packed_by_of(config)
+    return tuple(read_packing(file, config.seq_len, packed_by) for file in files) if packed_by is not None else ()
+
+
+def _open_source(part: PreparedSource, split: Split, vocab_size: int, config: DataConfig, name: str = "") -> Source:
     """Maps the files of one source, after comparing them with the manifest where there is one."""
     if part.manifest is not None:
         problems = size_problems(part.path, part.manifest)
@@ -380,11 +481,12 @@ def _open_source(part: PreparedSource, split: Split, vocab_size: int, name: str 
         if problems:
             raise DataError(*problems)
     files = tuple(TokenFile(prefix) for prefix in part.prefixes(split))
-    return Source(part.source.weight, files, trusted=part.manifest is not None, name=name)
+    trusted, packings = part.manifest is not None, _packings(files, config)
+    return Source(part.source.weight, files, trusted=trusted, name=name, packings=packings)
 
 
 def _open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> list[Source]:
-    sources = [_open_source(part, "heldout", vocab_size) for part in prepared.sources]
+    sources = [_open_source(part, "heldout", vocab_size, config) for part in prepared.sources]
     sources = [source for source in sources if _has_samples(source)]
     if not sources:
         found = f"data.heldout_fraction={config.heldout_fraction} and data.heldout_path=null"
@@ -405,6 +507,8 @@ def _check_not_empty(config: DataConfig, sources: list[Source]) -> None:
 
 
 def _has_samples(source: Source) -> bool:
+    if source.packings:
+        return any(packing.n_samples for packing in source.packings)
     return any(file.n_tokens > 1 for file in source.files)
 
 

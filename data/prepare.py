@@ -23,8 +23,9 @@ from data.manifest import (
     write_json,
     write_source_manifest,
 )
+from data.packed import missing_packings, packed_by_of, write_packing
 from data.places import nearest_existing
-from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder
+from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder, token_files
 from data.rules import check_data
 from data.shards import Shard, plan_shards
 from data.shardwriter import ShardRecord, ShardTask, no_room, read_record
@@ -32,9 +33,10 @@ from data.sources import InputFile, input_files, is_raw, reads_files
 from data.tokenfile import token_dtype
 from data.tokenizer import tokenizer_folder
 from data.tokenizer_setup import set_up_tokenizer
-from data.workers import write_shards
+from data.workers import run_in_processes, write_shards
 
 BYTES_PER_TOKEN = 2.5  # of text, at least, whatever the tokenizer; for the estimate of disk only
+FEW_FILES = 8  # are packed sooner than processes are started
 Report = Callable[[int, int, int, int], None]  # bytes of text done, bytes in all (0: unknown), documents, tokens
 
 
@@ -83,7 +85,24 @@ def _carry_out(
     share, n_shares = task
     _write_missing(tasks[share::n_shares], config.workers, progress)
     finished = [_finish_source(config, plan, tokenizer) for plan in plans]
-    return locate(config, vocab_size) if all(finished) else None
+    prepared = locate(config, vocab_size) if all(finished) else None
+    if prepared is not None:
+        pack_documents(config, prepared)
+    return prepared
+
+
+def pack_documents(config: DataConfig, prepared: Prepared) -> None:
+    """Writes the packings that are missing, of all token files; nothing where documents are laid end to end.
+
+    Raises DataError where a file's index contradicts itself, or where nothing can be written beside it.
+    """
+    packed_by = packed_by_of(config)
+    missing = [(each, config.seq_len, packed_by) for each in missing_packings(config, token_files(config, prepared))]
+    if len(missing) > FEW_FILES:
+        run_in_processes(write_packing, missing, config.workers, lambda *_: None)
+    elif packed_by is not None:
+        for prefix, seq_len, _ in missing:
+            write_packing(prefix, seq_len, packed_by)
 
 
 def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, had: set[Path]) -> None:

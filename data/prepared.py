@@ -19,6 +19,7 @@ import xxhash
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
 from data.manifest import FORMAT, INPUTS, SourceManifest, hash_problems, read_source_manifest
+from data.packed import missing_packings
 from data.sources import HUGGING_FACE, InputFile, expand_path, input_files, is_hugging_face, is_raw, reads_files
 from data.tokenizer import read_info, tokenizer_folder
 
@@ -104,13 +105,22 @@ def locate(config: DataConfig, vocab_size: int) -> Prepared | None:
 def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
     """As ``locate``, and the corpus is compared with what was prepared; raises DataError where it has changed.
 
-    A corpus that is no longer on this machine is not missed: its tokens are enough.
+    A corpus that is no longer on this machine is not missed: its tokens are enough. None, too, where documents are to
+    be packed and a file's packing is missing.
     """
     prepared = locate(config, vocab_size)
     for number, part in enumerate(prepared.sources if prepared else ()):
         if part.manifest is not None:
             check_inputs(part.path, part.source, f"data.sources[{number}]")
+    if prepared is not None and missing_packings(config, token_files(config, prepared)):
+        return None
     return prepared
+
+
+def token_files(config: DataConfig, prepared: Prepared) -> list[Path]:
+    """The prefixes of all token files that a run with this config may read."""
+    found = [prefix for part in prepared.sources for split in ("train", "heldout") for prefix in part.prefixes(split)]
+    return found if config.heldout_path is None else [*found, Path(expand_path(config.heldout_path))]
 
 
 def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:

@@ -41,18 +41,12 @@ class DocumentPart:
 
 def spans_of(dataset: Dataset, indices: np.ndarray) -> Iterator[Span]:
     """The spans of these samples, in their order. Raises DataError where a file's index contradicts itself."""
-    file_B, start_B, length_B = dataset.windows(indices)
-    row_F, offset_F = dataset.boundaries.find(file_B, start_B, length_B)
-    stop_B = start_B + np.minimum(length_B, dataset.seq_len)
-    first_F = start_B[row_F] + offset_F
-    is_last_F = np.append(row_F[1:] != row_F[:-1], True)[: len(row_F)]
-    stop_F = np.where(is_last_F, stop_B[row_F], np.append(first_F[1:], 0)[: len(row_F)])
-    numbers = np.asarray(indices)[row_F].tolist(), file_B[row_F].tolist(), first_F.tolist()
-    for sample, file, first, stop in zip(*numbers, np.minimum(stop_F, stop_B[row_F]).tolist(), strict=True):
-        if first < stop:  # a document may begin with the token that is only a target
-            document = dataset.files[file].document_of(first)
-            offset = first - dataset.files[file].document_range(document)[0]
-            yield Span(sample, file, first, stop, document, offset)
+    row_F, file_F, first_F, stop_F, _ = dataset.fragments(indices)
+    numbers = np.asarray(indices)[row_F].tolist(), file_F.tolist(), first_F.tolist(), stop_F.tolist()
+    for sample, file, first, stop in zip(*numbers, strict=True):
+        document = dataset.files[file].document_of(first)
+        offset = first - dataset.files[file].document_range(document)[0]
+        yield Span(sample, file, first, stop, document, offset)
 
 
 def document_parts(dataset: Dataset, indices: np.ndarray) -> list[DocumentPart]:
@@ -60,17 +54,14 @@ def document_parts(dataset: Dataset, indices: np.ndarray) -> list[DocumentPart]:
 
     But for documents that are left out.
     """
-    _, start_B, _ = dataset.windows(indices)
-    rows = {
-        sample: (row, start) for row, (sample, start) in enumerate(zip(indices.tolist(), start_B.tolist(), strict=True))
-    }
+    row_F, file_F, first_F, stop_F, offset_F = (each.tolist() for each in dataset.fragments(indices))
     found = []
-    for span in spans_of(dataset, indices):
-        if dataset.left_out.holds(span.file, span.first):
+    for row, file, first, stop, offset in zip(row_F, file_F, first_F, stop_F, offset_F, strict=True):
+        if dataset.left_out.holds(file, first):
             continue
-        row, start = rows[span.sample]
-        source, file = dataset.names[dataset.file_sources[span.file]], str(dataset.files[span.file].prefix)
-        found.append(DocumentPart(row, span.first - start, span.stop - start, source, file, span.document))
+        source, tokens = dataset.names[dataset.file_sources[file]], dataset.files[file]
+        document = tokens.document_of(first)
+        found.append(DocumentPart(row, offset, offset + stop - first, source, str(tokens.prefix), document))
     return found
 
 
@@ -78,8 +69,7 @@ def samples_with(dataset: Dataset, place: Place, consumed: int) -> list[Span]:
     """The spans of the samples before ``consumed`` that hold tokens of ``place``, cut to it, in the training order."""
     found = []
     first_of_document = dataset.files[place.file].document_range(place.document)[0]
-    for sample, start in dataset.numbers_of(place.file, place.first, place.stop, consumed):
-        first, stop = max(start, place.first), min(start + dataset.seq_len, place.stop)
+    for sample, first, stop in dataset.numbers_of(place.file, place.first, place.stop, consumed):
         found.append(Span(sample, place.file, first, stop, place.document, first - first_of_document))
     return found
 

@@ -21,7 +21,7 @@ from launcher.training.run_dir import changes
 # What of a config decides which tokens a step is given. Where token files lie, and who makes them, does not.
 DECIDES = (
     "seed",
-    *(f"data.{key}" for key in ("seq_len", "sources", "weighting", "stages", "without")),
+    *(f"data.{key}" for key in ("seq_len", "packing", "sources", "weighting", "stages", "without")),
     "train.global_batch_size",
     "train.batch_ramp",
 )
@@ -87,17 +87,17 @@ def compare(ours: DataOfRun, theirs: DataOfRun) -> tuple[int, Difference | None,
 
 
 def windows_of(run: DataOfRun, step: StepData, numbers: list[int]) -> np.ndarray:
-    """int64 [B, 5]: each sequence's file, by ``numbers`` that both runs share, first token, tokens, seq_len, left out.
+    """int64 [B, 6]: each sequence's file, by ``numbers`` that both runs share, what tells it apart, seq_len, left out.
 
     The last is 0 where no document of the window is left out, else a hash of the tokens that are.
     """
-    file_B, start_B, length_B = run.dataset.windows(step.samples())
-    seq_len_B, left_out_B = np.full_like(start_B, run.dataset.seq_len), np.zeros_like(start_B)
-    row_L, *range_L = run.dataset.left_out.within(file_B, start_B, length_B)
+    file_B, *others = run.dataset.windows(step.samples())
+    seq_len_B, left_out_B = np.full_like(file_B, run.dataset.seq_len), np.zeros_like(file_B)
+    row_L, *range_L = run.dataset.parts_left_out(step.samples())
     for row in set(row_L.tolist()):
         ranges = np.array(range_L)[:, row_L == row].tobytes()
         left_out_B[row] = int.from_bytes(hashlib.sha256(ranges).digest()[:7])
-    return np.stack([np.array(numbers, np.int64)[file_B], start_B, length_B, seq_len_B, left_out_B], axis=1)
+    return np.stack([np.array(numbers, np.int64)[file_B], *others, seq_len_B, left_out_B], axis=1)
 
 
 def pairs_of(ours: Iterator[StepData], theirs: Iterator[StepData]) -> Iterator[tuple[StepData, StepData]]:
@@ -125,7 +125,7 @@ def describe(runs: tuple[DataOfRun, DataOfRun], steps: tuple[StepData, StepData]
 def in_one_order(ours: DataOfRun, theirs: DataOfRun, files: tuple[list[int], list[int]]) -> bool:
     """Whether each sample's number stands for the same tokens in both runs."""
     one, other = ours.config, theirs.config
-    is_same = (one.seed, one.data.seq_len) == (other.seed, other.data.seq_len)
+    is_same = (one.seed, one.data.seq_len, one.data.packing) == (other.seed, other.data.seq_len, other.data.packing)
     is_same = is_same and ours.dataset.stages == theirs.dataset.stages
     is_same = is_same and ours.dataset.left_out.documents == theirs.dataset.left_out.documents
     return is_same and files[0] == files[1] and ours.dataset.file_sources == theirs.dataset.file_sources

@@ -18,12 +18,12 @@ def show_step(name: str, step: int, *, as_json: bool) -> int:
     run = open_run(name)
     data = run.step(step)
     spans = list(spans_of(run.dataset, data.samples()))
-    sources = source_rows(run, data, spans)
+    sources, packing = source_rows(run, data, spans), packing_row(run, data, spans)
     if as_json:
         rows = [span_row(run.dataset, span) for span in spans]
-        say_json({"run": name, **step_row(data), "sources": sources, "spans": rows})
+        say_json({"run": name, **step_row(data), "packing": packing, "sources": sources, "spans": rows})
     else:
-        print_step(run, data, spans, sources)
+        print_step(run, data, spans, sources, packing)
     return 0
 
 
@@ -54,6 +54,24 @@ def source_rows(run: DataOfRun, data: StepData, spans: list[Span]) -> list[dict[
     return rows
 
 
+def packing_row(run: DataOfRun, data: StepData, spans: list[Span]) -> dict[str, Any]:
+    """How the step's sequences are filled: padding's share of their positions, and of its documents those cut.
+
+    A document is cut where the part in a sequence is neither all of it nor all but the last token, which may be a
+    target alone.
+    """
+    dataset = run.dataset
+    documents, cut = set(), set()
+    for span in spans:
+        first, stop = dataset.files[span.file].document_range(span.document)
+        documents.add((span.file, span.document))
+        if span.first > first or span.stop < stop - 1:
+            cut.add((span.file, span.document))
+    n_tokens, n_positions = sum(span.stop - span.first for span in spans), data.n_samples * dataset.seq_len
+    shares = {"padding": 1 - n_tokens / n_positions, "cut": len(cut) / max(1, len(documents))}
+    return {"packing": run.config.data.packing, **shares}
+
+
 def words_of(data: StepData) -> str:
     """A step's samples in words."""
     sequences = f"{data.n_samples} sequence{'s' if data.n_samples > 1 else ''}"
@@ -63,10 +81,14 @@ def words_of(data: StepData) -> str:
     return f"{sequences}, samples {data.first_sample} to {data.last_sample} of the order{hopped}{fate}"
 
 
-def print_step(run: DataOfRun, data: StepData, spans: list[Span], sources: list[dict[str, Any]]) -> None:
-    """Three tables."""
+def print_step(
+    run: DataOfRun, data: StepData, spans: list[Span], sources: list[dict[str, Any]], packing: dict[str, Any]
+) -> None:
+    """Two lines and two tables."""
     console = wide_console()
-    console.print(f"{run.name}, step {data.step}: {words_of(data)}\n")
+    console.print(f"{run.name}, step {data.step}: {words_of(data)}")
+    shares = f"{packing['padding']:.1%} of the positions are padding, {packing['cut']:.1%} of the documents are cut"
+    console.print(f"packing {packing['packing']}: {shares}\n")
     table = plain_table("source", ">sequences", ">documents", ">tokens", ">epoch after it", "path")
     for row in sources:
         counts = (f"{row[key]:,}" for key in ("sequences", "documents", "tokens"))

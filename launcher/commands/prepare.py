@@ -5,11 +5,17 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
+from data.config import DataConfig
+from data.packed import read_packing
+from data.packing import n_cut_in_sequence
+from data.pieces import shares_of
 from data.prepare import prepare
 from data.prepared import Prepared
+from data.tokenfile import TokenFile
 from launcher.config.tree import RunConfig
 from launcher.console import open_console, tell, text_column
 
+MOST_COUNTED = 10_000_000  # documents; their index is read in a second or two
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
@@ -23,7 +29,8 @@ def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None) -> Pre
     with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
         prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update, task=task)
     if prepared is not None:
-        tell(summary(prepared, time.monotonic() - started))
+        packing = packing_lines(config.data, prepared)
+        tell("\n".join([*packing, summary(prepared, time.monotonic() - started)]))
     elif task is not None:
         tell(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data")
     return prepared
@@ -42,6 +49,37 @@ def summary(prepared: Prepared, seconds: float) -> str:
         documents = sum(record.n_documents for record in part.manifest.files())
         lines.append(f"{part.path}: {documents:,} documents, {counts[0]:,} tokens to train on, {counts[1]:,} held out")
     return "\n".join([*lines, f"prepared in {seconds:.0f} s"])
+
+
+def packing_lines(data: DataConfig, prepared: Prepared) -> list[str]:
+    """How a run's samples are filled, in a line for each source: what is padding, and how many documents are cut.
+
+    Where documents are laid end to end, they are counted in the files' indices, up to ``MOST_COUNTED`` documents.
+    """
+    lines = []
+    for part in prepared.sources:
+        files = [TokenFile(prefix) for prefix in part.prefixes("train")]
+        n_documents = sum(file.n_documents for file in files)
+        if data.packing == "sequential":
+            if not 0 < n_documents <= MOST_COUNTED:
+                continue
+            counts = [(file.all_starts(), file.n_tokens) for file in files]
+            cut = sum(n_cut_in_sequence(*count, data.seq_len) for count in counts) / n_documents
+            padding = padding_in_sequence([n_tokens for _, n_tokens in counts], data.seq_len)
+        else:
+            packings = [read_packing(file, data.seq_len, data.packing) for file in files]
+            shares = shares_of(packings, data.seq_len, sum(file.n_tokens for file in files))
+            cut, padding = shares["cut"], shares["padding"]
+        how = f"packing {data.packing} at data.seq_len={data.seq_len}"
+        lines.append(f"{part.path}: {how}: {padding:.2%} padding, {cut:.1%} of the documents cut")
+    return lines
+
+
+def padding_in_sequence(n_tokens: list[int], seq_len: int) -> float:
+    """Padding's share where each file's tokens are laid end to end: what its last sample lacks."""
+    inputs = sum(max(0, n - 1) for n in n_tokens)
+    positions = sum(-(-max(0, n - 1) // seq_len) for n in n_tokens) * seq_len
+    return 1 - inputs / positions if positions else 0.0
 
 
 def amount(done: int, total: int, documents: int, tokens: int) -> str:

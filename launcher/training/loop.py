@@ -112,6 +112,7 @@ def train_watched(
         open_samples(config, dataset, mesh) as samples,
     ):
         report_start(watchers, config, record, state, warnings, changed, restart)
+        report_packing(watchers, dataset, state.step)
         report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
         health, stopped, n_compiled = Health(config.health), agree_to_stop(stop, mesh), 0
         samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
@@ -418,6 +419,13 @@ def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int)
     if n_now > n_before:
         watchers.event({"step": step, "event": "compiled", "chains": n_now, "seconds": seconds})
     return n_now
+
+
+def report_packing(watchers: Watchers | NullWatchers, dataset: Dataset, step: int) -> None:
+    """The event of documents that are packed: how much of the samples is padding, how many documents are cut."""
+    shares = dataset.packed
+    if shares is not None:
+        watchers.event({"step": step, "event": "packing", **shares})
 
 
 def report_no_heldout_targets(
