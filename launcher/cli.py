@@ -26,7 +26,7 @@ from launcher.arguments import (
 from launcher.cli_checkpoints import of_checkpoints
 from launcher.cli_data import data_app
 from launcher.cli_replay import of_replay
-from launcher.completion import mend_bash_words, offer_runs
+from launcher.completion import mend_bash_words, offer_runs, offer_shells
 from launcher.config.secrets import mask
 from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
 from launcher.errors import WRONG_PATH, UserError, why_refused
@@ -95,6 +95,19 @@ def print_config(
         raise UserError(["Missing argument 'CONFIG'; see roundtable --help"])
     resolved = load_checked(config, overrides or (), world_size=ranks, data=False)
     say(config_to_json(resolved) if as_json else describe_config(resolved), end="")
+
+
+@app.command()
+def completion(
+    shell: Annotated[
+        str,
+        typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False, autocompletion=offer_shells),
+    ],
+) -> None:
+    """Print what a shell sources to complete commands, keys and runs: source <(roundtable completion bash)."""
+    from launcher.commands.completion import print_script
+
+    print_script(shell)
 
 
 @app.command()

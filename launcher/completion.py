@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 RUNS_DIR = "runs"
+SHELLS = ("bash", "zsh", "fish")
 PLAIN = re.compile(r"[\w.,+@%/-]+")
 MOST = 500  # offers; nobody reads more
 
@@ -19,6 +20,11 @@ MOST = 500  # offers; nobody reads more
 def offer_files(incomplete: str) -> list[str]:
     """Nothing: the shell then offers files."""
     return []
+
+
+def offer_shells(incomplete: str) -> list[str]:
+    """The shells that `roundtable completion` knows."""
+    return [shell for shell in SHELLS if shell.startswith(incomplete)]
 
 
 def offer_overrides(ctx: typer.Context, incomplete: str) -> list[str]:

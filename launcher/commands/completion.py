@@ -1,0 +1,20 @@
+"""`roundtable completion SHELL`: the lines by which a shell asks `launcher.completion` what may follow."""
+
+import difflib
+
+# what `--show-completion` prints; typer has no other door to it as text
+from typer.completion import get_completion_script  # pyright: ignore[reportPrivateImportUsage]
+
+from launcher.completion import SHELLS
+from launcher.config.words import show
+from launcher.console import say
+from launcher.errors import UserError
+
+
+def print_script(shell: str) -> None:
+    """Prints the script for ``shell``, to be sourced or kept in a file. Raises UserError for an unknown one."""
+    if shell not in SHELLS:
+        near = difflib.get_close_matches(shell, SHELLS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"try {SHELLS[0]}"
+        raise UserError([f"SHELL={show(shell)} must be one of {', '.join(SHELLS)}; {remedy}"])
+    say(get_completion_script(prog_name="roundtable", complete_var="_ROUNDTABLE_COMPLETE", shell=shell))
