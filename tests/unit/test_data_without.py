@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from data.batch import IGNORED, PADDING, Batch
 from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
-from data.spans import document_name, spans_of
+from data.prepare import prepare
+from data.spans import document_name
 from data.without import LeftOutParts, Listed, find_listed, hash_of_list, list_text, parse_list, read_list
 from data_reference import write_foreign_file, write_token_file
 
+Packing = Literal["sequential", "best_fit", "one_document"]
 N_SAMPLES = 60
 LENGTHS = np.random.default_rng(0).integers(0, 30, 20).tolist()
 
@@ -29,9 +32,17 @@ def write_files(folder: Path, changed: tuple[int, ...] = ()) -> None:
     write_foreign_file(folder / "b", [[[1, 2], [3]], [], [[]], [[4] * 29, []], [[5]]])
 
 
-def open_files(folder: Path, seq_len: int, without: Path | None = None) -> Dataset:
+def open_files(folder: Path, seq_len: int, without: Path | None = None, packing: Packing = "sequential") -> Dataset:
     sources = (SourceConfig(path=str(folder / "a"), weight=0.7), SourceConfig(path=str(folder / "b"), weight=0.4))
-    config = DataConfig(seq_len=seq_len, sources=sources, without=str(without) if without is not None else None)
+    config = DataConfig(
+        seq_len=seq_len,
+        sources=sources,
+        without=str(without) if without is not None else None,
+        packing=packing,
+        token_dir=str(folder / "tokens"),
+    )
+    if packing != "sequential":
+        prepare(config, vocab_size=96)
     return open_dataset(config, seed=4, vocab_size=96, split="train")
 
 
@@ -40,16 +51,12 @@ def arrays(batch: Batch) -> list[np.ndarray]:
 
 
 def masked_by_hand(dataset: Dataset, names: set[str], indices: np.ndarray) -> list[np.ndarray]:
-    """The whole batch with padding written over each span of these documents."""
+    """The whole batch with padding written over each part of these documents."""
     found = [each.copy() for each in arrays(dataset.read(indices))]
-    rows = {int(sample): row for row, sample in enumerate(indices)}
-    _, start_B, _ = dataset.windows(indices)
-    for span in spans_of(dataset, indices):
-        if document_name(dataset, span.file, span.document) in names:
-            row = rows[span.sample]
-            inside = slice(span.first - int(start_B[row]), span.stop - int(start_B[row]))
+    for row, file, first, stop, offset in zip(*(each.tolist() for each in dataset.fragments(indices)), strict=True):
+        if document_name(dataset, file, dataset.files[file].document_of(first)) in names:
             for each, filling in zip(found, (0, IGNORED, 0, PADDING), strict=True):
-                each[row, inside] = filling
+                each[row, offset : offset + stop - first] = filling
     return found
 
 
@@ -59,12 +66,12 @@ def write_names(folder: Path, names: list[str]) -> Path:
     return path
 
 
-def compare_by_hand(folder: Path, seq_len: int, numbers: list[int]) -> None:
+def compare_by_hand(folder: Path, seq_len: int, numbers: list[int], packing: Packing = "sequential") -> None:
     write_files(folder)
-    whole, indices = open_files(folder, seq_len), np.arange(N_SAMPLES)
+    whole, indices = open_files(folder, seq_len, packing=packing), np.arange(N_SAMPLES)
     every = [f"a/a:{n}" for n in range(len(LENGTHS))] + [f"b/b:{n}" for n in range(5)]
     names = [every[number] for number in numbers]
-    dataset = open_files(folder, seq_len, write_names(folder, names))
+    dataset = open_files(folder, seq_len, write_names(folder, names), packing)
     batch, expected = dataset.read(indices), masked_by_hand(whole, set(names), indices)
     for ours, theirs in zip(arrays(batch), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -80,6 +87,12 @@ def compare_by_hand(folder: Path, seq_len: int, numbers: list[int]) -> None:
 @given(seq_len=st.sampled_from([1, 7, 50]), numbers=st.lists(st.integers(0, 24), min_size=1, max_size=25))
 def test_left_out_tokens_are_padding_and_all_others_stay_as_they_were(tmp_path_factory, seq_len, numbers) -> None:
     compare_by_hand(tmp_path_factory.mktemp("files"), seq_len, numbers)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "one_document"])
+@pytest.mark.parametrize("seq_len", [1, 7, 50])
+def test_left_out_documents_that_are_packed_are_padding_too(tmp_path: Path, packing: Packing, seq_len: int) -> None:
+    compare_by_hand(tmp_path, seq_len, [0, 3, 5, 8, 9, 17, 23], packing)
 
 
 def test_planted_a_part_that_begins_a_token_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
