@@ -76,12 +76,23 @@ class Blamed:
     tokens: list[TokenBlamed]
 
 
-def rank_documents(documents: Sequence[DocumentBlamed]) -> list[DocumentBlamed]:
-    """The worst first: a loss or gradient that is not finite, then the largest share of the batch's gradient."""
+def part_of(measured: Measured, whole: Measured) -> float:
+    """The mean of its share of the batch's loss and its share of the batch's gradient: both faces of a spike.
+
+    Over a batch either adds up to 1. A document that the model already knows well may still hold most of a small
+    gradient, and one whose gradient points elsewhere may cost most of the loss.
+    """
+    of_loss = measured.loss / whole.loss if whole.loss else 0.0
+    return (of_loss + measured.share_of(whole.dot)) / 2
+
+
+def rank_documents(documents: Sequence[DocumentBlamed], whole: Measured) -> list[DocumentBlamed]:
+    """The worst first: a loss or gradient that is not finite, then the largest part of the spike (``part_of``)."""
 
     def badness(each: DocumentBlamed) -> tuple[bool, float]:
         is_finite = bool(np.isfinite([each.measured.loss, each.measured.grad_norm]).all())
-        return not is_finite, each.measured.dot if np.isfinite(each.measured.dot) else -np.inf
+        part = part_of(each.measured, whole)
+        return not is_finite, part if np.isfinite(part) else -np.inf
 
     return sorted(documents, key=badness, reverse=True)
 
@@ -106,7 +117,7 @@ class Blame:
             n_targets = sum(int((each != IGNORED).sum()) for each in targets)
             found.append(DocumentBlamed(document, n_targets, passes.measure(document.parts)))
         auxiliary = passes.measure_auxiliary() if engine.model_config.moe is not None else None
-        ranked = rank_documents([each for each in found if each.n_targets])
+        ranked = rank_documents([each for each in found if each.n_targets], passes.whole)
         tokens = []
         passes.tell("the dearest tokens")
         for document, part in passes.dearest([each.document for each in ranked[:TOKEN_DOCUMENTS]]):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launcher.blame.rank import Blamed, DocumentBlamed
+from launcher.blame.rank import Blamed, DocumentBlamed, part_of
 from launcher.console import in_a_line, say
 from launcher.replay.compare import StepVerdict
 from launcher.replay.plan import Plan
@@ -69,6 +69,7 @@ def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict
         "loss": measured.loss / max(1, each.n_targets),
         "loss_share": measured.loss / blamed.whole.loss if blamed.whole.loss else float("nan"),
         "share": measured.share_of(blamed.whole.dot),
+        "blame": part_of(measured, blamed.whole),
         "grad_norm": measured.grad_norm,
         **({"text": text} if text is not None else {}),
     }
@@ -81,8 +82,17 @@ def print_report(report: dict[str, Any]) -> None:
     print_verdict(report)
     say(f"loss {shown(report['loss'])}, gradient norm {shown(report['grad_norm'])}")
     has_text = any("text" in row for row in report["documents"])
-    keys = ("share", "loss", "loss_share", "targets", "grad_norm", "document", *(("text",) if has_text else ()))
-    print_table("documents, the largest share of the gradient first", keys, report["documents"])
+    keys = (
+        "blame",
+        "share",
+        "loss_share",
+        "loss",
+        "targets",
+        "grad_norm",
+        "document",
+        *(("text",) if has_text else ()),
+    )
+    print_table("documents, by the mean of their shares of the gradient and of the loss", keys, report["documents"])
     auxiliary = report["auxiliary_share"]
     routers = "" if auxiliary is None else f", of which the routers' own losses have {shown(auxiliary)}"
     say(f"all shares add up to {shown(report['sum_of_shares'], 8)}{routers}")

@@ -63,7 +63,9 @@ def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes:
     if leave_out is not None:
         first = [each.document for each in blamed.documents[: wishes.top]]
         listed = [LeftOut(each.name, 0, *each.tokens) for each in first]
-        more = [{key: row[key] for key in ("share", "loss")} | {"step": plan.step} for row in report["documents"]]
+        more = [
+            {key: row[key] for key in ("blame", "share", "loss")} | {"step": plan.step} for row in report["documents"]
+        ]
         leave_out.write_text(list_text(listed, more[: len(listed)]))
     if wishes.as_json:
         say(json.dumps(report))
