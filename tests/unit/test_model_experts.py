@@ -1,6 +1,8 @@
 """The experts' grouped version against one expert after another: outputs and every gradient."""
 
+import resource
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -180,12 +182,43 @@ def test_planted_gradient_of_one_slot_lost(monkeypatch: pytest.MonkeyPatch) -> N
     arguments = inputs(100, 4, 2, 0)
     calls: list[Tensor] = []
 
-    def first_share(rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    def first_share(rows_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
         """The second sum of a pass, which is the backward's, has one row."""
         calls.append(rows_RD)
-        return sum_of_rows(rows_RD, rows_TK[:, :1] if len(calls) == 2 else rows_TK)
+        return sum_of_rows(rows_RD, rows_TK[:, :1] if len(calls) == 2 else rows_TK, weights_TK)
 
     monkeypatch.setattr("modeling.kernels.expert_turns.sum_of_rows", first_share)
     fast = outputs_and_gradients(experts_grouped, arguments)
     slow = outputs_and_gradients(experts_reference, arguments)
     assert relative_error(fast[1], slow[1]) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_do_not_disturb_each_other(dtype: torch.dtype) -> None:
+    """Bit for bit: two micro-batches go forward before either goes back, as in a pipeline, and share nothing kept."""
+    one, other = inputs(200, 6, 2, 0, dtype), inputs(90, 6, 3, 1, dtype)
+    alone = outputs_and_gradients(experts_grouped, one)
+
+    def disturbed(*arguments: Any) -> Tensor:
+        out_TD = experts_grouped(*arguments)
+        outputs_and_gradients(experts_grouped, other)
+        return out_TD
+
+    together = outputs_and_gradients(disturbed, one)
+    assert all(torch.equal(value, before) for value, before in zip(together, alone, strict=True))
+
+
+def test_large_tensors_are_not_made_anew() -> None:
+    """Once the rows have their memory, a forward pass faults in less than half of their pages."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(4096, 384, generator=generator).bfloat16()
+    indices_TK = torch.rand(4096, 64, generator=generator).topk(12).indices
+    weights_TK = torch.full((4096, 12), 1 / 12)
+    gate_EFD, up_EFD, down_EDF = (torch.zeros(shape).bfloat16() for shape in [(64, 16, 384)] * 2 + [(64, 384, 16)])
+    with torch.no_grad():
+        experts_grouped(hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        experts_grouped(hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF)
+    row_bytes = 4096 * 12 * 384 * 2
+    faulted = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faulted * resource.getpagesize() < row_bytes / 2

@@ -1,0 +1,40 @@
+"""Memory that a kernel on a CPU fills and reads within one call, kept from call to call.
+
+A new large tensor may cost more than what is computed into it: above its threshold glibc maps it afresh each time, and
+each page is a fault (docs/speed.md).
+"""
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+ROOM = 16  # a tensor is made larger than asked for by one part of so many, since sizes change from step to step
+
+
+class Scratch(threading.local):
+    """Tensors by name and dtype, of each thread its own. What one holds is lost when it is taken again.
+
+    So nothing of it may be returned, or saved for a backward pass. Fake tensors are not kept: they have no memory.
+
+        rows_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A contiguous tensor of ``like``'s dtype on the CPU. What is in it is left from before."""
+        if type(like.detach()) is not Tensor:
+            return like.new_empty(shape)
+        numel = math.prod(shape)
+        flat = self.kept.get((name, like.dtype))
+        if flat is None or flat.numel() < numel:
+            self.kept.pop((name, like.dtype), None)  # first, so that both never exist together
+            flat = torch.empty(numel + numel // ROOM, dtype=like.dtype)
+            self.kept[name, like.dtype] = flat
+        return flat[:numel].view(shape)
+
+
+SCRATCH = Scratch()
