@@ -120,7 +120,9 @@ def home_of(name: str) -> str | None:
     if inspect.isfunction(found) or (inspect.isclass(found) and found.__module__.startswith("torch.")):
         if found.__module__.startswith("torch._C"):
             return f"C:{found.__qualname__}"
-        return f"{found.__module__}:{found.__qualname__}"
+        # torch.func shows functions of torch._functorch as its own.
+        is_shown = inspect.isfunction(found) and found.__module__ == "torch.func"
+        return f"{found.__globals__['__name__'] if is_shown else found.__module__}:{found.__qualname__}"
     if parts[:2] == ["torch", "linalg"]:
         return f"torch.linalg:{parts[-1]}"
     if inspect.isclass(holder):

@@ -52,6 +52,19 @@ def test_traced_flops_are_those_of_the_closed_form(answer):
         assert found["nowhere"] < 0.001, name
 
 
+# Milliseconds of transformers' own eager model, traced by benchmarks/traced_peers.py (transformers 5.23, 2026-11-23),
+# and the share of it that ours may take.
+PEERS = {"dense 8B": (471.6, 0.9), "MoE 30B-A3B": (117.6, 0.75)}
+
+
+def test_a_traced_micro_batch_takes_less_than_transformers(answer):
+    """By stated rates of an H200, computed and not measured, with train.compile=auto."""
+    found = answer["micro_batch_ms"]
+    assert found.keys() == PEERS.keys()
+    for name, (peer_ms, share) in PEERS.items():
+        assert found[name] <= share * peer_ms, (name, found[name] / peer_ms)
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -4,6 +4,7 @@ Tolerances: in fp32 a kernel sums in another order and rounds less often, a few 
 plain functions round between their operations, which one kernel does not, so it differs by roundings of 2^-8.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,8 @@ def test_the_traced_bytes_are_at_least_those_of_the_generated_kernels(name: str)
     """inductor counts the bytes of the kernels that it writes, each buffer of each kernel once; here for the CPU.
 
     The traced model is at most a tenth below it, and at most 1.7 times as high, for it counts gradients of shared
-    weights as a kernel of their own, which the CPU's code fuses into the other.
+    weights as a kernel of their own, which the CPU's code fuses into the other. A rotation is up to a fifth below: for
+    a CPU each half of a head is a kernel that reads both, and one kernel makes both where inductor concatenates.
     """
     function, shapes, options = CASES[name]
     numbers = tuple(sorted((key, value) for key, value in options.items() if key != "rows_vary"))
@@ -165,17 +167,23 @@ def test_the_traced_bytes_are_at_least_those_of_the_generated_kernels(name: str)
         chain = fuse.chain_named(fuse.chain_of(function, numbers, by, False, given))
         generated = generated_bytes(chain, given)
         traced = chain.moved_bytes(given, chain.fake(given))
-        assert 0.9 * generated <= traced <= 1.7 * generated, (chain.label, generated, traced)
+        least = 0.8 if function is rotate else 0.9
+        assert least * generated <= traced <= 1.7 * generated, (chain.label, generated, traced)
 
 
 def generated_bytes(chain: Chain, tensors: list[Tensor]) -> int:
     """What inductor says that its kernels move."""
     from torch._inductor import config, metrics
+    from torch._inductor.compile_fx import inductor_metrics_log
 
     torch._dynamo.reset()
     metrics.reset()
-    with config.patch(fx_graph_cache=False, log_tlparse=False), torch._inductor.utils.fresh_cache():
-        torch.compile(chain.function, fullgraph=True, dynamic=False)(*tensors)
+    inductor_metrics_log.setLevel(logging.INFO)  # without it inductor does not count
+    try:
+        with config.patch(fx_graph_cache=False), torch._inductor.utils.fresh_cache():
+            torch.compile(chain.function, fullgraph=True, dynamic=False)(*tensors)
+    finally:
+        inductor_metrics_log.setLevel(logging.WARNING)
     torch._dynamo.reset()
     return metrics.num_bytes_accessed
 

@@ -43,6 +43,8 @@ REASONS = {
     "modeling.optimizers.orthogonal.": "the formula's: each matrix goes through all iterations, whatever its size",
     "parallel.checkpoint.local.BLOCK_BYTES": CHECKPOINT,
     "parallel.checkpoint.local.SMALLEST_DIRECT": CHECKPOINT,
+    "modeling.kernels.fuse.ROW_BYTES": "of an estimate, not of what is computed",
+    "modeling.kernels.fuse.LEAST_ROWS": "rows of 0 and 1 occur in test_model_fuse.py, and are computed plainly",
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",
     "parallel.checkpoint.local.LocalOutput.__init__: 438": "permissions",
     "parallel.checkpoint.store.MOST_DIGITS": REFUSAL,

@@ -28,16 +28,19 @@ from launcher.estimate.batch import on_device, told_on_host
 from launcher.estimate.pass_over import trace_rank
 from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.prove.shrink import WIDTH_UNIT
+from launcher.trace.hardware import read_hardware
 from launcher.trace.ops import Figures
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Recorder
 from launcher.trace.regions import Regions
+from launcher.trace.roofline import least_seconds
 from launcher.training.step import Sums
 from modeling.config import FAMILIES, ModelConfig, MoEConfig
 from modeling.context import PADDING
 from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, Output
 from modeling.dtypes import DTYPES
+from modeling.kernels.fuse import Fuse, compiled, plainly
 from parallel.apply import build_part
 from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.config import ParallelConfig
@@ -72,6 +75,7 @@ class Case:
     world_size: int = 1
     rank: int = 0
     most_waits: int = 0
+    fuse: Fuse = plainly
 
 
 def fitting(config: ModelConfig) -> ModelConfig:
@@ -92,7 +96,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"{family} bf16", config)
         dtype, padding, recompute = next(settings)
         dtype = "bf16" if config.moe is not None else dtype  # the rules for fake grouped products take no other
-        yield Case(f"{family} {dtype} padding={padding} recompute={recompute}", config, dtype, padding, recompute)
+        name = f"{family} {dtype} padding={padding} recompute={recompute}"
+        yield Case(f"{name} compiled", config, dtype, padding, recompute, fuse=compiled)
+        yield Case(name, config, dtype, padding, recompute)
     tied = fitting(example_config("llama", tie_embeddings=True))
     yield Case("tied", tied)
     yield Case("fp32", tied, dtype="fp32")
@@ -117,7 +123,7 @@ def layouts() -> Iterator[Case]:
         ("tp2 pp2 ep2", latent, {"tp": 2, "pp": 2, "ep": 2}, 4),
     ):
         for rank in (0, world - 1) if "pp" in name else (world - 1,):
-            for recompute in ("none", "full") if "ep" in name else ("none",):
+            for recompute, fuse in (("none", plainly), ("full", compiled))[: 2 if "ep" in name else 1]:
                 waits = (1 + (recompute != "none")) * config.n_layers if parallel.get("ep") else 0
                 waits += parallel.get("cp_attention") == "ring"
                 yield Case(
@@ -128,6 +134,7 @@ def layouts() -> Iterator[Case]:
                     world_size=world,
                     rank=rank,
                     most_waits=waits,
+                    fuse=fuse,
                 )
 
 
@@ -187,7 +194,7 @@ def run(case: Case) -> list[str]:
         stack.enter_context(waited.watching())
         dtype = DTYPES[case.dtype]
         arguments = (case.config, case.parallel, dtype, lambda parameter, place: None, DEFAULT_SIZES, case.recompute)
-        model = build_part(mesh, *arguments)
+        model = build_part(mesh, *arguments, case.fuse)
         batch = on_device(batch, mode, GPU)
         hidden_BSD = None
         if model.embed is None:
@@ -270,13 +277,13 @@ LAYERS = {
 FULL_LENGTH = 8192
 
 
-def layer_figures(config: ModelConfig) -> dict[str, Figures]:
+def layer_figures(config: ModelConfig, fuse: Fuse = plainly) -> dict[str, Figures]:
     """Launches, bytes and FLOPs of one layer's forward and backward passes over a sequence of FULL_LENGTH."""
-    by_depth = [passes(dataclasses.replace(config, n_layers=n_layers)) for n_layers in (1, 2)]
+    by_depth = [passes(dataclasses.replace(config, n_layers=n_layers), fuse) for n_layers in (1, 2)]
     return {name: by_depth[1][name] - by_depth[0][name] for name in by_depth[0]}
 
 
-def passes(config: ModelConfig) -> dict[str, Figures]:
+def passes(config: ModelConfig, fuse: Fuse) -> dict[str, Figures]:
     """Those of a whole model."""
     mesh = lone_mesh(GPU)
     rows = packed_rows(64, 0, [[FULL_LENGTH]])
@@ -286,7 +293,7 @@ def passes(config: ModelConfig) -> dict[str, Figures]:
     batch = told_on_host(batch)
     with FakeTensorMode() as mode:
         ignore = lambda parameter, place: None  # noqa: E731 -- nobody adopts
-        model = build_part(mesh, config, ParallelConfig(), torch.bfloat16, ignore, DEFAULT_SIZES, "none")
+        model = build_part(mesh, config, ParallelConfig(), torch.bfloat16, ignore, DEFAULT_SIZES, "none", fuse)
         batch = on_device(batch, mode, GPU)
         forward, back = (Recorder(Regions(), Axes()) for _ in range(2))
         with forward:
@@ -294,6 +301,25 @@ def passes(config: ModelConfig) -> dict[str, Figures]:
         with back:
             torch.autograd.backward(out.loss)
     return {"forward": Figures.of(forward.ops), "backward": Figures.of(back.ops)}
+
+
+# A micro-batch whose time the traced model tells: the layers of such a model, sequences, positions.
+MICRO_BATCHES = {"dense 8B": (16, 1, 8192), "MoE 30B-A3B": (6, 2, 4096)}
+
+
+def micro_batch_ms(name: str) -> float:
+    """The least time of a micro-batch on an H200, forward and backward, compiled as train.compile=auto has it."""
+    n_layers, size, seq_len = MICRO_BATCHES[name]
+    empty, rates, by_depth = RunConfig(), read_hardware("H200").rates({}), []
+    for depth in (1, 2):
+        run = dataclasses.replace(
+            empty,
+            model=dataclasses.replace(LAYERS[name], n_layers=depth),
+            data=dataclasses.replace(empty.data, seq_len=seq_len),
+            train=dataclasses.replace(empty.train, micro_batch_size=size, precision="bf16"),
+        )
+        by_depth.append(sum(least_seconds(op, rates)[0] for op in trace_rank(run, 1, 0).ops))
+    return 1e3 * (by_depth[0] + (n_layers - 1) * (by_depth[1] - by_depth[0]))
 
 
 # Worlds of which one rank, or all stages together, multiply what the whole model does for one micro-batch.
@@ -328,7 +354,12 @@ def main() -> None:
     sound = {case.name: case for case in cases()}
     answer: dict[str, Any] = {
         "cases": {name: problems_of(lambda case=case: run(case)) for name, case in sound.items()},
-        "layers": {name: layer_figures(config) for name, config in LAYERS.items()},
+        "layers": {
+            name + suffix: layer_figures(config, fuse)
+            for name, config in LAYERS.items()
+            for suffix, fuse in (("", plainly), (", compiled", compiled))
+        },
+        "micro_batch_ms": {name: micro_batch_ms(name) for name in MICRO_BATCHES},
         "flops": {
             f"{family} {name}": counted_flops(fitting(example_config(family)), *world)
             for family in ("llama", "qwen3_moe")
