@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_runs import train, updates, write_config
+from command_runs import numbers, train, updates, write_config
 from data.dataset import Dataset, Source
 from data.spans import spans_of
 from data.tokenfile import TokenFile
@@ -21,12 +21,18 @@ from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, VOCAB_SIZE
 from modeling.optimizers.config import SGDConfig
 from parallel.checkpoint.read import open_checkpoint
-from parallel.config import ParallelConfig
 
 STEPS, FIRST, N_POISONED = 60, 32, 10  # steps; none before FIRST sees a poisoned document
 SEQ_LEN, BATCH = 24, 8
 LEARNT = 12  # ids, each followed by the next one
-BOUND = 1e-6  # prove's, of losses and norms; weights of at most about 1 may be as far apart
+AGAIN = 33  # as many steps after the branch as a proof has
+BOUND = 1e-6  # prove's, of losses and norms, relative, and of weights
+LAYOUTS = {
+    "tp2 ep2": ["parallel.tp=2", "parallel.ep=2"],
+    "cp2": ["parallel.cp=2"],
+    "zero3": ["parallel.zero=3"],
+    "pp2": ["parallel.pp=2"],
+}
 
 
 @dataclasses.dataclass
@@ -66,7 +72,7 @@ def run(tmp_path_factory) -> Run:
     for number in chosen.values():
         clean[number] = draw.integers(LEARNT + 1, VOCAB_SIZE, len(clean[number])).tolist()
     prefix = str(write_token_file(folder / "tokens", clean))
-    options = {"model": MOE_MODEL, "optimizer": SGDConfig(lr=0.5, momentum=0.9, clip_norm=1.0)}
+    options = {"model": MOE_MODEL, "optimizer": SGDConfig(lr=0.2, momentum=0.9, clip_norm=1.0)}
     path = write_config(folder, prefix, "run", steps=STEPS, global_batch_size=BATCH, **options)
     config = dataclasses.replace(load_config(path), checkpoint=CheckpointConfig(every_steps=10, keep_last=100))
     path.write_text(dump_config(config))
@@ -88,36 +94,60 @@ def test_each_poisoned_document_is_first_in_its_batch(run, capsys):
     assert first == run.poisoned, found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2}, {"zero": 3}], ids=str)
-def test_a_branch_without_them_is_a_run_that_never_saw_them(run, tmp_path, layout):
-    """It begins at step 30; the run that never sees them has other processes and another layout."""
-    listed = tmp_path / "list.jsonl"
+@pytest.fixture(scope="module")
+def never(run) -> list[dict]:
+    """The rows of a run whose config leaves the documents out from its first step on; it was resumed after step 33."""
+    listed = run.folder / "list.jsonl"
     listed.write_text("".join(json.dumps({"document": name}) + "\n" for name in run.poisoned.values()))
-    assert (
-        main(["branch", str(run.folder / "run"), str(tmp_path / "new"), "--step", "60", "--without", str(listed)]) == 0
-    )
-    assert json.loads((tmp_path / "new/branched_from.json").read_text())["step"] == 30
-    assert start_training(tmp_path / "new/config.yaml", [], 1) == 0
     base = load_config(run.folder / "run.yaml")
     data = dataclasses.replace(base.data, without=str(listed))
-    changes = {"data": data, "run_dir": str(tmp_path / "never"), "name": "never"}
-    never = dataclasses.replace(base, **changes, parallel=ParallelConfig(**{"zero": 1, **layout}))
-    (tmp_path / "never.yaml").write_text(dump_config(never))
-    expected = train(tmp_path / "never.yaml", 2)
-    found = [row for row in read_metrics(tmp_path / "new/metrics.jsonl") if "loss" in row]
-    assert [row["step"] for row in found] == list(range(31, STEPS + 1))
-    for ours, theirs in zip(found, expected[30:], strict=True):
+    config = dataclasses.replace(base, data=data, run_dir=str(run.folder / "never"), name="never")
+    path = run.folder / "never.yaml"
+    path.write_text(dump_config(config))
+    train(path, 1, f"train.steps={AGAIN}")
+    return train(path, 1)
+
+
+def branch(run: Run, new: Path) -> None:
+    listed = str(run.folder / "list.jsonl")
+    assert main(["branch", str(run.folder / "run"), str(new), "--step", "60", "--without", listed]) == 0
+    assert json.loads((new / "branched_from.json").read_text())["step"] == 30
+
+
+def rows_of(run_path: Path) -> list[dict]:
+    return [row for row in read_metrics(run_path / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.mark.slow
+def test_a_branch_without_them_is_a_run_that_never_saw_them_bit_for_bit(run, never, tmp_path):
+    """From step 30 to 60, nine poisoned batches, on one process as the other."""
+    branch(run, tmp_path / "new")
+    assert start_training(tmp_path / "new/config.yaml", [], 1) == 0
+    found = rows_of(tmp_path / "new")
+    assert [row["step"] for row in found] == list(range(31, STEPS + 1)) and numbers(found) == numbers(never[30:])
+    ours, theirs, seen = (
+        weights_of(each, STEPS) for each in (tmp_path / "new", run.folder / "never", run.folder / "run")
+    )
+    assert farthest(ours, theirs) == 0
+    assert farthest(ours, seen) > 1000 * BOUND  # the run that saw them is another
+    assert numbers(updates(run.folder / "run.yaml")[30:]) != numbers(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_another_layout_it_is_that_run_within_the_proofs_bounds(layout, run, never, tmp_path):
+    """As many steps as a proof has, from step 30 on; the second batch is a poisoned one."""
+    branch(run, tmp_path / "new")
+    assert start_training(tmp_path / "new/config.yaml", [*LAYOUTS[layout], f"train.steps={AGAIN}"], 2) == 0
+    for ours, theirs in zip(rows_of(tmp_path / "new"), never[30:AGAIN], strict=True):
         assert ours["tokens"] == theirs["tokens"]
-        assert abs(ours["loss"] - theirs["loss"]) <= BOUND * abs(theirs["loss"]), ours["step"]
-    weights = [weights_of(tmp_path / name) for name in ("new", "never", run.folder / "run")]
-    assert farthest(weights[0], weights[1]) <= BOUND
-    assert farthest(weights[0], weights[2]) > 100 * BOUND  # the run that saw them is another
-    assert [row["loss"] for row in updates(run.folder / "run.yaml")[40:]] != [row["loss"] for row in found[10:]]
+        for key in ("loss", "grad_norm"):
+            assert abs(ours[key] - theirs[key]) <= BOUND * abs(theirs[key]), (ours["step"], key)
+    assert farthest(weights_of(tmp_path / "new", AGAIN), weights_of(run.folder / "never", AGAIN)) <= BOUND
 
 
-def weights_of(run_path: Path) -> dict[str, np.ndarray]:
-    checkpoint = open_checkpoint(str(run_path / f"checkpoints/step-{STEPS:08}"))
+def weights_of(run_path: Path, step: int) -> dict[str, np.ndarray]:
+    checkpoint = open_checkpoint(str(run_path / f"checkpoints/step-{step:08}"))
     return {name: checkpoint.read(name).numpy() for name in checkpoint.names()}
 
 
