@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from blame_faults import keep_gradients, see_another_document
 from command_runs import train, updates, write_config
 from data.dataset import open_dataset
 from data.spans import document_name, spans_of
 from data.without import find_listed, read_list
 from launcher.blame import rank
-from launcher.blame.aim import AimedDataset, Document, Part
+from launcher.blame.aim import Document, Part
 from launcher.blame.rank import Blamed, DocumentBlamed, Measured, TokenBlamed, rank_documents
 from launcher.blame.report import document_row, print_report
 from launcher.cli import main
+from launcher.commands import blame as commands
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.prove.reference import PlainBatch, ReferenceTrainer
@@ -154,18 +156,16 @@ def test_other_layouts_find_the_same_shares(layout, made, own, capsys):
 
 @pytest.mark.slow
 def test_planted_a_pass_that_sees_more_than_the_document_is_noticed(made, capsys, monkeypatch):
-    init = AimedDataset.__init__
-    wide = [Part(0, 0, 24)]
-    monkeypatch.setattr(AimedDataset, "__init__", lambda self, dataset, parts: init(self, dataset, [*parts, *wide]))
+    monkeypatch.setattr(commands, "blame_here", see_another_document)
     _, report = blame(made / "run", 1, capsys, "--from", "0", "parallel.ep=1", "--ranks", "1")
     assert abs(report["sum_of_shares"] - 1) > 1e-3
     assert shares_in(report) != pytest.approx(plain_shares(load_config(made / "run.yaml")), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_planted_a_look_that_leaves_a_gradient_behind_is_noticed(made, capsys, monkeypatch):
-    """The record does not come out where the passes' last gradient is not dropped."""
-    monkeypatch.setattr("parallel.zero.engine.Engine.discard", lambda self: self.step(1e-3))
+def test_planted_a_pass_that_leaves_a_trace_is_noticed(made, capsys, monkeypatch):
+    """The record does not come out where a pass's gradient is not dropped."""
+    monkeypatch.setattr(commands, "blame_here", keep_gradients)
     code, report = blame(made / "run", 4, capsys)
     assert code == 1 and report["first_difference"]["step"] == 4
 
