@@ -142,6 +142,8 @@ def _plan(facts: RunFacts, gpu: str | None) -> list[Row]:
     """Closed forms and measured figures of the last start."""
     start = facts.starts[-1] if facts.starts else None
     plan = plan_for(facts.path, start, gpu) if gpu is not None else None
+    if gpu is not None and plan is None:
+        facts.notes.append(f"It could not be planned on {gpu}.")
     forms = None
     if facts.config is not None:
         try:

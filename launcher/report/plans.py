@@ -75,10 +75,10 @@ def planned_rows(
 def _row(
     what: str, plan: Any, found: Mapping[str, float], key: str, take: Any, unit: str = "", remark: str = "median"
 ) -> Row:
-    planned = float(take(plan)) if plan is not None else math.nan
+    planned, on_gpu = (float(take(plan)), f" on {plan['gpu']}") if plan is not None else (math.nan, "")
     real = found.get(key, math.nan)
     ratio = f"; {real / planned:.2f} times the plan" if math.isfinite(real) and planned > 0 else ""
-    return what, _with_unit(planned, key, unit), _with_unit(real, key, unit), f"{remark}{ratio}"
+    return what, _with_unit(planned, key, unit) + on_gpu, _with_unit(real, key, unit), f"{remark}{ratio}"
 
 
 def _with_unit(value: float, key: str, unit: str) -> str:

@@ -93,19 +93,28 @@ class Columns:
 
     def _flush(self) -> None:
         first = self.n_rows - len(self._block)
-        for key, values in zip(self._keys, zip(*self._block, strict=True), strict=False):
+        for key, values_R in zip(self._keys, _columns(self._block), strict=False):
             if key in self.parts or len(self.parts) < MOST_KEYS:
-                self.parts.setdefault(key, []).append((first, _numbers(values)))
+                self.parts.setdefault(key, []).append((first, values_R))
             elif len(self.left_out) < MOST_KEYS:
                 self.left_out.add(key)
         self._block = []
 
 
-def _numbers(values: tuple[Any, ...]) -> np.ndarray:
-    """As float64; what is no number is NaN."""
-    if all(type(value) in (float, int, bool) and abs(value) < 1e300 for value in values):
-        return np.array(values, dtype=np.float64)
-    return np.array([_number(value) for value in values], dtype=np.float64)
+def _columns(block: list[list[Any]]) -> list[np.ndarray]:
+    """The columns of rows of equal length, as float64; null is NaN, and so is what is no number."""
+    try:
+        values_RK = np.array(block, dtype=np.float64)
+        if values_RK.ndim == 2:
+            return list(values_RK.T.copy())
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+    ):  # a text, a list or an object somewhere, or a number that is no float
+        pass
+    columns = zip(*block, strict=True)
+    return [np.array([_number(value) for value in values], dtype=np.float64) for values in columns]
 
 
 def _number(value: Any) -> float:

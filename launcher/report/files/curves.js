@@ -154,7 +154,7 @@ class CurveFigure {
     this.readout = make("p", { class: "readout", "aria-live": "polite" });
     this.box = make("div", { class: "chart", tabindex: "0", role: "group", "aria-label": `${panel.title}; arrow keys read the values, plus and minus zoom` });
     const log = make("button", { type: "button", "aria-pressed": String(Boolean(panel.log)), onclick: () => this.toggleLog(log) }, "log");
-    const title = make("figcaption", {}, make("span", {}, panel.title), make("small", {}, panel.unit), log);
+    const title = make("figcaption", {}, make("div", {}, make("span", {}, panel.title), " ", make("small", {}, panel.unit)), log);
     this.table = make("details", { class: "numbers", ontoggle: () => this.fillTable() }, make("summary", {}, "as a table"));
     place.append(make("figure", {}, title, this.box, this.readout, this.table));
     this.box.addEventListener("keydown", (event) => this.onKey(event));

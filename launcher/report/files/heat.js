@@ -3,7 +3,9 @@
 const UNKNOWN = 255, BALANCED = 128, CODES_A_DOUBLING = 32;
 
 function bytesOf(text) {
-  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const letters = atob(text), bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i += 1) bytes[i] = letters.charCodeAt(i);
+  return bytes;
 }
 
 function channels(hex) {
@@ -50,7 +52,8 @@ class HeatMap {
     this.canvas = make("canvas", { width: this.nColumns, height: this.nRows, style: `height:${map.height}px`, tabindex: "0", role: "img", "aria-label": `${map.title}; arrow keys read the cells` });
     this.readout = make("p", { class: "readout", "aria-live": "polite" });
     const ends = make("p", { class: "ends" }, make("span", {}, whole(this.steps[0])), make("span", {}, "step"), make("span", {}, whole(this.end || this.steps[this.nColumns - 1])));
-    place.append(make("figure", { class: "heat" }, make("figcaption", {}, make("span", {}, map.title), make("small", {}, map.note || "")), this.canvas, ends, this.readout));
+    const title = make("div", {}, make("span", {}, map.title), " ", make("small", {}, map.note || ""));
+    place.append(make("figure", { class: "heat" }, make("figcaption", {}, title), this.canvas, ends, this.readout));
     this.cell = [this.nColumns - 1, 0];
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
@@ -58,8 +61,10 @@ class HeatMap {
   }
 
   redraw() {
-    const colors = colorsOf(this.kind), image = new ImageData(this.nColumns, this.nRows);
-    this.codes.forEach((code, i) => image.data.set([...colors[code], 255], 4 * i));
+    const image = new ImageData(this.nColumns, this.nRows);
+    const colors = new Uint32Array(Uint8ClampedArray.from(colorsOf(this.kind).flatMap((color) => [...color, 255])).buffer);
+    const pixels = new Uint32Array(image.data.buffer);
+    for (let i = 0; i < pixels.length; i += 1) pixels[i] = colors[this.codes[i]];
     this.canvas.getContext("2d").putImageData(image, 0, 0);
   }
 
