@@ -119,6 +119,14 @@ class Dataset:
         """The documents that are left out, and where."""
         return self._left_out
 
+    def ranges(self, n_sequences: int) -> dict[str, tuple[int, int]]:
+        """For each source (first, n): where its samples begin in plain order, and of how many the first are asked for.
+
+        ``n_sequences`` is the most of one source.
+        """
+        bounds = zip(self._source_bounds.tolist(), self.source_samples, strict=False)
+        return {name: (first, min(n, n_sequences)) for name, (first, n) in zip(self.names, bounds, strict=True)}
+
     def read(self, indices: np.ndarray) -> Batch:
         """The samples of these numbers, in this order.
 
@@ -417,7 +425,7 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
         _check_not_empty(config, sources)
     elif config.heldout_path is not None:
         files = (TokenFile(expand_path(config.heldout_path)),)
-        sources = [Source(1.0, files, trusted=False, packings=_packings(files, config))]
+        sources = [Source(1.0, files, trusted=False, name="heldout", packings=_packings(files, config))]
     else:
         sources = _open_heldout(config, prepared, vocab_size)
     is_train = split == "train"
@@ -486,7 +494,8 @@ def _open_source(part: PreparedSource, split: Split, vocab_size: int, config: Da
 
 
 def _open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> list[Source]:
-    sources = [_open_source(part, "heldout", vocab_size, config) for part in prepared.sources]
+    named = zip(prepared.sources, source_names(config), strict=True)
+    sources = [_open_source(part, "heldout", vocab_size, config, name) for part, name in named]
     sources = [source for source in sources if _has_samples(source)]
     if not sources:
         found = f"data.heldout_fraction={config.heldout_fraction} and data.heldout_path=null"

@@ -6,11 +6,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
 from data.config import DataConfig
+from data.overlap import n_trained_on
 from data.packed import read_packing
 from data.packing import n_cut_in_sequence
 from data.pieces import shares_of
 from data.prepare import prepare
 from data.prepared import Prepared
+from data.sources import expand_path
 from data.tokenfile import TokenFile
 from launcher.config.tree import RunConfig
 from launcher.console import open_console, tell, text_column
@@ -29,8 +31,8 @@ def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None) -> Pre
     with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
         prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update, task=task)
     if prepared is not None:
-        packing = packing_lines(config.data, prepared)
-        tell("\n".join([*packing, summary(prepared, time.monotonic() - started)]))
+        found = [*packing_lines(config.data, prepared), *overlap_lines(config.data, prepared)]
+        tell("\n".join([*found, summary(prepared, time.monotonic() - started)]))
     elif task is not None:
         tell(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data")
     return prepared
@@ -73,6 +75,27 @@ def packing_lines(data: DataConfig, prepared: Prepared) -> list[str]:
         how = f"packing {data.packing} at data.seq_len={data.seq_len}"
         lines.append(f"{part.path}: {how}: {padding:.2%} padding, {cut:.1%} of the documents cut")
     return lines
+
+
+def overlap_lines(data: DataConfig, prepared: Prepared) -> list[str]:
+    """A line for each source whose training text holds held-out documents, or one that says that none does.
+
+    Up to ``MOST_COUNTED`` training documents are looked at.
+    """
+    prefixes = [prefix for part in prepared.sources for prefix in part.prefixes("heldout")]
+    heldout = (
+        [TokenFile(expand_path(data.heldout_path))] if data.heldout_path is not None else list(map(TokenFile, prefixes))
+    )
+    train = {part.path: list(map(TokenFile, part.prefixes("train"))) for part in prepared.sources}
+    n_documents = sum(file.n_documents for files in train.values() for file in files)
+    if not heldout or n_documents > MOST_COUNTED:
+        return []
+    counts = {path: n_trained_on(heldout, files) for path, files in train.items()}
+    found = [(path, common, n) for path, (common, n) in counts.items() if common]
+    lines = [
+        f"{path}: {common:,} of {n:,} held-out documents are in its training text, too" for path, common, n in found
+    ]
+    return lines or ["no held-out document is in the training text"]
 
 
 def padding_in_sequence(n_tokens: list[int], seq_len: int) -> float:

@@ -38,6 +38,8 @@ class TrainConfig:
     eval_every_steps: Steps | None = field(default=None, metadata={"usual": 100})
     # held-out sequences of one evaluation, at most
     eval_sequences: Annotated[int, Interval(ge=1, le=10**7)] = 64
+    # evaluate each source's held-out text by itself, too: eval_sequences of each, as eval_loss/SOURCE
+    eval_by_source: bool = False
     deterministic: bool = False  # deterministic kernels, no TF32
     gc_every_steps: Steps = 100  # steps between runs of Python's garbage collector, on all ranks at once
     timeout_seconds: Seconds = 600  # a collective that takes longer ends the job

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from launcher.commands.trained import Trained, load_decoder, open_trained
 from launcher.console import say, tell
 from launcher.errors import UserError
 from launcher.training.step import evaluate
+from modeling.decoder import Output
 from modeling.dtypes import DTYPES
+from parallel.batch import MicroBatch
 from parallel.mesh import lone_mesh
 
 
@@ -32,14 +35,21 @@ def evaluate_checkpoint(path: Path | str, sequences: int | None, *, as_json: boo
         )
     heldout = open_heldout(trained)
     n_sequences = min(sequences or config.train.eval_sequences, heldout.n_samples)
-    loss = loss_of(trained, heldout, n_sequences)
+    ranges = heldout.ranges(sequences or config.train.eval_sequences) if config.train.eval_by_source else {}
+    loss, *by_source = losses_of(trained, heldout, [(0, n_sequences), *ranges.values()])
     if heldout.count(np.arange(n_sequences))[0] == 0:
         tell("no held-out target counts: each document has one token; set data.heldout_path")
     step = trained.checkpoint.step
+    found = [("", loss, n_sequences)]
+    found += [(name, own, n) for (name, (_, n)), own in zip(ranges.items(), by_source, strict=True)]
     if as_json:
-        say(json.dumps({"step": step, "eval_loss": loss, "perplexity": perplexity(loss), "sequences": n_sequences}))
-    else:
-        say(f"step {step}: held-out loss {loss:.4f} (perplexity {perplexity(loss):.2f}) over {n_sequences} sequences")
+        rows = [{"eval_loss": own, "perplexity": perplexity(own), "sequences": n} for _, own, n in found]
+        sources = {name: row for (name, *_), row in zip(found[1:], rows[1:], strict=True)}
+        say(json.dumps({"step": step, **rows[0], **({"sources": sources} if sources else {})}))
+        return 0
+    for name, own, n in found:
+        of = f" of {name}" if name else ""
+        say(f"step {step}: held-out loss{of} {own:.4f} (perplexity {perplexity(own):.2f}) over {n} sequences")
     return 0
 
 
@@ -53,17 +63,20 @@ def perplexity(loss: float) -> float:
 
 def loss_of(trained: Trained, dataset: Dataset, n_sequences: int) -> float:
     """The checkpoint's token cross-entropy on the first samples of the dataset, in the run's precision."""
+    return losses_of(trained, dataset, [(0, n_sequences)])[0]
+
+
+def losses_of(trained: Trained, dataset: Dataset, ranges: Sequence[tuple[int, int]]) -> list[float]:
+    """As ``loss_of``, of each range of samples: the first one's number, and how many."""
     config = trained.config
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_decoder(trained, device, DTYPES[config.train.precision])
-    return evaluate(
-        lambda batches: (model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in batches),
-        config.model,
-        dataset,
-        n_sequences,
-        config.train.micro_batch_size,
-        lone_mesh(device),
-    )
+
+    def run(batches: list[MicroBatch]) -> Iterator[Output]:
+        return (model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in batches)
+
+    size, mesh = config.train.micro_batch_size, lone_mesh(device)
+    return [evaluate(run, config.model, dataset, n, size, mesh, first) for first, n in ranges]
 
 
 def open_heldout(trained: Trained) -> Dataset:

@@ -137,7 +137,9 @@ def train_watched(
                 watchdog.beat(state.step, "evaluation")
                 alive = partial(watchdog.beat, state.step, "evaluation")
                 state.heldout = (state.step, heldout_loss(config, engine, heldout, alive))
-                watchers.eval({"step": state.step, "eval_loss": state.heldout[1]})
+                watchers.eval(
+                    {"step": state.step, "eval_loss": state.heldout[1]} | by_source(config, engine, heldout, alive)
+                )
                 stopped = stopped or agree_to_stop(stop, mesh)
             if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
                 watchdog.beat(state.step, "checkpoint")
@@ -350,16 +352,37 @@ def metrics_row(
     return row
 
 
-def heldout_loss(config: RunConfig, engine: Engine, heldout: Dataset, alive: Callable[[], None]) -> float:
-    """The held-out token cross-entropy. All ranks call it. ``alive`` is called after each micro-batch."""
+def by_source(config: RunConfig, engine: Engine, heldout: Dataset, alive: Callable[[], None]) -> dict[str, float]:
+    """Each source's held-out loss where ``train.eval_by_source`` asks for it: one evaluation after another.
+
+    All ranks call it.
+    """
+    if not config.train.eval_by_source:
+        return {}
+    ranges = heldout.ranges(config.train.eval_sequences)
+    return {f"eval_loss/{name}": heldout_loss(config, engine, heldout, alive, at) for name, at in ranges.items()}
+
+
+def heldout_loss(
+    config: RunConfig,
+    engine: Engine,
+    heldout: Dataset,
+    alive: Callable[[], None],
+    at: tuple[int, int] | None = None,
+) -> float:
+    """The held-out token cross-entropy. All ranks call it. ``alive`` is called after each micro-batch.
+
+    Of the first train.eval_sequences samples, or of those that ``at`` says: the first one's number, and how many.
+    """
     train = config.train
+    first, n_sequences = at or (0, train.eval_sequences)
 
     def run(micro_batches: list[MicroBatch]) -> Iterator[Output]:
         for output in engine.evaluate(micro_batches):
             alive()
             yield output
 
-    return evaluate(run, config.model, heldout, train.eval_sequences, train.micro_batch_size, engine.mesh)
+    return evaluate(run, config.model, heldout, n_sequences, train.micro_batch_size, engine.mesh, first)
 
 
 def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:

@@ -161,18 +161,21 @@ def evaluate(
     n_sequences: int,
     micro_batch_size: int,
     mesh: Mesh,
+    first: int = 0,
 ) -> float:
-    """Token cross-entropy of the first held-out samples, normalized as the training loss. All ranks call it.
+    """Token cross-entropy of ``n_sequences`` held-out samples from ``first`` on, normalized as the training loss.
+
+    All ranks call it.
 
     ``run`` makes the forward passes. Every rank makes as many, of one shape, since the others wait for its part: what a
     rank lacks is filled with samples whose targets do not count.
     """
-    indices = np.arange(min(n_sequences, dataset.n_samples))
+    indices = np.arange(first, min(first + n_sequences, dataset.n_samples))
     n_targets, _ = dataset.count(indices)
     batches = []
     for start in range(0, len(indices), micro_batch_size * mesh.dp.degree):
-        first = start + mesh.dp.rank * micro_batch_size
-        part = indices[first : first + micro_batch_size]
+        own = start + mesh.dp.rank * micro_batch_size
+        part = indices[own : own + micro_batch_size]
         filled = np.concatenate([part, np.zeros(micro_batch_size - len(part), dtype=part.dtype)])
         batch = read_micro_batch(dataset, filled, mesh)
         batch.targets_BS[len(part) :] = IGNORED

@@ -100,7 +100,7 @@ class PlainView(View):
                 self._printed_at = time.monotonic()
                 self._print(update_line(self._progress))
         elif "eval_loss" in row:
-            self._print(f"step {row['step']}: eval_loss {row['eval_loss']:.4f}")
+            self._print(evaluation_line(row))
         else:
             self._print(event_text(row))
 
@@ -285,3 +285,9 @@ def _landmarks(progress: RunProgress) -> Text:
     if progress.checkpoint_step is not None:
         parts.append(f"checkpoint at step {progress.checkpoint_step}")
     return Text("    ".join(parts), no_wrap=True, overflow="ellipsis")
+
+
+def evaluation_line(row: Mapping[str, Any]) -> str:
+    """An evaluation in words, with each source's loss where it has them."""
+    own = [f"{key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
+    return f"step {row['step']}: eval_loss {row['eval_loss']:.4f}" + (f" ({', '.join(own)})" if own else "")

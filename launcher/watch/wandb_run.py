@@ -216,7 +216,8 @@ def _init(
         )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        run.define_metric("eval_loss", step_metric="step", summary="last,min")
+        for name in ("eval_loss", "eval_loss/*"):
+            run.define_metric(name, step_metric="step", summary="last,min")
     except Exception as error:  # as in _attempt: nothing that wandb raises may end the training
         announce(f"W&B: {mode} does not work: {reason_of(error)}")
         tear_down()

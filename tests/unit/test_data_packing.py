@@ -1,4 +1,4 @@
-"""Packed samples: no document cut without need, each token predicted once, one index whoever makes it."""
+"""Packed samples: no document cut without need, each token predicted once, the same index whoever makes it."""
 
 import dataclasses
 from pathlib import Path
