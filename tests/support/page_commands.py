@@ -1,0 +1,106 @@
+"""Blocks of a Markdown page that are run: each fence says so behind its language.
+
+    ```yaml file=own.yaml      the text becomes that file in the page's folder
+    ```sh run                  bash runs the text there, and ends at the first command that fails
+    ```text shown              lines that the last run printed, in this order; … stands for anything within a line
+
+Other fences are for reading. All blocks of a page are one story: its folder is empty at first, and stays.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fence: its language, the word behind it, its text and the page's line that it begins at."""
+
+    language: str
+    marker: str
+    text: str
+    line: int
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Every fence of a page, in order."""
+    found = []
+    for match in FENCE.finditer(page):
+        language, _, marker = match["info"].partition(" ")
+        text = re.sub(f"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+        found.append(Block(language, marker, text, page.count("\n", 0, match.start()) + 1))
+    return found
+
+
+def run_page(page: str, folder: Path, timeout: float = 600) -> int:
+    """Runs the page's blocks in ``folder``; returns how many were run. Raises AssertionError, naming the line."""
+    printed, count = "", 0
+    for block in blocks_of(page):
+        if block.marker.startswith("file="):
+            (folder / block.marker.removeprefix("file=")).write_text(block.text)
+        elif block.marker == "run":
+            printed, count = run_shell(block, folder, timeout), count + 1
+        elif block.marker == "shown":
+            missing = first_missing(block.text, printed)
+            assert missing is None, f"line {block.line}: {missing!r} is not printed, or not in this order:\n{printed}"
+        else:
+            assert not block.marker, f"line {block.line}: {block.marker!r} is no marker of a block"
+    return count
+
+
+def run_shell(block: Block, folder: Path, timeout: float) -> str:
+    """What bash prints, errors too."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"line {block.line} ends with {done.returncode}:\n{block.text}\n{done.stdout}"
+    return done.stdout
+
+
+def first_missing(wanted: str, printed: str) -> str | None:
+    """The first line of ``wanted`` that ``printed`` does not have behind those before it, or None."""
+    at = 0
+    for line in wanted.splitlines():
+        pattern = r"\s+".join(r"\S.*".join(map(re.escape, word.split("…"))) for word in line.split())
+        match = re.compile(pattern).search(printed, at)
+        if match is None:
+            return line
+        at = match.end()
+    return None
+
+
+def commands_of(page: str) -> list[tuple[int, list[str]]]:
+    """(line, words) of each `roundtable ...`: in a shell's fence, set in by four blanks, or within a sentence."""
+    texts = [(block.line, block.text) for block in blocks_of(page) if block.language in ("sh", "bash", "")]
+    outside = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page)
+    texts += [
+        (outside.count("\n", 0, match.start()), match[1] or match[2])
+        for match in re.finditer(r"^ {4}(.*)$|`(?=roundtable )([^`]+)`", outside, re.MULTILINE)
+    ]
+    found = []
+    for begin, text in texts:
+        for number, line in enumerate(re.sub(r"\\\n\s*", " ", text).splitlines(), start=1):
+            match = re.match(r"(?:\$ )?(?:srun [^|;]*?)?roundtable (.*)", line.strip())
+            if match:
+                found.append((begin + number, match[1]))
+    return [(line, words_of(command)) for line, command in found]
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command up to a pipe, a redirection, an ellipsis, or what is told behind several blanks or #."""
+    command = re.split(r"\s{3,}|\s#|\s[|>;&]|…|\.\.\.", command)[0]
+    return shlex.split(command.replace("[", " ").replace("]", " ") if "=" not in command else command)
