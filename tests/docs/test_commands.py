@@ -1,4 +1,4 @@
-"""Every `roundtable ...` in the README and the docs is a command that there is, with options and keys that there are."""
+"""Every `roundtable ...` in the README and the docs is a command that there is, and so are its options and keys."""
 
 import re
 from collections.abc import Iterator
