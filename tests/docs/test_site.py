@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,17 +9,9 @@ import pytest
 from snowballstemmer import stemmer
 
 from launcher.config.keys import all_keys
+from site_build import DOCS, PAGES, build
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md"))
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
-
-
-def build(docs: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """What `make docs` runs."""
-    strict = ["--fail-on-warning", "--keep-going", "--quiet"]
-    command = [sys.executable, "-m", "sphinx", *strict, "--builder", "html", str(docs), str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,15 @@
+"""The site as `make docs` makes it, for tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md"))
+
+
+def build(docs: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` runs, from the pages of ``docs``."""
+    strict = ["--fail-on-warning", "--keep-going", "--quiet"]
+    command = [sys.executable, "-m", "sphinx", *strict, "--builder", "html", str(docs), str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
