@@ -12,7 +12,6 @@ Shape letters: B samples, S positions (seq_len), P pieces (the ranges of tokens 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,8 @@ from data.batch import Batch
 from data.boundaries import Boundaries
 from data.config import DataConfig
 from data.document_names import DocumentNames
-from data.errors import DataError, problem, refuse
+from data.errors import DataError, refuse
+from data.foreign import empty_problem, id_problem, vocabulary_problem
 from data.manifest import size_problems
 from data.mixture import weight_fraction
 from data.order import hopped_ranges, permutation_key, permute, unpermute
@@ -29,9 +29,9 @@ from data.packed import packed_by_of, read_packing
 from data.packing import Packing
 from data.pieces import Pieces, pieces_of, samples_with, shares_of
 from data.prepared import Prepared, PreparedSource, locate, source_names
-from data.sources import expand_path, is_raw
+from data.sources import expand_path
 from data.stages import Stages, stages_of
-from data.tokenfile import TokenFile, bin_path
+from data.tokenfile import TokenFile
 from data.tokenizer import PREPARE
 from data.without import LeftOutParts, Listed, find_listed, read_list
 
@@ -39,10 +39,6 @@ Split = Literal["train", "heldout"]
 # Places in the training order that are worked out at once, and kept: a step asks for its samples several times over, to
 # count them and then micro-batch by micro-batch, and for 64 samples numpy's calls cost more than their work.
 BLOCK = 4096
-# Ids of a file not prepared here that are looked at before a run begins (0.02 s once in memory; 2026-11-21, one EPYC
-# core); the others are looked at as they are read.
-FIRST_IDS = 100_000_000
-CHUNK_IDS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -399,7 +395,7 @@ class Dataset:
         if window_BW.max(initial=0) < self.vocab_size and (is_unsigned or window_BW.min(initial=0) >= 0):
             return
         for window_W, number in zip(window_BW, file_B.tolist(), strict=True):
-            line = _id_problem(window_W, self.vocab_size, self._files[number])
+            line = id_problem(window_W, self.vocab_size, self._files[number])
             if line is not None:
                 raise DataError(line)
 
@@ -438,42 +434,6 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
     return dataset
 
 
-def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = FIRST_IDS) -> None:
-    """Opens the token files that were not prepared here, and looks at the first ``max_tokens`` ids of each.
-
-    Raises DataError with a line for each file that is damaged, holds no sample, or an id that the vocabulary lacks.
-    """
-    named = {
-        f"data.sources[{number}].path": source.path
-        for number, source in enumerate(config.sources)
-        if not is_raw(source)
-    }
-    if config.heldout_path is not None:
-        named["data.heldout_path"] = config.heldout_path
-    problems = []
-    for key, path in named.items():
-        try:
-            file = TokenFile(expand_path(path))
-            line = _first_id_problem(file, vocab_size, max_tokens)
-            problems += [line] if line is not None else []
-            problems += [_empty_problem(key, path)] if file.n_tokens < 2 else []
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(*dict.fromkeys(problems))
-
-
-def _first_id_problem(file: TokenFile, vocab_size: int, max_tokens: int) -> str | None:
-    stop = min(file.n_tokens, max_tokens)
-    for start in range(0, stop, CHUNK_IDS):
-        end = min(start + CHUNK_IDS, stop)
-        file.prefetch(start, end)
-        line = _id_problem(file.tokens[start:end], vocab_size, file)
-        if line is not None:
-            return line
-    return None
-
-
 def _packings(files: Sequence[TokenFile], config: DataConfig) -> tuple[Packing, ...]:
     """The files' packings, which preparation has made."""
     packed_by = packed_by_of(config)
@@ -485,7 +445,7 @@ def _open_source(part: PreparedSource, split: Split, vocab_size: int, config: Da
     if part.manifest is not None:
         problems = size_problems(part.path, part.manifest)
         if part.manifest.largest_id >= vocab_size:
-            problems.append(_vocabulary_problem(vocab_size, part.manifest.largest_id, part.path))
+            problems.append(vocabulary_problem(vocab_size, part.manifest.largest_id, part.path))
         if problems:
             raise DataError(*problems)
     files = tuple(TokenFile(prefix) for prefix in part.prefixes(split))
@@ -507,7 +467,7 @@ def _open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> li
 def _check_not_empty(config: DataConfig, sources: list[Source]) -> None:
     """Every training source needs a sample: its share of the mixture has to come from somewhere."""
     problems = [
-        _empty_problem(f"data.sources[{number}].path", config.sources[number].path)
+        empty_problem(f"data.sources[{number}].path", config.sources[number].path)
         for number, source in enumerate(sources)
         if not _has_samples(source)
     ]
@@ -519,21 +479,3 @@ def _has_samples(source: Source) -> bool:
     if source.packings:
         return any(packing.n_samples for packing in source.packings)
     return any(file.n_tokens > 1 for file in source.files)
-
-
-def _empty_problem(key: str, path: str) -> str:
-    remedy = "remove it" if key.startswith("data.sources") else "name other token files, or set it to null"
-    return problem(f"{key}={path!r}", "holds fewer than two tokens", remedy)
-
-
-def _id_problem(tokens: np.ndarray, vocab_size: int, file: TokenFile) -> str | None:
-    """The line on an id among ``tokens`` of ``file`` that is not in the vocabulary; None where all are."""
-    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-    if low < 0:
-        return problem(f"{bin_path(file.prefix)}: token id {low}", "must not be negative", "write the file anew")
-    return _vocabulary_problem(vocab_size, high, bin_path(file.prefix)) if high >= vocab_size else None
-
-
-def _vocabulary_problem(vocab_size: int, largest_id: int, path: Path) -> str:
-    found = f"model.vocab_size={vocab_size} is smaller than the largest token id, {largest_id}, in {path}"
-    return problem(found, "and must be above it", f"set model.vocab_size to {largest_id + 1} or more")

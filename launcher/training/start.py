@@ -121,7 +121,7 @@ def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 def start_checks() -> dict[str, Callable[[RunConfig], object]]:
     """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
-    from data.dataset import check_foreign_files
+    from data.foreign import check_foreign_files
     from launcher.training.compiling import check_compiler
 
     return {

@@ -88,10 +88,10 @@ def test_a_rollback_goes_on_with_the_same_batches(tmp_path, tokens, depth):
 
 UNSEEN = """
 import sys
-import data.dataset
+import data.foreign
 from launcher.cli import main
 
-data.dataset.check_foreign_files = lambda *given: None
+data.foreign.check_foreign_files = lambda *given: None
 sys.exit(main(sys.argv[1:]))
 """
 
