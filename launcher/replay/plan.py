@@ -31,7 +31,7 @@ LAYOUT_KEYS = (
 )
 FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead")
 # Those of FREE_KEYS on which sums' order, and so the last bits, depend.
-ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.deterministic")
+ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.compile", "train.deterministic")
 # What an engine is made with: it cannot change between steps that are executed one after another.
 BUILT_IN = ("optimizer", "train.precision")
 

@@ -1,0 +1,72 @@
+"""train.compile=on in real runs: layouts proven with it, the same run twice, the first step's cost, no compiler."""
+
+from pathlib import Path
+
+import pytest
+
+from command_runs import train, write_config
+from launcher.cli import main
+from launcher.training.compiling import missing_compiler
+from launcher.watch.metrics import read_metrics
+from layout_runs import write_tokens
+from prove_runs import failures, prove
+
+NO_COMPILER = missing_compiler("cpu")
+compiles = pytest.mark.skipif(NO_COMPILER is not None, reason=f"nothing can be compiled: {NO_COMPILER}")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("parallel.zero=3", "train.recompute=full", "train.precision=bf16"), 2),
+        (("parallel.tp=2", "parallel.ep=2"), 2),
+        (("parallel.pp=2", "parallel.pipeline.name=zbv", "train.recompute=selective"), 2),
+        (("parallel.cp=2", "parallel.ep=4", "parallel.zero=2"), 4),
+    ],
+    ids=str,
+)
+def test_compiled_layouts_are_proven(tmp_path: Path, overrides: tuple[str, ...], ranks: int) -> None:
+    """To the bounds of any proof: the reference computes plainly."""
+    outcome = prove(tmp_path, ("train.compile=on", *overrides), ranks)
+    assert outcome.proven, failures(outcome)
+
+
+@compiles
+@pytest.mark.slow
+def test_a_second_start_takes_from_the_cache_what_the_first_compiled(
+    tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows bit for bit. The event says how long the first calls took: many seconds once, few afterwards."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    rows, events = [], []
+    for name in ("first", "second"):
+        config = write_config(tmp_path, tokens, name, steps=2)
+        rows.append([(row["loss"], row["grad_norm"]) for row in train(config, 1, "train.compile=on")])
+        every = read_metrics(tmp_path / name / "metrics.jsonl")
+        events.append(next(row for row in every if row.get("event") == "compiled"))
+    assert rows[0] == rows[1]
+    first, second = events
+    assert first["step"] == 1 and first["chains"] == second["chains"] >= 4
+    assert second["seconds"] < first["seconds"] / 2
+
+
+def test_on_is_refused_without_a_compiler(
+    tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line, exit code 2, and no run directory."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = write_config(tmp_path, tokens, "refused")
+    assert main(["train", str(config), "--ranks", "1", "train.compile=on"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        "train.compile=on needs a compiler that works: there is no no-such-compiler; "
+        "install g++ and Python's headers, or set train.compile=off"
+    )
+    assert not (tmp_path / "refused").exists()
