@@ -22,6 +22,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @compiles
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # compilers take as long as the machine lets them
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
@@ -40,6 +41,7 @@ def test_compiled_layouts_are_proven(tmp_path: Path, overrides: tuple[str, ...],
 
 @compiles
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_second_start_takes_from_the_cache_what_the_first_compiled(
     tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
