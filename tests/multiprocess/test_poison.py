@@ -26,7 +26,9 @@ STEPS, FIRST, N_POISONED = 60, 32, 10  # steps; none before FIRST sees a poisone
 SEQ_LEN, BATCH = 24, 8
 LEARNT = 12  # ids, each followed by the next one
 AGAIN = 33  # as many steps after the branch as a proof has
-BOUND = 1e-6  # prove's, of losses and norms, relative, and of weights
+# prove's, of weights, and of losses and norms, relative. What is below 1 here, where a proof's losses are not, is the
+# difference of larger numbers (the target's logit and their logsumexp), whose rounding does not shrink with it.
+BOUND = 1e-6
 LAYOUTS = {
     "tp2 ep2": ["parallel.tp=2", "parallel.ep=2"],
     "cp2": ["parallel.cp=2"],
@@ -42,15 +44,11 @@ class Run:
 
 
 def documents() -> list[list[int]]:
-    """Of the cycle of LEARNT ids, each from another place on, with one id in seven drawn: so a loss stays above 0.5.
-
-    Near 0 it would be the difference of large numbers, of which no relative error says anything.
-    """
+    """Of the cycle of LEARNT ids, each from another place on."""
     draw, found = np.random.default_rng(0), []
     while sum(map(len, found)) < STEPS * BATCH * SEQ_LEN + 2:  # one epoch
-        places = int(draw.integers(0, LEARNT)) + np.arange(int(draw.integers(6, 14)))
-        ids = np.where(draw.random(len(places)) < 1 / 7, draw.integers(0, LEARNT, len(places)), places % LEARNT)
-        found.append((1 + ids).tolist())
+        begin = int(draw.integers(0, LEARNT))
+        found.append([1 + (begin + place) % LEARNT for place in range(int(draw.integers(6, 14)))])
     return found
 
 
@@ -146,7 +144,7 @@ def test_on_another_layout_it_is_that_run_within_the_proofs_bounds(layout, run, 
     for ours, theirs in zip(rows_of(tmp_path / "new"), never[30:AGAIN], strict=True):
         assert ours["tokens"] == theirs["tokens"]
         for key in ("loss", "grad_norm"):
-            assert abs(ours[key] - theirs[key]) <= BOUND * abs(theirs[key]), (ours["step"], key)
+            assert abs(ours[key] - theirs[key]) <= BOUND * max(1.0, abs(theirs[key])), (ours["step"], key)
     assert farthest(weights_of(tmp_path / "new", AGAIN), weights_of(run.folder / "never", AGAIN)) <= BOUND
 
 
