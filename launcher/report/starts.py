@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.config.tree import RunConfig
+from launcher.training.surroundings import FIELDS
 
 AXES = ("tp", "pp", "cp", "ep", "zero")
 SHOWN = (*(f"parallel.{axis}" for axis in AXES), "train.global_batch_size", "train.micro_batch_size", "train.precision")
@@ -34,8 +35,7 @@ class Start:
     @property
     def environment(self) -> Mapping[str, Any]:
         """Versions and device, empty where an older run does not say."""
-        found = self.event.get("environment")
-        return found if isinstance(found, dict) else {}
+        return {key: self.event[key] for key in FIELDS if key in self.event}
 
 
 def leaves(tree: Any, key: str = "") -> dict[str, str]:

@@ -36,7 +36,7 @@ def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] =
         "code_sha256": hash_of_code()[:12],
         "init_from": config.init_from,
         "config_sha256": hash_of_config(config)[:12],
-        "environment": surroundings(mesh.device),
+        **surroundings(mesh.device),
         "without_sha256": hash_of_file(config.data.without)[:12] or None,
         "branched_from": lineage_line(lineage) if lineage is not None else None,
     }

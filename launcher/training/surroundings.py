@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 LIBRARIES = ("torch", "deepspeed", "transformers")
+FIELDS = ("python", *LIBRARIES, "cuda", "system", "device", "cores")
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Of this process: ``python``, a version for each of LIBRARIES, ``cuda`` (null for a CPU build), ``device``, ...
+    """Of this process, by FIELDS: ``cuda`` is null for a CPU build.
 
     ``device`` is the GPU as torch names it, or the processor's model; ``cores`` are those that the process may use.
     """

@@ -111,9 +111,8 @@ class RunProgress:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """An event row as a line of text: what happened, when, and its fields but for lists and objects, often long."""
-    hidden = {"step", "event", *(key for key, value in row.items() if isinstance(value, list | dict))}
-    shown = {key: value for key, value in row.items() if key not in hidden}
+    """An event row as a line of text: what happened, when, and its fields but for lists, which may be long."""
+    shown = {key: value for key, value in row.items() if key not in ("step", "event") and not isinstance(value, list)}
     fields = "  ".join(
         f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown.items()
     )

@@ -178,6 +178,8 @@ COMMANDS: list[list[str]] = [
         ["runs", "PATH", "--json"],
         ["runs", "--clean", "--yes", "PATH"],
         ["plot", "PATH"],
+        ["report", "PATH"],
+        ["report", "config.yaml", "--out", "PATH"],
         ["coords", "PATH", "out.png"],
         ["profile", "PATH"],
         ["profile", "config.yaml", "--as", "PATH"],

@@ -10,7 +10,7 @@ from pathlib import Path
 HOSTILE = "</script><script>window.stolen=1</script><img src=x onerror=stolen=1>\x1b[31m\x07\u2028\u202e&quot;'\"`${1}"
 START = {"event": "start", "ranks": 4, "nodes": "n[1-2]", "slurm_job": "77", "slurm_restarts": 0}
 START |= {"commit": "a1b2c3", "code_sha256": "0123456789ab", "init_from": None, "config_sha256": "ba9876543210"}
-START |= {"environment": {"python": "3.11.9", "torch": "2.11.0", "cuda": None, "device": "a CPU", "cores": 8}}
+START |= {"python": "3.11.9", "torch": "2.11.0", "cuda": None, "device": "a CPU", "cores": 8}
 
 
 def loss_at(step: int, steps: int, noise: float) -> float:

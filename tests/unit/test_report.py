@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.config.dump import dump_config
-from launcher.config.tree import RunConfig
+from launcher.config.tree import RunConfig, TrainConfig
 from launcher.report.at_end import write_at_end
 from launcher.report.buckets import bounds_of, bucketed
 from launcher.report.curves import MOST_POINTS, drawn
@@ -160,11 +160,11 @@ def test_a_lively_run_is_told_in_full(tmp_path):
 
 
 def test_a_batch_size_before_a_change_is_the_earlier_one(tmp_path):
-    config = RunConfig(name="r")
+    config = RunConfig(name="r", train=TrainConfig(global_batch_size=16))
     run = write_run(tmp_path / "r", lively_rows(20), config=dump_config(config))
     first, second = gather(run, "r").starts
     assert first.values["train.global_batch_size"] == "8"
-    assert second.values["train.global_batch_size"] == str(config.train.global_batch_size)
+    assert second.values["train.global_batch_size"] == "16"
     assert second.changed == ("train.global_batch_size: 8 to 16",)
 
 
@@ -227,7 +227,7 @@ def test_every_known_figure_has_a_section():
 
 def hostile_run(folder: Path) -> Path:
     start = {**START, "nodes": HOSTILE, "slurm_job": HOSTILE, "commit": HOSTILE}
-    start["environment"] = {HOSTILE: HOSTILE, "torch": [HOSTILE]}
+    start |= {"python": HOSTILE, "torch": [HOSTILE], "device": {HOSTILE: 1}}
     documents = [{"file": HOSTILE, "first": HOSTILE, "last": 2}, HOSTILE]
     rows = [{"step": 0, **start}, *update_rows(5)]
     for row in rows[1:]:
