@@ -44,13 +44,15 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 
 def inked(page: Page) -> list[list]:
-    """For each canvas that is shown: what it is, and how many of its pixels are of another colour than its first."""
+    """For each canvas that is shown: what it is, how many of its pixels are of another colour than its first, how many
+    of the first run's colour in light mode, and how many there are."""
     return page.run("""
         return [...document.querySelectorAll("canvas")].filter((canvas) => canvas.clientWidth).map((canvas) => {
             const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
             const pixels = new Uint32Array(data.buffer);
             const other = pixels.filter((pixel) => pixel !== pixels[0]).length;
-            return [canvas.closest("figure").querySelector("figcaption span").textContent, other, pixels.length];
+            const blue = pixels.filter((pixel) => pixel === 0xffb27200).length;  // #0072b2
+            return [canvas.closest("figure").querySelector("figcaption span").textContent, other, blue, pixels.length];
         });""")
 
 
@@ -66,14 +68,16 @@ def test_nothing_complains_and_nothing_is_fetched(page, files, name):
 
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_figures_are_drawn(page, files, name):
+    page.emulate(prefers_color_scheme="light")
     page.resize(1300)
     page.open(files[name])
     found = inked(page)
-    titles = [title for title, _, _ in found]
+    titles = [title for title, *_ in found]
     assert {"Loss", "Learning rate", "MFU", "Peak memory", "Router entropy by layer", "Layer 1"} <= set(titles)
-    for title, other, pixels in found:
-        maps = title.startswith(("Layer", "Busiest expert by", "Router"))
-        assert pixels > other > (0 if maps else 300), title
+    for title, other, blue, pixels in found:
+        is_map = title.startswith(("Layer", "Busiest expert by", "Router"))
+        assert pixels > other > (0 if is_map else 300), title
+        assert is_map or name == "several" or blue > 100, title
     lanes = page.run(
         "return [...document.querySelectorAll('.lane')].map((lane) => lane.querySelectorAll('line').length)"
     )
