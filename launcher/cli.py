@@ -395,10 +395,15 @@ def plan(
             "--rows", help="Instead of CONFIG: plan each row of a file of published measurements.", show_default=False
         ),
     ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that are legal and fit.")] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", help="With --search: a new file for the first one's config.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Say whether a run fits the GPUs' memory, and what it takes, before it is paid for; without a GPU."""
-    from launcher.commands.plan import plan_config, plan_file
+    from launcher.commands.plan import plan_config, plan_file, search_config
 
     if rows is not None:
         if config is not None:
@@ -406,6 +411,10 @@ def plan(
         return plan_file(rows, as_json=as_json)
     if config is None:
         raise UserError(["Missing argument 'CONFIG'; give a config, or --rows FILE"])
+    if search:
+        return search_config(config, overrides or (), gpu, gpus, write, as_json=as_json)
+    if write is not None:
+        raise UserError([f"--write={write} writes what --search has found; add --search"])
     return plan_config(config, overrides or (), gpu, gpus, imbalance, as_json=as_json)
 
 

@@ -27,7 +27,7 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder. ``ff_matrices`` is 3 with a gate and 2 without; ``window`` holds in every other layer."""
+    """A decoder. ``ff_matrices`` is 3 with a gate and 2 without."""
 
     n_layers: int
     d_model: int
@@ -45,6 +45,7 @@ class Architecture:
     n_shared_experts: int = 0
     n_dense_layers: int = 0  # in front of the layers with experts
     window: int | None = None
+    window_share: float = 0.5  # of the layers that have it
     sinks: bool = False  # a learned logit in each head's softmax
 
     @property
@@ -116,7 +117,7 @@ class Architecture:
         if self.window is None or self.window >= seq_len:
             return whole
         near = self.window - self.window**2 / (2 * seq_len)
-        return (whole + near) / 2
+        return (1 - self.window_share) * whole + self.window_share * near
 
 
 DEEPSEEK = Latent(query_rank=1536, kv_rank=512, d_nope=128, d_rope=64, d_value=128)

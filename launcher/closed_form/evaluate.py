@@ -163,10 +163,12 @@ def limits(found: Sequence[Error], kind: str | None) -> list[float]:
     """The logarithms of measurement over plan between which ``COVERED`` of another publisher's rows should lie.
 
     Errors differ more between publishers than within one, so each one's own interval is found first, and the edges are
-    those that as many of the publishers do not pass.
+    those that as many of the publishers do not pass. Without a row nothing is known.
     """
     mine = [each for each in found if kind is None or each.case.job.kind.startswith(kind)]
     chosen = mine if len(mine) >= FEW else list(found)
+    if not chosen:
+        return [-math.inf, math.inf]
     edge = (1 - COVERED) / 2
     lows, highs = [], []
     for origin in sorted({each.case.publisher for each in chosen}):

@@ -52,8 +52,12 @@ def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan_job(job: Job) -> dict[str, Any]:
     """The plan of a job; GB are 2^30 bytes, as in ``measured.mem_gb``. Raises CannotPlan."""
+    return plan_on(job, gpu_of(job.gpu, job.per_node, job.interconnect))
+
+
+def plan_on(job: Job, gpu: Gpu) -> dict[str, Any]:
+    """The plan of a job on a GPU that is known. Raises CannotPlan where it lacks the precision."""
     known = fitted()
-    gpu = gpu_of(job.gpu, job.per_node, job.interconnect)
     parts = seconds_by_part(job, gpu)
     seconds = sum(parts.values())
     low, high = (math.exp(each) for each in known.intervals["dense" if job.kind == "dense" else "MoE"])

@@ -59,7 +59,12 @@ def gpu_of(name: str, per_node: int, interconnect: str) -> Gpu:
     hardware = known.get(wanted) or known.get(bare) or known.get(re.sub(r"-\d+(gb)?$", "", bare))
     if hardware is None:
         raise CannotPlan(f"hw.gpu={name!r} is not known; there are {', '.join(known_hardware())}")
-    hardware, clock = with_words(hardware, wanted)
+    return gpu_like(hardware, per_node, wanted, interconnect)
+
+
+def gpu_like(hardware: Hardware, per_node: int, words: str = "", interconnect: str = "") -> Gpu:
+    """A part in nodes of ``per_node``, changed by what a row's words say of it and of its network."""
+    hardware, clock = with_words(hardware, words)
     node_gpus = int(hardware.nvlink_gpus) if hardware.nvlink_gpus > 8 else per_node
     network = network_of(interconnect, per_node) or hardware.network_bytes_per_second
     return Gpu(hardware, node_gpus, network, clock)

@@ -47,6 +47,7 @@ class Job:
     natural_routing: bool = False
     scaled_fp16: bool = False
     imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
+    waits: float | None = None  # of the pipeline, in micro-batches; None: by the schedule's closed form
 
     @property
     def n_micro_batches(self) -> float:

@@ -14,8 +14,10 @@ class System:
     overlaps: bool = True  # sums over the replicas run beside the backward pass
     fused: bool = True  # norms, activations and optimizers in kernels of their own
     fused_sums: bool = True  # gradients are added to their sums where they are computed
+    fp32_sums: bool = False  # under ZeRO 3 gradients are summed in 32 bits, as otherwise
     scatters: bool = True  # what goes to the next pipeline position is cut over tp for the journey
     buffer_elements: float = 0.0  # of 16 bits, that sums over the replicas go through
+    balances: bool = False  # the last position has fewer layers, for the head's sake, where pp divides them, too
     graphs: bool = False  # passes are replayed as a whole, and casts are part of other kernels: no time between kernels
     no_sinks: tuple[str, ...] = ()  # families of GPUs on which attention with sinks goes through memory
     first_flash: bool = False  # the first FlashAttention, or Triton's version of it

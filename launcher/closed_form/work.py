@@ -89,7 +89,7 @@ class Step:
         self.links = Links(gpu.hardware.node_bytes_per_second, gpu.network_bytes_per_second, gpu.node_gpus)
         self.forwards = {"none": 1, "selective": 1, "full": 2}[job.recompute]
         self.low = job.precision in ("fp8", "mxfp8", "fp4")
-        self.grad_bytes = HALF if job.zero == 3 else FULL
+        self.grad_bytes = HALF if job.zero == 3 and not job.system.fp32_sums else FULL
         self.sum_bytes = 2 * self.grad_bytes + (0 if job.system.fused_sums else 2 * HALF)
 
     def work(self) -> Work:
@@ -113,13 +113,13 @@ class Step:
         return Work(**amounts)
 
     def slowest(self, dense: float, moe: float, head: float) -> tuple[float, float, float]:
-        """Layers of each kind and heads of the slowest position: equal parts where pp divides, else the best split."""
+        """Layers of each kind and heads of the slowest position: equal parts where pp divides, else the best."""
         arch, pp = self.arch, self.job.pp
         share_moe = arch.n_moe_layers / arch.n_layers
         one = (1 - share_moe) * dense + share_moe * moe
         if pp == 1:
             return arch.n_layers - arch.n_moe_layers, arch.n_moe_layers, 1.0
-        if arch.n_layers % pp == 0:
+        if arch.n_layers % pp == 0 and not self.job.system.balances:
             count, has_head = arch.n_layers / pp, 1.0
         else:
             last = best_last(arch.n_layers, pp, head / one)
@@ -290,6 +290,8 @@ class Step:
     def waits(self) -> float:
         """What the pipeline waits at its ends, in micro-batches of one position."""
         job = self.job
+        if job.waits is not None:
+            return job.waits
         match job.schedule:
             case "zb-2p":
                 return 0.0
@@ -309,7 +311,7 @@ def best_last(n_layers: int, pp: int, head: float) -> int:
     def slowest(last: int) -> float:
         return max(last + head, math.ceil((n_layers - last) / (pp - 1)))
 
-    return min(range(n_layers), key=slowest)
+    return min(range(1, n_layers - pp + 2), key=slowest)
 
 
 def cost(part: dict[str, float]) -> float:

@@ -4,12 +4,17 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.commands.profile import load_for_job
 from launcher.config.checked import load_checked
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.plan.ask import ask
+
+if TYPE_CHECKING:
+    from launcher.config.tree import RunConfig
+    from launcher.plan.search import Searched
 
 
 def plan_config(
@@ -62,3 +67,49 @@ def plan_file(path: Path, *, as_json: bool) -> int:
 
         print_plans(plans)
     return 0
+
+
+def search_config(
+    path: Path, overrides: Sequence[str], gpu: str, gpus: int | None, out: Path | None, *, as_json: bool
+) -> int:
+    """Prints the fastest layouts of a config that fit, writes the first one's config to ``out``; returns the exit code.
+
+    Raises UserError for an unknown GPU, a model that no layout runs, a file that is there, or where nothing fits.
+    """
+    from launcher.closed_form.gpus import gpu_like
+    from launcher.config.load import load_config
+    from launcher.plan.search import search, searched_json
+    from launcher.trace.hardware import read_hardware
+
+    if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
+        raise UserError([f"--write={out} must be a new file in a folder that is there; give another name"])
+    hardware = read_hardware(gpu, "--gpu")
+    config = load_config(path, overrides)
+    n_gpus, per_node = gpus or config.slurm.world_size, max(1, config.slurm.n_tasks_per_node)
+    part = gpu_like(hardware, min(per_node, n_gpus))
+    found = search(config, n_gpus, part, part.node_gpus)
+    if not found.best:
+        raise UserError(none_found(config, found, n_gpus, hardware.name))
+    answer = searched_json(found, n_gpus, part, part.node_gpus)
+    if out is not None:
+        from launcher.config.dump import dump_config
+
+        out.write_text(dump_config(found.best[0].config))
+    if as_json:
+        say(json.dumps(answer, indent=2))
+    else:
+        from launcher.plan.search_text import print_search
+
+        print_search(answer, out)
+    return 0
+
+
+def none_found(config: "RunConfig", found: "Searched", n_gpus: int, gpu: str) -> list[str]:
+    """Why a search has found nothing: what the rules say of the config itself, or that no layout fits."""
+    from launcher.config.rules import check
+
+    if found.n_planned > found.n_unfit or not found.n_planned:
+        return check(config, n_gpus) or [
+            f"--gpus={n_gpus} has no legal layout of this model and batch; try a power of two"
+        ]
+    return [f"--gpus={n_gpus} of {gpu} are too few: none of {found.n_planned} layouts fits; try more, or larger ones"]

@@ -1,0 +1,111 @@
+"""A config of ours as a job of the closed forms: its dims are stated, so nothing is inferred."""
+
+from functools import lru_cache
+
+from launcher.closed_form.architecture import Architecture, Latent
+from launcher.closed_form.gpus import Gpu
+from launcher.closed_form.rows import Job
+from launcher.closed_form.systems import System
+from launcher.config.tree import RunConfig
+from launcher.estimate.order import Passes, simulate
+from modeling.config import ModelConfig
+from parallel.mesh import Degrees
+from parallel.pipeline.config import Interleaved, OneFOneB, PipelineConfig, chunks
+from parallel.sizes import DEFAULT_SIZES
+
+LONG_ENOUGH = 4  # times pp: with more micro-batches a pipeline waits no longer
+PASSES = (1.0, 2.0)  # of a forward and a backward pass
+
+
+def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -> Job:
+    """The job that `train` would run on ``world_size`` GPUs. Nothing overlaps in it, and nothing is compiled."""
+    parallel, train, degrees = config.parallel, config.train, Degrees.of(config.parallel, world_size)
+    model = config.model
+    flash = not (model.sinks or model.positions in ("alibi", "t5") or model.attention_dropout)
+    schedule = parallel.pipeline
+    n = max(1, train.batches.sizes[-1] // (degrees.dp * train.micro_batch_size))
+    return Job(
+        architecture=architecture_of_config(model),
+        system=System(
+            flash=flash,
+            overlaps=False,
+            balances=True,
+            fused=False,
+            fused_sums=False,
+            fp32_sums=True,
+            buffer_elements=2.0 * DEFAULT_SIZES.bucket,
+        ),
+        gpu=gpu.hardware.name,
+        n_gpus=world_size,
+        per_node=per_node,
+        interconnect="",
+        dp=degrees.dp,
+        tp=degrees.tp,
+        pp=degrees.pp,
+        vpp=chunks(schedule) if degrees.pp > 1 else 1,
+        cp=degrees.cp,
+        ep=degrees.ep,
+        zero=parallel.zero,
+        shard=degrees.dp * degrees.cp,
+        recompute=train.recompute,
+        precision="fp32" if train.precision == "fp32" else "bf16",
+        schedule="1f1b"
+        if isinstance(schedule, OneFOneB)
+        else "interleaved"
+        if isinstance(schedule, Interleaved)
+        else "zb-1p",
+        seq_len=config.data.seq_len,
+        global_batch_size=train.batches.sizes[-1],
+        micro_batch_size=train.micro_batch_size,
+        scaled_fp16=train.precision == "fp16",
+        waits=waits_of(schedule, degrees.pp, n),
+    )
+
+
+@lru_cache(maxsize=4096)
+def waits_of(schedule: PipelineConfig, pp: int, n_micro_batches: int) -> float:
+    """What the pipeline waits, in micro-batches of one position, by the schedule's own order of passes."""
+    if pp == 1:
+        return 0.0
+    n = min(n_micro_batches, LONG_ENOUGH * pp)
+    n_stages = chunks(schedule)
+    order = simulate(schedule, [Passes(*(each / n_stages for each in PASSES))] * pp, n)
+    return max(order.ends) / sum(PASSES) - n
+
+
+def architecture_of_config(model: ModelConfig) -> Architecture:
+    """The decoder's dims."""
+    moe, mla = model.moe, model.mla
+    windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    latent = None
+    if mla is not None:
+        rank = mla.q_lora_rank if mla.q_lora_rank is not None else model.d_model
+        latent = Latent(
+            query_rank=rank, kv_rank=mla.kv_lora_rank, d_nope=mla.d_nope, d_rope=mla.d_rope, d_value=mla.d_v
+        )
+    experts = {}
+    if moe is not None:
+        n_dense = sum(not model.is_moe_layer(layer) for layer in range(model.n_layers))
+        experts = {
+            "n_experts": moe.n_experts,
+            "top_k": moe.top_k,
+            "expert_d_ff": moe.d_ff,
+            "n_shared_experts": round(moe.shared_width / moe.d_ff),
+            "n_dense_layers": n_dense,
+        }
+    return Architecture(
+        n_layers=model.n_layers,
+        d_model=model.d_model,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        d_head=model.d_head or model.d_model // model.n_heads,
+        d_ff=model.d_ff,
+        ff_matrices=3 if model.ff_gated or moe is not None else 2,
+        vocab_size=model.vocab_size,
+        tied=model.tie_embeddings,
+        latent=latent,
+        window=model.sliding_window,
+        window_share=sum(each is not None for each in windows) / model.n_layers,
+        sinks=model.sinks,
+        **experts,
+    )

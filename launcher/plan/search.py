@@ -1,0 +1,179 @@
+"""The layouts that a config may have on a number of GPUs, planned by closed forms and ranked by the time of a step."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.closed_form.forecast import fitted, plan_on, seconds_by_part
+from launcher.closed_form.gpus import Gpu, capacity
+from launcher.closed_form.memory import memory_of
+from launcher.closed_form.own import job_of_config
+from launcher.config.batch_rules import check_batch
+from launcher.config.layout_rules import check_layout
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig
+
+MOST_PP = 64
+MOST_CP = 32
+FEWEST_POSITIONS = 2048  # of a sequence on a rank of cp: fewer leave attention nothing to do
+MOST_CHUNKS = 4
+SAME = 1e-3  # times that differ by less are alike
+RECOMPUTE = ("none", "selective", "full")  # what each costs grows in this order, and what it holds falls
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout that fits."""
+
+    config: RunConfig
+    seconds: float
+    peak_bytes: float
+
+
+@dataclass
+class Searched:
+    """The best layouts, the fastest first; how many were planned, and how many of them did not fit."""
+
+    best: list[Found]
+    n_planned: int
+    n_unfit: int
+
+
+def search(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int, n_best: int = 10) -> Searched:
+    """The fastest layouts that the rules of the config check allow and whose memory fits."""
+    fitting: list[Found] = []
+    n_planned = n_unfit = 0
+    for layout in layouts(config, n_gpus, per_node):
+        for candidate in with_micro_batches(layout, n_gpus):
+            n_planned += 1
+            found = lightest_that_fits(candidate, n_gpus, gpu, per_node)
+            if found is None:
+                n_unfit += 1
+            else:
+                fitting.append(found)
+    fitting.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.peak_bytes))
+    best: list[Found] = []
+    for each in fitting:
+        if not check(each.config, n_gpus):
+            best.append(each)
+            if len(best) == n_best:
+                break
+    return Searched(best, n_planned, n_unfit)
+
+
+def layouts(config: RunConfig, n_gpus: int, per_node: int) -> Iterator[RunConfig]:
+    """Every legal combination of degrees, ZeRO's stage and a schedule, with micro-batches of one sequence."""
+    moe, train = config.model.moe, dataclasses.replace(config.train, micro_batch_size=1)
+    eps = divisors(moe.n_experts, n_gpus) if moe is not None else [1]
+    longest_cp = max(1, min(MOST_CP, config.data.seq_len // FEWEST_POSITIONS))
+    for tp in divisors(n_gpus, per_node):
+        for pp in divisors(n_gpus // tp, min(MOST_PP, config.model.n_layers)):
+            for cp in divisors(n_gpus // (tp * pp), longest_cp):
+                for ep in eps:
+                    plain = dataclasses.replace(
+                        config.parallel, tp=tp, pp=pp, cp=cp, ep=ep, zero=1, pipeline=OneFOneB()
+                    )
+                    first = dataclasses.replace(config, parallel=plain, train=train)
+                    if n_gpus // pp % ep or problems(first, n_gpus):
+                        continue
+                    yield from variants(first, n_gpus)
+
+
+def variants(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
+    """A legal layout with each stage of ZeRO and each schedule that may go with it."""
+    alone = n_gpus == config.parallel.tp * config.parallel.pp
+    stages = (1,) if alone else (1, 2, 3)
+    for zero in stages:
+        for schedule in schedules(config):
+            parallel = dataclasses.replace(config.parallel, zero=zero, pipeline=schedule)
+            found = dataclasses.replace(config, parallel=parallel)
+            if not problems(found, n_gpus):
+                yield found
+
+
+def schedules(config: RunConfig) -> list[PipelineConfig]:
+    """The pipeline's schedules; one of them, which is not used, without a pipeline."""
+    if config.parallel.pp == 1:
+        return [OneFOneB()]
+    most = min(MOST_CHUNKS, config.model.n_layers // config.parallel.pp)
+    return [OneFOneB(), *(Interleaved(n_chunks=chunks) for chunks in range(2, most + 1)), ZBV(), DualPipeV()]
+
+
+def problems(config: RunConfig, n_gpus: int) -> list[str]:
+    """What the rules say of a layout and its batch."""
+    return [*check_layout(config, n_gpus), *check_batch(config, n_gpus)]
+
+
+def with_micro_batches(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
+    """The layout with micro-batches of 1, 2, 4, ... sequences, as long as they divide a rank's batch."""
+    parallel, size = config.parallel, 1
+    share = config.train.global_batch_size // (n_gpus // (parallel.tp * parallel.pp * parallel.cp))
+    while share % size == 0:
+        found = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
+        if size == 1 or not problems(found, n_gpus):
+            yield found
+        size *= 2
+
+
+def lightest_that_fits(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int) -> Found | None:
+    """The layout with the least recomputation whose memory fits; None where none does."""
+    for recompute in RECOMPUTE:
+        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=recompute))
+        job = job_of_config(changed, n_gpus, gpu, per_node)
+        peak = memory_of(job).peak(fitted().memory)
+        if peak <= capacity(gpu):
+            return Found(changed, sum(seconds_by_part(job, gpu).values()), peak)
+    return None
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """The divisors up to ``most``."""
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+
+
+def searched_json(found: Searched, n_gpus: int, gpu: Gpu, per_node: int) -> dict[str, Any]:
+    """The search as JSON: the layouts with their plans, and why the first is before the second."""
+    rows = []
+    for each in found.best:
+        plan = plan_on(job_of_config(each.config, n_gpus, gpu, per_node), gpu)
+        rows.append({"overrides": overrides_of(each.config), **{key: plan[key] for key in plan if key != "reason"}})
+    return {
+        "gpus": n_gpus,
+        "gpu": gpu.hardware.name,
+        "planned": found.n_planned,
+        "did_not_fit": found.n_unfit,
+        "layouts": rows,
+        "why": why(rows[0], rows[1]) if len(rows) > 1 else None,
+    }
+
+
+def overrides_of(config: RunConfig) -> list[str]:
+    """What gives a config this layout, as overrides of the command line."""
+    parallel, train = config.parallel, config.train
+    found = [f"parallel.{name}={getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep", "zero")]
+    if parallel.pp > 1:
+        found.append(f"parallel.pipeline.name={parallel.pipeline.name}")
+        if isinstance(parallel.pipeline, Interleaved):
+            found.append(f"parallel.pipeline.n_chunks={parallel.pipeline.n_chunks}")
+    return [*found, f"train.micro_batch_size={train.micro_batch_size}", f"train.recompute={train.recompute}"]
+
+
+def why(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """In words: which parts of a step the first spends less on than the second, and which more."""
+    one, other = first["seconds_by_part"], second["seconds_by_part"]
+    gained = second["step_seconds"] - first["step_seconds"]
+    if gained < SAME * first["step_seconds"]:
+        held = second["peak_gb"] - first["peak_gb"]
+        return "the first takes as long as the second" + (f", and {held:.1f} GB less memory" if held > 0 else "")
+    gains = {part: other[part] - one[part] for part in one}
+    less = [part for part in sorted(gains, key=lambda part: -gains[part]) if gains[part] > SAME * gained][:2]
+    more = [part for part in sorted(gains, key=lambda part: gains[part]) if gains[part] < -SAME * gained][:1]
+    words = f"the first takes {gained:.3f} s less of a step than the second: less {told(less, gains)}"
+    return f"{words}, but more {told(more, gains)}" if more else words
+
+
+def told(parts: Sequence[str], gains: dict[str, float]) -> str:
+    """Parts with their seconds, in words."""
+    return " and ".join(f"{part} ({abs(gains[part]):.3f} s)" for part in parts)

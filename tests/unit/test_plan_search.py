@@ -1,0 +1,119 @@
+"""`plan --search`: what is legal, what fits, which is first, and why."""
+
+import itertools
+import json
+import time
+
+import pytest
+
+from launcher.cli import main
+from launcher.closed_form.forecast import plan_on
+from launcher.closed_form.gpus import capacity, gpu_of
+from launcher.closed_form.own import job_of_config, waits_of
+from launcher.config.load import load_config
+from launcher.config.rules import check
+from launcher.estimate.order import Passes, simulate
+from launcher.plan.search import layouts, overrides_of, search, why
+from parallel.pipeline.config import Interleaved, OneFOneB
+
+CONFIG = """\
+name: small
+model: {n_layers: 8, d_model: 1024, n_heads: 16, n_kv_heads: 16, d_ff: 4096, vocab_size: 32768}
+data: {seq_len: 2048, sources: [{path: none.txt}]}
+train: {global_batch_size: 64}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_what_is_found_is_legal_and_fits_and_is_in_order(path):
+    config, gpu = load_config(path, []), gpu_of("H100", 8, "")
+    found = search(config, 16, gpu, 8)
+    assert len(found.best) == 10 and found.n_planned > 100
+    assert all(not check(each.config, 16) and each.peak_bytes <= capacity(gpu) for each in found.best)
+    seconds = [each.seconds for each in found.best]
+    assert all(one <= other * 1.001 for one, other in itertools.pairwise(seconds))
+    given = plan_on(job_of_config(config, 16, gpu, 8), gpu)["step_seconds"]
+    assert seconds[0] <= given
+
+
+def test_every_layout_keeps_the_rules(path):
+    config = load_config(path, [])
+    found = list(layouts(config, 16, 8))
+    degrees = {(each.parallel.tp, each.parallel.pp, each.parallel.cp) for each in found}
+    assert (1, 1, 1) in degrees and (8, 2, 1) in degrees and (1, 8, 1) in degrees
+    assert all(not check(each, 16) for each in found[::7])
+
+
+def test_experts_are_dealt_over_ranks(path):
+    path.write_text(CONFIG.replace("32768}", "32768, moe: {n_experts: 16, top_k: 2, d_ff: 1024}}"))
+    found = list(layouts(load_config(path, []), 16, 8))
+    assert {each.parallel.ep for each in found} == {1, 2, 4, 8, 16}
+
+
+def test_a_smaller_gpu_leaves_fewer_layouts(path):
+    config = load_config(path, ["model.n_layers=64", "model.d_model=2048"])
+    large, small = (search(config, 16, gpu_of(name, 8, ""), 8) for name in ("A100-80", "A100-40"))
+    assert large.n_planned == small.n_planned and large.n_unfit < small.n_unfit
+
+
+@pytest.mark.slow
+def test_the_search_of_16384_gpus_takes_under_a_minute(tmp_path):
+    config = load_config("configs/models/llama-3-1-405b.yaml", ["train.global_batch_size=2048", "data.seq_len=8192"])
+    began = time.process_time()
+    found = search(config, 16384, gpu_of("H100", 8, ""), 8)
+    assert time.process_time() - began < 60
+    assert found.best and found.best[0].config.parallel.tp > 1
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), Interleaved(n_chunks=2)])
+def test_waits_of_few_micro_batches_are_those_of_many(schedule):
+    """A pipeline's ends are as long however many micro-batches pass between them."""
+    pp, n = 4, 48
+    order = simulate(
+        schedule, [Passes(*(each / (1 + isinstance(schedule, Interleaved)) for each in (1.0, 2.0)))] * pp, n
+    )
+    assert max(order.ends) / 3 - n == pytest.approx(waits_of(schedule, pp, n), rel=0.02)
+
+
+def test_the_command_explains_and_writes(path, tmp_path, capsys):
+    out = tmp_path / "best.yaml"
+    assert main(["plan", str(path), "--search", "--gpus", "16", "--write", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"][0]["fits"] and found["why"].startswith("the first takes ")
+    assert not check(load_config(out, []), 16)
+    assert overrides_of(load_config(out, [])) == found["layouts"][0]["overrides"]
+    assert main(["plan", str(path), "--search", "--gpus", "16"]) == 0
+    told = capsys.readouterr().out
+    assert "legal layouts" in told and "the first takes" in told
+
+
+def test_why_names_the_parts():
+    first = {"step_seconds": 1.0, "peak_gb": 3.0, "seconds_by_part": {"tp, cp": 0.2, "memory": 0.8}}
+    second = {"step_seconds": 1.4, "peak_gb": 4.0, "seconds_by_part": {"tp, cp": 0.8, "memory": 0.6}}
+    assert why(first, second).endswith("less tp, cp (0.600 s), but more memory (0.200 s)")
+    assert why(first, {**first, "peak_gb": 4.0}).endswith("1.0 GB less memory")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--search", "--write", "config.yaml"], "--write=config.yaml must be a new file"),
+        (["--search", "--write", "none/out.yaml"], "--write=none/out.yaml must be a new file"),
+        (["--write", "out.yaml"], "add --search"),
+        (["--search", "--gpu", "H1"], "--gpu=H1 must be one of"),
+        (["--search", "--gpus", "1", "model.n_layers=200", "model.d_model=8192"], "are too few"),
+        (["--search", "--gpus", "11"], "train.global_batch_size=64 must be a multiple of dp=11"),
+    ],
+)
+def test_refusals_change_nothing(path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(path.parent)
+    assert main(["plan", "config.yaml", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.out == ""
+    assert [each.name for each in path.parent.iterdir()] == ["config.yaml"]
