@@ -46,7 +46,6 @@ class Architecture:
     n_dense_layers: int = 0  # in front of the layers with experts
     window: int | None = None
     window_share: float = 0.5  # of the layers that have it
-    sinks: bool = False  # a learned logit in each head's softmax
 
     @property
     def n_moe_layers(self) -> int:
@@ -132,7 +131,7 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("glm-4-5", {"d_head": 128, "n_dense_layers": 3}),  # config.json of zai-org/GLM-4.5
     ("gemma-2-27b", {"d_head": 128, "window": 4096}),  # config.json of google/gemma-2-27b
     ("gemma-2", {"d_head": 256, "window": 4096}),  # config.json of google/gemma-2-2b and -9b
-    ("gpt-oss", {"d_head": 64, "window": 128, "sinks": True}),  # config.json of openai/gpt-oss-120b
+    ("gpt-oss", {"d_head": 64, "window": 128}),  # config.json of openai/gpt-oss-120b
 ]
 
 
@@ -189,7 +188,7 @@ def architecture_of(model: Mapping[str, Any], pp: int = 1) -> Architecture:
         "n_kv_heads": positive(model, "kv_heads") or heads,
         "d_ff": d_ff,
         "vocab_size": positive(model, "vocab") or 51200,
-        **{key: facts[key] for key in ("latent", "window", "sinks") if key in facts},
+        **{key: facts[key] for key in ("latent", "window") if key in facts},
         **moe,
     }
     stated = stated_parameters(model)

@@ -106,6 +106,5 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
         latent=latent,
         window=model.sliding_window,
         window_share=sum(each is not None for each in windows) / model.n_layers,
-        sinks=model.sinks,
         **experts,
     )

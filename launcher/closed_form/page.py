@@ -93,7 +93,7 @@ def time_tables(found: Evaluation) -> list[str]:
         "times at one layout.",
         "",
         *table((f"**{kind}**", [each for each in time if each.case.job.kind == kind]) for kind in kinds),
-        f"MoE with the {len(INFERRED)} facts below that only a publisher's own rows tell, which are then not left out:",
+        "MoE with what is inferred below from a publisher's own rows, which are then not left out:",
         "",
         *table([("MoE forced", [each for each in found.known if each.case.job.kind == "MoE forced"])]),
         "By publisher:",

@@ -19,7 +19,6 @@ class System:
     buffer_elements: float = 0.0  # of 16 bits, that sums over the replicas go through
     balances: bool = False  # the last position has fewer layers, for the head's sake, where pp divides them, too
     graphs: bool = False  # passes are replayed as a whole, and casts are part of other kernels: no time between kernels
-    no_sinks: tuple[str, ...] = ()  # families of GPUs on which attention with sinks goes through memory
     first_flash: bool = False  # the first FlashAttention, or Triton's version of it
 
 
@@ -61,13 +60,6 @@ INFERRED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "99",
         {"graphs": True},
         "MoE steps of one layout are 25 to 35% shorter with container 26.06, as if all launches and casts had gone",
-    ),
-    (
-        "megatron-bridge",
-        "0",
-        "26.06",
-        {"no_sinks": ("blackwell",)},
-        "GPT-OSS takes 15 ms more of a layer and micro-batch on GB200 than its products do: scores through memory",
     ),
 ]
 

@@ -183,7 +183,7 @@ class Step:
         peak = self.gpu.peak("bf16")
         width = arch.attention_width / job.tp
         again = 2 if job.recompute != "none" else 1
-        if job.system.flash and not (arch.sinks and self.gpu.hardware.family in job.system.no_sinks):
+        if job.system.flash:
             flops = 4 * self.tokens * arch.attended(job.seq_len) * width
             slower = FIRST_FLASH_SLOWER if job.system.first_flash else 1.0
             found["attention"] += flops * (again + ATTENTION_BACKWARD) * slower / peak
