@@ -15,7 +15,8 @@ nitpicky = True
 # A page opens from the disk as from a server: no script or font of another host, sources not copied beside it.
 html_theme = "furo"
 html_title = f"Roundtable {release}"
-html_baseurl = ""
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False

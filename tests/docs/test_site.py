@@ -119,6 +119,7 @@ def test_planted_faults_of_the_pages_stop_the_build(tmp_path, page, text, told):
     for name in ("config.md", "data.md"):
         (docs / name).write_text(f"# {name}\n")
     shutil.copy(DOCS / "conf.py", docs)
+    shutil.copytree(DOCS / "_static", docs / "_static")
     shutil.copy(DOCS.parent / "pyproject.toml", tmp_path)
     (docs / "index.md").write_text("# Home\n\n```{toctree}\nconfig\ndata\n```\n")
     assert build(docs, tmp_path / "whole").returncode == 0
