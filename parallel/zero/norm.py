@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CPU_PIECE = 1 << 16  # elements whose fp64 values stay in a core's cache
+
 
 def global_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """The root of the sum, over ranks, of each gradient's squares times its share: fp32 scalar. All ranks call it.
@@ -19,6 +21,14 @@ def global_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> 
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient, share in parts:
-        total += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64).square() * share
+        total += sum_of_squares(gradient.detach()) * share
     dist.all_reduce(total)
     return total.sqrt().float()
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """The sum of a gradient's squares, in fp64. On a CPU piece by piece: widened whole, it would take new memory."""
+    if not gradient.is_cpu:
+        return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    pieces = gradient.reshape(-1).split(CPU_PIECE)
+    return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in pieces]).square().sum()

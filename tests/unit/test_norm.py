@@ -1,0 +1,26 @@
+"""The sum of squares behind the gradient norm, piece by piece."""
+
+import math
+
+import pytest
+import torch
+
+from parallel.zero.norm import CPU_PIECE, sum_of_squares
+
+
+@pytest.mark.parametrize("numel", [0, 1, CPU_PIECE, CPU_PIECE + 1, 3 * CPU_PIECE - 7])
+def test_pieces_make_the_whole(numel: int) -> None:
+    """To 1e-12 of the sum that fp64 makes at once, of a contiguous gradient and of a transposed one."""
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    expected = float(gradient.double().square().sum())
+    assert math.isclose(float(sum_of_squares(gradient)), expected, rel_tol=1e-12)
+    matrix = torch.randn(3, numel, generator=torch.Generator().manual_seed(1)).T
+    assert math.isclose(float(sum_of_squares(matrix)), float(matrix.double().square().sum()), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_seen_in_any_piece(bad: float) -> None:
+    for place in (0, CPU_PIECE, 2 * CPU_PIECE):
+        gradient = torch.zeros(2 * CPU_PIECE + 1)
+        gradient[place] = bad
+        assert not math.isfinite(float(sum_of_squares(gradient)))
