@@ -35,7 +35,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_compiled_layouts_are_proven(tmp_path: Path, overrides: tuple[str, ...], ranks: int) -> None:
     """To the bounds of any proof: the reference computes plainly."""
-    outcome = prove(tmp_path, ("train.compile=on", *overrides), ranks)
+    outcome = prove(tmp_path, ("train.compile=on", *overrides), ranks, timeout_seconds=1000)
     assert outcome.proven, failures(outcome)
 
 

@@ -54,6 +54,7 @@ def prove(
     ranks: int = 2,
     fault: str | None = None,
     on_both_sides: tuple[BothSides, ...] = (),
+    timeout_seconds: int = 120,
 ) -> Outcome:
     """A proof of two steps; ``fault`` is planted in every rank, and both sides run within ``on_both_sides``."""
     stay_on_cpu()
@@ -62,7 +63,7 @@ def prove(
             stack.enter_context(enter())
         config, n_ranks = load_small(write_config(folder), overrides, ranks)
         before = functools.partial(prepare_rank, fault, on_both_sides)
-        return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=120)
+        return prove_in(folder, config, n_ranks, STEPS, before=before, timeout_seconds=timeout_seconds)
 
 
 def prepare_rank(fault: str | None, on_both_sides: tuple[BothSides, ...]) -> None:
