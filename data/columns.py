@@ -8,6 +8,7 @@ from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.lines import MEND, Expansion
 from data.shards import Slice
+from data.tally import Tally
 
 if TYPE_CHECKING:
     import pyarrow
@@ -16,8 +17,11 @@ ROWS_AT_ONCE = 64  # so that a page of equal values, stored once, is not made in
 FILE_MAGIC = b"ARROW1"  # begins Arrow's file format; its stream format, which `datasets` writes, has no name
 
 
-def read_parquet(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
-    """Each document of a row group, "" where it is null, and the part of the rows that have been read after it."""
+def read_parquet(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
+    """Each document of a row group, and the part of the rows that have been read after it.
+
+    "" where it is null, None where it is bad.
+    """
     import pyarrow.parquet
 
     with refusing(piece.path, "parquet"), pyarrow.parquet.ParquetFile(piece.path) as file:
@@ -27,14 +31,17 @@ def read_parquet(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple
         row, before = 0, sum(groups[:-1])
         limit, n_characters = Expansion(piece.path, piece.file_bytes), 0
         for batch in batches:
-            for text in texts_of(batch.column(0), piece.path, before + row):
-                row, n_characters = row + 1, n_characters + len(text)
+            for text in texts_of(batch.column(0), piece.path, before + row, tally):
+                row, n_characters = row + 1, n_characters + len(text or "")
                 yield text, row / max(row, groups[-1])
             limit.check(n_characters)
 
 
-def read_arrow(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
-    """Each document of an Arrow file, stream or file format, "" where it is null, and the part read after it: 0."""
+def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
+    """Each document of an Arrow file, stream or file format, and the part read after it: 0.
+
+    "" where it is null, None where it is bad.
+    """
     import pyarrow.ipc
 
     with refusing(piece.path, "Arrow"), pyarrow.memory_map(piece.path) as file:
@@ -48,8 +55,8 @@ def read_arrow(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[s
             column = batch.column(source.text_key)
             column.validate(full=True)  # offsets that lead outside the file would be read all the same
             for start in range(0, len(column), ROWS_AT_ONCE):
-                for text in texts_of(column[start : start + ROWS_AT_ONCE], piece.path, row):
-                    row, n_characters = row + 1, n_characters + len(text)
+                for text in texts_of(column[start : start + ROWS_AT_ONCE], piece.path, row, tally):
+                    row, n_characters = row + 1, n_characters + len(text or "")
                     yield text, 0.0
                 limit.check(n_characters)
 
@@ -77,20 +84,22 @@ def no_text_key(names: list[str], source: SourceConfig, path: str, key: str) -> 
     )
 
 
-def texts_of(column: Any, path: str, first_row: int) -> Iterator[str]:
-    """The column's texts, "" for nulls. Raises DataError, naming the row (from 0), where one is not UTF-8."""
+def texts_of(column: Any, path: str, first_row: int, tally: Tally) -> Iterator[str | None]:
+    """The column's texts, "" for nulls, None for one that is not UTF-8, which ``tally`` names by its row (from 0)."""
     try:
         texts = column.to_pylist()
     except UnicodeDecodeError:
-        texts = [_text_at(column, number, path, first_row + number) for number in range(len(column))]
+        return (_text_at(column, number, path, first_row + number, tally) for number in range(len(column)))
     return (text or "" for text in texts)
 
 
-def _text_at(column: Any, number: int, path: str, row: int) -> str | None:
+def _text_at(column: Any, number: int, path: str, row: int, tally: Tally) -> str | None:
     try:
-        return column[number].as_py()
+        return column[number].as_py() or ""
     except UnicodeDecodeError as error:
-        raise refuse(f"{path}: row {row}", f"is not UTF-8 ({reason_of(error)})", MEND) from error
+        why = f"is not UTF-8 ({reason_of(error)})"
+        tally.bad("not UTF-8", lambda: refuse(f"{path}: row {row}", why, MEND))
+        return None
 
 
 @contextmanager

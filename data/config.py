@@ -21,6 +21,8 @@ class SourceConfig:
     max_epochs: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = field(default=None, metadata={"usual": 4})
     exclude: tuple[str, ...] = ()  # globs; matching files are left out
     text_key: str = "text"  # the field or column that holds a document, in jsonl, parquet and Hugging Face data
+    # share of a shard's records that are left out and counted where they cannot be read; above it, preparation ends
+    max_bad_share: Annotated[float, Interval(ge=0, le=0.5)] = 0.0
     subset: str | None = None  # a Hugging Face dataset's configuration
     split: str = "train"  # a Hugging Face dataset's split
 

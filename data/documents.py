@@ -4,37 +4,49 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import zstandard
 
 from data.columns import no_text_key, read_arrow, read_parquet
 from data.config import SourceConfig
-from data.errors import reason_of, refuse
+from data.errors import DataError, reason_of, refuse
 from data.hub import hub_records
 from data.lines import MEND, line_number, read_lines
 from data.shards import Shard, Slice
 from data.sources import InputFile
+from data.tally import EMPTY, Tally
 
 LISTED = 8  # patterns, at most, in a remedy
 LOOKED_AT = 1 << 16  # bytes of a file, to tell whether it is text
 
 
-def read_documents(source: SourceConfig, shard: Shard, key: str) -> Iterator[tuple[str, float]]:
+def read_documents(
+    source: SourceConfig, shard: Shard, key: str, tally: Tally | None = None
+) -> Iterator[tuple[str, float]]:
     """Each document of the shard, with the bytes of input it stands for (they add up to the shard's ``n_bytes``).
 
-    Empty documents are left out. ``key`` names the source in errors. Raises DataError where the input cannot be read,
-    is not UTF-8 or lacks ``text_key``.
+    Empty documents are left out, and so are records that cannot be read, up to the source's ``max_bad_share``; all are
+    counted in ``tally``. ``key`` names the source in errors. Raises DataError where the input cannot be read, or more
+    of its records than that are not UTF-8, not JSON or without ``text_key``.
     """
+    tally = tally if tally is not None else Tally(source.max_bad_share)
     for piece in shard:
         reported = 0.0
-        for text, done in _read_slice(source, piece, key):
+        for text, done in _read_slice(source, piece, key, tally):
             done = min(done, piece.n_bytes)
+            if text == "" and not piece.whole and piece.kind == "text":
+                continue  # a part of a large file in which no line begins
+            tally.n_documents += 1
             if text:
                 yield text, done - reported
                 reported = done
+            elif text is not None:
+                tally.drop(EMPTY)
         if piece.n_bytes > reported:
             yield "", piece.n_bytes - reported
+    tally.check(key)
 
 
 def check_text(files: Sequence[InputFile], key: str) -> None:
@@ -79,21 +91,21 @@ def _not_utf8(error: UnicodeDecodeError, start: int) -> str:
     return f"is not UTF-8: byte {start + error.start} is 0x{byte:02x} (Latin-1 or the like)"
 
 
-def _read_slice(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
-    """Each document of a slice, and how many of the slice's bytes have been read after it."""
+def _read_slice(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
+    """Each document of a slice, None for a bad one, and how many of the slice's bytes have been read after it."""
     try:
         match piece.kind:
             case "text":
                 yield _read_text(piece), piece.n_bytes
             case "jsonl" | "jsonl.gz" | "jsonl.zst":
-                yield from _read_records(source, piece, key)
+                yield from _read_records(source, piece, key, tally)
             case "parquet":
-                yield from ((text, part * piece.n_bytes) for text, part in read_parquet(source, piece, key))
+                yield from ((text, part * piece.n_bytes) for text, part in read_parquet(source, piece, key, tally))
             case "arrow":
-                yield from ((text, part * piece.n_bytes) for text, part in read_arrow(source, piece, key))
+                yield from ((text, part * piece.n_bytes) for text, part in read_arrow(source, piece, key, tally))
             case "hub":
                 for record in hub_records(source, piece.start, key):
-                    yield _text_of(record, source, piece.path, key), 0
+                    yield _text_of(record, source, piece.path, key, tally), 0
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise refuse(piece.path, f"cannot be read ({reason_of(error)})", MEND) from error
 
@@ -112,16 +124,24 @@ def _read_text(piece: Slice) -> str:
         raise refuse(piece.path, _not_utf8(error, start), f"convert it to UTF-8; {MEND}") from error
 
 
-def _read_records(source: SourceConfig, piece: Slice, key: str) -> Iterator[tuple[str, float]]:
+def _read_records(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
     for line, start in read_lines(piece):
         if line.isspace():
             continue
+        done = start - piece.start + len(line)
         try:
             record = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            where = f"{piece.path}: line {line_number(piece, start)} (from byte {start} on)"
-            raise refuse(where, _why_not_json(error, start), MEND) from error
-        yield _text_of(record, source, piece.path, key), start - piece.start + len(line)
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
+            tally.bad(reason, partial(_bad_line, piece, start, _why_not_json(error, start)))
+            yield None, done
+        else:
+            yield _text_of(record, source, piece.path, key, tally), done
+
+
+def _bad_line(piece: Slice, start: int, why: str) -> DataError:
+    """The refusal of a line; reads the file up to it, to number it."""
+    return refuse(f"{piece.path}: line {line_number(piece, start)} (from byte {start} on)", why, MEND)
 
 
 def _why_not_json(error: Exception, start: int) -> str:
@@ -134,12 +154,15 @@ def _why_not_json(error: Exception, start: int) -> str:
             return f"is not JSON ({reason_of(error).partition(';')[0]})"
 
 
-def _text_of(record: Any, source: SourceConfig, path: str, key: str) -> str:
-    """The record's document; "" where it is null."""
+def _text_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally) -> str | None:
+    """The record's document; "" where it is null, None where there is none."""
     if not isinstance(record, dict) or source.text_key not in record:
-        raise no_text_key(list(record) if isinstance(record, dict) else [], source, path, key)
+        names = list(record) if isinstance(record, dict) else []
+        tally.bad("no text_key", lambda: no_text_key(names, source, path, key))
+        return None
     text = record[source.text_key]
     if not isinstance(text, str | None):
-        found = f"{key}.text_key={source.text_key!r}"
-        raise refuse(found, f"must hold text but holds {type(text).__name__} in {path}", "name another field")
+        found, rule = f"{key}.text_key={source.text_key!r}", f"must hold text but holds {type(text).__name__} in {path}"
+        tally.bad("not text", lambda: refuse(found, rule, "name another field"))
+        return None
     return text or ""

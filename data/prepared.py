@@ -61,6 +61,8 @@ def source_folder(config: DataConfig, source: SourceConfig, tokenizer: Path) -> 
         "heldout_fraction": config.heldout_fraction,
         "shard_bytes": config.shard_bytes,
     }
+    if source.max_bad_share:  # a folder of a source without it keeps the name that it had before there was one
+        fixes_the_tokens["max_bad_share"] = source.max_bad_share
     digest = xxhash.xxh3_64(json.dumps(fixes_the_tokens).encode()).hexdigest()
     return Path(config.token_dir) / f"{readable_stem(source.path)}-{digest}"
 

@@ -3,7 +3,7 @@
 import errno
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from data.documents import read_documents
 from data.errors import refuse
 from data.manifest import FileRecord, write_json
 from data.shards import Shard
+from data.tally import Tally
 from data.tokenfile import bin_path, idx_path, token_dtype
 from data.tokenizer import load_fast, read_info
 from data.tokenwriter import TokenFileWriter
@@ -58,6 +59,8 @@ class ShardRecord:
     train: FileRecord | None  # None: no document of the shard is in this split, and no file
     heldout: FileRecord | None
     forced: tuple[int, str] | None
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> documents left out
+    bad: list[str] = field(default_factory=list)  # the first of those that could not be read
 
     @property
     def files(self) -> list[FileRecord]:
@@ -73,16 +76,16 @@ def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) ->
     """
     hashes: list[int] = []
     writers: dict[str, TokenFileWriter] = {}
-    dtype = token_dtype(read_info(task.tokenizer).n_ids)
+    dtype, tally = token_dtype(read_info(task.tokenizer).n_ids), Tally(task.source.max_bad_share)
     try:
-        for digest, ids in _tokenize(task, report, stopped):
+        for digest, ids in _tokenize(task, report, stopped, tally):
             split = _split_of(digest, len(hashes), task)
             hashes.append(digest)
             if split not in writers:
                 writers[split] = TokenFileWriter(task.folder / f"{split}-{task.number:05}", dtype)
             writers[split].add(ids)
         files = {split: writer.finish() for split, writer in writers.items()}
-        record = _make_record(task, hashes, files)
+        record = _make_record(task, hashes, files, tally)
         write_json(_record_path(task.folder, task.number), asdict(record))
     except OSError as error:
         raise no_room(task.folder.parent, error) from error
@@ -110,6 +113,18 @@ def read_record(folder: Path, number: int) -> ShardRecord | None:
     return record
 
 
+def dropped_from(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """(documents left out by reason, the first ones that could not be read) of a prepared source's shards."""
+    counts: dict[str, int] = {}
+    bad: list[str] = []
+    for path in sorted(folder.glob("shard-*.json")):
+        record = read_record(folder, int(path.stem.partition("-")[2]))
+        for reason, count in (record.dropped if record is not None else {}).items():
+            counts[reason] = counts.get(reason, 0) + count
+        bad += record.bad if record is not None else []
+    return counts, bad
+
+
 def no_room(token_dir: Path, error: OSError) -> Exception:
     """The DataError of a full disk; any other OSError comes back as it is."""
     if error.errno not in NO_ROOM:
@@ -124,7 +139,8 @@ def _split_of(digest: int, document: int, task: ShardTask) -> str:
     return "heldout" if digest < task.heldout_fraction * HASH_RANGE else "train"
 
 
-def _make_record(task: ShardTask, hashes: list[int], files: dict[str, FileRecord]) -> ShardRecord:
+def _make_record(task: ShardTask, hashes: list[int], files: dict[str, FileRecord], tally: Tally) -> ShardRecord:
+    assert tally.n_documents == len(hashes) + sum(tally.dropped.values()), "each document is kept or dropped"
     numbered = [(digest, number) for number, digest in enumerate(hashes)]
     return ShardRecord(
         number=task.number,
@@ -134,6 +150,8 @@ def _make_record(task: ShardTask, hashes: list[int], files: dict[str, FileRecord
         train=files.get("train"),
         heldout=files.get("heldout"),
         forced=task.forced,
+        dropped=tally.dropped,
+        bad=tally.named,
     )
 
 
@@ -141,11 +159,13 @@ def _record_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05}.json"
 
 
-def _tokenize(task: ShardTask, report: Report, stopped: Callable[[], bool]) -> Iterator[tuple[int, np.ndarray]]:
+def _tokenize(
+    task: ShardTask, report: Report, stopped: Callable[[], bool], tally: Tally
+) -> Iterator[tuple[int, np.ndarray]]:
     """Each document's hash and its token ids, end of text included, in order."""
     tokenizer, eos = load_fast(task.tokenizer), read_info(task.tokenizer).eos_id
     parts: list[np.ndarray] = []
-    for batch, n_bytes in _batches(task):
+    for batch, n_bytes in _batches(task, tally):
         if stopped():
             raise StoppedError
         n_documents = n_tokens = 0
@@ -165,11 +185,11 @@ def _encode(tokenizer: "Tokenizer", batch: list[tuple[int | None, str]]) -> Iter
     return (np.array(encoding.ids, np.int64) for encoding in encodings)
 
 
-def _batches(task: ShardTask) -> Iterator[tuple[list[tuple[int | None, str]], float]]:
+def _batches(task: ShardTask, tally: Tally) -> Iterator[tuple[list[tuple[int | None, str]], float]]:
     """Batches of (hash, piece), with the bytes of input they stand for; the hash comes with a document's last piece."""
     batch: list[tuple[int | None, str]] = []
     n_characters, n_bytes = 0, 0.0
-    for text, done in read_documents(task.source, task.shard, task.key):
+    for text, done in read_documents(task.source, task.shard, task.key, tally):
         n_bytes += done
         digest, text = _hash_text(text)
         for piece, is_last in _pieces(text):

@@ -12,7 +12,9 @@ from data.packing import n_cut_in_sequence
 from data.pieces import shares_of
 from data.prepare import prepare
 from data.prepared import Prepared
+from data.shardwriter import dropped_from
 from data.sources import expand_path
+from data.tally import NAMED
 from data.tokenfile import TokenFile
 from launcher.config.tree import RunConfig
 from launcher.console import open_console, tell, text_column
@@ -31,7 +33,7 @@ def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None) -> Pre
     with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
         prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update, task=task)
     if prepared is not None:
-        found = [*packing_lines(config.data, prepared), *overlap_lines(config.data, prepared)]
+        found = [*dropped_lines(prepared), *packing_lines(config.data, prepared), *overlap_lines(config.data, prepared)]
         tell("\n".join([*found, summary(prepared, time.monotonic() - started)]))
     elif task is not None:
         tell(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data")
@@ -74,6 +76,21 @@ def packing_lines(data: DataConfig, prepared: Prepared) -> list[str]:
             cut, padding = shares["cut"], shares["padding"]
         how = f"packing {data.packing} at data.seq_len={data.seq_len}"
         lines.append(f"{part.path}: {how}: {padding:.2%} padding, {cut:.1%} of the documents cut")
+    return lines
+
+
+def dropped_lines(prepared: Prepared) -> list[str]:
+    """For each source that lost documents: how many there were, how many were left out and why, the first ones."""
+    lines = []
+    for part in prepared.sources:
+        if part.manifest is None:
+            continue
+        (dropped, bad), kept = dropped_from(part.path), sum(record.n_documents for record in part.manifest.files())
+        if dropped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
+            n_documents = kept + sum(dropped.values())
+            lines.append(f"{part.path}: {n_documents:,} documents, {kept:,} kept; left out: {reasons}")
+            lines += [f"  left out: {line}" for line in bad[:NAMED]]
     return lines
 
 

@@ -328,6 +328,7 @@ def place_of(key: str) -> str:
     return {
         "data.sources.weight": "data.sources[0].weight",
         "data.sources.max_epochs": "data.sources[0].max_epochs",
+        "data.sources.max_bad_share": "data.sources[0].max_bad_share",
         "data.stages.from_tokens": "data.stages[0].from_tokens",
         "data.stages.weights": "data.stages[0].weights[0]",
         "parallel.pipeline.layers": "parallel.pipeline.layers[0]",
@@ -361,7 +362,7 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 125
+    assert len(RANGES) == 126
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
