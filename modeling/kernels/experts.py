@@ -42,9 +42,10 @@ def experts_grouped(
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
 
-    Deterministic in both directions. The down projections are linear, so the weights multiply what goes into them,
-    which is narrower than what comes out. ``weights_TK``: None means ones, of one expert a token. ``swiglu_limit``: as
-    ``gated`` has it. Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device).
+    Deterministic in both directions. The down projections are linear, so where experts go one after another on a CPU
+    the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
+    than what comes out. ``weights_TK``: None means ones, of one expert a token. ``swiglu_limit``: as ``gated`` has it.
+    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device).
     """
     counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
     if row_multiple is None:
