@@ -23,8 +23,8 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def mesh_of(parallel: ParallelConfig, world_size: int, rank: int, device: torch.device) -> Mesh:
-    """The rank's mesh; within ``as_rank`` where there are others."""
-    if world_size == 1:
+    """The rank's mesh; within ``as_rank``, but for a lone rank that needs no groups."""
+    if world_size == 1 and not dist.is_initialized():
         return lone_mesh(device)
     degrees, axes, groups = Degrees.of(parallel, world_size), {}, {}
     for name in AXES:

@@ -71,11 +71,11 @@ def check_known(config: RunConfig) -> None:
         raise UserError(
             ["optimizer.name=muon has no estimate: nobody counts its products yet; try optimizer.name=adamw with --as"]
         )
-    if config.model.moe is not None and config.train.precision == "fp16":
+    if config.model.moe is not None and config.train.precision != "bf16":
         raise UserError(
             [
-                "train.precision=fp16 with model.moe cannot be traced: torch's rules for fake grouped products "
-                "take bf16 alone; try train.precision=bf16 with --as"
+                f"train.precision={config.train.precision} with model.moe cannot be traced: torch's rules for fake "
+                "grouped products take bf16 alone; try train.precision=bf16"
             ]
         )
 

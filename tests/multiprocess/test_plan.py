@@ -14,6 +14,8 @@ from plan_runs import measure_rank, planned_peak
 BOUND = 0.03
 MODEL = dataclasses.replace(MOE_MODEL, d_model=64, n_layers=4)
 CASES = {
+    "alone": (1, {"zero": 1}, {"precision": "bf16"}),
+    "alone_zero3": (1, {"zero": 3}, {"precision": "bf16"}),
     "zero0": (2, {"zero": 0}, {}),
     "zero1": (2, {"zero": 1}, {"precision": "bf16"}),
     "zero1_full": (2, {"zero": 1}, {"precision": "bf16", "recompute": "full"}),

@@ -82,6 +82,7 @@ def test_the_verdict_names_what_holds_most():
     [
         (["--gpu", "H1"], "--gpu=H1 must be one of A100-40GB, A100-80GB, B200, B300, GB200, GB300, H100, H200"),
         (["--gpus", "3", "parallel.tp=2"], "parallel"),
+        (["train.precision=fp32"], "train.precision=fp32 with model.moe cannot be traced"),
         (["--imbalance", "0.5"], "--imbalance=0.5 must be a number of at least 1"),
         (["--imbalance", "nan"], "--imbalance=nan must be a number of at least 1"),
     ],
