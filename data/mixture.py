@@ -14,6 +14,7 @@ from math import gcd, lcm
 
 import numpy as np
 
+DEALING = 2  # the order in which samples are dealt to three or more sources; it has changed once
 MOST_IN_TREE = 4  # sources that a tree of depth two holds, whose roundings add up to at most one sample
 LONGEST_PERIOD = 1 << 17  # samples of a table: 0.3 s to make, 1 MB (2026-11-23, Intel Xeon with AMX)
 EXACT = 1 << 30  # a share in more parts than this is computed in Python's integers: slower, and as exact

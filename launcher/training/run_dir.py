@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from data.errors import reason_of
+from data.mixture import DEALING
 from data.places import why_not_writable
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
@@ -135,21 +136,44 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
     old = saved_config(config.run_path)
     if old is None:
         return []
-    check_same_run(old, config.run_path / CONFIG, config, consumed_of(config))
+    scalars = newest_scalars(config)
+    check_dealing(config, scalars)
+    check_same_run(old, config.run_path / CONFIG, config, int(scalars.get("consumed", 0)))
     return changes_of_start(old, config)
 
 
-def consumed_of(config: RunConfig) -> int:
-    """Where the run has its next sample, as its newest checkpoint that can be read says; 0 where there is none."""
+def newest_scalars(config: RunConfig) -> dict[str, Any]:
+    """What the run's newest checkpoint that can be read says of its state; empty where there is none."""
     location = config.checkpoint_location
     with refusing_unreachable("checkpoint.dir", location):
         folders = list_checkpoints(location)
     for folder in reversed(folders):
         try:
-            return int(read_manifest(folder).scalars["consumed"])
-        except (DamagedCheckpoint, KeyError):
+            scalars = read_manifest(folder).scalars
+        except DamagedCheckpoint:
             continue
-    return 0
+        if "consumed" in scalars:
+            return scalars
+    return {}
+
+
+def consumed_of(config: RunConfig) -> int:
+    """Where the run has its next sample, as its newest checkpoint that can be read says; 0 where there is none."""
+    return int(newest_scalars(config).get("consumed", 0))
+
+
+def check_dealing(config: RunConfig, scalars: Mapping[str, Any]) -> None:
+    """Raises UserError where samples were dealt to the sources in another order when the checkpoint was written.
+
+    Of one source or two nothing has changed. A run from before would be given samples twice, and others never.
+    """
+    n_sources, dealing = len(config.data.sources), scalars.get("dealing", 1)
+    if n_sources < 3 or dealing == DEALING or not scalars.get("consumed", 0):
+        return
+    found = f"data.sources of {n_sources} sources are dealt in order {DEALING}"
+    rule = f"and {config.checkpoint_location} was trained in order {dealing}, so samples would come twice"
+    remedy = "go on with the version of Roundtable that wrote it, or begin another run from its weights (init_from)"
+    raise UserError([f"{found}, {rule}; {remedy}"])
 
 
 def changes_of_start(old: RunConfig, config: RunConfig) -> list[tuple[str, Any, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data.mixture import DEALING
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
@@ -39,6 +40,7 @@ class TrainState:
         """For the checkpoint's manifest."""
         return {
             "consumed": self.consumed,
+            "dealing": DEALING,
             "skipped": list(self.skipped),
             "tokens": self.tokens,
             "heldout": self.heldout,

@@ -131,6 +131,7 @@ class Scalars:
     loss_scaler: dict[Name, Annotated[float, Field(allow_inf_nan=False)]]
     heldout: tuple[Count, float] | None = None
     losses: Annotated[list[float], FailFast()] = field(default_factory=list)  # which older checkpoints lack
+    dealing: Count = 1  # the order in which samples were dealt to the sources, which older checkpoints lack
     written_by: Layout | None = None  # who does not train (a proof's plain side) does not say
 
 

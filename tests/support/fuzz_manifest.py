@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
         "tokens": 100,
         "heldout": [3, 2.5],
         "losses": [3.0, float("nan")],
+        "dealing": 2,
         "updates": 3,
         "loss_scaler": {"cur_scale": 65536.0, "cur_iter": 2},
         "written_by": {"ranks": 2, "pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1, "zero": 1, "precision": "fp16"},
