@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from modeling.config import BiasBalance, MoEConfig, ScoreName
 from modeling.dims import Weight
-from modeling.kernels.router_logits import router_logits
 
 
 class Score(NamedTuple):
@@ -98,9 +98,8 @@ class Router(nn.Module):
 
     def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
         """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
-        logits_TE = router_logits(hidden_TD, self.weight)
-        if self.logit_bias is not None:
-            logits_TE = logits_TE + self.logit_bias.float()
+        logit_bias_E = None if self.logit_bias is None else self.logit_bias.float()
+        logits_TE = F.linear(hidden_TD.float(), self.weight.float(), logit_bias_E)
         score = SCORES[self.score]
         scores_TE = score.of(logits_TE)
         indices_TK = self.settle(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK

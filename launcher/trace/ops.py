@@ -59,8 +59,7 @@ VIEWS = frozenset(
         "view_as",
     ]
 )
-LINEAR = "_linear_pointwise"  # oneDNN's, by the transpose of its second matrix
-PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", LINEAR))
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
 # Each with where queries, keys and values stand among its tensors.
 ATTENTION = {
     "_varlen_attn": 0,
@@ -194,8 +193,6 @@ def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
     left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
     if name == "_grouped_mm" and left.dim() == right.dim():  # the weights' gradient: each row in one group
         return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
-    if name == LINEAR:
-        right = right.mT
     many = left.shape[0] if name in ("bmm", "baddbmm") else 1
     return 2 * many * left.shape[-2] * left.shape[-1] * right.shape[-1]
 

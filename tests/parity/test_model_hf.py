@@ -554,8 +554,8 @@ def test_planted_rope_halves(family: FamilyName, monkeypatch: pytest.MonkeyPatch
     """Turning channel pairs (2c, 2c+1), as GPT-J does, is seen."""
     config, model, theirs, rows = whole_example(family)
 
-    def rotate_neighbors(heads_BSHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = (table[:, :, None, :] for table in tables)
+    def rotate_neighbors(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
+        cos, sin = (table[:, :, None, :] for table in (cos_BSR, sin_BSR))
         turning, rest = heads_BSHC.split([2 * cos.shape[-1], heads_BSHC.shape[-1] - 2 * cos.shape[-1]], dim=-1)
         even, odd = turning[..., ::2], turning[..., 1::2]
         turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
