@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,6 +60,7 @@ def measure_rank(config: RunConfig) -> Measured:
     from launcher.estimate.samples import WholeSequences
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
+    from modeling.kernels.scratch import Scratch
     from modeling.moe import MoE
     from parallel.expert import make_dispatch, sizes_on_host
     from parallel.mesh import close_mesh, open_mesh
@@ -72,7 +74,9 @@ def measure_rank(config: RunConfig) -> Measured:
         return [sent, received]
 
     samples: Any = WholeSequences(config)
-    with LiveBytes() as live:
+    # What kernels keep between calls is a CPU's alone: a plan is of a GPU.
+    anew = patch.object(Scratch, "take", lambda self, name, shape, like: like.new_empty(shape))
+    with anew, LiveBytes() as live:
         engine, state = build_engine(config, mesh, SIZES), TrainState()
         for module in engine.model.modules():
             if isinstance(module, MoE) and mesh.ep.degree > 1:
