@@ -74,6 +74,12 @@ class _Fused(Function):
         return tuple(found)
 
 
+def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function whose value's parts lie side by side: inductor may write a kernel for each of them."""
+    function.in_parts = True  # type: ignore[attr-defined]
+    return function
+
+
 @dataclass
 class Chain:
     """One function, or its gradients, for tensors of certain shapes and dtypes."""
@@ -83,6 +89,7 @@ class Chain:
     rows_vary: bool
     wanted: tuple[int, ...] | None  # the places of the tensors of which these are the gradients; None: values
     sums_rows: bool  # some of the gradients are of what all rows share, which takes a kernel of its own
+    in_parts: bool = False  # the value's parts lie side by side, and a kernel may make each of them
     compiled: Callable[..., tuple[Tensor, ...]] | None = None
     first_call_seconds: float = 0.0
 
@@ -115,10 +122,10 @@ class Chain:
     def moved_bytes(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
         """What its kernels read and write, each tensor once, but for what is read once more.
 
-        That is: by the kernel that sums over the rows, and where rows are long.
+        That is: by the kernel that sums over the rows, by that of a second part, and where rows are long.
         """
         longest = max(each.shape[-1] * each.element_size() for each in given if each.dim())
-        readings = 1 + self.sums_rows + (longest > ROW_BYTES)
+        readings = 1 + self.sums_rows + self.in_parts + (longest > ROW_BYTES)
         return readings * sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
 
 
@@ -181,7 +188,8 @@ def chain_of(
         plain = values(function, dict(numbers)) if wanted is None else gradients(function, dict(numbers), *wanted)
         # Of its own code object: torch counts the versions that it compiles of each.
         plain.__code__ = plain.__code__.replace(co_name="".join(c if c.isalnum() else "_" for c in name))  # type: ignore[attr-defined]
-        _chains.by_name[name] = Chain(label, plain, rows_vary, None if wanted is None else wanted[0], sums_rows)
+        places = None if wanted is None else wanted[0]
+        _chains.by_name[name] = Chain(label, plain, rows_vary, places, sums_rows, getattr(function, "in_parts", False))
         _chains.by_key[key] = name
     return name
 
