@@ -18,6 +18,7 @@ ROOM = ROOT / "parallel" / "zero"
 PARTS = ("launcher", "modeling", "parallel", "data", "benchmarks")
 HOUSE = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
 OUTSIDE = [path for path in HOUSE if ROOM not in path.parents]
+PEER = ROOT / "benchmarks/zero_step_speed.py"  # whose peer, `transformers`' class, goes through DeepSpeed by itself
 
 # What the room takes from DeepSpeed's objects, by the file that has to define it.
 TAKEN = {
@@ -150,7 +151,7 @@ def leaks(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_nothing_of_deepspeed_is_used_outside_the_room(path):
-    assert leaks(path) == []
+    assert leaks(path) == (["deepspeed"] if path == PEER else [])
 
 
 @pytest.mark.parametrize(
