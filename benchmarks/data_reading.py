@@ -1,13 +1,20 @@
 """Reading shuffled batches against a bare memory-map copy of the same windows; opening ten billion tokens.
 
-    python benchmarks/data_reading.py [--shape 64x2048x1 ...] [--tokens 50000000] [--rounds 5]
+    python benchmarks/data_reading.py [--shape 64x2048x1 ...] [--kind plain ...] [--tokens 50000000] [--rounds 5]
 
-A shape is samples x tokens x files; without one, all of docs/data.md's table. Three sides run in processes of their
-own, in turn, on the same files and the same windows in the same order. Copy: each window of seq_len + 1 tokens from a
-numpy memmap into an int64 array, one new array a batch. Read: Dataset.read, which finds the samples, looks at their
-ids and makes the batch's tokens. All: also its targets, positions and document numbers, which are made when they are
-first asked for; the four are three times the copy's bytes. Speeds are million tokens per CPU second; ``ratio`` and
-``all_ratio`` are the medians over the rounds of a side's time / the copy's. Prints one JSON line.
+A shape is samples x tokens x files; without one, all of docs/data.md's table. Kinds: plain; packed (by best fit);
+masked (half of the tokens are no targets); fim (half of the documents' parts are rearranged); cached (token files at a
+URL, whose blocks lie in the cache). Sides run in processes of their own, in turn, on the same files and the same
+windows in the same order:
+
+    copy     each window of seq_len + 1 tokens from a numpy memmap into an int64 array, one new array a batch
+    read     Dataset.read and the batch's tokens as int64
+    thread   what the thread that reads ahead does for a step: Dataset.read, ids looked at, documents found
+    step     what the step makes of that on its device, here the CPU: all arrays; the reading is not timed
+    all      Dataset.read and all of the batch's arrays on the host, as a rank of cp or tp is given them
+
+Speeds are million tokens per CPU second; ``ratio`` (of the read), ``thread_ratio``, ``step_ratio`` and ``all_ratio``
+are the medians over the rounds of a side's time / the copy's. Prints one JSON line.
 """
 
 import argparse
@@ -24,7 +31,11 @@ import numpy as np
 
 from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, open_dataset
-from data.tokenfile import HEADER, MAGIC, TokenFile, bin_path
+from data.fim import FillInTheMiddle
+from data.masks import MaskWriter
+from data.pieces import pieces_of
+from data.prepare import prepare
+from data.tokenfile import HEADER, MAGIC, TokenFile, bin_path, idx_path, mask_path
 from data.tokenwriter import TokenFileWriter
 
 VOCAB = 32_000
@@ -34,6 +45,8 @@ COUNTED = 15_360  # samples of a large batch
 
 
 SHAPES = ("64x2048x1", "64x2048x8", "64x512x1", "16x8192x1", "8x2048x1")
+KINDS = ("plain", "packed", "masked", "fim", "cached")
+SIDES = ("copy", "read", "thread", "step", "all")
 ARRAYS = ("tokens_BS", "targets_BS", "positions_BS", "documents_BS")
 
 
@@ -43,46 +56,56 @@ def main() -> None:
     parser.add_argument("--shape", action="append", metavar="SAMPLESxTOKENSxFILES")
     parser.add_argument("--tokens", type=int, default=50_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=["copy", "read", "all", "open"])
+    parser.add_argument("--kind", action="append", choices=KINDS)
+    parser.add_argument("--side", choices=[*SIDES, "open"])
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    shapes = args.shape or SHAPES
+    shapes, kinds = args.shape or SHAPES, args.kind or ["plain"]
     if args.side is not None:
-        set_shape(args, shapes[0])
-        side = {"copy": time_copy, "read": time_read, "all": time_all, "open": measure_opening}[args.side]
-        print(json.dumps(side(args)))
+        set_shape(args, shapes[0], kinds[0])
+        print(json.dumps(measure_opening(args) if args.side == "open" else {"seconds": time_side(args)}))
         return
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         args.folder = Path(folder)
-        rows = [compare(args, shape) for shape in shapes]
+        rows = [compare(args, shape, kind) for kind in kinds for shape in shapes]
         write_sparse(args.folder / "sparse")
-        print(json.dumps({"benchmark": "data_reading", "shapes": rows, **run_side(args, "open", SHAPES[0])}))
+        print(json.dumps({"benchmark": "data_reading", "shapes": rows, **run_side(args, "open", SHAPES[0], "plain")}))
 
 
-def set_shape(args: argparse.Namespace, shape: str) -> None:
-    """The shape's three numbers, as arguments."""
+def set_shape(args: argparse.Namespace, shape: str, kind: str) -> None:
+    """The shape's three numbers, as arguments, and the kind."""
     args.batch, args.seq_len, args.files = map(int, shape.split("x"))
+    args.one_kind = kind
 
 
-def compare(args: argparse.Namespace, shape: str) -> dict[str, float | str]:
-    """All rounds of the three sides at one shape."""
-    set_shape(args, shape)
+def compare(args: argparse.Namespace, shape: str, kind: str) -> dict[str, float | str]:
+    """All rounds of the sides at one shape."""
+    set_shape(args, shape, kind)
     write_files(args)
-    sides = ("copy", "read", "all")
-    rounds = [[run_side(args, side, shape)["seconds"] for side in sides] for _ in range(args.rounds)]
+    dataset = open_files(args)  # packs, or brings everything into the cache, before anything is timed
+    if kind == "cached":
+        for step in range(count_batches(args)):
+            dataset.read(samples_of(args, step))
+    rounds = [{side: run_side(args, side, shape, kind)["seconds"] for side in SIDES} for _ in range(args.rounds)]
     n_tokens = count_batches(args) * args.batch * args.seq_len
-    medians = (statistics.median(side) for side in zip(*rounds, strict=True))
-    return {
-        "shape": shape,
-        "ratio": statistics.median(read / copy for copy, read, _ in rounds),
-        "all_ratio": statistics.median(each / copy for copy, _, each in rounds),
-        **{f"{side}_mtok_per_cpu_second": n_tokens / median / 1e6 for side, median in zip(sides, medians, strict=True)},
-    }
+    row: dict[str, float | str] = {"shape": shape, "kind": kind}
+    for side in SIDES[1:]:
+        name = "ratio" if side == "read" else f"{side}_ratio"
+        row[name] = statistics.median(times[side] / times["copy"] for times in rounds)
+    for side in SIDES:
+        row[f"{side}_mtok_per_cpu_second"] = n_tokens / statistics.median(times[side] for times in rounds) / 1e6
+    return row
 
 
-def run_side(args: argparse.Namespace, side: str, shape: str) -> dict[str, float]:
+def run_side(args: argparse.Namespace, side: str, shape: str, kind: str) -> dict[str, float]:
     """One side in a fresh process."""
-    flags = [f"--side={side}", f"--shape={shape}", f"--folder={args.folder}", f"--tokens={args.tokens}"]
+    flags = [
+        f"--side={side}",
+        f"--shape={shape}",
+        f"--kind={kind}",
+        f"--folder={args.folder}",
+        f"--tokens={args.tokens}",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, *flags]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout)
@@ -95,14 +118,28 @@ def write_files(args: argparse.Namespace) -> None:
     draw = np.random.default_rng(0)
     for number in range(args.files):
         writer = TokenFileWriter(prefix(args, number), np.dtype(np.uint16))
+        lengths: list[int] = []
         while writer.n_tokens < args.tokens // args.files:
-            writer.add(draw.integers(0, VOCAB, 1 + int(draw.lognormal(np.log(600), 1))))
+            lengths.append(1 + int(draw.lognormal(np.log(600), 1)))
+            writer.add(draw.integers(0, VOCAB, lengths[-1]))
         writer.finish()
+        if args.one_kind == "masked":
+            write_mask(prefix(args, number), lengths)
+
+
+def write_mask(path: Path, lengths: list[int]) -> None:
+    """The second half of each document are targets."""
+    with mask_path(path).open("wb") as file:
+        writer = MaskWriter(file)
+        for length in lengths:
+            writer.add(np.arange(length) >= length // 2)
+        writer.finish(idx_path(path))
 
 
 def prefix(args: argparse.Namespace, number: int) -> Path:
-    """The token file of this number."""
-    return args.folder / f"tokens-{number + 1}-of-{args.files}"
+    """The token file of this number; those with masks are files of their own."""
+    kind = "masked" if args.one_kind == "masked" else "tokens"
+    return args.folder / f"{kind}-{number + 1}-of-{args.files}"
 
 
 def write_sparse(path: Path) -> None:
@@ -119,8 +156,21 @@ def write_sparse(path: Path) -> None:
 
 def open_files(args: argparse.Namespace) -> Dataset:
     """The files as sources of equal weight."""
-    sources = tuple(SourceConfig(path=str(prefix(args, number))) for number in range(args.files))
-    return open_dataset(DataConfig(seq_len=args.seq_len, sources=sources), seed=0, vocab_size=VOCAB, split="train")
+    where = "file://" if args.one_kind == "cached" else ""
+    sources = tuple(SourceConfig(path=f"{where}{prefix(args, number)}") for number in range(args.files))
+    config = DataConfig(
+        seq_len=args.seq_len,
+        sources=sources,
+        packing="best_fit" if args.one_kind == "packed" else "sequential",
+        token_dir=str(args.folder / "prepared"),
+        cache_dir=str(args.folder / "cache"),
+    )
+    if args.one_kind in {"packed", "cached"}:
+        prepare(config, vocab_size=VOCAB)
+    dataset = open_dataset(config, seed=0, vocab_size=VOCAB, split="train")
+    if args.one_kind == "fim":
+        dataset.fim = FillInTheMiddle(0.5, 0.5, (VOCAB - 3, VOCAB - 2, VOCAB - 1), eos_id=0, seed=0)
+    return dataset
 
 
 def count_batches(args: argparse.Namespace) -> int:
@@ -128,40 +178,68 @@ def count_batches(args: argparse.Namespace) -> int:
     return args.tokens // (args.batch * args.seq_len)
 
 
-def time_read(args: argparse.Namespace) -> dict[str, float]:
-    """CPU seconds of reading every batch of one pass."""
+def samples_of(args: argparse.Namespace, step: int) -> np.ndarray:
+    """The samples of one batch."""
+    return np.arange(step * args.batch, (step + 1) * args.batch)
+
+
+def time_side(args: argparse.Namespace) -> float:
+    """CPU seconds of one side for every batch of one pass."""
     dataset = open_files(args)
+    if args.side == "copy":
+        return time_copy(args, dataset)
+    if args.side in {"thread", "step"}:
+        return time_training(args, dataset)
     start = time.process_time()
     for step in range(count_batches(args)):
-        dataset.read(np.arange(step * args.batch, (step + 1) * args.batch))
-    return {"seconds": time.process_time() - start}
+        batch = dataset.read(samples_of(args, step))
+        if args.side == "read":
+            _ = batch.tokens_BS
+        if args.side == "all":
+            for name in ARRAYS:
+                getattr(batch, name)
+    return time.process_time() - start
 
 
-def time_all(args: argparse.Namespace) -> dict[str, float]:
-    """CPU seconds of reading every batch of one pass with all of its arrays."""
-    dataset = open_files(args)
-    start = time.process_time()
+def time_training(args: argparse.Namespace, dataset: Dataset) -> float:
+    """CPU seconds of the thread or the step for every batch of one pass."""
+    import torch  # takes seconds, which the other sides do without
+
+    from launcher.training.batches import narrow
+
+    device, seconds = torch.device("cpu"), {"thread": 0.0, "step": 0.0}
     for step in range(count_batches(args)):
-        batch = dataset.read(np.arange(step * args.batch, (step + 1) * args.batch))
-        for name in ARRAYS:
-            getattr(batch, name)
-    return {"seconds": time.process_time() - start}
+        begin = time.process_time()
+        kept = narrow(dataset.read(samples_of(args, step)), device)
+        read = time.process_time()
+        if args.side == "step":
+            kept.spread(device)
+        seconds["thread"] += read - begin
+        seconds["step"] += time.process_time() - read
+    return seconds[args.side]
 
 
-def time_copy(args: argparse.Namespace) -> dict[str, float]:
+def time_copy(args: argparse.Namespace, dataset: Dataset) -> float:
     """CPU seconds of copying the same windows."""
-    dataset = open_files(args)
     files = [np.memmap(bin_path(prefix(args, n)), TokenFile(prefix(args, n)).dtype, "r") for n in range(args.files)]
-    batches = []
-    for step in range(count_batches(args)):
-        located = dataset._locate(np.arange(step * args.batch, (step + 1) * args.batch))
-        batches.append([column.tolist() for column in located])
+    batches = [ranges_of(dataset, samples_of(args, step)) for step in range(count_batches(args))]
     start = time.process_time()
-    for file_B, start_B, length_B in batches:
-        out = np.empty((args.batch, args.seq_len + 1), np.int64)
-        for row, (file, first, length) in enumerate(zip(file_B, start_B, length_B, strict=True)):
-            out[row, :length] = files[file][first : first + length]
-    return {"seconds": time.process_time() - start}
+    for ranges in batches:
+        out = (np.zeros if args.one_kind == "packed" else np.empty)((args.batch, args.seq_len + 1), np.int64)
+        for row, offset, file, first, length in ranges:
+            out[row, offset : offset + length] = files[file][first : first + length]
+    return time.process_time() - start
+
+
+def ranges_of(dataset: Dataset, indices: np.ndarray) -> list[tuple[int, ...]]:
+    """(row, place in it, file, first token, tokens) of each range that these samples are made of."""
+    file_B, start_B, length_B = dataset._locate(indices)
+    rows_B = np.arange(len(file_B))
+    columns = (rows_B, np.zeros_like(rows_B), file_B, start_B, length_B)
+    if dataset._packings:
+        pieces = pieces_of(dataset._packings, file_B, start_B)
+        columns = (pieces.row_P, pieces.offset_P, pieces.file_P, pieces.start_P, pieces.length_P)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def measure_opening(args: argparse.Namespace) -> dict[str, float]:

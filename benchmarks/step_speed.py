@@ -40,35 +40,45 @@ CONFIG = ModelConfig(
     d_ff=768,
     moe=MoEConfig(n_experts=16, top_k=4, d_ff=192, score="softmax"),
 )
-PEERS = ("transformers", "transformers_autocast")
-SIDES = ("ours", *PEERS)
+SIDES = ("ours", "transformers", "transformers_autocast")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    compare("step_speed", __file__, __doc__, SIDES, measure)
+
+
+def compare(
+    name: str, script: str, about: str | None, sides: tuple[str, ...], measure: Callable[[str, int], dict[str, float]]
+) -> None:
+    """Measures ``sides``, ours first and the peers after it, each in processes of ``script`` of its own; one JSON line.
+
+    ``measure(side, steps)`` gives ``tokens_a_cpu_second`` and ``peak_gb`` of the process that calls it.
+    """
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--side", choices=sides)
     arguments = parser.parse_args()
     if arguments.side is not None:
         print(json.dumps(measure(arguments.side, arguments.steps)))
         return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(arguments.rounds):
-        for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, "--steps", str(arguments.steps)]
+        for side in sides:
+            command = [sys.executable, script, "--side", side, "--steps", str(arguments.steps)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found[side].append(json.loads(done.stdout.splitlines()[-1]))
     figures = {
         side: {key: round(median(each[key] for each in rounds), 2) for key in rounds[0]}
         for side, rounds in found.items()
     }
-    speed, peak = ({side: figures[side][key] for side in SIDES} for key in ("tokens_a_cpu_second", "peak_gb"))
+    speed, peak = ({side: figures[side][key] for side in sides} for key in ("tokens_a_cpu_second", "peak_gb"))
+    ours, *peers = sides
     ratios = {
-        "ratio": round(speed["ours"] / max(speed[peer] for peer in PEERS), 3),
-        "peak_ratio": round(peak["ours"] / min(peak[peer] for peer in PEERS), 3),
+        "ratio": round(speed[ours] / max(speed[peer] for peer in peers), 3),
+        "peak_ratio": round(peak[ours] / min(peak[peer] for peer in peers), 3),
     }
-    print(json.dumps({"benchmark": "step_speed", "torch": torch.__version__, **figures, **ratios}))
+    print(json.dumps({"benchmark": name, "torch": torch.__version__, **figures, **ratios}))
 
 
 def measure(side: str, steps: int) -> dict[str, float]:

@@ -9,52 +9,23 @@ engine around the class, with its default of bf16 gradients (``transformers``) a
 our speed over that of the faster of the two, ``peak_ratio`` our peak over the smaller one.
 """
 
-import argparse
-import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
-from step_speed import BATCH, CONFIG, SEQ_LEN, batch, build_theirs
+from step_speed import BATCH, CONFIG, SEQ_LEN, batch, build_theirs, compare
 
-PEERS = ("transformers", "transformers_fp32_sums")
-SIDES = ("ours", *PEERS)
+SIDES = ("ours", "transformers", "transformers_fp32_sums")
 LR = 1e-4
 CLIP_NORM = 1.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=SIDES)
-    arguments = parser.parse_args()
-    if arguments.side is not None:
-        print(json.dumps(measure(arguments.side, arguments.steps)))
-        return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for _ in range(arguments.rounds):
-        for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, "--steps", str(arguments.steps)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    figures = {
-        side: {key: round(median(each[key] for each in rounds), 2) for key in rounds[0]}
-        for side, rounds in found.items()
-    }
-    speed, peak = ({side: figures[side][key] for side in SIDES} for key in ("tokens_a_cpu_second", "peak_gb"))
-    ratios = {
-        "ratio": round(speed["ours"] / max(speed[peer] for peer in PEERS), 3),
-        "peak_ratio": round(peak["ours"] / min(peak[peer] for peer in PEERS), 3),
-    }
-    print(json.dumps({"benchmark": "zero_step_speed", "torch": torch.__version__, **figures, **ratios}))
+    compare("zero_step_speed", __file__, __doc__, SIDES, measure)
 
 
 def measure(side: str, steps: int) -> dict[str, float]:

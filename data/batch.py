@@ -21,17 +21,15 @@ FindFragments = Callable[[], tuple[np.ndarray, np.ndarray]]
 class Batch:
     """Packed samples as numpy arrays, all of shape [B, S].
 
-    ``tokens_BS`` is made with the batch. The other arrays are made when they are first asked for, from the windows and
-    the documents' boundaries, and kept: a reader who wants tokens alone pays for tokens alone. Writing into one array
-    changes no other.
+    Each array is made when it is first asked for, from the windows and the documents' boundaries, and kept: a reader
+    who wants tokens alone pays for tokens alone, and one who wants the windows for none. Writing into one array changes
+    no other.
 
     A position whose target is ``IGNORED`` but whose document is not ``PADDING`` is a real token (the last of its
     document, or of its shard): it is routed and attended to, it only predicts nothing. The tokens of documents that
     are left out are padding, wherever they lie; the other documents keep their numbers.
     """
 
-    tokens_BS: np.ndarray  # int64: input token ids; 0 in padding
-    room_BS: np.ndarray  # int64, not yet filled: where the targets will lie
     window_BW: (
         np.ndarray
     )  # the ids as the token file's type has them, with the one after the last position; 0 in padding
@@ -39,6 +37,7 @@ class Batch:
     # (row_F, offset_F): each fragment's window and its first token in it, sorted by both; the first of a window is at 0
     find_fragments: FindFragments
     left_out_L: np.ndarray = field(default_factory=NOTHING.copy)  # int64 [3, L]: window, first token, the one after
+    is_target_BW: np.ndarray | None = None  # bool: whether predicting each token of a window counts; None: each does
 
     @classmethod
     def of(
@@ -47,28 +46,58 @@ class Batch:
         length_B: np.ndarray,
         find_fragments: FindFragments,
         left_out_L: np.ndarray = NOTHING,
+        is_target_BW: np.ndarray | None = None,
     ) -> "Batch":
         """The batch of these windows, which are zero past their lengths.
 
         ``left_out_L``: parts of documents (window, first token, the one after the last) that are padding instead.
-
-        Tokens and targets are cut from one allocation: freeing two of a megabyte each makes the C library return their
-        pages to the system, and fetching them again cost more than filling them (539 us against 124 us at 64 x 2048
-        tokens, 2026-11-20, one EPYC core). Until targets are asked for, their half is address space alone.
+        ``is_target_BW``: whether predicting each token counts, where a source has a mask.
         """
-        shape = window_BW.shape[0], window_BW.shape[1] - 1
-        tokens_BS, room_BS = np.empty((2, *shape), np.int64)
-        tokens_BS[...] = window_BW[:, :-1]
-        for row, first, stop in left_out_L.T.tolist():
+        return cls(window_BW, length_B, find_fragments, left_out_L, is_target_BW)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(samples, positions of each)."""
+        return self.window_BW.shape[0], self.window_BW.shape[1] - 1
+
+    @cached_property
+    def _room(self) -> np.ndarray:
+        """int64 [2, B, S], not yet filled: where the tokens and targets will lie.
+
+        They are cut from one allocation: freeing two of a megabyte each makes the C library return their pages to the
+        system, and fetching them again cost more than filling them (539 us against 124 us at 64 x 2048 tokens,
+        2026-11-20, one EPYC core). Until targets are asked for, their half is address space alone.
+        """
+        return np.empty((2, *self.shape), np.int64)
+
+    @cached_property
+    def tokens_BS(self) -> np.ndarray:
+        """int64: input token ids; 0 in padding."""
+        tokens_BS = self._room[0]
+        tokens_BS[...] = self.window_BW[:, :-1]
+        for row, first, stop in self.left_out_L.T.tolist():
             tokens_BS[row, first:stop] = 0
-        return cls(tokens_BS, room_BS, window_BW, length_B, find_fragments, left_out_L)
+        return tokens_BS
 
     @cached_property
     def targets_BS(self) -> np.ndarray:
-        """int64: the next token of the same document; IGNORED where there is none."""
-        targets_BS = self.room_BS
+        """int64: the next token of the same document; IGNORED where there is none, or where it is no target."""
+        targets_BS = self._fill_next(self._room[1])
+        if self.is_target_BW is not None:
+            targets_BS[~self.is_target_BW[:, 1:]] = IGNORED
+        return targets_BS
+
+    @cached_property
+    def next_BS(self) -> np.ndarray | None:
+        """int64: the next token of the same document, target or not; IGNORED where there is none.
+
+        None where every such token is a target: then these are the targets.
+        """
+        return self._fill_next(np.empty_like(self._room[1])) if self.is_target_BW is not None else None
+
+    def _fill_next(self, targets_BS: np.ndarray) -> np.ndarray:
         targets_BS[...] = self.window_BW[:, 1:]
-        _, offset_F, start_F = self._fragments
+        _, offset_F, start_F = self.fragments
         targets_BS.reshape(-1)[start_F[offset_F > 0] - 1] = IGNORED
         for row in self._short_rows:
             targets_BS[row, self.length_B[row] - 1 :] = IGNORED
@@ -89,19 +118,52 @@ class Batch:
     @property
     def has_padding(self) -> bool:
         """Whether any position holds no token; told by the lengths, so no array is looked through."""
-        seq_len = self.tokens_BS.shape[1]
+        seq_len = self.shape[1]
         return bool((self.length_B < seq_len).any() or (self.left_out_L[1] < seq_len).any())
 
     @cached_property
-    def _fragments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def is_padding_BS(self) -> np.ndarray | None:
+        """bool: whether a position holds no token; None where none is padding."""
+        if not self.has_padding:
+            return None
+        is_padding_BS = np.zeros(self.shape, bool)
+        for row in self._short_rows:
+            is_padding_BS[row, self.length_B[row] :] = True
+        for row, first, stop in self.left_out_L.T.tolist():
+            is_padding_BS[row, first:stop] = True
+        return is_padding_BS
+
+    @property
+    def boundaries(self) -> np.ndarray:
+        """int32: where documents begin among the B * S positions, and their number; found from the fragments alone.
+
+        Each stretch of padding within a row counts as a document.
+        """
+        row_F, offset_F, start_F = self.fragments
+        seq_len = self.shape[1]
+        is_padding_F = np.zeros(len(row_F), bool)
+        if self.left_out_L.shape[1]:
+            row_L, first_L, _ = self.left_out_L
+            is_padding_F = np.isin(row_F * (seq_len + 1) + offset_F, row_L * (seq_len + 1) + first_L)
+        is_input_F = offset_F < seq_len
+        row_P = np.flatnonzero(self.length_B < seq_len)
+        start_R = np.concatenate([start_F[is_input_F], row_P * seq_len + self.length_B[row_P]])
+        is_padding_R = np.concatenate([is_padding_F[is_input_F], np.ones(len(row_P), bool)])
+        order = np.argsort(start_R)
+        start_R, is_padding_R = start_R[order], is_padding_R[order]
+        goes_on_R = is_padding_R & np.append(False, is_padding_R[:-1]) & (start_R % seq_len > 0)
+        return np.append(start_R[~goes_on_R], len(self.length_B) * seq_len).astype(np.int32)
+
+    @cached_property
+    def fragments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(row_F, offset_F, start_F): the last counts through the flat batch."""
         row_F, offset_F = self.find_fragments()
-        return row_F, offset_F, row_F * self.tokens_BS.shape[1] + offset_F
+        return row_F, offset_F, row_F * self.shape[1] + offset_F
 
     @cached_property
     def _short_rows(self) -> np.ndarray:
         """The samples that have padding, or whose last target does not count."""
-        return np.flatnonzero(self.length_B <= self.tokens_BS.shape[1])
+        return np.flatnonzero(self.length_B <= self.shape[1])
 
     @cached_property
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -110,15 +172,15 @@ class Batch:
         A document that begins with a window's last token, which is only a target, starts where the next row does, and
         is left with no length.
         """
-        row_F, offset_F, start_F = self._fragments
-        ramp = _ramp(self.tokens_BS.size)
+        row_F, offset_F, start_F = self.fragments
+        ramp = _ramp(self.shape[0] * self.shape[1])
         length_F = np.empty_like(start_F)
         np.subtract(start_F[1:], start_F[:-1], out=length_F[:-1])
         length_F[-1:] = len(ramp) - start_F[-1:]
         number_F = np.arange(len(row_F), dtype=np.int32) - np.flatnonzero(offset_F == 0).astype(np.int32)[row_F]
         positions, documents = np.repeat(start_F.astype(np.int32), length_F), np.repeat(number_F, length_F)
         np.subtract(ramp, positions, out=positions)
-        positions_BS, documents_BS = positions.reshape(self.tokens_BS.shape), documents.reshape(self.tokens_BS.shape)
+        positions_BS, documents_BS = positions.reshape(self.shape), documents.reshape(self.shape)
         for row in self._short_rows:
             positions_BS[row, self.length_B[row] :], documents_BS[row, self.length_B[row] :] = 0, PADDING
         for row, first, stop in self.left_out_L.T.tolist():

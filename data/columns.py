@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from data.chat import chat_of
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.lines import MEND, Expansion
@@ -25,13 +27,13 @@ def read_parquet(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> 
     import pyarrow.parquet
 
     with refusing(piece.path, "parquet"), pyarrow.parquet.ParquetFile(piece.path) as file:
-        check_column(file.schema_arrow, source, piece.path, key)
+        names = columns_of(file.schema_arrow, source, piece.path, key)
         groups = [file.metadata.row_group(number).num_rows for number in range(piece.start + 1)]
-        batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[piece.start], columns=[source.text_key])
+        batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[piece.start], columns=names)
         row, before = 0, sum(groups[:-1])
         limit, n_characters = Expansion(piece.path, piece.file_bytes), 0
         for batch in batches:
-            for text in texts_of(batch.column(0), piece.path, before + row, tally):
+            for text in documents_of(batch, source, piece.path, before + row, key, tally):
                 row, n_characters = row + 1, n_characters + len(text or "")
                 yield text, row / max(row, groups[-1])
             limit.check(n_characters)
@@ -48,17 +50,45 @@ def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> It
         is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
         file.seek(0)
         reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-        check_column(reader.schema, source, piece.path, key)
+        names = columns_of(reader.schema, source, piece.path, key)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
         row, n_characters, limit = 0, 0, Expansion(piece.path, piece.file_bytes)
         for batch in batches:
-            column = batch.column(source.text_key)
-            column.validate(full=True)  # offsets that lead outside the file would be read all the same
-            for start in range(0, len(column), ROWS_AT_ONCE):
-                for text in texts_of(column[start : start + ROWS_AT_ONCE], piece.path, row, tally):
+            batch = batch.select(names)
+            batch.validate(full=True)  # offsets that lead outside the file would be read all the same
+            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                rows = batch.slice(start, ROWS_AT_ONCE)
+                for text in documents_of(rows, source, piece.path, row, key, tally):
                     row, n_characters = row + 1, n_characters + len(text or "")
                     yield text, 0.0
                 limit.check(n_characters)
+
+
+def columns_of(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> list[str]:
+    """The columns to read. Raises DataError where they are not there, or where that of text holds none."""
+    if source.chat is None:
+        check_column(schema, source, path, key)
+        return [source.text_key]
+    wanted = (source.chat.messages_key, source.chat.prompt_key, source.chat.completion_key, "tools")
+    return [name for name in wanted if schema.names.count(name) == 1]
+
+
+def documents_of(
+    rows: "pyarrow.RecordBatch", source: SourceConfig, path: str, first_row: int, key: str, tally: Tally
+) -> Iterator[str | None]:
+    """The document of each row: its text, or its chat; see ``texts_of``."""
+    if source.chat is None:
+        yield from texts_of(rows.column(0), path, first_row, tally)
+        return
+    for number in range(rows.num_rows):
+        try:
+            (record,) = rows.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            why, row = f"is not UTF-8 ({reason_of(error)})", first_row + number
+            tally.bad("not UTF-8", partial(refuse, f"{path}: row {row}", why, MEND))
+            yield None
+        else:
+            yield chat_of(record, source, path, key, tally)
 
 
 def check_column(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> None:

@@ -9,47 +9,35 @@ Shape letters: B samples, S positions (seq_len), P pieces (the ranges of tokens 
 (a document's part in a sample).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import xxhash
 
 from data.batch import Batch
 from data.boundaries import Boundaries
 from data.config import DataConfig
 from data.document_names import DocumentNames
 from data.errors import DataError, refuse
-from data.foreign import empty_problem, id_problem, vocabulary_problem
-from data.manifest import size_problems
+from data.fim import Cut, FillInTheMiddle, fill_in_the_middle
+from data.foreign import id_problem
+from data.masks import ROWS_AT_ONCE, Masks, count_ahead
 from data.mixture import weight_fraction
+from data.opened import Source, Split, check_not_empty, open_heldout, open_source, packings_of
 from data.order import hopped_ranges, permutation_key, permute, unpermute
-from data.packed import packed_by_of, read_packing
-from data.packing import Packing
 from data.pieces import Pieces, pieces_of, samples_with, shares_of
-from data.prepared import Prepared, PreparedSource, locate, source_names
-from data.sources import expand_path
+from data.prepared import locate, source_names
+from data.remote_index import token_prefix
 from data.stages import Stages, stages_of
 from data.tokenfile import TokenFile
 from data.tokenizer import PREPARE
 from data.without import LeftOutParts, Listed, find_listed, read_list
 
-Split = Literal["train", "heldout"]
 # Places in the training order that are worked out at once, and kept: a step asks for its samples several times over, to
 # count them and then micro-batch by micro-batch, and for 64 samples numpy's calls cost more than their work.
 BLOCK = 4096
-
-
-@dataclass(frozen=True)
-class Source:
-    """The token files of one part of the mixture. Samples are numbered through all of them."""
-
-    weight: float
-    files: tuple[TokenFile, ...]
-    trusted: bool  # prepared here: the manifest vouches for the largest id, so batches need no check
-    name: str = ""  # in metrics
-    packings: tuple[Packing, ...] = ()  # one for each file, of the dataset's seq_len; none: laid end to end
 
 
 class Dataset:
@@ -64,8 +52,12 @@ class Dataset:
         vocab_size: int,
         shuffled: bool,
         config: DataConfig | None = None,
+        fim: FillInTheMiddle | None = None,
     ) -> None:
-        """``config`` says how the training order is dealt to the sources; None: by their weights, without end."""
+        """``config`` says how the training order is dealt to the sources; None: by their weights, without end.
+
+        ``fim``: documents' parts are rearranged so; those of files with a mask of targets are not.
+        """
         self.seq_len, self.seed, self.vocab_size, self.shuffled = seq_len, seed, vocab_size, shuffled
         sources = tuple(sources)
         self._files = [file for source in sources for file in source.files]
@@ -83,14 +75,17 @@ class Dataset:
         self._source_bounds = self._first_sample[file_bounds]
         self._tokens = [file.tokens for file in self._files]
         self._has_large_file = any(file.is_large for file in self._files)
+        self._has_remote_file = any(file.is_remote for file in self._files)
         self._file_tokens = np.array([file.n_tokens for file in self._files], np.int64)
         self._boundaries = Boundaries(self._files)
         self.document_names = DocumentNames(self.names, self._files, self.file_sources)
         self._left_out = LeftOutParts(self._files)
+        self.masks, self.fim = Masks(self._files), fim
         self._place_block = lru_cache(maxsize=4)(
             lambda block: self._place(self._shuffle(np.arange(block * BLOCK, self._stop_of_block(block))))
         )
         self._measure = lru_cache(maxsize=2)(self._fragment_lengths)
+        self._count_masked = lru_cache(maxsize=2)(self._targets_by_distance)
         self._keys: dict[tuple[int, int], np.ndarray] = {}
         self._source_samples = np.diff(self._source_bounds).tolist()
         self.n_samples = int(self._source_bounds[-1])
@@ -109,6 +104,7 @@ class Dataset:
         """
         self._left_out = LeftOutParts(self._files, find_listed(self.document_names, listed, key))
         self._measure.cache_clear()
+        self._count_masked.cache_clear()
 
     @property
     def left_out(self) -> LeftOutParts:
@@ -139,15 +135,58 @@ class Dataset:
             finder = pieces.fragments
         if self._checks_ids:
             self._check_ids(window_BW, file_B)
-        return Batch.of(window_BW, length_B, finder, self._parts_left_out(file_B, start_B, length_B, pieces))
+        if self.fim is not None:
+            window_BW = self._rearrange(window_BW, self.fim, indices)
+        left_out_L = self._parts_left_out(file_B, start_B, length_B, pieces)
+        is_target_BW = None
+        if self.masks.any:
+            is_target_BW = self.masks.of_windows(window_BW.shape[1], file_B, start_B, length_B, pieces)
+        return Batch.of(window_BW, length_B, finder, left_out_L, is_target_BW)
+
+    def _rearrange(self, window_BW: np.ndarray, fim: FillInTheMiddle, indices: np.ndarray) -> np.ndarray:
+        """The windows of these samples with the middle of some documents' parts last."""
+        if max(fim.ids) > np.iinfo(window_BW.dtype).max:
+            window_BW = window_BW.astype(np.int32)
+        for row, offset, cut, stop in self._cuts(fim, indices):
+            part = slice(offset, offset + stop - cut.first)
+            window_BW[row, part] = cut.rearranged(window_BW[row, part], fim.ids)
+        return window_BW
+
+    def cuts(self, indices: np.ndarray) -> list[tuple[int, int, Cut]]:
+        """(row, offset in it, cut) of each document's part of these samples that is rearranged."""
+        return [each[:3] for each in self._cuts(self.fim, indices)] if self.fim is not None else []
+
+    def _cuts(self, fim: FillInTheMiddle, indices: np.ndarray) -> Iterator[tuple[int, int, Cut, int]]:
+        """As ``cuts``, and the token after the part, counted from the file's start."""
+        file_B, start_B, length_B = self._locate(indices)
+        if self._packings:
+            pieces = pieces_of(self._packings, file_B, start_B)
+            row_F, file_F, offset_F = pieces.row_P, pieces.file_P, pieces.offset_P
+            first_F, stop_F = pieces.start_P, pieces.start_P + pieces.length_P
+        else:
+            row_F, offset_F = self._boundaries.find(file_B, start_B, length_B)
+            file_F, first_F = file_B[row_F], start_B[row_F] + offset_F
+            is_last_F = np.append(row_F[1:] != row_F[:-1], True)[: len(row_F)]
+            stop_F = np.where(is_last_F, (start_B + length_B)[row_F], np.append(first_F[1:], 0)[: len(row_F)])
+        source_B, nth_B = self.stages.deal(np.asarray(indices, np.int64))
+        epoch_F = (nth_B // np.diff(self._source_bounds)[source_B])[row_F]
+        columns = (row_F, offset_F, file_F, first_F, stop_F, epoch_F)
+        for row, offset, file, first, stop, epoch in zip(*(column.tolist() for column in columns), strict=True):
+            cut = None if self.masks.has(file) else fim.cut(self._files[file], file, first, stop, epoch)
+            if cut is not None:
+                yield row, offset, cut, stop
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
         """(targets that count in the loss, input tokens that are not padding) of these samples, reading no tokens.
+
+        Where a source has a mask, its bits are read.
 
         Of the last two lots of samples that were asked for, the lengths of the documents' parts are remembered: asking
         again, here or in ``count_further``, searches nothing.
         """
         length_F, n_tokens = self._measure(_as_key(indices))
+        if self.masks.any:
+            return int(self._count_masked(_as_key(indices))[1:].sum()), n_tokens
         return int((length_F - 1).sum()), n_tokens
 
     def count_further(self, indices: np.ndarray, depth: int) -> list[int]:
@@ -155,6 +194,9 @@ class Dataset:
 
         So many targets count where the token k + 1 places ahead is predicted; at depth 0 they would be ``count``'s.
         """
+        if self.masks.any:
+            counts = self._count_masked(_as_key(indices))
+            return [int(counts[k + 1 :].sum()) for k in range(1, depth + 1)]
         length_F, _ = self._measure(_as_key(indices))
         return [int(np.maximum(length_F - 1 - k, 0).sum()) for k in range(1, depth + 1)]
 
@@ -221,12 +263,14 @@ class Dataset:
         """int64 [4, B]: what tells samples apart: file, first token, number of tokens, and a packing's mark.
 
         Of seq_len + 1 tokens the last is only a target; a sample that has fewer ends with the file, or is packed. The
-        mark is a hash of a packed sample's pieces, and else 0.
+        mark is a hash of a packed sample's pieces and of what is rearranged, and else 0.
         """
         file_B, start_B, length_B = self._locate(indices)
         mark_B = np.zeros(len(file_B), np.int64)
         if self._packings:
             start_B, mark_B = pieces_of(self._packings, file_B, start_B).marks(len(file_B))
+        for row, *_, cut in self.cuts(indices):
+            mark_B[row] ^= xxhash.xxh3_64_intdigest(repr(cut.row()).encode()) >> 1
         return np.stack([file_B, start_B, length_B, mark_B])
 
     def numbers_of(self, file: int, first: int, stop: int, consumed: int) -> list[tuple[int, int, int]]:
@@ -300,6 +344,20 @@ class Dataset:
         n_left_out = int((np.minimum(stop_L, self.seq_len) - np.minimum(first_L, self.seq_len)).sum())
         return (end_F - offset_F)[stays_F], n_tokens - n_left_out
 
+    def _targets_by_distance(self, samples: bytes) -> np.ndarray:
+        """``count_ahead`` of samples whose int64 numbers are these bytes, without documents that are left out."""
+        indices, width = np.frombuffer(samples, np.int64), self.seq_len + 1
+        counts = np.zeros(1, np.int64)
+        for first in range(0, len(indices), ROWS_AT_ONCE):
+            file_B, start_B, length_B = self._locate(indices[first : first + ROWS_AT_ONCE])
+            pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
+            is_target_BW = self.masks.of_windows(width, file_B, start_B, length_B, pieces)
+            for row, begin, end in self._parts_left_out(file_B, start_B, length_B, pieces).T.tolist():
+                is_target_BW[row, begin:end] = False
+            fragments = pieces.fragments() if pieces is not None else self._boundaries.find(file_B, start_B, length_B)
+            counts = counts + count_ahead(is_target_BW, *fragments)
+        return counts
+
     def parts_left_out(self, indices: np.ndarray) -> np.ndarray:
         """int64 [3, L]: the sample's place among these, the first token in it and the one after the last.
 
@@ -330,7 +388,8 @@ class Dataset:
                 self._files[file].prefetch(start, start + length)
         shape = len(file_B), self.seq_len + 1
         all_full = length_B.min(initial=shape[1]) == shape[1]
-        if all_full and shape[0] and (len(self._files) == 1 or (file_B == file_B[0]).all()):
+        is_local = not self._has_remote_file
+        if all_full and is_local and shape[0] and (len(self._files) == 1 or (file_B == file_B[0]).all()):
             tokens = self._tokens[file_B[0]]
             windows = (len(tokens) - self.seq_len, shape[1])
             return np.ndarray(windows, tokens.dtype, tokens, strides=(tokens.itemsize, tokens.itemsize))[start_B]
@@ -417,65 +476,19 @@ def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split
         raise refuse(f"data.token_dir={config.token_dir!r}", "does not hold all of data.sources' tokens yet", PREPARE)
     if split == "train":
         named = zip(prepared.sources, source_names(config), strict=True)
-        sources = [_open_source(part, split, vocab_size, config, name) for part, name in named]
-        _check_not_empty(config, sources)
+        sources = [open_source(part, split, vocab_size, config, name) for part, name in named]
+        check_not_empty(config, sources)
     elif config.heldout_path is not None:
-        files = (TokenFile(expand_path(config.heldout_path)),)
-        sources = [Source(1.0, files, trusted=False, name="heldout", packings=_packings(files, config))]
+        files = (TokenFile(token_prefix(config, config.heldout_path)),)
+        sources = [Source(1.0, files, trusted=False, name="heldout", packings=packings_of(files, config))]
     else:
-        sources = _open_heldout(config, prepared, vocab_size)
+        sources = open_heldout(config, prepared, vocab_size)
     is_train = split == "train"
     order = config if is_train else None
+    fim = fill_in_the_middle(config, seed, prepared, vocab_size) if is_train else None
     dataset = Dataset(
-        sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=is_train, config=order
+        sources, seq_len=config.seq_len, seed=seed, vocab_size=vocab_size, shuffled=is_train, config=order, fim=fim
     )
     if is_train and config.without is not None:
         dataset.leave_out(read_list(config.without, "data.without"), "data.without")
     return dataset
-
-
-def _packings(files: Sequence[TokenFile], config: DataConfig) -> tuple[Packing, ...]:
-    """The files' packings, which preparation has made."""
-    packed_by = packed_by_of(config)
-    return tuple(read_packing(file, config.seq_len, packed_by) for file in files) if packed_by is not None else ()
-
-
-def _open_source(part: PreparedSource, split: Split, vocab_size: int, config: DataConfig, name: str = "") -> Source:
-    """Maps the files of one source, after comparing them with the manifest where there is one."""
-    if part.manifest is not None:
-        problems = size_problems(part.path, part.manifest)
-        if part.manifest.largest_id >= vocab_size:
-            problems.append(vocabulary_problem(vocab_size, part.manifest.largest_id, part.path))
-        if problems:
-            raise DataError(*problems)
-    files = tuple(TokenFile(prefix) for prefix in part.prefixes(split))
-    trusted, packings = part.manifest is not None, _packings(files, config)
-    return Source(part.source.weight, files, trusted=trusted, name=name, packings=packings)
-
-
-def _open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> list[Source]:
-    named = zip(prepared.sources, source_names(config), strict=True)
-    sources = [_open_source(part, "heldout", vocab_size, config, name) for part, name in named]
-    sources = [source for source in sources if _has_samples(source)]
-    if not sources:
-        found = f"data.heldout_fraction={config.heldout_fraction} and data.heldout_path=null"
-        remedy = "set data.heldout_path to the PREFIX of token files, or add raw text with a heldout_fraction above 0"
-        raise refuse(found, "leave nothing to evaluate on", remedy)
-    return sources
-
-
-def _check_not_empty(config: DataConfig, sources: list[Source]) -> None:
-    """Every training source needs a sample: its share of the mixture has to come from somewhere."""
-    problems = [
-        empty_problem(f"data.sources[{number}].path", config.sources[number].path)
-        for number, source in enumerate(sources)
-        if not _has_samples(source)
-    ]
-    if problems:
-        raise DataError(*problems)
-
-
-def _has_samples(source: Source) -> bool:
-    if source.packings:
-        return any(packing.n_samples for packing in source.packings)
-    return any(file.n_tokens > 1 for file in source.files)

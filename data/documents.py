@@ -5,18 +5,22 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import zstandard
 
+from data.chat import chat_of
+from data.cleaning.kept import counts_of, read_kept
 from data.columns import no_text_key, read_arrow, read_parquet
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.hub import hub_records
 from data.lines import MEND, line_number, read_lines
 from data.shards import Shard, Slice
-from data.sources import InputFile
+from data.sources import InputFile, input_files, is_raw, reads_files
 from data.tally import EMPTY, Tally
+from data.warc import read_warc
 
 LISTED = 8  # patterns, at most, in a remedy
 LOOKED_AT = 1 << 16  # bytes of a file, to tell whether it is text
@@ -47,6 +51,19 @@ def read_documents(
         if piece.n_bytes > reported:
             yield "", piece.n_bytes - reported
     tally.check(key)
+
+
+def files_to_read(source: SourceConfig, key: str) -> list[InputFile]:
+    """The files of a source of text, none of a dataset that is streamed. ``key`` names the source in errors.
+
+    Raises DataError where there are none, where one is no text, and where the source is token files or a URL.
+    """
+    if not is_raw(source):
+        rule = "must be text, and is token files, or a URL of such"
+        raise refuse(f"{key}.path={source.path!r}", rule, "give the text that they were made of")
+    files = input_files(source, key) if reads_files(source) else []
+    check_text(files, key)
+    return files
 
 
 def check_text(files: Sequence[InputFile], key: str) -> None:
@@ -103,11 +120,25 @@ def _read_slice(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> I
                 yield from ((text, part * piece.n_bytes) for text, part in read_parquet(source, piece, key, tally))
             case "arrow":
                 yield from ((text, part * piece.n_bytes) for text, part in read_arrow(source, piece, key, tally))
+            case "warc":
+                yield from ((text, part * piece.n_bytes) for text, part in read_warc(piece, tally))
             case "hub":
                 for record in hub_records(source, piece.start, key):
                     yield _text_of(record, source, piece.path, key, tally), 0
+            case "cleaned":
+                yield from _read_cleaned(piece, tally)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise refuse(piece.path, f"cannot be read ({reason_of(error)})", MEND) from error
+
+
+def _read_cleaned(piece: Slice, tally: Tally) -> Iterator[tuple[str, float]]:
+    """What cleaning has kept of a shard; what it has dropped is counted when all of that has come."""
+    path, n_bytes = Path(piece.path), 0
+    for text in read_kept(path):
+        n_bytes += len(text.encode())
+        yield text, n_bytes
+    _, dropped, named = counts_of(path)
+    tally.take(dropped, named)
 
 
 def _read_text(piece: Slice) -> str:
@@ -156,6 +187,8 @@ def _why_not_json(error: Exception, start: int) -> str:
 
 def _text_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally) -> str | None:
     """The record's document; "" where it is null, None where there is none."""
+    if source.chat is not None:
+        return chat_of(record, source, path, key, tally)
     if not isinstance(record, dict) or source.text_key not in record:
         names = list(record) if isinstance(record, dict) else []
         tally.bad("no text_key", lambda: no_text_key(names, source, path, key))

@@ -6,13 +6,15 @@ import numpy as np
 
 from data.config import DataConfig
 from data.errors import DataError, problem
-from data.sources import expand_path, is_raw
+from data.remote_index import token_prefix
+from data.sources import is_raw
 from data.tokenfile import TokenFile, bin_path
 
 # Ids of a file not prepared here that are looked at before a run begins (0.02 s once in memory; 2026-11-21, one EPYC
 # core); the others are looked at as they are read.
 FIRST_IDS = 100_000_000
 CHUNK_IDS = 1 << 22
+FIRST_REMOTE_IDS = 1 << 18  # a block or so of a file at a URL: all of them would have to be fetched
 
 
 def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = FIRST_IDS) -> None:
@@ -30,7 +32,7 @@ def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = F
     problems = []
     for key, path in named.items():
         try:
-            file = TokenFile(expand_path(path))
+            file = TokenFile(token_prefix(config, path))
             line = _first_id_problem(file, vocab_size, max_tokens)
             problems += [line] if line is not None else []
             problems += [empty_problem(key, path)] if file.n_tokens < 2 else []
@@ -41,7 +43,7 @@ def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = F
 
 
 def _first_id_problem(file: TokenFile, vocab_size: int, max_tokens: int) -> str | None:
-    stop = min(file.n_tokens, max_tokens)
+    stop = min(file.n_tokens, max_tokens if not file.is_remote else FIRST_REMOTE_IDS)
     for start in range(0, stop, CHUNK_IDS):
         end = min(start + CHUNK_IDS, stop)
         file.prefetch(start, end)

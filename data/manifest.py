@@ -7,6 +7,7 @@ never seen under its own name.
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import xxhash
 
 from data.errors import problem, refuse
-from data.tokenfile import bin_path, idx_path
+from data.partial import written_whole
+from data.tokenfile import bin_path, idx_path, mask_path
 
 FORMAT = 1  # of the folder; raised when the same input would give other bytes
+MASKED_FORMAT = 2  # of a folder with masks of targets, which readers that know no masks refuse
 MANIFEST = "manifest.json"
 INPUTS = "inputs.json"
+# left out where they are null: what is said of masks, and of cleaning
+ABSENT = ("n_targets", "mask_bytes", "mask_xxh3", "cleaning")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,16 @@ class FileRecord:
     idx_bytes: int
     bin_xxh3: str
     idx_xxh3: str
+    n_targets: int | None = None  # tokens that are targets; None: all of them, and there is no mask
+    mask_bytes: int | None = None
+    mask_xxh3: str | None = None
+
+    def halves(self, folder: Path) -> Iterator[tuple[Path, int, str]]:
+        """(path, bytes, xxh3) of each of its files."""
+        yield bin_path(folder / self.name), self.bin_bytes, self.bin_xxh3
+        yield idx_path(folder / self.name), self.idx_bytes, self.idx_xxh3
+        if self.mask_bytes is not None and self.mask_xxh3 is not None:
+            yield mask_path(folder / self.name), self.mask_bytes, self.mask_xxh3
 
 
 @dataclass(frozen=True)
@@ -44,30 +59,27 @@ class SourceManifest:
     largest_id: int
     train: tuple[FileRecord, ...]
     heldout: tuple[FileRecord, ...]
+    # where the corpus was cleaned: documents that came in, kept, dropped and changed by reason, and by which settings
+    cleaning: dict[str, Any] | None = None
 
     def files(self) -> tuple[FileRecord, ...]:
         """Every token file, training ones first."""
         return self.train + self.heldout
 
 
+def as_tree(record: Any) -> dict[str, Any]:
+    """A manifest or a record of files as JSON has it: ABSENT is left out where it is null."""
+    return asdict(record, dict_factory=_without_absent)
+
+
+def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None or name not in ABSENT}
+
+
 def write_json(path: Path, tree: Any) -> None:
     """Writes the tree, atomically and durably."""
-    partial = path.with_name(f"{path.name}.{partial_suffix()}")
-    try:
-        with partial.open("w") as file:
-            json.dump(tree, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def partial_suffix() -> str:
-    """Ends the name of a file that this process is still writing."""
-    return f"partial-{os.uname().nodename}-{os.getpid()}"
+    with written_whole(path) as file:
+        file.write(json.dumps(tree, indent=1).encode() + b"\n")
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -81,18 +93,9 @@ def remove_abandoned(folder: Path) -> None:
                 partial.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames within ``folder`` durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_source_manifest(folder: Path, manifest: SourceManifest) -> None:
     """The last act of preparing a source."""
-    write_json(folder / MANIFEST, asdict(manifest))
+    write_json(folder / MANIFEST, as_tree(manifest))
 
 
 def read_source_manifest(folder: Path) -> SourceManifest | None:
@@ -106,7 +109,7 @@ def read_source_manifest(folder: Path) -> SourceManifest | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise refuse(str(path), f"is damaged ({error})", f"remove {folder} and prepare again") from error
-    if manifest.format != FORMAT:
+    if manifest.format not in (FORMAT, MASKED_FORMAT):
         found = f"{path}: format {manifest.format}"
         raise refuse(found, f"is not this version's, {FORMAT}", f"remove {folder} and prepare again")
     return manifest
@@ -116,8 +119,7 @@ def size_problems(folder: Path, manifest: SourceManifest) -> list[str]:
     """One line for each token file that is missing or whose size is not the recorded one. Reads no contents."""
     found = []
     for record in manifest.files():
-        prefix = folder / record.name
-        for path, expected in (bin_path(prefix), record.bin_bytes), (idx_path(prefix), record.idx_bytes):
+        for path, expected, _ in record.halves(folder):
             size = path.stat().st_size if path.is_file() else None
             if size != expected:
                 is_what = "is missing" if size is None else f"has {size} bytes"
@@ -131,8 +133,7 @@ def hash_problems(folder: Path, manifest: SourceManifest) -> list[str]:
     if found:
         return found
     for record in manifest.files():
-        prefix = folder / record.name
-        for path, expected in (bin_path(prefix), record.bin_xxh3), (idx_path(prefix), record.idx_xxh3):
+        for path, _, expected in record.halves(folder):
             actual = hash_file(path)
             if actual != expected:
                 found.append(_changed(path, f"hashes to {actual}", f"the manifest records {expected}", folder))

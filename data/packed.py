@@ -10,24 +10,21 @@ r"""A packing on the disk, beside the token file that it is of: PREFIX.best_fit-
 Little-endian, and the same bytes whoever makes it. It is mapped into memory: opening it costs the same for any size.
 """
 
-import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from data.config import DataConfig
 from data.errors import reason_of, refuse
-from data.manifest import partial_suffix, sync_folder
 from data.packing import PackedBy, Packing, pack
-from data.tokenfile import TokenFile, idx_path
+from data.partial import written_whole
+from data.tokenfile import TokenFile, fingerprint, idx_path
 from data.tokenizer import PREPARE
 
 MAGIC = b"RTPACK\x00\x01"
 HEADER = struct.Struct("<8s8Q")
-LOOKED_AT = 1 << 16  # bytes at either end of an .idx that its fingerprint is of, with its size
 
 
 def pack_path(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
@@ -64,21 +61,14 @@ def write_packing(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
     file, path = TokenFile(prefix), pack_path(prefix, seq_len, packed_by)
     packing = pack(file.all_starts(), file.n_tokens, seq_len, packed_by)
     counts = (packing.n_samples, len(packing.start_P), packing.n_documents, packing.n_cut, packing.n_left_out)
-    partial = path.with_name(f"{path.name}.{partial_suffix()}")
     try:
-        with partial.open("wb") as out:
+        with written_whole(path) as out:
             out.write(HEADER.pack(MAGIC, seq_len, file.n_tokens, fingerprint(idx_path(prefix)), *counts))
             for array, dtype in ((packing.first_piece, "<i8"), (packing.start_P, "<i8"), (packing.length_P, "<i4")):
                 out.write(np.ascontiguousarray(array, dtype).data)
-            out.flush()
-            os.fsync(out.fileno())
-        partial.rename(path)
-        sync_folder(path.parent)
     except OSError as error:
         remedy = "free some room or mend its permissions, or set data.packing=sequential, which needs none"
         raise refuse(str(path), f"must be written, and cannot be ({reason_of(error)})", remedy) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 
@@ -104,14 +94,3 @@ def read_packing(file: TokenFile, seq_len: int, packed_by: PackedBy) -> Packing:
         raise refuse(str(path), "must number its pieces from the first to the last one", again)
     start_P, length_P = content[starts_at:lengths_at].view("<i8"), content[lengths_at:].view("<i4")
     return Packing(np.asarray(first_piece), np.asarray(start_P), np.asarray(length_P), n_documents, n_cut, n_left_out)
-
-
-def fingerprint(path: Path) -> int:
-    """A hash of an .idx's size and of the bytes at either end of it."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest = xxhash.xxh3_64(str(size).encode())
-        digest.update(file.read(LOOKED_AT))
-        file.seek(max(0, size - LOOKED_AT))
-        digest.update(file.read(LOOKED_AT))
-    return digest.intdigest()

@@ -35,10 +35,11 @@ class Pieces:
     def copy_into(self, window_BW: np.ndarray, files: Sequence[TokenFile]) -> None:
         """Writes the samples' tokens into windows of zeros."""
         columns = (self.row_P, self.file_P, self.start_P, self.length_P, self.offset_P)
-        for row, number, start, length, offset in zip(*(column.tolist() for column in columns), strict=True):
-            file = files[number]
-            file.prefetch(start, start + length)
-            window_BW[row, offset : offset + length] = file.tokens[start : start + length]
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        for _, number, start, length, _ in rows:
+            files[number].prefetch(start, start + length)
+        for row, number, start, length, offset in rows:
+            window_BW[row, offset : offset + length] = files[number].tokens[start : start + length]
 
     def marks(self, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """(start_B, mark_B), int64: each sample's first token, and a hash of all its pieces."""

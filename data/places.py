@@ -11,6 +11,8 @@ def why_no_path(path: str, *, created: bool = False) -> str | None:
 
     ``created``: Roundtable makes this folder, and a forgotten variable would become its name.
     """
+    if not path:
+        return "must not be empty"
     if "\0" in path:
         return "must not hold a NUL byte"
     if created and "$" in path:

@@ -7,15 +7,21 @@ whole or not at all; a source's manifest is written when all its shards are ther
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from data.cleaning.groups import groups_of
+from data.cleaning.inputs import check_other_files
+from data.cleaning.run import check_stages, clean_sources
+from data.cleaning.summary import summary_of
 from data.config import DataConfig, SourceConfig
-from data.documents import check_text, read_documents
+from data.documents import files_to_read, read_documents
 from data.errors import DataError, refuse
+from data.fim import fim_ids
 from data.manifest import (
     FORMAT,
     INPUTS,
+    MASKED_FORMAT,
     SourceManifest,
     hash_file,
     read_source_manifest,
@@ -27,27 +33,18 @@ from data.packed import missing_packings, packed_by_of, write_packing
 from data.places import nearest_existing
 from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder, token_files
 from data.rules import check_data
-from data.shards import Shard, plan_shards
+from data.shards import Plan, plan_shards
 from data.shardwriter import ShardRecord, ShardTask, no_room, read_record
-from data.sources import InputFile, input_files, is_raw, reads_files
+from data.sources import is_raw
 from data.tokenfile import token_dtype
 from data.tokenizer import tokenizer_folder
 from data.tokenizer_setup import set_up_tokenizer
 from data.workers import run_in_processes, write_shards
 
 BYTES_PER_TOKEN = 2.5  # of text, at least, whatever the tokenizer; for the estimate of disk only
+CLEANED_SHARE = 0.5  # of the text's bytes: what cleaned texts and their signatures take; for the estimate of disk only
 FEW_FILES = 8  # are packed sooner than processes are started
 Report = Callable[[int, int, int, int], None]  # bytes of text done, bytes in all (0: unknown), documents, tokens
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One raw source, looked at but not touched."""
-
-    source: SourceConfig
-    key: str  # "data.sources[2]"
-    files: list[InputFile]
-    shards: list[Shard]
 
 
 def prepare(
@@ -64,6 +61,9 @@ def prepare(
         raise DataError(*problems)
     plans = plan_sources(config, vocab_size)
     check_room(config, plans, vocab_size)
+    check_other_files(config)
+    if config.cleaning is not None and plans:
+        check_stages(config.cleaning, Path(config.token_dir))
     remove_abandoned(Path(config.token_dir))
     had = set(Path(config.token_dir).glob("*"))
     try:
@@ -79,8 +79,15 @@ def prepare(
 def _carry_out(
     config: DataConfig, plans: list[Plan], vocab_size: int, progress: Report | None, task: tuple[int, int]
 ) -> Prepared | None:
-    """The tokenizer, this task's shards, the manifests."""
+    """The cleaned texts, the tokenizer, this task's shards, the manifests."""
+    if config.cleaning is not None:
+        cleaned = _clean(config, plans, progress, task)
+        if cleaned is None:
+            return None
+        plans = cleaned
     tokenizer = set_up_tokenizer(config, vocab_size, [(plan.source, plan.shards, plan.key) for plan in plans])
+    if config.fim_rate:  # before the tokens are made, which another tokenizer would make anew
+        fim_ids(config, tokenizer, vocab_size)
     tasks = [job for plan in plans for job in _begin_source(config, plan, tokenizer)]
     share, n_shares = task
     _write_missing(tasks[share::n_shares], config.workers, progress)
@@ -89,6 +96,19 @@ def _carry_out(
     if prepared is not None:
         pack_documents(config, prepared)
     return prepared
+
+
+def _clean(config: DataConfig, plans: list[Plan], progress: Report | None, task: tuple[int, int]) -> list[Plan] | None:
+    """The plans, with shards of cleaned texts instead of raw ones; None where other tasks have not done their share."""
+    known = {plan.number: plan for plan in plans}
+
+    def look(number: int) -> Plan:
+        return known.get(number) or _plan_source(config, number)
+
+    shards = clean_sources(config, sorted(known), look, progress, task)
+    if shards is None:
+        return None
+    return [replace(plan, shards=shards[number]) for number, plan in sorted(known.items())]
 
 
 def pack_documents(config: DataConfig, prepared: Prepared) -> None:
@@ -111,7 +131,7 @@ def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, ha
     A refusal leaves nothing new, except what a second try can go on from.
     """
     folders = [_folder_if_known(config, plan.source, vocab_size) for plan in plans]
-    folders.append(tokenizer_folder(config, vocab_size))
+    folders += [tokenizer_folder(config, vocab_size), *(group.folder for group in groups_of(config))]
     made = [folder for folder in folders if folder is not None and folder not in had]
     if any(any(folder.glob("shard-*.json")) for folder in made):
         return
@@ -132,7 +152,7 @@ def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
         key = f"data.sources[{number}]"
         try:
             if is_raw(source) and not _is_finished(config, source, vocab_size, key):
-                plans.append(_plan_source(config, source, key))
+                plans.append(_plan_source(config, number))
         except DataError as error:
             problems += error.problems
     if problems:
@@ -140,13 +160,16 @@ def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
     return plans
 
 
-def _plan_source(config: DataConfig, source: SourceConfig, key: str) -> Plan:
-    files = input_files(source, key) if reads_files(source) else []
-    check_text(files, key)
+def _plan_source(config: DataConfig, number: int) -> Plan:
+    source, key = config.sources[number], f"data.sources[{number}]"
+    files = files_to_read(source, key)
+    if source.chat is not None and (texts := [file.path for file in files if file.kind in ("text", "warc")]):
+        remedy = "give jsonl, parquet, Arrow or hf://NAME, or set chat to null"
+        raise refuse(f"{key}.chat", f"needs records, and {texts[0]} is text", remedy)
     shards = plan_shards(source, files, config.shard_bytes, key)
     if not any(text for shard in shards for text, _ in read_documents(source, shard, key)):
         raise refuse(f"{key}.path={source.path!r}", "holds no text", "give a path to a corpus that is not empty")
-    return Plan(source, key, files, shards)
+    return Plan(source, number, files, shards)
 
 
 def _is_finished(config: DataConfig, source: SourceConfig, vocab_size: int, key: str) -> bool:
@@ -171,6 +194,7 @@ def check_room(config: DataConfig, plans: list[Plan], vocab_size: int) -> None:
         folder = _folder_if_known(config, plan.source, vocab_size)
         missing = [s for n, s in enumerate(plan.shards) if folder is None or read_record(folder, n) is None]
         n_bytes = sum(piece.n_bytes for shard in missing for piece in shard)
+        needed += int(n_bytes * CLEANED_SHARE) if config.cleaning is not None else 0
         needed += int(n_bytes / BYTES_PER_TOKEN * token_dtype(vocab_size).itemsize)
     stats = os.statvfs(nearest_existing(config.token_dir))
     free = stats.f_bavail * stats.f_frsize
@@ -227,11 +251,12 @@ def _finish_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> bo
         there[moved.number] = _expect_record(folder, moved.number)
     files = [file for record in there for file in record.files]
     manifest = SourceManifest(
-        format=FORMAT,
+        format=FORMAT if all(file.n_targets is None for file in files) else MASKED_FORMAT,
         inputs_xxh3=hash_file(folder / INPUTS),
         largest_id=max(file.largest_id for file in files),
         train=tuple(record.train for record in there if record.train is not None),
         heldout=tuple(record.heldout for record in there if record.heldout is not None),
+        cleaning=summary_of(config, plan.source) if config.cleaning is not None else None,
     )
     write_source_manifest(folder, manifest)
     return True

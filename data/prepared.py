@@ -16,11 +16,23 @@ from pathlib import Path
 
 import xxhash
 
+from data.chat_template import template_of
+from data.cleaning.groups import cleaning_of
+from data.cleaning.inputs import check_other_files
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
 from data.manifest import FORMAT, INPUTS, SourceManifest, hash_problems, read_source_manifest
 from data.packed import missing_packings
-from data.sources import HUGGING_FACE, InputFile, expand_path, input_files, is_hugging_face, is_raw, reads_files
+from data.remote_index import token_prefix
+from data.sources import (
+    InputFile,
+    expand_path,
+    input_files,
+    is_hugging_face,
+    is_raw,
+    readable_stem,
+    reads_files,
+)
 from data.tokenizer import read_info, tokenizer_folder
 
 
@@ -61,17 +73,15 @@ def source_folder(config: DataConfig, source: SourceConfig, tokenizer: Path) -> 
         "heldout_fraction": config.heldout_fraction,
         "shard_bytes": config.shard_bytes,
     }
+    if source.chat is not None:
+        fixes_the_tokens["chat"] = [asdict(source.chat), template_of(source.chat, tokenizer)]
     if source.max_bad_share:  # a folder of a source without it keeps the name that it had before there was one
         fixes_the_tokens["max_bad_share"] = source.max_bad_share
+    cleaned = cleaning_of(config, source)
+    if cleaned is not None:  # likewise
+        fixes_the_tokens["cleaned"] = cleaned
     digest = xxhash.xxh3_64(json.dumps(fixes_the_tokens).encode()).hexdigest()
     return Path(config.token_dir) / f"{readable_stem(source.path)}-{digest}"
-
-
-def readable_stem(path: str) -> str:
-    """The part of a path that a person would know it by, fit for a folder's name."""
-    parts = [part for part in path.removeprefix(HUGGING_FACE).split("/") if part and "*" not in part]
-    letters = (c if c.isalnum() else "-" for c in (parts[-1] if parts else "text"))
-    return "-".join(filter(None, "".join(letters).split("-")))[:40] or "text"
 
 
 def source_names(config: DataConfig) -> list[str]:
@@ -93,7 +103,7 @@ def locate(config: DataConfig, vocab_size: int) -> Prepared | None:
     sources = []
     for source in config.sources:
         if not is_raw(source):
-            sources.append(PreparedSource(source, Path(expand_path(source.path)), None))
+            sources.append(PreparedSource(source, token_prefix(config, source.path), None))
             continue
         assert tokenizer is not None
         folder = source_folder(config, source, tokenizer)
@@ -114,6 +124,8 @@ def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
     for number, part in enumerate(prepared.sources if prepared else ()):
         if part.manifest is not None:
             check_inputs(part.path, part.source, f"data.sources[{number}]")
+    if prepared is not None:
+        check_other_files(config)
     if prepared is not None and missing_packings(config, token_files(config, prepared)):
         return None
     return prepared
@@ -122,7 +134,7 @@ def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
 def token_files(config: DataConfig, prepared: Prepared) -> list[Path]:
     """The prefixes of all token files that a run with this config may read."""
     found = [prefix for part in prepared.sources for split in ("train", "heldout") for prefix in part.prefixes(split)]
-    return found if config.heldout_path is None else [*found, Path(expand_path(config.heldout_path))]
+    return found if config.heldout_path is None else [*found, token_prefix(config, config.heldout_path)]
 
 
 def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:

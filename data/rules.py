@@ -1,15 +1,21 @@
 """The cheap rules of the data section, all checked at once."""
 
+import re
+
+from data.cleaning.rules import check_cleaning
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, problem
+from data.fim import N_TOKENS
 from data.places import why_no_path, why_not_writable
 from data.prepared import locate
-from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw, reads_files
+from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw, is_url, reads_files
 from data.tokenfile import is_token_file
-from data.tokenizer import BYTES_AND_END
+from data.trained_tokenizers import BYTES_AND_END, END_OF_TEXT
 from data.without import file_problem
 
 LEAST_WEIGHT = 1e-6
+# Of a trained tokenizer: text that spells one out is cut inside it, and so never becomes the token itself.
+SPECIAL_TOKEN = re.compile(r"<\S*[A-Za-z0-9]\S*>|\[\S*[A-Za-z0-9]\S*\]")
 
 
 def check_data(config: DataConfig, vocab_size: int) -> list[str]:
@@ -22,40 +28,82 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
     for number, source in enumerate(config.sources):
         found += _check_source(source, f"data.sources[{number}]")
     found += _check_stages(config)
+    if (config.fim_rate and len(set(config.fim_tokens)) != len(config.fim_tokens)) or len(
+        config.fim_tokens
+    ) != N_TOKENS:
+        shown, rule = list(config.fim_tokens), "must name three tokens: before prefix, suffix and middle"
+        found.append(problem(f"data.fim_tokens={shown}", rule, "name three that the tokenizer has"))
+    if config.cleaning is not None:
+        found += check_cleaning(config.cleaning, looks=not found and not _is_prepared(config, vocab_size))
+        found += [
+            problem(
+                f"data.sources[{number}].chat", "needs data.cleaning=null: only text is cleaned", "set that to null"
+            )
+            for number, source in enumerate(config.sources)
+            if source.chat is not None
+        ]
     if not found and not _is_prepared(config, vocab_size):
         found += _check_paths(config)
-    trains_tokenizer = config.tokenizer is None and any(is_raw(source) for source in config.sources)
-    if trains_tokenizer and vocab_size < BYTES_AND_END:
-        rule = f"must be at least {BYTES_AND_END} to train a byte-level tokenizer (data.tokenizer=null)"
-        found.append(problem(f"model.vocab_size={vocab_size}", rule, f"set it to {BYTES_AND_END} or more"))
+    found += _check_training(config, vocab_size)
     heldout = config.heldout_path
-    if heldout is not None and why_no_path(heldout) is None and not is_token_file(expand_path(heldout)):
+    if (
+        heldout is not None
+        and why_no_path(heldout) is None
+        and not (is_url(heldout) or is_token_file(expand_path(heldout)))
+    ):
         rule = "must be the PREFIX of token files, and PREFIX.bin and PREFIX.idx do not both exist"
         found.append(problem(f"data.heldout_path={heldout!r}", rule, "check the path, or set it to null"))
-    if config.without is not None and why_no_path(config.without) is None:
+    if config.without is not None and why_no_path(config.without) is None and not is_url(config.without):
         found += [line for line in [file_problem(config.without)] if line is not None]
     return found
 
 
-def _check_empty(config: DataConfig) -> list[str]:
+def _check_training(config: DataConfig, vocab_size: int) -> list[str]:
+    """What a tokenizer that is trained needs."""
     found = []
-    if not config.sources:
-        found.append(
-            problem("data.sources=[]", "must name at least one source", "add one: sources: [{path: corpus.txt}]")
-        )
-    if not config.token_dir:
-        found.append(problem("data.token_dir=''", "must name a folder", "set it to tokens"))
+    if config.tokenizer is not None:
+        for key, value, default in (
+            ("tokenizer_model", config.tokenizer_model, "bpe"),
+            ("special_tokens", list(config.special_tokens), []),
+        ):
+            if value != default:
+                rule = f"is for a tokenizer that is trained, and data.tokenizer={config.tokenizer!r} is named"
+                found.append(problem(f"data.{key}={value!r}", rule, "leave it out, or set data.tokenizer to null"))
+        return found
+    for number, name in enumerate(config.special_tokens):
+        if not SPECIAL_TOKEN.fullmatch(name) or name == END_OF_TEXT or name in config.special_tokens[:number]:
+            rule = "must be a name of its own between < and > or [ and ], with a letter or digit and without spaces"
+            found.append(problem(f"data.special_tokens[{number}]={name!r}", rule, "try '<|tool|>'"))
+    least = BYTES_AND_END + len(config.special_tokens)
+    if any(is_raw(source) for source in config.sources) and vocab_size < least:
+        rule = f"must be at least {least} to train a byte-level tokenizer (data.tokenizer=null)"
+        found.append(problem(f"model.vocab_size={vocab_size}", rule, f"set it to {least} or more"))
     return found
 
 
+def _check_empty(config: DataConfig) -> list[str]:
+    if config.sources:
+        return []
+    return [problem("data.sources=[]", "must name at least one source", "add one: sources: [{path: corpus.txt}]")]
+
+
 def _check_names(config: DataConfig) -> list[str]:
-    """No path that no file system takes; what each should be is said elsewhere."""
-    paths = {f"data.{name}": getattr(config, name) for name in ("token_dir", "tokenizer", "heldout_path", "without")}
+    """No path that is empty, or that no file system takes, and no URL but of token files."""
+    made, read = ("token_dir", "cache_dir"), ("tokenizer", "without")
+    paths = {f"data.{name}": getattr(config, name) for name in (*made, *read, "heldout_path")}
     paths |= {f"data.sources[{number}].path": source.path for number, source in enumerate(config.sources)}
     broken = {
-        key: why_no_path(path, created=key == "data.token_dir") for key, path in paths.items() if path is not None
+        key: why_no_path(path, created=key in ("data.token_dir", "data.cache_dir"))
+        for key, path in paths.items()
+        if path is not None
     }
-    return [problem(f"{key}={paths[key]!r}", rule, "choose another") for key, rule in broken.items() if rule]
+    found = [problem(f"{key}={paths[key]!r}", rule, "choose another") for key, rule in broken.items() if rule]
+    for name in (*made, *read):
+        path = getattr(config, name)
+        if path is not None and is_url(path):
+            rule, copied = "must be a path on this machine, and is a URL", "copy what is there, and name the copy"
+            found.append(problem(f"data.{name}={path!r}", rule, "name a folder" if name in made else copied))
+    return found
 
 
 def _check_source(source: SourceConfig, key: str) -> list[str]:
@@ -63,8 +111,6 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
     if is_hugging_face(source) and not source.path.removeprefix(HUGGING_FACE).strip("/"):
         remedy = "name one, e.g. hf://roneneldan/TinyStories, or a local folder: hf:///data/stories"
         found.append(problem(f"{key}.path={source.path!r}", "must name a dataset", remedy))
-    if not source.path:
-        found.append(problem(f"{key}.path=''", "must not be empty", "name a file, folder, glob, hf://NAME or PREFIX"))
     return found
 
 

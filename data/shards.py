@@ -1,7 +1,8 @@
 """How a corpus is cut into shards: fixed slices of the input, so the workers' number changes no byte of the output.
 
 A shard is a list of slices. A slice is a range of bytes of a text or jsonl file (it owns the lines that begin in it),
-a row group of a parquet file, a whole compressed or Arrow file, or one of a Hugging Face dataset's own shards.
+a row group of a parquet file, a whole compressed, Arrow or WARC file, one of a Hugging Face dataset's own shards, or
+the texts that cleaning left of a shard.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ class Slice:
     """One piece of the input."""
 
     path: str
-    kind: Kind | Literal["hub"]
+    kind: Kind | Literal["hub", "cleaned"]
     start: int  # byte, row group or the dataset's shard
     stop: int
     n_bytes: int  # of text, as near as its size is known without reading it
@@ -31,6 +32,21 @@ class Slice:
 
 
 Shard = tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One raw source, looked at but not touched."""
+
+    source: SourceConfig
+    number: int  # its place in data.sources
+    files: list[InputFile]
+    shards: list[Shard]
+
+    @property
+    def key(self) -> str:
+        """Names it in errors: data.sources[2]."""
+        return f"data.sources[{self.number}]"
 
 
 def plan_shards(source: SourceConfig, files: list[InputFile], shard_bytes: int, key: str) -> list[Shard]:
@@ -65,6 +81,9 @@ def _cut_file(file: InputFile, room: int, shard_bytes: int) -> Iterator[Slice]:
         case "parquet":
             for group, n_bytes in enumerate(_row_group_bytes(file.path)):
                 yield Slice(file.path, file.kind, group, group + 1, n_bytes, whole=False, file_bytes=file.n_bytes)
+        case "warc":
+            n_bytes = file.n_bytes * (COMPRESSION if file.path.lower().endswith(".gz") else 1)
+            yield Slice(file.path, file.kind, 0, file.n_bytes, n_bytes, file_bytes=file.n_bytes)
         case "arrow":
             yield Slice(file.path, file.kind, 0, file.n_bytes, file.n_bytes, file_bytes=file.n_bytes)
 

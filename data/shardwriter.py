@@ -3,20 +3,19 @@
 import errno
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
-from data.config import SourceConfig
+from data.chat_tokens import tokenize_chats
 from data.documents import read_documents
 from data.errors import refuse
-from data.manifest import FileRecord, write_json
-from data.shards import Shard
+from data.manifest import FileRecord, as_tree, write_json
+from data.shardtask import Report, ShardTask, StoppedError, hash_text
 from data.tally import Tally
-from data.tokenfile import bin_path, idx_path, token_dtype
+from data.tokenfile import token_dtype
 from data.tokenizer import load_fast, read_info
 from data.tokenwriter import TokenFileWriter
 
@@ -27,25 +26,6 @@ BATCH_CHARACTERS = 1 << 20  # tokenized at once
 PIECE_CHARACTERS = 1 << 18  # a longer document is tokenized in pieces, cut at line ends
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HASH_RANGE = 1 << 64
-Report = Callable[[float, int, int], None]  # bytes of input, documents, tokens since the last report
-
-
-class StoppedError(Exception):
-    """The parent asked for an end; another process failed."""
-
-
-@dataclass(frozen=True)
-class ShardTask:
-    """All that a process needs to know to write one shard."""
-
-    folder: Path
-    number: int
-    shard: Shard
-    source: SourceConfig
-    key: str  # the source, in errors
-    tokenizer: Path
-    heldout_fraction: float
-    forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
 
 
 @dataclass(frozen=True)
@@ -78,15 +58,17 @@ def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) ->
     writers: dict[str, TokenFileWriter] = {}
     dtype, tally = token_dtype(read_info(task.tokenizer).n_ids), Tally(task.source.max_bad_share)
     try:
-        for digest, ids in _tokenize(task, report, stopped, tally):
+        tokenized = _tokenize if task.source.chat is None else tokenize_chats
+        for digest, ids, is_target in tokenized(task, report, stopped, tally):
             split = _split_of(digest, len(hashes), task)
             hashes.append(digest)
             if split not in writers:
-                writers[split] = TokenFileWriter(task.folder / f"{split}-{task.number:05}", dtype)
-            writers[split].add(ids)
+                prefix = task.folder / f"{split}-{task.number:05}"
+                writers[split] = TokenFileWriter(prefix, dtype, has_mask=is_target is not None)
+            writers[split].add(ids, is_target)
         files = {split: writer.finish() for split, writer in writers.items()}
         record = _make_record(task, hashes, files, tally)
-        write_json(_record_path(task.folder, task.number), asdict(record))
+        write_json(_record_path(task.folder, task.number), as_tree(record))
     except OSError as error:
         raise no_room(task.folder.parent, error) from error
     finally:
@@ -105,8 +87,7 @@ def read_record(folder: Path, number: int) -> ShardRecord | None:
             tree[name] = tree[name] and tuple(tree[name])
         record = ShardRecord(**tree)
         for file in record.files:
-            sizes = (bin_path(folder / file.name).stat().st_size, idx_path(folder / file.name).stat().st_size)
-            if sizes != (file.bin_bytes, file.idx_bytes):
+            if any(path.stat().st_size != n_bytes for path, n_bytes, _ in file.halves(folder)):
                 return None
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
@@ -161,8 +142,8 @@ def _record_path(folder: Path, number: int) -> Path:
 
 def _tokenize(
     task: ShardTask, report: Report, stopped: Callable[[], bool], tally: Tally
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Each document's hash and its token ids, end of text included, in order."""
+) -> Iterator[tuple[int, np.ndarray, None]]:
+    """Each document's hash and its token ids, end of text included, in order; all of them are targets."""
     tokenizer, eos = load_fast(task.tokenizer), read_info(task.tokenizer).eos_id
     parts: list[np.ndarray] = []
     for batch, n_bytes in _batches(task, tally):
@@ -176,7 +157,7 @@ def _tokenize(
                 whole = np.concatenate(parts)
                 parts.clear()
                 n_documents, n_tokens = n_documents + 1, n_tokens + len(whole)
-                yield digest, whole
+                yield digest, whole, None
         report(n_bytes, n_documents, n_tokens)
 
 
@@ -191,7 +172,7 @@ def _batches(task: ShardTask, tally: Tally) -> Iterator[tuple[list[tuple[int | N
     n_characters, n_bytes = 0, 0.0
     for text, done in read_documents(task.source, task.shard, task.key, tally):
         n_bytes += done
-        digest, text = _hash_text(text)
+        digest, text = hash_text(text)
         for piece, is_last in _pieces(text):
             batch.append((digest if is_last else None, piece))
             n_characters += len(piece)
@@ -210,12 +191,3 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
             stop = text.rfind("\n", start, stop) + 1 or stop
         yield text[start:stop], stop >= len(text)
         start = stop
-
-
-def _hash_text(text: str) -> tuple[int, str]:
-    """xxh3 (64 bits) of the text, and the text without lone surrogates (JSON can hold them, UTF-8 cannot)."""
-    try:
-        return xxhash.xxh3_64_intdigest(text.encode()), text
-    except UnicodeEncodeError:
-        data = text.encode(errors="replace")
-        return xxhash.xxh3_64_intdigest(data), data.decode()

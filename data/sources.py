@@ -15,18 +15,25 @@ from typing import Literal
 from data.config import SourceConfig
 from data.errors import refuse
 from data.files import RECURSIVE, find_below, find_matching, keep_files
+from data.places import why_no_path
 from data.saved import is_saved, saved_paths
 from data.tokenfile import is_token_file
 
 HUGGING_FACE = "hf://"
-Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
-KINDS: tuple[Kind, ...] = (
-    "jsonl",
-    "jsonl.gz",
-    "jsonl.zst",
-    "parquet",
-    "arrow",
-)  # by the end of the name; all else is text
+Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "warc"]
+ENDINGS: dict[str, Kind] = {  # of names; all else is text
+    "jsonl": "jsonl",
+    "jsonl.gz": "jsonl.gz",
+    "jsonl.zst": "jsonl.zst",
+    "parquet": "parquet",
+    "arrow": "arrow",
+    "feather": "arrow",
+    "ipc": "arrow",
+    "warc": "warc",
+    "warc.gz": "warc",
+    "wet": "warc",
+    "wet.gz": "warc",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class InputFile:
     @property
     def kind(self) -> Kind:
         """How to read it, from its name."""
-        named: list[Kind] = [kind for kind in KINDS if self.path.lower().endswith(f".{kind}")]
+        named: list[Kind] = [kind for ending, kind in ENDINGS.items() if self.path.lower().endswith(f".{ending}")]
         return named[0] if named else "text"
 
 
@@ -48,9 +55,21 @@ def expand_path(path: str) -> str:
     return os.path.expanduser(path.replace("${python_stdlib}", sysconfig.get_path("stdlib")))
 
 
+def readable_stem(path: str) -> str:
+    """The part of a path that a person would know it by, fit for a folder's name."""
+    parts = [part for part in path.removeprefix(HUGGING_FACE).split("/") if part and "*" not in part]
+    letters = (c if c.isalnum() else "-" for c in (parts[-1] if parts else "text"))
+    return "-".join(filter(None, "".join(letters).split("-")))[:40] or "text"
+
+
 def is_hugging_face(source: SourceConfig) -> bool:
     """Whether the source is read through ``datasets``."""
     return source.path.startswith(HUGGING_FACE)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is the URL of token files on an object store, or wherever else fsspec reaches."""
+    return "://" in path and not path.startswith(HUGGING_FACE)
 
 
 def reads_files(source: SourceConfig) -> bool:
@@ -67,7 +86,7 @@ def _dataset_folder(source: SourceConfig) -> Path:
 
 def is_raw(source: SourceConfig) -> bool:
     """Whether the source is text that has to be prepared, and not the prefix of token files."""
-    return is_hugging_face(source) or not is_token_file(expand_path(source.path))
+    return is_hugging_face(source) or not (is_url(source.path) or is_token_file(expand_path(source.path)))
 
 
 def input_files(source: SourceConfig, key: str) -> list[InputFile]:
@@ -75,8 +94,11 @@ def input_files(source: SourceConfig, key: str) -> list[InputFile]:
 
     For sources of which ``reads_files`` holds; a saved dataset's files come in its own order. A folder stands for every
     file below it; hidden files and folders are left out, of globs too. A file with several names counts once. Raises
-    DataError where nothing matches, and for what cannot be read as a file.
+    DataError where the path is none, where nothing matches, and for what cannot be read as a file.
     """
+    rule = why_no_path(source.path)
+    if rule is not None:
+        raise refuse(f"{key}.path={source.path!r}", rule, "give another path")
     if is_hugging_face(source):
         paths = saved_paths(_dataset_folder(source), source.split, f"{key}.path={source.path!r}")
         sizes = dict(keep_files(paths, key, folders_are_wrong=True))

@@ -22,10 +22,13 @@ import os
 import struct
 from bisect import bisect_left, bisect_right
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 
 from data.errors import DataError, refuse
+from data.remote_tokens import RemoteTokens
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -35,6 +38,7 @@ CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 # A .bin above this size may not stay in memory: its windows are read one by one, without the system's read-ahead (a
 # batch of 64 from a cold sparse file took 11 ms where it took 166 with it, 2026-11-20), and asked for beforehand.
 LARGE_BYTES = 1 << 30
+LOOKED_AT = 1 << 16  # bytes at either end of an .idx that its fingerprint is of, with its size
 REWRITE = "copy the file again, or write it anew"
 
 
@@ -53,33 +57,63 @@ def idx_path(prefix: Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def mask_path(prefix: Path) -> Path:
+    """PREFIX.mask, which says where not every token is a target (data/masks.py)."""
+    return Path(f"{prefix}.mask")
+
+
+def remote_path(prefix: Path) -> Path:
+    """PREFIX.remote, which lies in a cache in the place of a .bin at a URL."""
+    return Path(f"{prefix}.remote")
+
+
 def is_token_file(prefix: Path | str) -> bool:
     """Whether both PREFIX.bin and PREFIX.idx exist."""
     return os.path.isfile(bin_path(Path(prefix))) and os.path.isfile(idx_path(Path(prefix)))
 
 
+def fingerprint(path: Path) -> int:
+    """A hash of an .idx's size and of the bytes at either end of it."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = xxhash.xxh3_64(str(size).encode())
+        digest.update(file.read(LOOKED_AT))
+        file.seek(max(0, size - LOOKED_AT))
+        digest.update(file.read(LOOKED_AT))
+    return digest.intdigest()
+
+
 class TokenFile:
     """One shard, memory-mapped.
 
-    ``tokens`` is a read-only array over the whole .bin; documents are found through the .idx, never by looking for an
-    end-of-text id. Raises DataError, naming the file, where the two files do not fit together.
+    ``tokens`` is a read-only array over the whole .bin, or what reads it from a URL (data/remote_tokens.py). Documents
+    are found through the .idx, never by looking for an end-of-text id. Raises DataError, naming the file, where the two
+    files do not fit together.
     """
 
     def __init__(self, prefix: Path | str) -> None:
         self.prefix = Path(prefix)
-        self._idx, self._bin = _map(idx_path(self.prefix)), _map(bin_path(self.prefix))
-        idx, bin_bytes = memoryview(self._idx or b""), memoryview(self._bin or b"")
+        self._idx = _map(idx_path(self.prefix))
+        idx = memoryview(self._idx or b"")
         self.dtype, self.n_sequences, self.n_indices = _read_header(idx_path(self.prefix), idx)
         pointers_at = HEADER.size + 4 * self.n_sequences
         indices_at = pointers_at + 8 * self.n_sequences
         self._lengths = idx[HEADER.size : pointers_at].cast("i")
         self._pointers = idx[pointers_at:indices_at].cast("q")
         self._indices = idx[indices_at:].cast("q")
-        self.n_tokens = len(bin_bytes) // self.dtype.itemsize
-        self.tokens = np.frombuffer(bin_bytes, self.dtype, self.n_tokens)
+        self._bin: mmap.mmap | None = None
+        self.is_remote = remote_path(self.prefix).exists()
+        if self.is_remote:
+            self.tokens: Any = RemoteTokens.of(remote_path(self.prefix), self.dtype)
+            n_bytes = self.tokens.n_bytes
+        else:
+            self._bin = _map(bin_path(self.prefix))
+            n_bytes = len(self._bin or b"")
+            self.tokens = np.frombuffer(self._bin or b"", self.dtype, n_bytes // self.dtype.itemsize)
+        self.n_tokens = n_bytes // self.dtype.itemsize
         self.n_documents = self.n_indices - 1
-        self._check_ends(len(bin_bytes))
-        self.is_large = len(bin_bytes) > LARGE_BYTES
+        self._check_ends(n_bytes)
+        self.is_large = self.is_remote or n_bytes > LARGE_BYTES
         if self.is_large and self._bin is not None:
             self._bin.madvise(mmap.MADV_RANDOM)
 
@@ -141,7 +175,9 @@ class TokenFile:
         return first, stop
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Asks the system to read the tokens [start, stop) ahead, in a large file; returns at once."""
+        """Asks the system to read the tokens [start, stop) ahead, in a large or remote file; returns at once."""
+        if self.is_remote:
+            self.tokens.prefetch(start, stop)
         if self.is_large and self._bin is not None:
             first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
             self._bin.madvise(mmap.MADV_WILLNEED, first, stop * self.dtype.itemsize - first)

@@ -1,4 +1,4 @@
-"""The tokenizer: one from a folder or the hub, or a byte-level BPE trained on the sources.
+"""The tokenizer: one from a folder or the hub, or one trained on the sources.
 
 Whatever its origin, it is kept as a transformers tokenizer directory under token_dir, so a run does not depend on
 the folder or the hub afterwards. ``transformers`` is imported only when a tokenizer is loaded through it.
@@ -7,16 +7,17 @@ the folder or the hub afterwards. ``transformers`` is imported only when a token
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from data.config import DataConfig
+from data.cleaning.groups import groups_of
+from data.config import DataConfig, SourceConfig
 from data.errors import reason_of, refuse
-from data.manifest import hash_file, partial_suffix, sync_folder
+from data.manifest import hash_file
+from data.partial import partial_suffix, sync_folder
 from data.sources import expand_path, is_raw
 from data.tokenizer_files import TOKENIZER_FILES, check_files, fetch_tokenizer, load_folder
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"
-BYTES_AND_END = 257  # the smallest vocabulary of a byte-level tokenizer
 INFO = "roundtable.json"  # beside transformers' own files
 PREPARE = "run `roundtable prepare` with this config"
 SAMPLE_BYTES = 16_000_000  # text that a tokenizer is trained on, at most
@@ -47,13 +46,25 @@ def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
         raw = [source for source in config.sources if is_raw(source)]
         if not raw:
             return None
-        trained_on = [[expand_path(s.path), s.exclude, s.text_key, s.subset, s.split, s.weight] for s in raw]
-        name, fixes = f"bpe-{vocab_size}", json.dumps([TRAINING, vocab_size, SAMPLE_BYTES, trained_on])
+        trained_on = [_read_for_training(source) for source in raw]
+        cleaned = [group.folder.name for group in groups_of(config)]
+        fixed = [TRAINING, vocab_size, SAMPLE_BYTES, trained_on, *([cleaned] if cleaned else [])]
+        if config.tokenizer_model != "bpe" or config.special_tokens:
+            fixed += [config.tokenizer_model, config.special_tokens]
+        name, fixes = f"{config.tokenizer_model}-{vocab_size}", json.dumps(fixed)
     else:
         origin = Path(expand_path(config.tokenizer))
         name = Path(config.tokenizer).name[:50] or "local"
         fixes = _hash_origin(origin) if os.path.isdir(origin) else f"hub/{config.tokenizer}"
+        if any(source.chat is not None for source in config.sources):  # else a template changes no token
+            fixes += "".join(hash_file(path) for path in sorted(origin.glob("chat_template*")) if path.is_file())
     return Path(config.token_dir) / f"tokenizer-{name}-{xxhash.xxh3_64(fixes.encode()).hexdigest()}"
+
+
+def _read_for_training(source: SourceConfig) -> list[Any]:
+    """What fixes the text that a tokenizer is trained on."""
+    fixed = [expand_path(source.path), source.exclude, source.text_key, source.subset, source.split, source.weight]
+    return fixed if source.chat is None else [*fixed, asdict(source.chat)]
 
 
 def load_tokenizer(config: DataConfig, vocab_size: int) -> "PreTrainedTokenizerFast | None":
@@ -88,26 +99,6 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", name: str, vocab_size:
 def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
     """The largest id, plus one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE of vocab_size ids (fewer where the text has too few pairs to merge), exact on any text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:

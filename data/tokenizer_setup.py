@@ -5,10 +5,12 @@ from pathlib import Path
 
 import xxhash
 
+from data.chat import said
 from data.config import DataConfig, SourceConfig
 from data.documents import read_documents
 from data.shards import Shard
-from data.tokenizer import SAMPLE_BYTES, check_tokenizer, load_origin, save_tokenizer, tokenizer_folder, train_bpe
+from data.tokenizer import SAMPLE_BYTES, check_tokenizer, load_origin, save_tokenizer, tokenizer_folder
+from data.trained_tokenizers import train_tokenizer
 from data.workers import run_in_processes
 
 SAMPLE_SHARDS = 16  # of each source, evenly spaced: a sample of a large corpus must not read all of it
@@ -28,12 +30,13 @@ def set_up_tokenizer(config: DataConfig, vocab_size: int, sources: Sequence[Plan
     if config.tokenizer is not None:
         save_tokenizer(check_tokenizer(load_origin(config.tokenizer), config.tokenizer, vocab_size), folder)
     else:
-        run_in_processes(_train, [(list(sources), vocab_size, folder)], config.workers, lambda *_: None)
+        run_in_processes(_train, [(config, list(sources), vocab_size, folder)], config.workers, lambda *_: None)
     return folder
 
 
-def _train(sources: list[PlannedSource], vocab_size: int, folder: Path) -> None:
-    save_tokenizer(train_bpe(sample_documents(sources), vocab_size), folder)
+def _train(config: DataConfig, sources: list[PlannedSource], vocab_size: int, folder: Path) -> None:
+    texts = sample_documents(sources)
+    save_tokenizer(train_tokenizer(texts, vocab_size, config.tokenizer_model, config.special_tokens), folder)
 
 
 def sample_documents(sources: list[PlannedSource], n_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
@@ -56,6 +59,7 @@ def _sample_source(source: SourceConfig, shards: list[Shard], key: str, share: f
         left = share / len(shards)
         for text, _ in read_documents(source, shard, key):
             if text and xxhash.xxh3_64_intdigest(text.encode(errors="replace"), seed=1) < rate * 2**64:
+                text = text if source.chat is None else said(text)
                 yield text[: int(left) + 1].encode(errors="replace").decode()
                 left -= len(text)
             if left <= 0:

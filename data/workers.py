@@ -17,10 +17,12 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 from data.errors import refuse
-from data.shardwriter import Report, ShardRecord, ShardTask, StoppedError, write_shard
+from data.shardtask import Report, ShardTask, StoppedError
+from data.shardwriter import ShardRecord, write_shard
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
+ShardFunction = Callable[[Any, Report, Callable[[], bool]], Any]  # (task, report, stopped)
 _reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
 _stop: Event | None = None
 
@@ -30,7 +32,17 @@ def write_shards(tasks: Sequence[ShardTask], workers: int | None, report: Report
 
     Raises the first DataError of a shard after the others have stopped; finished shards stay.
     """
-    return run_in_processes(_write_one, [(task,) for task in tasks], workers, report)
+    return run_shards(write_shard, tasks, workers, report)
+
+
+def run_shards(
+    function: ShardFunction,
+    tasks: Sequence[Any],
+    workers: int | None,
+    report: Report,
+) -> list[Any]:
+    """The results of ``function(task, report, stopped)`` for all tasks; as ``write_shards``."""
+    return run_in_processes(_run_one, [(function, task) for task in tasks], workers, report)
 
 
 def run_in_processes(
@@ -87,11 +99,11 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write_one(task: ShardTask) -> ShardRecord | None:
+def _run_one(function: ShardFunction, task: Any) -> Any:
     reports, stop = _reports, _stop
     assert reports is not None
     assert stop is not None
     try:
-        return write_shard(task, lambda *progress: reports.put(progress), stop.is_set)
+        return function(task, lambda *progress: reports.put(progress), stop.is_set)
     except StoppedError:
         return None

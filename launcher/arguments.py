@@ -51,6 +51,14 @@ RunArgument = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
 ]
+StepOption = Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step.", show_default=False)]
+RanksOfRunOption = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="Local processes (default: the run's).", show_default=False)
+]
+BeginOption = Annotated[
+    int | None,
+    typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DirArgument = Annotated[
     str,

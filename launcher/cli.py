@@ -25,6 +25,7 @@ from launcher.arguments import (
 )
 from launcher.cli_checkpoints import of_checkpoints
 from launcher.cli_data import data_app
+from launcher.cli_plan import of_plan
 from launcher.cli_replay import of_replay
 from launcher.completion import mend_bash_words, offer_runs, offer_shells
 from launcher.config.secrets import mask
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.add_typer(of_checkpoints)
 app.add_typer(data_app, name="data")
 app.add_typer(of_replay)
+app.add_typer(of_plan)
 
 
 def _print_version(wanted: bool) -> None:
@@ -119,7 +121,13 @@ def doctor(as_json: JsonOption = False) -> int:
 
 
 @app.command()
-def prepare(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def prepare(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write an HTML page of the data into token_dir.")
+    ] = False,
+) -> None:
     """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
     from launcher.commands.prepare import prepare_shown
     from launcher.config.checked import load_checked
@@ -127,7 +135,7 @@ def prepare(config: ConfigArgument, overrides: OverridesArgument = None) -> None
     from parallel.processes.world import array_task
 
     config = enter_start_folder(config, overrides or ())
-    prepare_shown(load_checked(config, overrides or ()), array_task())
+    prepare_shown(load_checked(config, overrides or ()), array_task(), report=report)
 
 
 @app.command()
@@ -162,7 +170,7 @@ def preflight(
     overrides: OverridesArgument = None,
     ranks: LocalRanksOption = None,
     bad_nodes: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--bad-nodes", help="Write the names of slow and broken nodes there.", show_default=False),
     ] = None,
     as_json: JsonOption = False,
@@ -190,6 +198,7 @@ def submit(
     skip_hashes: Annotated[
         bool, typer.Option("--skip-hashes", help="Do not read all token files to compare their hashes.")
     ] = False,
+    skip_plan: Annotated[bool, typer.Option("--skip-plan", help="Submit what will not fit by plan, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and submit nothing.")] = False,
 ) -> int:
     """Check a run and hand it to Slurm; it saves and goes on through time limits, preemption and lost nodes."""
@@ -198,10 +207,10 @@ def submit(
 
     short = {"slurm.nodes": nodes, "slurm.chain": chain, "slurm.requeue": "false" if no_requeue else None}
     given = [f"{key}={value}" for key, value in short.items() if value is not None]
-    given = [*(overrides or ()), *given]
+    given, how = [*(overrides or ()), *given], {"dry_run": dry_run, "hashes": not skip_hashes, "plan": not skip_plan}
     if sweep is not None:
-        return submit_sweep(sweep, config, given, cluster, dry_run=dry_run, hashes=not skip_hashes)
-    return submit_run(config, given, cluster, dry_run=dry_run, hashes=not skip_hashes)
+        return submit_sweep(sweep, config, given, cluster, **how)
+    return submit_run(config, given, cluster, **how)
 
 
 @app.command()
@@ -376,46 +385,6 @@ def profile(
 
     wishes = Wishes(out=out, ranks=ranks, steps=steps, warmup=warmup, as_json=as_json)
     return profile_config(config, overrides or (), gpu, wishes)
-
-
-@app.command()
-def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)] = None,
-    overrides: OverridesArgument = None,
-    gpu: Annotated[str, typer.Option("--gpu", help="H100, H200, ..., or a YAML file.")] = "H100",
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="GPUs (default: the job of the config).", show_default=False)
-    ] = None,
-    imbalance: Annotated[
-        float, typer.Option("--imbalance", help="Rows that the busiest rank of ep receives, over the mean.")
-    ] = 1.0,
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            "--rows", help="Instead of CONFIG: plan each row of a file of published measurements.", show_default=False
-        ),
-    ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that are legal and fit.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option("--write", help="With --search: a new file for the first one's config.", show_default=False),
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Say whether a run fits the GPUs' memory, and what it takes, before it is paid for; without a GPU."""
-    from launcher.commands.plan import plan_config, plan_file, search_config
-
-    if rows is not None:
-        if config is not None:
-            raise UserError([f"--rows={rows} plans the rows of a file, and {config} is a config; give one of them"])
-        return plan_file(rows, as_json=as_json)
-    if config is None:
-        raise UserError(["Missing argument 'CONFIG'; give a config, or --rows FILE"])
-    if search:
-        return search_config(config, overrides or (), gpu, gpus, write, as_json=as_json)
-    if write is not None:
-        raise UserError([f"--write={write} writes what --search has found; add --search"])
-    return plan_config(config, overrides or (), gpu, gpus, imbalance, as_json=as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,9 +41,45 @@ def evaluate(
         typer.Option(metavar="FILE", help="Text, jsonl or parquet to read instead.", show_default=False),
     ] = None,
     text_key: Annotated[str, typer.Option(metavar="FIELD", help="The field of its records with the text.")] = "text",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,...", help="Tasks of lm-evaluation-harness, or YAML files of your own.", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="With --tasks: documents of each at most.", show_default=False)
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="With --tasks: examples before each document.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --tasks: of the draws (1234).", show_default=False)] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --tasks: write the JSON there.", show_default=False)
+    ] = None,
+    allow_task_code: Annotated[
+        bool, typer.Option("--allow-task-code", help="With --tasks: run the code that a task brings.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Print a checkpoint's loss on held-out data, or on a file of text."""
+    """Print a checkpoint's loss on held-out data or on a file of text, or what it comes to on tasks."""
+    of_tasks = {"--limit": limit, "--shots": shots, "--seed": seed, "--out": out}
+    of_tasks["--allow-task-code"] = allow_task_code or None
+    if tasks is not None:
+        from launcher.commands.evaluate_tasks import evaluate_tasks
+        from launcher.tasks.load import SEED, Asked
+
+        others = [option for option, value in {"--sequences": sequences, "--text": text}.items() if value is not None]
+        if others:
+            raise UserError(
+                [f"{others[0]} does not go with --tasks, which have their own text; leave out one of the two"]
+            )
+        specs = tuple(spec.strip() for spec in tasks.split(",") if spec.strip())
+        asked = Asked(specs, "--tasks", shots, limit, SEED if seed is None else seed, allow_task_code)
+        return evaluate_tasks(checkpoint, asked, out, as_json=as_json)
+    unused = [option for option, value in of_tasks.items() if value is not None]
+    if unused:
+        raise UserError([f"{unused[0]} works with --tasks only; leave it out"])
     if text is not None:
         from launcher.commands.evaluate_text import evaluate_text
 
@@ -128,3 +164,61 @@ def generate(
         top_p=top_p,
         seed=seed,
     )
+
+
+@of_checkpoints.command("inspect")
+def inspect(
+    checkpoint: CheckpointArgument,
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="TEXT", help="A text to look at; may be given several times."),
+    ] = None,
+    text_file: Annotated[
+        list[str] | None,
+        typer.Option("--text-file", metavar="FILE", help="Text, jsonl or parquet; may be given several times."),
+    ] = None,
+    text_key: Annotated[str, typer.Option(metavar="FIELD", help="The field of its records with the text.")] = "text",
+    show: Annotated[
+        str | None,
+        typer.Option(metavar="PARTS", help="Of attention,experts,lens (default: all there are).", show_default=False),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="N,N-N", help="Of attention's maps; all (default: four).", show_default=False),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(metavar="N,N-N", help="Of attention's maps; all (default: the first eight).", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of each text, so many are looked at.")] = 256,
+    top_k: Annotated[int, typer.Option(help="Tokens that the lens shows at each place.")] = 5,
+    sequences: Annotated[
+        int | None,
+        typer.Option(help="Held-out sequences of each source, for experts (default: 8).", show_default=False),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|FILE.html", help="Write a page; into a folder, pictures too.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Look into a pass of some text: attention maps, routers' choices, what each layer would predict."""
+    from launcher.commands.inspect import inspect_checkpoint
+    from launcher.inspection.asked import Wishes
+
+    wishes = Wishes(
+        texts=text or (),
+        files=text_file or (),
+        text_key=text_key,
+        show=show,
+        layers=layers,
+        heads=heads,
+        max_tokens=max_tokens,
+        top_k=top_k,
+        sequences=sequences,
+        dtype=dtype,
+        out=out,
+        as_json=as_json,
+    )
+    return inspect_checkpoint(checkpoint, wishes)

@@ -4,7 +4,14 @@ from typing import Annotated
 
 import typer
 
-from launcher.arguments import JsonOption, OverridesArgument, RunArgument
+from launcher.arguments import (
+    BeginOption,
+    JsonOption,
+    OverridesArgument,
+    RanksOfRunOption,
+    RunArgument,
+    StepOption,
+)
 
 of_replay = typer.Typer()  # without a name: its commands stand beside the others
 
@@ -12,15 +19,10 @@ of_replay = typer.Typer()  # without a name: its commands stand beside the other
 @of_replay.command("replay")
 def replay(
     run: RunArgument,
-    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step.", show_default=False)],
+    step: StepOption,
     overrides: OverridesArgument = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Local processes (default: the run's).", show_default=False)
-    ] = None,
-    begin: Annotated[
-        int | None,
-        typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
-    ] = None,
+    ranks: RanksOfRunOption = None,
+    begin: BeginOption = None,
     text: Annotated[bool, typer.Option("--text", help="Print its documents, coloured by each token's loss.")] = False,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write those as a page.", show_default=False)
@@ -39,15 +41,10 @@ def replay(
 @of_replay.command("blame")
 def blame(
     run: RunArgument,
-    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step.", show_default=False)],
+    step: StepOption,
     overrides: OverridesArgument = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Local processes (default: the run's).", show_default=False)
-    ] = None,
-    begin: Annotated[
-        int | None,
-        typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
-    ] = None,
+    ranks: RanksOfRunOption = None,
+    begin: BeginOption = None,
     leave_out: Annotated[
         str | None,
         typer.Option(

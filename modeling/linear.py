@@ -2,13 +2,14 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from modeling.dims import Dim, Weight
+from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.products import AS_THEY_ARE, Products
 
 
 class Linear(nn.Module):
-    """``inputs @ weight.T + bias``."""
+    """``inputs @ weight.T + bias``. ``products`` is the seam at which another precision enters."""
 
     def __init__(
         self, n_out: int, n_in: int, dims: tuple[Dim, Dim], *, bias: bool = False, is_residual: bool = False
@@ -17,13 +18,16 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
         self.bias = nn.Parameter(torch.empty(n_out)) if bias else None
+        self.fuse: Fuse = plainly  # never compiled
         self.stated = {"weight": Weight(dims, "residual" if is_residual else "normal")}
         if bias:
             self.stated["bias"] = Weight(dims[:1], "zeros")
+        self.products: Products = AS_THEY_ARE
 
     def forward(self, inputs: Tensor) -> Tensor:
         """From (..., n_in) to (..., n_out)."""
-        return F.linear(inputs, self.weight, self.bias)
+        bias = () if self.bias is None else (self.bias,)
+        return self.fuse(self.products.linear, inputs, self.weight, *bias)
 
 
 class Bias(nn.Module):

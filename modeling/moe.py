@@ -16,8 +16,11 @@ from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
 from modeling.kernels.experts import ExpertBiases, count_pairs, experts_grouped
+from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.linear import Linear
 from modeling.metrics import Metric
+from modeling.positions import Unsummed
 from modeling.router import Router, Routing, build_router
 
 
@@ -35,18 +38,39 @@ class RoutingStats:
     z_loss: Annotated[Tensor, Metric("moe/z_loss", mean_over="tokens")]
 
 
-ExpertDispatch = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None],
+# (rows_RD, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products) -> out_TD
+ComputeExperts = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None, Fuse, Products],
     Tensor,
 ]
+# (hidden_TD, indices_TK, n_experts, fuse) -> rows_RD, which perhaps are still on their way, and what goes on with them
+ExpertDispatch = Callable[[Tensor, Tensor, int, Fuse], tuple[Tensor, ComputeExperts]]
+
+
+def staying(experts: Callable[..., Tensor]) -> ExpertDispatch:
+    """The dispatch of one device, which sends nothing: ``experts`` is experts_grouped, or computes the same."""
+
+    def dispatch(hidden_TD: Tensor, indices_TK: Tensor, n_experts: int, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+        return hidden_TD, lambda hidden_TD, *rest: experts(hidden_TD, indices_TK, *rest)
+
+    return dispatch
+
+
+class Sender(nn.Module):
+    """Sends tokens to their experts. ``dispatch`` is the seam at which expert parallelism enters."""
+
+    def __init__(self, n_experts: int) -> None:
+        super().__init__()
+        self.n_experts = n_experts
+        self.dispatch: ExpertDispatch = staying(experts_grouped)
+
+    def forward(self, hidden_TD: Tensor, indices_TK: Tensor, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+        """What Experts is to be called with, besides the weights. Nobody else may read the rows."""
+        return self.dispatch(hidden_TD, indices_TK, self.n_experts, fuse)
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked, and the dispatch that sends tokens to them.
-
-    ``dispatch(hidden_TD, indices_TK, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit) -> out_TD`` is the
-    seam at which expert parallelism enters.
-    """
+    """The experts' weights, stacked. ``products`` is the seam at which another precision enters."""
 
     def __init__(
         self,
@@ -75,20 +99,23 @@ class Experts(nn.Module):
             self.up_bias = nn.Parameter(torch.empty(n_experts, d_ff))
             self.down_bias = nn.Parameter(torch.empty(n_experts, d_model))
         self.swiglu_limit = swiglu_limit
-        self.dispatch: ExpertDispatch = experts_grouped
+        self.fuse: Fuse = plainly
+        self.products: Products = AS_THEY_ARE
 
-    def forward(self, hidden_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Each token's weighted sum of its experts' outputs (T, D)."""
+    def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts) -> Tensor:
+        """Each token's weighted sum of its experts' outputs (T, D), from what a Sender gave."""
         biases = ExpertBiases(self.gate_bias, self.up_bias, self.down_bias) if self.expert_bias else None
         matrices = (self.gate, self.up, self.down)
-        return self.dispatch(hidden_TD, indices_TK, weights_TK, *matrices, biases, self.swiglu_limit)
+        ways = (biases, self.swiglu_limit, self.fuse, self.products)
+        return compute(rows_RD, weights_TK, *matrices, *ways)
 
 
 class MoE(nn.Module):
     """Router, experts, shared expert, and the auxiliary losses' gradients.
 
     ``add_sequence_sums`` is the seam for ranks that share sequences: it turns this rank's sums over its part of each
-    sequence into those over the whole.
+    sequence into those over the whole. ``shared_early``: the shared expert is computed while tokens are on their way to
+    theirs; then ``sum_shared`` makes its output, at the end of the layer, of the summands that ranks of tp have.
     """
 
     def __init__(
@@ -103,12 +130,15 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = router
+        self.sender = Sender(len(router.weight))
         self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate
         self.balance_coefficient = balance_coefficient
         self.z_loss = z_loss
         self.add_sequence_sums: Callable[[Tensor], Tensor] = lambda sums_BX: sums_BX
+        self.shared_early = False
+        self.sum_shared: Callable[[Tensor], Tensor] = lambda partial_BSD: partial_BSD
 
     def forward(self, hidden_BSD: Tensor, context: Context, layer: int) -> tuple[Tensor, RoutingStats]:
         """The layer's output (B, S, D) and what its router did. Padding is not routed and comes out as zero."""
@@ -116,17 +146,32 @@ class MoE(nn.Module):
         valid_T = context.valid_T
         routed_TD = hidden_TD if valid_T is None else hidden_TD[valid_T]
         routing = self.router(routed_TD, context.choices.get(layer))
+        rows_RD, compute = self.sender(routed_TD, routing.indices_TK, self.experts.fuse)
         weights_TK, stats = self.add_auxiliary_losses(routing, context)
-        out_TD = self.experts(routed_TD, routing.indices_TK, weights_TK)
+        shared_BSD = None
+        if self.shared is not None and self.shared_early:
+            shared_BSD = self.shared(hidden_BSD)
+        out_TD = self.experts(rows_RD, weights_TK, compute)
         if valid_T is not None:
             out_TD = torch.zeros_like(hidden_TD).index_copy(0, valid_T, out_TD)
         out_BSD = out_TD.view_as(hidden_BSD)
         if self.shared is not None:
-            shared_BSD = self.shared(hidden_BSD)
+            shared_BSD = self.sum_shared(self.shared(hidden_BSD) if shared_BSD is None else shared_BSD)
             if self.shared_gate is not None:
                 shared_BSD = self.shared_gate(hidden_BSD).sigmoid() * shared_BSD
             out_BSD = out_BSD + shared_BSD
         return out_BSD, stats
+
+    def compute_shared_early(self) -> None:
+        """Sets ``shared_early``.
+
+        The shared expert's sum over the ranks of tp stays behind the experts: so recomputation, which ends with the
+        last tensor that is kept, does not send it again.
+        """
+        if self.shared is not None:
+            positions = self.shared.positions
+            self.shared.positions, self.sum_shared = Unsummed(positions), positions.scatter_sum
+            self.shared_early = True
 
     def add_auxiliary_losses(self, routing: Routing, context: Context) -> tuple[Tensor, RoutingStats]:
         """The routing weights, carrying the gradients of the balance loss and the z-loss; and the statistics."""

@@ -59,15 +59,22 @@ def build_prediction_modules(config: ModelConfig) -> dict[int, PredictionModule]
     }
 
 
-def following(targets_BS: Tensor, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each depth k from 1: the k-th following token of each position, and the one after it; each int64 (B, S).
+def following(next_BS: Tensor, depth: int, targets_BS: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each depth k from 1: the k-th following token of each position, and as target the one after it.
 
-    ``targets_BS`` are the first, of whole sequences in their natural order: IGNORE where a document, or the sample,
-    has no token left. So is what follows here; the tokens, which are looked up, are 0 there.
+    Each int64 (B, S). ``next_BS`` are the first following tokens, of whole sequences in their natural order: IGNORE
+    where a document, or the sample, has no token left. So are the targets here; the tokens, which are looked up, are 0
+    there. ``targets_BS``: ``next_BS`` with IGNORE where a token is no target; None: all are targets.
     """
-    nearer_BS = targets_BS
+    nearer_BS = next_BS
     for _ in range(depth):
-        end_B1 = torch.full_like(targets_BS[:, :1], IGNORE)
-        further_BS = torch.cat([nearer_BS[:, 1:], end_B1], dim=1).where(targets_BS != IGNORE, IGNORE)
-        yield nearer_BS.where(nearer_BS != IGNORE, 0), further_BS
+        further_BS = _shifted(nearer_BS, next_BS)
+        targets_BS = _shifted(targets_BS, next_BS) if targets_BS is not None else None
+        yield nearer_BS.where(nearer_BS != IGNORE, 0), further_BS if targets_BS is None else targets_BS
         nearer_BS = further_BS
+
+
+def _shifted(each_BS: Tensor, next_BS: Tensor) -> Tensor:
+    """What the following position has, where that belongs to the same document."""
+    end_B1 = torch.full_like(each_BS[:, :1], IGNORE)
+    return torch.cat([each_BS[:, 1:], end_B1], dim=1).where(next_BS != IGNORE, IGNORE)

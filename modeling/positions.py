@@ -27,4 +27,16 @@ class Positions:
         return partial_BSD
 
 
+class Unsummed(Positions):
+    """``positions``, whose user leaves out the sum: the summands are its output."""
+
+    def __init__(self, positions: Positions) -> None:
+        self.positions = positions
+        self.rank, self.degree = positions.rank, positions.degree
+
+    def gather(self, hidden_BSD: Tensor) -> Tensor:
+        """As ``positions`` has it."""
+        return self.positions.gather(hidden_BSD)
+
+
 ALL_POSITIONS = Positions()

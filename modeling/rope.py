@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from modeling.kernels.fuse import in_parts
+from modeling.kernels.fuse import in_parts, linear
 from modeling.rope_scaling import (
     DynamicScaling,
     LinearScaling,
@@ -119,6 +119,7 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
+@linear
 @in_parts
 def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
     """``heads_BSHC`` with channel pairs (c, c + R/2) of the first R turned by their position's angle."""

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from modeling.config import BiasBalance, MoEConfig, ScoreName
 from modeling.dims import Weight
+from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.router_logits import RouterLogits
 
 
 class Score(NamedTuple):
@@ -93,15 +94,15 @@ class Router(nn.Module):
             "bias": Weight(("scores",), "zeros"),
         }
         self.settle: Settle = keep_choice
+        self.fuse: Fuse = plainly  # never compiled
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
 
     def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
         """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
-        logit_bias_E = None if self.logit_bias is None else self.logit_bias.float()
-        logits_TE = F.linear(hidden_TD.float(), self.weight.float(), logit_bias_E)
+        logit_bias = () if self.logit_bias is None else (self.logit_bias,)
+        logits_TE, scores_TE = self.fuse(scored, hidden_TD, self.weight, *logit_bias, score=self.score)
         score = SCORES[self.score]
-        scores_TE = score.of(logits_TE)
         indices_TK = self.settle(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK
         weights_TK = scores_TE.gather(1, indices_TK)
         if self.normalize_top_k:
@@ -142,6 +143,16 @@ class Router(nn.Module):
         if self.n_groups == 1:
             return lead_T
         return torch.minimum(lead_T, lead(self.group_scores(biased_TE), self.top_k_groups))
+
+
+def scored(
+    hidden_TD: Tensor, weight_ED: Tensor, logit_bias_E: Tensor | None = None, *, score: ScoreName
+) -> tuple[Tensor, Tensor]:
+    """The router's logits and scores (T, E), fp32."""
+    logits_TE = RouterLogits.apply(hidden_TD, weight_ED)
+    if logit_bias_E is not None:
+        logits_TE = logits_TE + logit_bias_E.float()
+    return logits_TE, SCORES[score].of(logits_TE)
 
 
 def lead(values_TX: Tensor, k: int) -> Tensor:

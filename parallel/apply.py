@@ -14,18 +14,19 @@ from modeling.init import fill
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
 from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.loss import Head
-from modeling.moe import MoE
+from modeling.moe import Experts, MoE, staying
 from modeling.norm import LayerNorm, RMSNorm
+from modeling.precision import multiply_by
 from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
 from parallel.context_parallel.core import make_core
 from parallel.expert import make_dispatch
 from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Mesh
-from parallel.pipeline.config import splits_backward
 from parallel.pipeline.stages import keep_parts, rank_parts
-from parallel.recompute import Recompute, apply_recompute
+from parallel.recompute import Modes, Recompute, apply_recompute
 from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
 
@@ -37,15 +38,19 @@ def build_part(
     dtype: torch.dtype,
     adopt: Callable[[nn.Parameter, Place], None],
     sizes: Sizes,
-    recompute: Recompute,
+    recompute: Recompute | Modes,
     fuse: Fuse = plainly,
+    products: Products = AS_THEY_ARE,
+    *,
+    weights_stay: bool = True,
 ) -> Decoder:
     """This rank's part of the decoder, its weights zero. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
     made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. the
     attention core, context parallelism's where there is some; 5. expert parallelism, and sums over the ranks that share
-    sequences; 6. how chains of elementwise work are computed; 7. recomputation. ``sizes`` cut the work of 3. to 5.
+    sequences; 6. how layers multiply by their weights, and how chains of elementwise work are computed; 7.
+    recomputation. ``sizes`` cut the work of 3. to 5. ``weights_stay``: as ``apply_recompute`` has it.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -59,13 +64,13 @@ def build_part(
             if mesh.cp.degree > 1:
                 module.core = make_core(parallel.cp_attention, mesh.cp, sizes.ring_tile, sizes.query_block)
         if isinstance(module, MoE):
-            connect_experts(module, mesh, sizes.row_multiple, fuse)
+            connect_experts(module, mesh, sizes.row_multiple, overlap=parallel.ep_overlap, weights_stay=weights_stay)
         if isinstance(module, Head):
             module.chunk_logits = sizes.chunk_logits
-        if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Head):
+        if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
             module.fuse = fuse
-    splits = mesh.pp.degree > 1 and splits_backward(parallel.pipeline)
-    apply_recompute(model, recompute, splits_backward=splits)
+    multiply_by(model, products)
+    apply_recompute(model, recompute, weights_stay=weights_stay)
     return model
 
 
@@ -83,10 +88,16 @@ def make_weights(
     fill(model, zeros, mesh.device)
 
 
-def connect_experts(moe: MoE, mesh: Mesh, row_multiple: int | None, fuse: Fuse) -> None:
-    """Dispatch over ep, and balance losses summed over the ranks that share sequences."""
+def connect_experts(moe: MoE, mesh: Mesh, row_multiple: int | None, *, overlap: bool, weights_stay: bool) -> None:
+    """Dispatch over ep, and balance losses summed over the ranks that share sequences.
+
+    ``overlap``: the shared expert is computed while tokens travel; not under ZeRO 3, where it is the last of a layer
+    for its weights' sake: what was gathered for it last in the forward pass is there when recomputation begins.
+    """
     if mesh.ep.degree > 1:
-        moe.experts.dispatch = make_dispatch(mesh.ep, row_multiple, fuse=fuse)
+        moe.sender.dispatch = make_dispatch(mesh.ep, row_multiple, overlap=overlap)
+        if overlap and weights_stay:
+            moe.compute_shared_early()
     else:
-        moe.experts.dispatch = partial(experts_grouped, row_multiple=row_multiple, fuse=fuse)
+        moe.sender.dispatch = staying(partial(experts_grouped, row_multiple=row_multiple))
     moe.add_sequence_sums = lambda sums_BX: sum_forward(sum_forward(sums_BX, mesh.tp), mesh.cp)

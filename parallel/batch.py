@@ -57,15 +57,17 @@ def cut_micro_batch(
     has_padding: bool,
     draws: Draws | None = None,
     ahead_scales: Sequence[float] = (),
+    next_BS: Tensor | None = None,
 ) -> MicroBatch:
     """This rank's share of whole sequences, integers of any width: cp cuts them here, tp between layers.
 
     Ranks of cp, tp and pp give the same sequences. The scales are what the auxiliary losses weigh, and by depth what a
     further token's does: such tokens are found here, since a rank of cp does not hold its last position's neighbour.
     ``has_padding``: the model takes the way around padding; looking for it here would make a CUDA device's host wait.
-    ``draws`` are those of whole sequences.
+    ``draws`` are those of whole sequences. ``next_BS``: each position's next token, where not all of these are targets.
     """
-    further = following(targets_BS, len(ahead_scales))
+    depth = len(ahead_scales)
+    further = following(targets_BS, depth) if next_BS is None else following(next_BS, depth, targets_BS)
     ahead = [Ahead(*each, scale) for each, scale in zip(further, ahead_scales, strict=True)]
     context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws)
     if mesh.cp.degree > 1:

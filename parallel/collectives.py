@@ -51,6 +51,49 @@ def exchange_rows(rows_RD: Tensor, sent: list[int], received: list[int], axis: A
     return rows_RD if axis.degree == 1 else _ExchangeRows.apply(rows_RD, sent, received, axis)
 
 
+class RowExchange:
+    """``exchange_rows`` in two calls, between which other work is done while the rows are on their way.
+
+        exchange = RowExchange(sent, received, axis)
+        rows_RD = exchange.begin(rows_RD)  # nobody may read them yet
+        ...                                # in the backward pass, gradients travel while this is differentiated
+        rows_RD = exchange.end(rows_RD)
+
+    Autograd goes through nodes that are ready in the opposite order of their making, so the backward pass begins the
+    way back at ``end``, goes on with what lies between, and waits at ``begin``. ``async_op`` false: both passes wait at
+    once. What travels is held until then; on NCCL a wait is one of the current stream, not of the host.
+    """
+
+    def __init__(self, sent: list[int], received: list[int], axis: Axis, *, async_op: bool = True) -> None:
+        self.sent, self.received, self.axis, self.async_op = sent, received, axis, async_op
+        self.under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
+
+    def begin(self, rows_RD: Tensor) -> Tensor:
+        """Memory into which the rows will come."""
+        return rows_RD if self.axis.degree == 1 else _BeginExchange.apply(rows_RD, self)
+
+    def end(self, rows_RD: Tensor) -> Tensor:
+        """What ``begin`` gave, once the rows are there."""
+        return rows_RD if self.axis.degree == 1 else _EndExchange.apply(rows_RD, self)
+
+    def start(self, rows_RD: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Begins one way of the two, and gives the memory into which the rows will come."""
+        assert self.under_way is None, "rows begin their way before others have ended theirs"
+        given = rows_RD.contiguous()
+        result = given.new_empty(sum(received), *given.shape[1:])
+        work = dist.all_to_all_single(result, given, received, sent, group=self.axis.group, async_op=self.async_op)
+        self.under_way = work, given, result
+        return result
+
+    def wait(self) -> Tensor:
+        """Ends the way that was begun last, and gives the rows."""
+        assert self.under_way is not None, "rows end their way before they have begun it"
+        (work, _, result), self.under_way = self.under_way, None
+        if work is not None:
+            work.wait()
+        return result
+
+
 @torch.no_grad()
 def gather_parts(part: Tensor, dim: int, axis: Axis) -> Tensor:
     """The whole tensor of which each rank of the axis holds an equal part along ``dim``, in their order.
@@ -166,6 +209,30 @@ class _ExchangeRows(Function):
     @staticmethod
     def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return _all_to_all(grad_RD, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
+class _BeginExchange(Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, exchange: RowExchange) -> Tensor:  # type: ignore[override]
+        ctx.exchange = exchange
+        return exchange.start(rows_RD, exchange.sent, exchange.received)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.exchange.wait(), None
+
+
+class _EndExchange(Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, exchange: RowExchange) -> Tensor:  # type: ignore[override]
+        ctx.exchange = exchange
+        exchange.wait()
+        return rows_RD.view_as(rows_RD)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.exchange.start(grad_RD, ctx.exchange.received, ctx.exchange.sent)
+        return grad_RD, None  # of the shape that autograd expects; what came of it is not there yet
 
 
 def _all_to_all(rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:

@@ -21,5 +21,7 @@ class ParallelConfig:
     # how attention sees all positions under cp: all-to-all over heads, or a ring of positions
     cp_attention: Literal["ulysses", "ring"] = "ulysses"
     ep: Degree = 1  # expert parallelism: cuts the experts, folded over dp x cp x tp
+    # tokens on their way to their experts, while the balance loss and the shared expert (not with zero 3) are computed
+    ep_overlap: bool = True
     # what is sharded over the ranks: 0 nothing (fp32 only), 1 optimizer state, 2 gradients too, 3 parameters too
     zero: Annotated[int, Interval(ge=0, le=3)] = 1

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from modeling.kernels.experts import (
     ExpertBiases,
-    SumRows,
     ToRows,
-    WeightsToRows,
+    WeightedSumRows,
     count_pairs,
-    experts_grouped,
+    experts_over_rows,
+    place_blocks,
     place_rows,
+    row_multiple_of,
 )
-from modeling.kernels.fuse import Fuse, plainly
-from modeling.moe import ExpertDispatch
-from parallel.collectives import exchange_rows
+from modeling.kernels.fuse import Fuse
+from modeling.kernels.products import Products
+from modeling.moe import ComputeExperts, ExpertDispatch
+from parallel.collectives import RowExchange, exchange_rows
 from parallel.mesh import Axis
 
 # (counts_E, theirs_NE) -> the rows sent to each rank of the axis, and those received from each.
@@ -28,41 +30,43 @@ RowSizes = Callable[[Tensor, Tensor], list[list[int]]]
 
 
 def make_dispatch(
-    axis: Axis, row_multiple: int | None = None, sizes: RowSizes | None = None, fuse: Fuse = plainly
+    axis: Axis, row_multiple: int | None = None, sizes: RowSizes | None = None, *, overlap: bool = True
 ) -> ExpertDispatch:
-    """The twin of modeling.kernels.experts.experts_grouped, for experts cut over ``axis`` in equal, consecutive parts.
+    """The twin of modeling.moe.staying, for experts cut over ``axis`` in equal, consecutive parts.
 
     All ranks of the axis call it for the same layer, also with no tokens. Each pair's hidden state is sent to its
-    expert's
-    rank and its output back: 2 x top_k x d_model elements a token in each direction, less those that stay; and once
-    the counts, 8 n_experts bytes. ``sizes`` tells the numbers of rows where no values are at hand (None: the counts').
+    expert's rank and its output back: 2 x top_k x d_model elements a token in each direction, less those that stay; and
+    once the counts, 8 n_experts bytes. ``sizes`` tells the numbers of rows where no values are at hand (None: the
+    counts'). ``overlap``: hidden states are still on their way when it returns, as their gradients are when the
+    backward pass goes on with what was computed until the experts were.
     """
 
-    def dispatch(
-        hidden_TD: Tensor,
-        indices_TK: Tensor,
-        weights_TK: Tensor,
-        gate_EFD: Tensor,
-        up_EFD: Tensor,
-        down_EDF: Tensor,
-        biases: ExpertBiases | None = None,
-        swiglu_limit: float | None = None,
-    ) -> Tensor:
-        n_local = gate_EFD.shape[0]
-        counts_E = count_pairs(indices_TK, n_local * axis.degree)
+    def dispatch(hidden_TD: Tensor, indices_TK: Tensor, n_experts: int, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+        counts_E = count_pairs(indices_TK, n_experts)
         theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
         sent, received = (sizes or sizes_on_host)(counts_E, theirs_NE)
         rows = place_rows(indices_TK, counts_E, 1)
-        rows_RD = exchange_rows(ToRows.apply(hidden_TD, rows, fuse), sent, received, axis)
-        experts_R = (
-            torch.arange(n_local, device=rows_RD.device)
-            .repeat(axis.degree)
-            .repeat_interleave(theirs_NE.flatten(), output_size=sum(received))
-        )
-        experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, row_multiple, fuse)
-        out_RD = experts_grouped(rows_RD, experts_R[:, None], None, *experts)
-        weights_R1 = WeightsToRows.apply(weights_TK.to(hidden_TD.dtype), rows)
-        return SumRows.apply(exchange_rows(out_RD, received, sent, axis) * weights_R1, rows, fuse)
+        exchange = RowExchange(sent, received, axis, async_op=overlap)
+        theirs_RD, dtype = exchange.begin(ToRows.apply(hidden_TD, rows, fuse)), hidden_TD.dtype
+        blocks = place_blocks(theirs_NE, sum(received), row_multiple or row_multiple_of(theirs_RD.device))
+
+        def compute(
+            theirs_RD: Tensor,
+            weights_TK: Tensor,
+            gate_EFD: Tensor,
+            up_EFD: Tensor,
+            down_EDF: Tensor,
+            biases: ExpertBiases | None,
+            swiglu_limit: float | None,
+            fuse: Fuse,
+            products: Products,
+        ) -> Tensor:
+            experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products)
+            out_RD = experts_over_rows(exchange.end(theirs_RD), blocks, None, *experts)
+            back_RD = exchange_rows(out_RD, received, sent, axis)
+            return WeightedSumRows.apply(back_RD, weights_TK.to(dtype), rows, fuse)
+
+        return theirs_RD, compute
 
     return dispatch
 

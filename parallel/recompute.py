@@ -1,46 +1,66 @@
 """Recomputation: activations dropped in the forward pass and computed again in the backward.
 
-full keeps only each layer's input. selective drops the feed-forward half of each layer (norm, router, experts), which
-holds most of the memory for each FLOP spent, and keeps attention. Both checkpoint non-reentrantly (the reentrant kind,
-and torch's policies over single operators, fail under zero-bubble schedules). A layer keeps what its router chose, so
-that computing again routes alike.
+full keeps only each layer's input. feed_forward drops the feed-forward half of each layer (norm, router, experts) and
+keeps attention. selective drops what norms, rotations, gates and the router make, and keeps what they are made of; of
+products it computes only the router's and those of keys and values again. No torch checkpoint: its reentrant kind, and
+its policies over single operators, fail under zero-bubble schedules, and the other kind runs the forward pass again for
+each of their parts. A layer that runs again keeps what its router chose, so that computing again routes alike.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, assert_never
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
+from modeling.attention import Attention, GroupedQueryAttention
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
+from modeling.feed_forward import FeedForward
 from modeling.kv_cache import LayerCache
-from modeling.moe import RoutingStats
+from modeling.moe import Experts, RoutingStats
+from modeling.norm import LayerNorm, RMSNorm
+from modeling.router import Router
+from parallel.remake import Remaker, remade
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "feed_forward", "full"]
+Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
 
-def apply_recompute(model: Decoder, recompute: Recompute, *, splits_backward: bool = False) -> None:
-    """Puts layers that recompute what ``recompute`` names in the layers' places. Changes no value.
+def apply_recompute(model: Decoder, recompute: Recompute | Modes, *, weights_stay: bool = True) -> None:
+    """Puts layers that recompute what ``recompute`` names, for all or for each of them, in the layers' places.
 
-    ``splits_backward``: the pipeline's schedule goes through a layer's backward pass in several parts.
+    Changes no value. Ranks that share a stage must name the same: under ZeRO 3 they gather weights in one order.
+    ``weights_stay``: whether weights stay in memory from the forward to the backward pass (not under ZeRO 3).
     """
-    if recompute == "none":
-        return
-    again = recomputed_for_parts if splits_backward else recomputed
+    modes: dict[str, Recompute] = {name: mode_of(recompute, int(name)) for name in model.layers}
+    if "selective" in modes.values() and model.final_norm is not None:
+        model.final_norm.fuse = Remaker(weights_stay=weights_stay).alone(model.final_norm.fuse)
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
-        twin = FullyRecomputedLayer if recompute == "full" else HalfRecomputedLayer
-        model.layers[number] = twin(layer, again)
+        mode = modes[number]
+        match mode:
+            case "none":
+                continue
+            case "selective":
+                model.layers[number] = ProductsKeptLayer(layer, weights_stay=weights_stay)
+            case "feed_forward":
+                model.layers[number] = HalfRecomputedLayer(layer)
+            case "full":
+                model.layers[number] = FullyRecomputedLayer(layer)
+            case _:
+                assert_never(mode)
+
+
+def mode_of(recompute: Recompute | Modes, layer: int) -> Recompute:
+    """What a layer recomputes."""
+    return recompute[layer] if isinstance(recompute, tuple) else recompute
 
 
 class RecomputedLayer(DecoderLayer):
     """A layer of another's modules; its kinds below say what of it is computed again."""
 
-    def __init__(self, layer: DecoderLayer, again: "Again") -> None:
+    def __init__(self, layer: DecoderLayer) -> None:
         super().__init__(
             layer.layer,
             layer.attention_norm,
@@ -54,7 +74,6 @@ class RecomputedLayer(DecoderLayer):
             residual_scale=layer.residual_scale,
             residual_dropout=layer.residual_dropout,
         )
-        self.again = again
 
     def run(self, function: Callable[..., Passed], *hidden: Tensor, context: Context) -> Passed:
         """What ``function`` makes of ``hidden``. The second run takes the experts that the first one chose."""
@@ -66,7 +85,7 @@ class RecomputedLayer(DecoderLayer):
                 chosen[self.layer] = stats.choice_TK
             return passed_BSD, stats
 
-        return self.again(choosing_once)(*hidden)
+        return remade(choosing_once)(*hidden)
 
 
 class FullyRecomputedLayer(RecomputedLayer):
@@ -86,69 +105,24 @@ class HalfRecomputedLayer(RecomputedLayer):
         return self.run(super().add_feed_forward, hidden_BSD, seen_BSD, context=context)
 
 
-Again = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a function, one that recomputes
+class ProductsKeptLayer(RecomputedLayer):
+    """Keeps what goes into its chains of elementwise work, and what its products put out.
 
-
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose intermediate results are not kept for the backward pass but computed again in it."""
-
-    def run(*arguments: Any) -> Any:
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-    return run
-
-
-def recomputed_for_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``recomputed``, but what is computed again serves every part of the backward pass, until its graph goes.
-
-    torch computes a stage's weight gradients by one backward pass for each group of weights, and its own checkpoint
-    runs the forward pass anew for each of them: 16 times a layer in a stage of two.
+    Keys and values are products again: few channels, where heads share them. Not under ZeRO 3, where their weights are
+    not there when attention's backward pass wants them.
     """
 
-    def run(*arguments: Any) -> Any:
-        call = _Call(function, arguments)
-        with saved_tensors_hooks(call.drop, call.bring):
-            return function(*arguments)
+    def __init__(self, layer: DecoderLayer, *, weights_stay: bool) -> None:
+        super().__init__(layer)
+        self.remaker = Remaker(weights_stay=weights_stay)
+        for module in self.modules():
+            if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
+                module.fuse = self.remaker.around(module.fuse)
+        if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
+            for projection in (layer.attention.k, layer.attention.v):
+                projection.fuse = self.remaker.around(projection.fuse)
 
-    return run
-
-
-class _Enough(Exception):
-    """Every tensor that the backward pass needs is there."""
-
-
-class _Call:
-    """One call of a function, and the tensors that autograd saved in it, in order: first dropped, then made again."""
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.function, self.arguments = function, arguments
-        self.n_saved = 0
-        self.made: list[Tensor] = []
-
-    def drop(self, _: Tensor) -> int:
-        """Keeps a number in the tensor's place."""
-        self.n_saved += 1
-        return self.n_saved - 1
-
-    def bring(self, number: int) -> Tensor:
-        """The tensor of that number."""
-        if not self.made:
-            self.make()
-        return self.made[number]
-
-    def make(self) -> None:
-        """Runs the function again, up to the last tensor that it saved."""
-
-        def keep(tensor: Tensor) -> Tensor:
-            value = tensor.detach()  # the second run's own graph is not used; holding on to it would be a cycle
-            self.made.append(value)
-            if len(self.made) == self.n_saved:
-                raise _Enough
-            return value
-
-        try:
-            with saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
-                self.function(*self.arguments)
-        except _Enough:
-            return
-        raise AssertionError(f"the second run saved {len(self.made)} tensors, the first {self.n_saved}")
+    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
+        """As DecoderLayer."""
+        with self.remaker.within(self):
+            return super().forward(hidden_BSD, context, cache)

@@ -14,6 +14,7 @@ HBM2E_SHARE = 2.4 / 3.35  # of the bandwidth of an H100 with HBM3: torchtitan's 
 # A busy part's clock is what its power allows, about the square root of it: power grows with f V^2. These are the watts
 # for a TFLOP/s in 16 bits of each family's first part, by which others are told.
 CLOCK_POWER = 0.5
+UNKNOWN_WATTS = 700.0  # of a part whose file has none
 WATTS_OF_TFLOPS = {"ampere": 400 / 312, "hopper": 700 / 989.5, "blackwell": 1200 / 2500, "cdna": 750 / 1307.4}
 
 
@@ -73,8 +74,9 @@ def gpu_like(hardware: Hardware, per_node: int, words: str = "", interconnect: s
 def with_words(hardware: Hardware, words: str) -> tuple[Hardware, float]:
     """The part with the power, memory and kind of memory that its name tells, and its clock over its family's."""
     watts = re.search(r"(\d{3,4})\s*w\b", words)
-    power = float(watts[1]) if watts else hardware.watts
-    usual = WATTS_OF_TFLOPS.get(hardware.family, hardware.watts / hardware.peak_flops["bf16"] * 1e12)
+    stated = hardware.watts or UNKNOWN_WATTS
+    power = float(watts[1]) if watts else stated
+    usual = WATTS_OF_TFLOPS.get(hardware.family, stated / hardware.peak_flops["bf16"] * 1e12)
     clock = (power / (hardware.peak_flops["bf16"] / 1e12 * usual)) ** CLOCK_POWER
     size = re.match(r"[a-z]+\d+[a-z]*-(\d+)(?:gb)?\b", words)
     if size:

@@ -50,6 +50,13 @@ def memory_of(job: Job) -> Memory:
 def position_memory(job: Job, position: int) -> Memory:
     """The memory of one pipeline position's rank."""
     layers = layers_of(job, position)
+    if job.ours is not None:
+        n_weights, n_updated = weights_of(job, position, layers)
+        state, buffers = job.ours.state(n_weights, n_updated), job.ours.buffers(n_weights, layers)
+        held, (gradient, chunk) = own_activations(job, position), own_head(job, position)
+        left = job.ours.left(n_weights, gradient / FULL)
+        reduces = left * (held + gradient) + buffers
+        return Memory(state, held, max(gradient + chunk, reduces - held), 0.0)
     return Memory(
         state_bytes(job, position, layers),
         activation_bytes(job, position, layers),
@@ -61,6 +68,8 @@ def position_memory(job: Job, position: int) -> Memory:
 def layers_of(job: Job, position: int) -> float:
     """Layers of a position: equal parts where pp divides them, else the ends, beside the vocabulary, have fewer."""
     n_layers, pp = job.architecture.n_layers, job.pp
+    if job.ours is not None:
+        return job.ours.layers[position]
     if n_layers % pp == 0:
         return n_layers / pp
     if (n_layers + 2) % pp == 0:
@@ -68,21 +77,56 @@ def layers_of(job: Job, position: int) -> float:
     return n_layers // pp + (0 < position <= n_layers % pp)
 
 
-def state_bytes(job: Job, position: int, layers: float) -> float:
-    """Weights, gradients and the optimizer's state."""
-    arch, replicas = job.architecture, job.dp * job.cp
+def own_activations(job: Job, position: int) -> float:
+    """What waits for backward passes at a position of a job of ours."""
+    assert job.ours is not None
+    tokens = job.micro_batch_size * job.seq_len / job.cp
+    return job.ours.activations(tokens, position)
+
+
+def own_head(job: Job, position: int) -> tuple[float, float]:
+    """Bytes of the gradient of the head's weights, and of its work, where the head is."""
+    assert job.ours is not None
+    if position != job.ours.head_at:
+        return 0.0, 0.0
+    vocab_size = job.architecture.vocab_size / job.tp
+    tokens = job.micro_batch_size * job.seq_len / job.cp
+    return job.ours.head(tokens, vocab_size * job.architecture.d_model, vocab_size, is_cut=job.tp > 1)
+
+
+def weights_of(job: Job, position: int, layers: float) -> tuple[float, float]:
+    """The weights of a position's rank, and those that it updates where ZeRO cuts them."""
+    dense, experts = own_weights(job, position, layers)
+    return dense + experts, dense / job.shard + experts / expert_shard(job)
+
+
+def expert_shard(job: Job) -> float:
+    """Ranks over which the states of an expert are cut."""
+    return max(1.0, min(job.shard, job.dp * job.cp * job.tp / job.ep))
+
+
+def own_weights(job: Job, position: int, layers: float) -> tuple[float, float]:
+    """Weights of a position's rank: all but experts, and experts."""
+    arch = job.architecture
     share_moe = arch.n_moe_layers / arch.n_layers
     dense = layers * arch.attention_parameters / job.tp + layers * (1 - share_moe) * arch.dense_parameters / job.tp
     dense += (
         layers * share_moe * (arch.n_shared_experts * arch.expert_parameters / job.tp + arch.n_experts * arch.d_model)
     )
-    ends = (position == 0) + (position == job.pp - 1 and (job.pp > 1 or not arch.tied))
+    last = job.pp - 1 if job.ours is None else job.ours.head_at
+    ends = (position == 0) + (position == last and (job.pp > 1 or not arch.tied))
     dense += ends * arch.embedding_parameters / job.tp
-    experts = layers * share_moe * arch.n_experts / job.ep * arch.expert_parameters
-    expert_shard = max(1.0, min(job.shard, replicas * job.tp / job.ep))
+    return dense, layers * share_moe * arch.n_experts / job.ep * arch.expert_parameters
+
+
+def state_bytes(job: Job, position: int, layers: float) -> float:
+    """Weights, gradients and the optimizer's state."""
+    arch, expert_ranks = job.architecture, expert_shard(job)
+    dense, experts = own_weights(job, position, layers)
+    ends = (position == 0) + (position == job.pp - 1 and (job.pp > 1 or not arch.tied))
     if job.zero == 3:
         one = (dense + experts) / max(1.0, layers)  # a layer gathered while another one is being gathered
-        state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_shard)
+        state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_ranks)
         return state + one * (2 * HALF + FULL) + ends * arch.embedding_parameters / job.tp * (HALF + FULL)
     cut = job.shard if job.zero else 1
     grads = FULL if job.system.fused_sums else HALF if job.scaled_fp16 else HALF + FULL
@@ -90,9 +134,9 @@ def state_bytes(job: Job, position: int, layers: float) -> float:
         grads = HALF
     held = (HALF + grads) * (dense + experts)
     if job.zero == 2:
-        held = HALF * (dense + experts) + grads * (dense / cut + experts / expert_shard)
+        held = HALF * (dense + experts) + grads * (dense / cut + experts / expert_ranks)
     states = MOMENTS_AND_MASTER + (0 if job.system.fused_sums else FULL)
-    return held + states * (dense / cut + experts / (expert_shard if job.zero else 1))
+    return held + states * (dense / cut + experts / (expert_ranks if job.zero else 1))
 
 
 def activation_bytes(job: Job, position: int, layers: float) -> float:

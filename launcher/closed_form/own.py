@@ -3,14 +3,24 @@
 from functools import lru_cache
 
 from launcher.closed_form.architecture import Architecture, Latent
+from launcher.closed_form.budget import modes_of, way_of
 from launcher.closed_form.gpus import Gpu
+from launcher.closed_form.held import worst_moments
+from launcher.closed_form.own_memory import (
+    Ours,
+    Repeats,
+    held_by_position,
+    layers_by_position,
+    layers_of_stages,
+    mean_states,
+)
 from launcher.closed_form.rows import Job
 from launcher.closed_form.systems import System
 from launcher.config.tree import RunConfig
 from launcher.estimate.order import Passes, simulate
 from modeling.config import ModelConfig
 from parallel.mesh import Degrees
-from parallel.pipeline.config import Interleaved, OneFOneB, PipelineConfig, chunks
+from parallel.pipeline.config import Interleaved, OneFOneB, PipelineConfig, chunks, stage_ranks
 from parallel.sizes import DEFAULT_SIZES
 
 LONG_ENOUGH = 4  # times pp: with more micro-batches a pipeline waits no longer
@@ -47,8 +57,8 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         ep=degrees.ep,
         zero=parallel.zero,
         shard=degrees.dp * degrees.cp,
-        recompute=train.recompute,
-        precision="fp32" if train.precision == "fp32" else "bf16",
+        recompute="elementwise" if train.recompute == "selective" else train.recompute,
+        precision="bf16" if train.precision == "fp16" else train.precision,
         schedule="1f1b"
         if isinstance(schedule, OneFOneB)
         else "interleaved"
@@ -58,7 +68,27 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         global_batch_size=train.batches.sizes[-1],
         micro_batch_size=train.micro_batch_size,
         scaled_fp16=train.precision == "fp16",
+        is_own_fp8=train.precision == "fp8",
         waits=waits_of(schedule, degrees.pp, n),
+        ours=ours_of(config, world_size, n),
+    )
+
+
+def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
+    """What closed forms of memory need besides."""
+    model, parallel, train = config.model, config.parallel, config.train
+    modes, pipeline, pp = modes_of(config, world_size), parallel.pipeline, parallel.pp
+    return Ours(
+        element=4 if train.stored == "fp32" else 2,
+        states=mean_states(model, config.optimizer),
+        zero=parallel.zero,
+        pp=pp,
+        sums_in_place=parallel.zero == 1 and train.stored == "bf16",
+        stages=held_by_position(model, pipeline, pp, modes, way_of(config)),
+        moments=worst_moments(pipeline, pp, n_micro_batches),
+        again=Repeats.of(modes, layers_of_stages(model, pipeline, pp)),
+        layers=layers_by_position(model, pipeline, pp),
+        head_at=stage_ranks(pipeline, pp)[-1],
     )
 
 

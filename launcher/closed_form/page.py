@@ -1,5 +1,7 @@
 """docs/plan-table.md: the closed forms' error on published rows, recomputed from the rows; and well-known runs."""
 
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -11,6 +13,7 @@ from launcher.closed_form.rows import ran_out
 from launcher.closed_form.seconds import CONSTANTS
 from launcher.closed_form.systems import INFERRED, SYSTEMS
 
+DESCRIPTION = ("model", "hw", "layout", "batch")  # the parts of a row that a plan is made from
 TARGETS = {"dense": "10%, 25%", "MoE forced": "15%, 25%", "memory": "5%"}
 HEAD = "| rows | of | median | 90th percentile | worst | bias | in their interval |\n|---|---|---|---|---|---|---|\n"
 AXES: dict[str, Callable[[Case], bool]] = {
@@ -96,6 +99,7 @@ def time_tables(found: Evaluation) -> list[str]:
         "MoE with what is inferred below from a publisher's own rows, which are then not left out:",
         "",
         *table([("MoE forced", [each for each in found.known if each.case.job.kind == "MoE forced"])]),
+        *repeats(time, kinds),
         "By publisher:",
         "",
         *by(lambda case: case.publisher),
@@ -105,6 +109,34 @@ def time_tables(found: Evaluation) -> list[str]:
         "By axis:",
         "",
         *table((name, [each for each in time if holds(each.case)]) for name, holds in AXES.items()),
+    ]
+
+
+def repeats(time: Sequence[Error], kinds: Sequence[str]) -> list[str]:
+    """How far apart measurements of one description are: what a plan errs by that does not know the software's release.
+
+    Against the median of each description's own measurements, so a plan made from descriptions has little below it.
+    """
+    groups: dict[str, list[Error]] = defaultdict(list)
+    for each in time:
+        groups[json.dumps([each.case.row[part] for part in DESCRIPTION], sort_keys=True)].append(each)
+    lines = []
+    for kind in kinds:
+        runs = [[e.case.seconds or 0.0 for e in group] for group in groups.values() if group[0].case.job.kind == kind]
+        often = [np.array(each) for each in runs if len(each) > 1]
+        if often:
+            sizes = np.concatenate([abs(np.median(each) / each - 1) for each in often])
+            figures = f"{np.median(sizes):.1%} | {np.quantile(sizes, 0.9):.1%} | {sizes.max():.1%}"
+            widest = max(each.max() / each.min() for each in often)
+            lines.append(f"| {kind} | {len(often)} | {len(sizes)} | {figures} | {widest:.2f} |")
+    return [
+        "Descriptions (model, hardware, layout and batch) that were measured more than once, mostly by one release of "
+        "the publisher's software after another: a plan that knew the median of each one's measurements would err by",
+        "",
+        "| rows | descriptions | of | median | 90th percentile | worst | slowest over fastest |",
+        "|---|---|---|---|---|---|---|",
+        *lines,
+        "",
     ]
 
 

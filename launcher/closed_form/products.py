@@ -42,6 +42,11 @@ class Product:
         """Read in 16 bits and written in 8, of inputs and gradients; weights are cast once for many micro-batches."""
         return 3 * self.count * (self.m * self.k * forwards + self.m * self.n)
 
+    def cut_bytes(self, forwards: float) -> float:
+        """The same where weights are cast in every pass, and for the backward pass as transposes, read twice."""
+        weight = self.count * self.k * self.n
+        return self.cast_bytes(forwards) + 3 * weight * (forwards + 1) + 2 * weight
+
     def backward(self) -> tuple["Product", "Product"]:
         """The products for the gradients of the input and of the weight."""
         return Product(self.m, self.k, self.n, self.count), Product(self.k, self.n, self.m, self.count)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.closed_form.architecture import Architecture, CannotPlan, architecture_of, positive
+from launcher.closed_form.own_memory import Ours
 from launcher.closed_form.systems import System, system_of
 from launcher.errors import UserError
 
-Recompute = Literal["none", "selective", "full"]
+# selective: attention's core again; elementwise, feed_forward: ours (docs/speed.md)
+Recompute = Literal["none", "selective", "elementwise", "feed_forward", "full"]
 Precision = Literal["bf16", "fp8", "mxfp8", "fp4", "fp32"]
 Schedule = Literal["1f1b", "interleaved", "zb-1p", "zb-2p", "dualpipe"]
 GIB = 2.0**30
@@ -46,8 +48,10 @@ class Job:
     micro_batch_size: int
     natural_routing: bool = False
     scaled_fp16: bool = False
+    is_own_fp8: bool = False  # as docs/fp8.md: weights are cut in every pass, and their gradients are made in 16 bits
     imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
     waits: float | None = None  # of the pipeline, in micro-batches; None: by the schedule's closed form
+    ours: Ours | None = None  # what more is known of a run of ours
 
     @property
     def n_micro_batches(self) -> float:

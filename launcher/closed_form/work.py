@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from launcher.closed_form.gpus import Gpu
 from launcher.closed_form.products import Product, product_seconds
-from launcher.closed_form.rows import Job
+from launcher.closed_form.rows import Job, Recompute
 
 HALF = 2  # bytes of an element in 16 bits
 FULL = 4
@@ -20,6 +20,14 @@ FIRST_FLASH_SLOWER = (
     1.7  # Dao 2023, "FlashAttention-2" (arXiv 2307.08691), section 4.1: 1.7 to 3 times, Triton 1.3 to 2.5
 )
 LOSS_BYTES = 20  # of a logit, forward and backward
+# recomputation -> forward passes of attention's half and of the other; attention's core by itself is add_core's
+FORWARDS: dict[Recompute, tuple[float, float]] = {
+    "none": (1, 1),
+    "selective": (1, 1),
+    "elementwise": (1, 1),
+    "feed_forward": (1, 2),
+    "full": (2, 2),
+}
 STEP_BYTES = 38  # of an element that the optimizer updates: gradient, two moments and master, and the weight
 
 
@@ -87,7 +95,13 @@ class Step:
         self.own = self.tokens / job.tp if job.system.sequence_parallel else self.tokens
         self.bandwidth = gpu.hardware.memory_bytes_per_second
         self.links = Links(gpu.hardware.node_bytes_per_second, gpu.network_bytes_per_second, gpu.node_gpus)
-        self.forwards = {"none": 1, "selective": 1, "full": 2}[job.recompute]
+        self.of_attention, self.of_feed_forward = FORWARDS[job.recompute]
+        self.chains = 1.0 if job.recompute == "elementwise" else 0.0  # further passes of elementwise work
+        if job.ours is not None:
+            again = job.ours.again
+            self.of_attention, self.of_feed_forward = 1 + again.attention, 1 + again.feed_forward
+            self.chains = again.chains
+        self.forwards = self.of_attention  # of what is being added
         self.low = job.precision in ("fp8", "mxfp8", "fp4")
         self.grad_bytes = HALF if job.zero == 3 and not job.system.fp32_sums else FULL
         self.sum_bytes = 2 * self.grad_bytes + (0 if job.system.fused_sums else 2 * HALF)
@@ -130,7 +144,9 @@ class Step:
     def layer(self, *, moe: bool) -> dict[str, float]:
         """One layer forward, recomputed where it is, and backward."""
         found = dict.fromkeys(AMOUNTS, 0.0)
+        self.forwards = self.of_attention
         self.add_attention(found)
+        self.forwards = self.of_feed_forward
         if moe:
             self.add_experts(found)
         else:
@@ -142,14 +158,20 @@ class Step:
         """Products of a forward pass, with their recomputation, and both products of the backward pass."""
         job, gpu = self.job, self.gpu
         peak = gpu.peak(job.precision if self.low else "bf16")
+        weights_low = self.low and not job.is_own_fp8
+        weights_peak = peak if weights_low else gpu.peak("bf16")
         sms, bandwidth = int(gpu.hardware.multiprocessors), self.bandwidth
         for shape in shapes:
             if not shape.empty:
+                by_input, by_weight = shape.backward()
                 seconds = self.forwards * product_seconds(shape, peak, bandwidth, sms)
-                seconds += sum(product_seconds(each, peak, bandwidth, sms) for each in shape.backward())
+                seconds += product_seconds(by_input, peak, bandwidth, sms)
                 found[f"low_{into}" if self.low else into] += seconds
+                last = product_seconds(by_weight, weights_peak, bandwidth, sms)
+                found[f"low_{into}" if weights_low else into] += last
                 if self.low:
-                    found["casts"] += shape.cast_bytes(self.forwards) / bandwidth
+                    cast = shape.cut_bytes if job.is_own_fp8 else shape.cast_bytes
+                    found["casts"] += cast(self.forwards) / bandwidth
                 found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / bandwidth  # summed gradients
 
     def add_attention(self, found: dict[str, float]) -> None:
@@ -168,10 +190,10 @@ class Step:
         self.add_core(found)
         wide = sum(outputs for _, outputs, cuts in arch.attention_matrices if cuts) / job.tp
         n_bytes = self.tokens * 4 * wide + self.own * 20 * arch.d_model
-        found["memory"] += n_bytes * (self.forwards + 2) / self.bandwidth
+        found["memory"] += n_bytes * (self.forwards + self.chains + 2) / self.bandwidth
         sent = 2 * self.tokens * arch.d_model * HALF * (job.tp - 1) / job.tp  # attention's share of a layer's two sums
         if job.tp > 1:
-            found["tp"] += 2 * sent * (1 + self.forwards) / self.links.rate(job.tp, 1)
+            found["tp"] += sent * (2 + self.of_attention + self.of_feed_forward) / self.links.rate(job.tp, 1)
         if job.cp > 1:
             keys = 2 * arch.n_kv_heads * arch.d_head / job.tp if arch.latent is None else arch.attention_width
             rows = self.tokens * keys * HALF * (job.cp - 1)
@@ -182,7 +204,7 @@ class Step:
         arch, job = self.arch, self.job
         peak = self.gpu.peak("bf16")
         width = arch.attention_width / job.tp
-        again = 2 if job.recompute != "none" else 1
+        again = self.of_attention if job.recompute != "selective" else 2
         if job.system.flash:
             flops = 4 * self.tokens * arch.attended(job.seq_len) * width
             slower = FIRST_FLASH_SLOWER if job.system.first_flash else 1.0
@@ -204,7 +226,7 @@ class Step:
         self.add_products(
             found, [Product.of(self.tokens, ups * width, arch.d_model), Product.of(self.tokens, arch.d_model, width)]
         )
-        found["memory"] += self.tokens * (2 * ups + 2) * width * (self.forwards + 2) / self.bandwidth
+        found["memory"] += self.tokens * (2 * ups + 2) * width * (self.forwards + self.chains + 2) / self.bandwidth
 
     def add_experts(self, found: dict[str, float]) -> None:
         """Router, dispatch, experts, combine, shared experts."""
@@ -221,7 +243,7 @@ class Step:
         self.add_products(found, shapes, "grouped")
         passes = self.forwards + 2
         found["experts"] += local * passes
-        found["memory"] += rows * (2 * ups + 2) * arch.expert_d_ff * passes / self.bandwidth
+        found["memory"] += rows * (2 * ups + 2) * arch.expert_d_ff * (passes + self.chains) / self.bandwidth
         found["expert_memory"] += (rows * 8 + own * 4) * arch.d_model * passes / self.bandwidth
         if arch.n_shared_experts:
             self.add_dense(found, arch.n_shared_experts * arch.expert_d_ff)

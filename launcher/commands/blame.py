@@ -96,11 +96,4 @@ def blame_here(plan: Plan) -> object:
     """One local process."""
     from launcher.blame.rank import blame_rank
 
-    found: list[object] = []
-
-    def work() -> int:
-        found.append(blame_rank(plan))
-        return 0
-
-    exit_two_for(work)
-    return found[0]
+    return exit_two_for(lambda: blame_rank(plan))

@@ -21,9 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.cleaning.groups import groups_of
+from data.cleaning.kept import SETTINGS
 from data.config import DataConfig
 from data.errors import DataError
-from data.manifest import INPUTS, MANIFEST, partial_suffix
+from data.manifest import INPUTS, MANIFEST
+from data.partial import partial_suffix
 from data.prepared import readable_stem, source_folder
 from data.sources import is_raw
 from data.tokenizer import INFO, tokenizer_folder
@@ -178,6 +181,7 @@ def needed_folders(token_dir: Path, configs: Sequence[RunConfig]) -> tuple[set[s
         if Path(config.data.token_dir).resolve() != token_dir.resolve():
             continue
         data = config.data
+        needed |= {group.folder.name for group in groups_of(data)}
         tokenizer = tokenizer_folder(data, config.model.vocab_size)
         if tokenizer is not None:
             needed.add(tokenizer.name)
@@ -206,6 +210,8 @@ def kind_of(path: Path) -> str | None:
         return None
     if name.startswith(TOKENIZER):
         return "tokenizer" if (path / INFO).is_file() else None
+    if (path / SETTINGS).is_file():
+        return "cleaned texts"
     return "token files" if (path / MANIFEST).is_file() or (path / INPUTS).is_file() else None
 
 

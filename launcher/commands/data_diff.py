@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from data.dataset import Dataset
 from data.manifest import hash_file
 from data.spans import Span, document_name, spans_of
-from data.tokenfile import TokenFile, bin_path, idx_path
+from data.tokenfile import TokenFile, bin_path, idx_path, mask_path, remote_path
 from launcher.commands.data_run import DataOfRun, open_run, say_json, span_row
 from launcher.commands.data_show import step_row, words_of
 from launcher.tables import plain_table, wide_console
@@ -21,7 +22,20 @@ from launcher.training.run_dir import changes
 # What of a config decides which tokens a step is given. Where token files lie, and who makes them, does not.
 DECIDES = (
     "seed",
-    *(f"data.{key}" for key in ("seq_len", "packing", "sources", "weighting", "stages", "without")),
+    *(
+        f"data.{key}"
+        for key in (
+            "seq_len",
+            "packing",
+            "sources",
+            "weighting",
+            "stages",
+            "without",
+            "fim_rate",
+            "fim_spm_share",
+            "fim_tokens",
+        )
+    ),
     "train.global_batch_size",
     "train.batch_ramp",
 )
@@ -126,7 +140,7 @@ def in_one_order(ours: DataOfRun, theirs: DataOfRun, files: tuple[list[int], lis
     """Whether each sample's number stands for the same tokens in both runs."""
     one, other = ours.config, theirs.config
     is_same = (one.seed, one.data.seq_len, one.data.packing) == (other.seed, other.data.seq_len, other.data.packing)
-    is_same = is_same and ours.dataset.stages == theirs.dataset.stages
+    is_same = is_same and (ours.dataset.stages, ours.dataset.fim) == (theirs.dataset.stages, theirs.dataset.fim)
     is_same = is_same and ours.dataset.left_out.documents == theirs.dataset.left_out.documents
     return is_same and files[0] == files[1] and ours.dataset.file_sources == theirs.dataset.file_sources
 
@@ -150,13 +164,19 @@ def same_files(ours: Dataset, theirs: Dataset) -> tuple[list[int], list[int]]:
     return numbers[0], numbers[1]
 
 
-def hash_of(file: TokenFile) -> tuple[str, str]:
-    """The hashes of the .bin and the .idx; reads both."""
-    return hash_file(bin_path(file.prefix)), hash_file(idx_path(file.prefix))
+def hash_of(file: TokenFile) -> tuple[str, ...]:
+    """The hashes of the .bin, the .idx and the .mask, where there is one; reads them all."""
+    paths = (bin_of(file), idx_path(file.prefix), mask_path(file.prefix))
+    return tuple(hash_file(path) for path in paths if path.exists())
+
+
+def bin_of(file: TokenFile) -> Path:
+    """The .bin, or what stands for one at a URL: its address, size and version."""
+    return remote_path(file.prefix) if file.is_remote else bin_path(file.prefix)
 
 
 def _place(file: TokenFile) -> tuple[int, int]:
-    status = bin_path(file.prefix).stat()
+    status = bin_of(file).stat()
     return status.st_dev, status.st_ino
 
 

@@ -1,6 +1,5 @@
 """What `roundtable data` needs of a run: its config, its dataset as the steps read it, and what each step consumed."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from launcher.config.tree import RunConfig
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.ledger_rows import StepData, steps_of
-from launcher.training.run_dir import saved_config, start_folder
+from launcher.training.run_dir import in_start_folder, saved_config
 from launcher.training.run_parts import CONFIG
 
 RUNS_DIR = "runs"
@@ -61,18 +60,13 @@ def open_run(name: str) -> DataOfRun:
         raise UserError(
             [f"RUN={name} must be a run directory, or a run's name below {RUNS_DIR}; see `roundtable runs`"]
         )
-    folder = start_folder(path, config)
-    try:
-        with contextlib.chdir(folder):
-            check_token_files(config)
-            vocab_size = config.model.vocab_size
-            dataset = open_dataset(config.data, seed=config.seed, vocab_size=vocab_size, split="train")
-            prepared = locate(config.data, vocab_size)
-            kept = prepared.tokenizer if prepared is not None else None
-            tokenizer = kept.absolute() if kept is not None else None
-    except DataError as error:
-        where = f" (relative paths are read from {folder}, where the run was started)"
-        raise DataError(*(line + where * (folder != Path.cwd()) for line in error.problems)) from None
+    with in_start_folder(path, config):
+        check_token_files(config)
+        vocab_size = config.model.vocab_size
+        dataset = open_dataset(config.data, seed=config.seed, vocab_size=vocab_size, split="train")
+        prepared = locate(config.data, vocab_size)
+        kept = prepared.tokenizer if prepared is not None else None
+        tokenizer = kept.absolute() if kept is not None else None
     return DataOfRun(name, path, config, dataset, tokenizer)
 
 
@@ -111,8 +105,11 @@ def has_input(source: SourceConfig) -> bool:
 def span_row(dataset: Dataset, span: Span) -> dict[str, Any]:
     """A span as ``--json`` has it: half-open in tokens of the file; ``offset`` counts from the document's start.
 
-    ``left_out``: the run never sees the document (data.without).
+    ``left_out``: the run never sees the document (data.without). ``targets``, of a file with a mask: the ranges of
+    tokens whose prediction from this span counts.
     """
+    stop = min(span.stop + 1, dataset.files[span.file].document_range(span.document)[1])
+    masked = {"targets": dataset.masks.ranges(span.file, span.first + 1, stop)} if dataset.masks.has(span.file) else {}
     return {
         "sample": span.sample,
         "document": document_name(dataset, span.file, span.document),
@@ -120,6 +117,7 @@ def span_row(dataset: Dataset, span: Span) -> dict[str, Any]:
         "tokens": [span.first, span.stop],
         "offset": span.offset,
         "left_out": dataset.left_out.holds(span.file, span.first),
+        **masked,
     }
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from data.fim import Cut
 from data.spans import Span, spans_of
 from launcher.commands.data_run import DataOfRun, open_run, say_json, span_row
 from launcher.tables import plain_table, wide_console
@@ -17,14 +18,29 @@ def show_step(name: str, step: int, *, as_json: bool) -> int:
     """
     run = open_run(name)
     data = run.step(step)
-    spans = list(spans_of(run.dataset, data.samples()))
+    spans, cuts = list(spans_of(run.dataset, data.samples())), cuts_of(run, data)
     sources, packing = source_rows(run, data, spans), packing_row(run, data, spans)
     if as_json:
-        rows = [span_row(run.dataset, span) for span in spans]
-        say_json({"run": name, **step_row(data), "packing": packing, "sources": sources, "spans": rows})
+        rows = [span_row(run.dataset, span) | fim_row(cuts, span) for span in spans]
+        n_targets = run.dataset.count(data.samples())[0]
+        say_json(
+            {"run": name, **step_row(data), "targets": n_targets, "packing": packing, "sources": sources, "spans": rows}
+        )
     else:
-        print_step(run, data, spans, sources, packing)
+        print_step(run, data, spans, cuts, sources, packing)
     return 0
+
+
+def cuts_of(run: DataOfRun, data: StepData) -> dict[tuple[int, int], Cut]:
+    """The documents' parts whose middle comes last, by sample and first token."""
+    samples = data.samples()
+    return {(int(samples[row]), cut.first): cut for row, _, cut in run.dataset.cuts(samples)}
+
+
+def fim_row(cuts: dict[tuple[int, int], Cut], span: Span) -> dict[str, Any]:
+    """What is rearranged in a span: ranges of the file's tokens, in ``--json``; nothing where it stays as it is."""
+    cut = cuts.get((span.sample, span.first))
+    return {"fim": cut.row()} if cut is not None else {}
 
 
 def step_row(data: StepData) -> dict[str, Any]:
@@ -82,21 +98,36 @@ def words_of(data: StepData) -> str:
 
 
 def print_step(
-    run: DataOfRun, data: StepData, spans: list[Span], sources: list[dict[str, Any]], packing: dict[str, Any]
+    run: DataOfRun,
+    data: StepData,
+    spans: list[Span],
+    cuts: dict[tuple[int, int], Cut],
+    sources: list[dict[str, Any]],
+    packing: dict[str, Any],
 ) -> None:
     """Two lines and two tables."""
     console = wide_console()
     console.print(f"{run.name}, step {data.step}: {words_of(data)}")
     shares = f"{packing['padding']:.1%} of the positions are padding, {packing['cut']:.1%} of the documents are cut"
-    console.print(f"packing {packing['packing']}: {shares}\n")
+    console.print(f"packing {packing['packing']}: {shares}")
+    n_targets, n_tokens = run.dataset.count(data.samples())
+    console.print(f"{n_targets:,} targets count in the loss, of {n_tokens:,} tokens\n")
     table = plain_table("source", ">sequences", ">documents", ">tokens", ">epoch after it", "path")
     for row in sources:
         counts = (f"{row[key]:,}" for key in ("sequences", "documents", "tokens"))
         table.add_row(row["source"], *counts, f"{row['epoch']:.3f}", row["path"])
     console.print(table, "")
-    table = plain_table(">sample", "document", ">from token", ">up to", ">in the document from", "")
-    for row in (span_row(run.dataset, span) for span in spans):
+    has_masks = run.dataset.masks.any
+    names = (">sample", "document", ">from token", ">up to", ">in the document from", *(["targets"] * has_masks), "")
+    table = plain_table(*names)
+    for row in (span_row(run.dataset, span) | fim_row(cuts, span) for span in spans):
         first, stop = row["tokens"]
         note = LEFT_OUT if row["left_out"] else ""
-        table.add_row(str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]), note)
+        if fim := row.get("fim"):
+            note = f"{fim['order']}, middle {fim['middle'][0]} to {fim['middle'][1] - 1}; {note}".rstrip("; ")
+        ranges = [f"{begin}-{end - 1}" if end - begin > 1 else str(begin) for begin, end in row.get("targets", [])]
+        targets = [" ".join(ranges) if "targets" in row else "all"] if has_masks else []
+        table.add_row(
+            str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]), *targets, note
+        )
     console.print(table)

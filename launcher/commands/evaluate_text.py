@@ -11,20 +11,19 @@ from pathlib import Path
 import numpy as np
 
 from data.config import SourceConfig
-from data.dataset import Dataset, Source
-from data.documents import check_text, read_documents
+from data.dataset import Dataset
+from data.documents import files_to_read, read_documents
 from data.errors import DataError
+from data.opened import Source
 from data.shards import Shard, plan_shards
-from data.shardwriter import ShardTask, write_shard
-from data.sources import input_files, is_hugging_face
+from data.shardtask import ShardTask
+from data.shardwriter import write_shard
 from data.tokenfile import TokenFile
 from data.tokenizer import check_kept
 from launcher.commands.trained import OTHER_CHECKPOINT, Trained, naming_tokenizer, open_trained
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.evaluation import loss_of, perplexity
-
-KEYS = {"--text.path=": "--text=", "--text.text_key=": "--text-key="}  # a source's key: the option it came from
 
 
 @dataclass
@@ -44,9 +43,8 @@ def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_jso
     UserError where it cannot be read or holds nothing to predict, or where the checkpoint has no tokenizer.
     """
     source = SourceConfig(path=text, text_key=text_key)
-    with as_options():
-        files = [] if is_hugging_face(source) else input_files(source, "--text")
-        check_text(files, "--text")
+    with as_options("--text"):
+        files = files_to_read(source, "--text")
         trained = open_trained(path)
         shards = plan_shards(source, files, trained.config.data.shard_bytes, "--text")
         if trained.tokenizer is None:
@@ -61,14 +59,14 @@ def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_jso
 
 
 @contextmanager
-def as_options() -> Iterator[None]:
-    """Turns errors about a source's keys into errors about the options that they came from."""
+def as_options(option: str) -> Iterator[None]:
+    """Turns errors about the keys of a source called ``option`` into errors about the options that they came from."""
     try:
         yield
     except DataError as error:
         problems = error.problems
-        for key, option in KEYS.items():
-            problems = [option + line.removeprefix(key) if line.startswith(key) else line for line in problems]
+        for key, given in ((f"{option}.path=", f"{option}="), (f"{option}.text_key=", "--text-key=")):
+            problems = [given + line.removeprefix(key) if line.startswith(key) else line for line in problems]
         raise UserError(problems) from error
 
 

@@ -57,8 +57,8 @@ def generate_from_checkpoint(
     )
 
 
-def readable(prompt: str) -> tuple[str, list[str]]:
-    """The prompt as text, and what is wrong with its bytes.
+def readable(prompt: str, option: str = "--prompt") -> tuple[str, list[str]]:
+    """The text of an option as text, and what is wrong with its bytes.
 
     Python hands over an argument's bytes that the locale cannot read (LC_ALL=C, or no UTF-8) as lone surrogates.
     """
@@ -70,7 +70,7 @@ def readable(prompt: str) -> tuple[str, list[str]]:
             return raw.decode(), []
         except UnicodeDecodeError as error:
             found = f"its byte {error.start} is 0x{raw[error.start]:02x}"
-            return "\ufffd", [f"--prompt must be UTF-8, and {found}; convert it to UTF-8"]
+            return "\ufffd", [f"{option} must be UTF-8, and {found}; convert it to UTF-8"]
     return prompt, []
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.errors import reason_of
+from data.places import why_no_path, why_not_writable
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
@@ -36,7 +38,7 @@ class Outcome:
 
 
 def preflight_config(
-    path: Path, overrides: Sequence[str], ranks: int | None, bad_nodes: Path | None, *, json_wanted: bool
+    path: Path, overrides: Sequence[str], ranks: int | None, bad_nodes: str | None, *, json_wanted: bool
 ) -> int:
     """Measures on ``ranks`` local processes, or as one rank of a torchrun or srun job; returns the exit code.
 
@@ -48,6 +50,7 @@ def preflight_config(
     if job_size is None:
         check_local_ranks(ranks)
         config = read_config(path, overrides)
+        check_new_list(bad_nodes)
         outcome = measure_here(config, ranks or default_ranks())
     elif ranks is None or ranks == job_size:
         config, outcome = measure_job(path, overrides)
@@ -102,6 +105,16 @@ def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
+def check_new_list(path: str | None) -> None:
+    """Raises UserError where the list of bad nodes cannot be written there, before anything is measured."""
+    if path is None:
+        return
+    rule = why_no_path(path) or ("must be a file, and is a folder" if os.path.isdir(path) else None)
+    rule = rule or why_not_writable(Path(path).parent)
+    if rule is not None:
+        raise UserError([f"--bad-nodes={path} {rule}; choose another file"])
+
+
 def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Sequence[str] = ()) -> Outcome | None:
     """One rank's part; the outcome on rank 0. ``hosts`` names each rank's node, where that is known before.
 
@@ -116,7 +129,7 @@ def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Seq
     return None if found is None else Outcome(found, judge(found), time.monotonic() - started)
 
 
-def conclude(config: RunConfig, outcome: Outcome, bad_nodes: Path | None, *, json_wanted: bool) -> int:
+def conclude(config: RunConfig, outcome: Outcome, bad_nodes: str | None, *, json_wanted: bool) -> int:
     """Rank 0: prints and keeps the outcome."""
     said = as_json(outcome.found, outcome.judgement, outcome.seconds)
     if json_wanted:
@@ -128,7 +141,11 @@ def conclude(config: RunConfig, outcome: Outcome, bad_nodes: Path | None, *, jso
     (folder / f"{name_of_this_one()}.json").write_text(json.dumps(said, indent=2) + "\n")
     bad = outcome.judgement.bad_nodes
     if bad_nodes is not None:
-        bad_nodes.write_text("".join(f"{node}\n" for node in bad))
+        try:
+            Path(bad_nodes).write_text("".join(f"{node}\n" for node in bad))
+        except OSError as error:
+            told = f"--bad-nodes={bad_nodes} cannot be written ({reason_of(error)}); choose another file"
+            raise UserError([told]) from None
     return 1 if bad else 0
 
 

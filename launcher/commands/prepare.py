@@ -1,6 +1,7 @@
 """`roundtable prepare`: raw text to token files, with progress where people look."""
 
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
@@ -9,35 +10,61 @@ from data.config import DataConfig
 from data.overlap import n_trained_on
 from data.packed import read_packing
 from data.packing import n_cut_in_sequence
+from data.partial import written_whole
 from data.pieces import shares_of
 from data.prepare import prepare
 from data.prepared import Prepared
+from data.remote_index import token_prefix
+from data.round_trip import round_trip
 from data.shardwriter import dropped_from
-from data.sources import expand_path
 from data.tally import NAMED
 from data.tokenfile import TokenFile
 from launcher.config.tree import RunConfig
-from launcher.console import open_console, tell, text_column
+from launcher.console import in_a_line, open_console, tell, text_column
 
 MOST_COUNTED = 10_000_000  # documents; their index is read in a second or two
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None) -> Prepared | None:
+def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None, *, report: bool = False) -> Prepared | None:
     """Prepares what is missing, with a bar on a terminal and plain lines elsewhere; says at the end what there is.
 
-    ``task=(k, n)``: the k-th of n shares only; the result is None where the others have not done theirs.
+    ``task=(k, n)``: the k-th of n shares only; the result is None where the others have not done theirs. ``report``:
+    also writes the page of the data.
     """
     console = open_console(stderr=True)
     started = time.monotonic()
     with ProgressBar(console) if console.is_terminal else ProgressLines() as shown:
         prepared = prepare(config.data, vocab_size=config.model.vocab_size, progress=shown.update, task=task)
     if prepared is not None:
-        found = [*dropped_lines(prepared), *packing_lines(config.data, prepared), *overlap_lines(config.data, prepared)]
+        found = [*dropped_lines(prepared), *round_trip_lines(config.data, prepared)]
+        found += [*packing_lines(config.data, prepared), *overlap_lines(config.data, prepared)]
         tell("\n".join([*found, summary(prepared, time.monotonic() - started)]))
+        if report:
+            tell(f"report: {in_a_line(str(write_report(config, prepared)))}")
     elif task is not None:
-        tell(f"share {task[0] + 1} of {task[1]} is done; the last one finishes the data")
+        tell(f"share {task[0] + 1} of {task[1]} is done; {what_is_left(config)}")
     return prepared
+
+
+def what_is_left(config: RunConfig) -> str:
+    """What finishes the data where a share of an array has not."""
+    if config.data.cleaning is None:
+        return "the last one finishes the data"
+    return "when all are, the same array goes on with the next step: texts, copies, tokens (docs/cleaning.md)"
+
+
+def write_report(config: RunConfig, prepared: Prepared) -> Path:
+    """Writes the page of the prepared data into token_dir; returns its path."""
+    from launcher.corpus_report.gather import gather
+    from launcher.corpus_report.page import render
+    from launcher.report.page import made_at
+
+    path = Path(config.data.token_dir) / f"report-{config.name}.html"
+    page = render(gather(config.name, config.data, prepared), made_at())
+    with written_whole(path) as file:
+        file.write(page.encode())
+    return path
 
 
 def summary(prepared: Prepared, seconds: float) -> str:
@@ -94,6 +121,19 @@ def dropped_lines(prepared: Prepared) -> list[str]:
     return lines
 
 
+def round_trip_lines(data: DataConfig, prepared: Prepared) -> list[str]:
+    """For each source of which tokens do not give back the text: how many documents, and the first difference."""
+    lines = []
+    for part in prepared.sources:
+        if part.manifest is None or prepared.tokenizer is None:
+            continue
+        told = round_trip(data, part.source, prepared.tokenizer)
+        if told is not None and told.n_changed:
+            found = f"{part.path}: {told.n_changed} of the first {told.n_documents} documents"
+            lines.append(f"{found} are not what their tokens give back ({told.first})")
+    return lines
+
+
 def overlap_lines(data: DataConfig, prepared: Prepared) -> list[str]:
     """A line for each source whose training text holds held-out documents, or one that says that none does.
 
@@ -101,7 +141,9 @@ def overlap_lines(data: DataConfig, prepared: Prepared) -> list[str]:
     """
     prefixes = [prefix for part in prepared.sources for prefix in part.prefixes("heldout")]
     heldout = (
-        [TokenFile(expand_path(data.heldout_path))] if data.heldout_path is not None else list(map(TokenFile, prefixes))
+        [TokenFile(token_prefix(data, data.heldout_path))]
+        if data.heldout_path is not None
+        else list(map(TokenFile, prefixes))
     )
     train = {part.path: list(map(TokenFile, part.prefixes("train"))) for part in prepared.sources}
     n_documents = sum(file.n_documents for files in train.values() for file in files)

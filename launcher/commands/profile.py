@@ -146,9 +146,10 @@ def estimate(path: Path, overrides: Sequence[str], gpu: str, wishes: Wishes) -> 
     from launcher.estimate.step import check_known
     from launcher.trace.hardware import read_hardware
 
-    read_hardware(gpu)
+    hardware = read_hardware(gpu)
     config, world_size = load_for_job(path, overrides)
     check_known(config)
+    hardware.check_fp8(config.train.precision)
     out = checked_out(config, wishes.out)
     was_there = out.exists()
     request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "world_size": world_size}

@@ -59,7 +59,7 @@ def load_small(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple
         raise UserError(problems)
     n_ranks = default_ranks(config) if ranks is None else ranks
     small = shrink(config, n_ranks)
-    problems = check(small, n_ranks)
+    problems = check(small, n_ranks, is_small=True)
     if problems:
         raise UserError(problems)
     return small, n_ranks

@@ -128,14 +128,7 @@ def replay_here(plan: Plan) -> object:
     """One local process."""
     from launcher.replay.rank import replay_rank
 
-    found: list[object] = []
-
-    def work() -> int:
-        found.append(replay_rank(plan))
-        return 0
-
-    exit_two_for(work)
-    return found[0]
+    return exit_two_for(lambda: replay_rank(plan))
 
 
 def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:

@@ -19,10 +19,13 @@ from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.generation import why_unfit
-from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config, start_folder
-from launcher.training.run_parts import CONFIG
+from launcher.training.low_precision import check_precision
+from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
+from launcher.training.run_parts import CONFIG, STARTED_IN, check_parts
 from modeling.decoder import Decoder, build_decoder
+from modeling.dtypes import DTYPES
 from modeling.logical import logical_shapes
+from modeling.precision import multiply_by, products_of
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
 from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
@@ -37,7 +40,7 @@ class Trained:
 
     checkpoint: Checkpoint
     config: RunConfig
-    start_folder: Path  # that the config's relative paths are read from
+    run: Path | None  # the run directory that it lies in; None on an object store
 
     @property
     def tokenizer(self) -> Path | None:
@@ -118,7 +121,9 @@ def open_trained(path: Path | str) -> Trained:
             continue
         for line in damaged:
             tell(f"{line}; taking {folder.name}")
-        return Trained(checkpoint, config, Path.cwd() if run is None else start_folder(run, config))
+        if run is not None:
+            check_parts(run, STARTED_IN)  # of no use to a command that reads no relative path, but told by all alike
+        return Trained(checkpoint, config, run)
     raise UserError(damaged or [f"CHECKPOINT={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
 
 
@@ -180,3 +185,15 @@ def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtyp
         state["head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def load_as_it_trains(trained: Trained, device: str | torch.device) -> Decoder:
+    """As ``load_decoder``, and what it computes is what the run computes, in 8 bits too.
+
+    Raises UserError where the GPU is too old for that.
+    """
+    train = trained.config.train
+    check_precision(train.precision, torch.device(device), "set CUDA_VISIBLE_DEVICES= to compute on the CPU")
+    model = load_decoder(trained, device, DTYPES[train.stored])
+    multiply_by(model, products_of(train.precision))
+    return model

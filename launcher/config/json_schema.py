@@ -100,7 +100,7 @@ def _value(hint: Any, limits: Range | None, default: Any = None) -> Schema:
     types = [_TYPES[member] for member in members(hint) if member in _TYPES] + null
     found: Schema = {"type": types[0] if len(types) == 1 else types}
     if limits is not None:
-        found |= {"minimum": limits.minimum, "maximum": limits.maximum}
+        found |= {"minimum": plain(limits.minimum), "maximum": plain(limits.maximum)}
     return found
 
 
@@ -134,3 +134,8 @@ def print_schema(given: Sequence[str]) -> None:
     if given:
         raise UserError([f"--schema takes nothing else, and {show(given[0])} is there; leave it out"])
     say(schema_text(), end="")
+
+
+def plain(bound: float) -> float:
+    """1000 for 1000.0 too: Python takes a type that was written with either for one, whichever came first."""
+    return int(bound) if float(bound).is_integer() else bound

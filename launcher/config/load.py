@@ -68,7 +68,11 @@ def _expand_home(config: RunConfig) -> RunConfig:
         config,
         run_dir=config.run_dir and os.path.expanduser(config.run_dir),
         init_from=config.init_from and os.path.expanduser(config.init_from),
-        data=replace(config.data, token_dir=os.path.expanduser(config.data.token_dir)),
+        data=replace(
+            config.data,
+            token_dir=os.path.expanduser(config.data.token_dir),
+            cache_dir=os.path.expanduser(config.data.cache_dir),
+        ),
         checkpoint=replace(config.checkpoint, dir=config.checkpoint.dir and os.path.expanduser(config.checkpoint.dir)),
         slurm=replace(config.slurm, **slurm),
     )

@@ -3,11 +3,12 @@
 import math
 import os
 from collections.abc import Iterator
-from typing import Literal
 
 from data.places import why_no_path
 from launcher.config.batch_rules import check_batch
+from launcher.config.budget_rules import check_budget, check_one_way
 from launcher.config.families import check_family
+from launcher.config.fp8_rules import check_fp8_widths
 from launcher.config.layout_rules import check_layout
 from launcher.config.ranges import is_beyond, range_problems
 from launcher.config.tree import RunConfig
@@ -15,20 +16,19 @@ from launcher.config.words import join_or, show
 from launcher.slurm.rules import check_slurm
 from modeling.config import ModelConfig
 from modeling.counts import count_parameters
+from modeling.precision_config import Precision
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling
 from modeling.schedules import WSDSchedule
-
-Precision = Literal["fp32", "bf16", "fp16"]
 
 MAX_PARAMETERS = 10**14
 MAX_TOKENS = 2**63 - 1  # of a run: positions in the data are 64-bit integers
 
 
-def check(config: RunConfig, world_size: int) -> list[str]:
+def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list[str]:
     """Every rule that ``config`` breaks on ``world_size`` processes, one line each; empty where it can run.
 
     A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (its paths)
-    are ``data.rules.check_data``'s.
+    are ``data.rules.check_data``'s. ``is_small``: it is a proof's, whose ranks multiply in bf16 what has 8 bits.
     """
     lines = [*range_problems(config), *_check_names(config)]
     if is_beyond(config):
@@ -41,15 +41,20 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *config.model.problems(),
         *_check_positions(config),
         *_check_depth(config),
-        *_check_expert_widths(config),
+        *_check_expert_widths(config, "bf16" if is_small else config.train.precision),
         *_check_schedule(config),
         *_check_precision(config),
+        *check_one_way(config.train),
+        *([] if is_small else check_fp8_widths(config)),
         *_check_evaluation(config),
+        *_check_tasks(config),
         *_check_retention(config),
         *check_family(config.model),
         *check_layout(config, world_size),
         *check_slurm(config.slurm),
     ]
+    if not lines and not relations:
+        relations += check_budget(config, world_size)
     return lines + [line for line in relations if line.partition("=")[0] not in broken]
 
 
@@ -99,6 +104,8 @@ def _check_names(config: RunConfig) -> Iterator[str]:
     ):
         if path is not None:
             reason = why_no_path(path, created=True) if path and path.isprintable() else "must be a path"
+            if reason is None and key == "run_dir" and "://" in path:
+                reason = "must be a path on this machine, and is a URL (checkpoint.dir may be one)"
             if reason is not None:
                 yield f"{key}={show(path)} {reason}; try {usual}"
 
@@ -178,9 +185,8 @@ def _check_depth(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_expert_widths(config: RunConfig) -> Iterator[str]:
+def _check_expert_widths(config: RunConfig, precision: Precision) -> Iterator[str]:
     """Rows of the experts' matrices are whole units of 16 bytes: torch's grouped_mm takes no others."""
-    precision = config.train.precision
     for key, width in uneven_expert_widths(config.model, precision):
         unit = _width_unit(precision)
         step = _d_model_step(config) if key == "model.d_model" else unit
@@ -215,7 +221,7 @@ def _n_experts(model: ModelConfig) -> str:
 
 def _width_unit(precision: Precision) -> int:
     """Elements in 16 bytes."""
-    return 4 if precision == "fp32" else 8
+    return {"fp32": 4, "bf16": 8, "fp16": 8, "fp8": 16}[precision]
 
 
 def _d_model_step(config: RunConfig) -> int:
@@ -267,6 +273,17 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
         yield (
             f"{told}, but all of data.sources are token files, which have no held-out split, and "
             "data.heldout_path=null; set data.heldout_path to a prefix of token files, or train.eval_every_steps=null"
+        )
+
+
+def _check_tasks(config: RunConfig) -> Iterator[str]:
+    """Tasks can be tokenized."""
+    data = config.data
+    has_text = not data.sources or not all(_is_token_prefix(source.path) for source in data.sources)
+    if config.train.eval_tasks and data.tokenizer is None and not has_text:
+        yield (
+            "train.eval_tasks need a tokenizer, but all of data.sources are token files and data.tokenizer=null; "
+            "set data.tokenizer to theirs, or try train.eval_tasks=[]"
         )
 
 

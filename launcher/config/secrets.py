@@ -12,10 +12,10 @@ _SECRET_WORD = re.compile(
 _QUERY_WORD = re.compile(r"SIG|SIGNATURE|KEY")  # in a URL's query they let anybody in; elsewhere they say little
 # Words that end the name of something else: where the secret lies, or how it is used.
 _ENDINGS = {"FILE", "FILES", "PATH", "DIR", "SOCK", "NAME", "TYPE", "MODE", "SIZE", "LENGTH", "LIMIT", "TIMEOUT", "TTL"}
-# Libraries that have no secrets, though InfiniBand has keys; and paths. TEXT_KEY is data.sources' own.
+# Libraries that have no secrets, though InfiniBand has keys; and paths. TEXT_KEY and its like name fields of records.
 _HARMLESS = re.compile(
     r"((TORCH_)?(NCCL|UCX|FI|GLOO|OMPI|PMIX|OMP|KMP|MKL|CUDA|CUBLAS|CUDNN)_.*)"
-    r"|(OLD)?PWD|GOOGLE_APPLICATION_CREDENTIALS|TEXT_KEY|KEYS?"
+    r"|(OLD)?PWD|GOOGLE_APPLICATION_CREDENTIALS|(TEXT|MESSAGES|PROMPT|COMPLETION)_KEYS?|KEYS?"
 )
 _SWITCH = re.compile(r"|0|1|true|false|yes|no|on|off|null|none", re.IGNORECASE)
 

@@ -11,6 +11,7 @@ from launcher.slurm.config import YEAR_SECONDS, SlurmConfig
 from launcher.training.batch_ramp import Batches, BatchRamp, batches_of
 from modeling.config import ModelConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig
+from modeling.precision_config import Precision, Stored, stored_as
 from modeling.schedules import CosineSchedule, ScheduleConfig
 from parallel.config import ParallelConfig
 
@@ -29,9 +30,14 @@ class TrainConfig:
     # a global batch that grows to that size over the first updates; null: it has it from the first one on
     batch_ramp: BatchRamp | None = None
     micro_batch_size: Annotated[int, Interval(ge=1, le=2**20)] = 1  # sequences of one forward pass on one rank
-    # of the forward and backward passes; the optimizer's state is fp32 always
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again to save memory
+    # of the forward and backward passes; the optimizer's state is fp32 always. fp8: bf16, but layers' and experts'
+    # products have factors of 8 bits (GPUs since Hopper)
+    precision: Precision = "bf16"
+    # what the backward pass computes again to save memory
+    recompute: Literal["none", "selective", "feed_forward", "full"] = "none"
+    # GiB of activations that a rank may hold for its micro-batches in flight: each layer computes again as little as
+    # that allows; None: what `recompute` says, in all layers
+    activation_gib: Annotated[float, Interval(ge=1e-9, le=2**20)] | None = field(default=None, metadata={"usual": 16.0})
     # norms, rotations, gates and the loss as one kernel each: auto on GPUs that have a compiler, on always, off never
     compile: Literal["auto", "on", "off"] = "auto"
     # steps between held-out evaluations; None: none
@@ -40,6 +46,12 @@ class TrainConfig:
     eval_sequences: Annotated[int, Interval(ge=1, le=10**7)] = 64
     # evaluate each source's held-out text by itself, too: eval_sequences of each, as eval_loss/SOURCE
     eval_by_source: bool = False
+    # tasks of lm-evaluation-harness, by name or a YAML file's path, that are scored on the weights as they train
+    eval_tasks: tuple[str, ...] = ()
+    # steps between evaluations of `eval_tasks`; None: those of `eval_every_steps`, and at the end
+    eval_tasks_every_steps: Steps | None = field(default=None, metadata={"usual": 1000})
+    # documents of each of `eval_tasks`, at most; None: all
+    eval_tasks_limit: Annotated[int, Interval(ge=1, le=10**7)] | None = field(default=None, metadata={"usual": 100})
     deterministic: bool = False  # deterministic kernels, no TF32
     gc_every_steps: Steps = 100  # steps between runs of Python's garbage collector, on all ranks at once
     timeout_seconds: Seconds = 600  # a collective that takes longer ends the job
@@ -52,6 +64,11 @@ class TrainConfig:
     def batches(self) -> Batches:
         """How many sequences each update takes."""
         return batches_of(self.global_batch_size, self.batch_ramp)
+
+    @property
+    def stored(self) -> Stored:
+        """The precision of weights and activations."""
+        return stored_as(self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +121,8 @@ class MetricsConfig:
     # steps between rows with each expert's share of the tokens; None: each row where layers x experts are at most
     # 1024, else every 100 steps
     expert_shares_every_steps: Steps | None = field(default=None, metadata={"usual": 100})
+    # at the start, say what memory and time are planned, and after 10 steps by how much that missed
+    plan: bool = True
     # None: all in the live view; plain lines now and then
     terminal_every_steps: Steps | None = field(default=None, metadata={"usual": 10})
     wandb: WandbConfig = field(default_factory=WandbConfig)

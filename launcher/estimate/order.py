@@ -1,10 +1,15 @@
-"""When each pass of a pipeline's step begins and ends: the schedule's actions in its own order, nothing overlapped."""
+"""When each pass of a pipeline's step begins and ends: the schedule's actions in its own order, nothing overlapped.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Held to real processes whose passes only wait: tests/multiprocess/test_plan_bubble.py.
+"""
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parallel.pipeline.config import PipelineConfig, stage_ranks
-from parallel.pipeline.schedule import Action, action_orders
+from parallel.pipeline.schedule import Action, action_slots
 
 
 @dataclass(frozen=True)
@@ -16,12 +21,21 @@ class Passes:
     hop: float = 0.0
 
 
+class Span(NamedTuple):
+    """When a position computes one pass: seconds since the step's first one."""
+
+    action: Action
+    begin: float
+    end: float
+
+
 @dataclass
 class Simulated:
-    """By position: when its last pass ends, and how long it computes in all."""
+    """By position: when its last pass ends, how long it computes in all, and each of its passes in order."""
 
     ends: list[float]
     busy: list[float]
+    spans: list[list[Span]] = field(default_factory=list)
 
     @property
     def bubble(self) -> float:
@@ -31,43 +45,85 @@ class Simulated:
 
 
 def simulate(config: PipelineConfig, passes: Sequence[Passes], n_micro_batches: int) -> Simulated:
-    """A step's passes. Positions begin together; each takes its actions one by one, when what they need has arrived."""
+    """A step's passes. Positions begin together; each takes its actions one by one, when what they need has arrived.
+
+    What two paired actions make is sent after the second one, as torch does. Sending itself keeps no position waiting.
+    """
     pp = len(passes)
     if pp == 1:
-        busy = n_micro_batches * (passes[0].forward + passes[0].backward)
-        return Simulated([busy], [busy])
-    ranks, orders = stage_ranks(config, pp), action_orders(config, pp, n_micro_batches)
+        spans = alone(passes[0], n_micro_batches)
+        return Simulated([spans[-1].end], [spans[-1].end], [spans])
+    ranks, slots = stage_ranks(config, pp), action_slots(config, pp, n_micro_batches)
     done: dict[Action, float] = {}
-    now, busy, places = [0.0] * pp, [0.0] * pp, [0] * pp
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    now, places, spans = [0.0] * pp, [0] * pp, [list[Span]() for _ in slots]
+    while any(place < len(each) for place, each in zip(places, slots, strict=True)):
         before = list(places)
-        for position, order in enumerate(orders):
-            while places[position] < len(order):
-                action = order[places[position]]
-                ready = arrival(action, done, ranks, passes)
-                if ready is None:
+        for position, own in enumerate(slots):
+            while places[position] < len(own):
+                found = slot_spans(own[places[position]], position, now[position], done, ranks, passes)
+                if found is None:
                     break
-                taken = seconds_of(action, passes[position])
-                now[position] = max(now[position], ready) + taken
-                busy[position] += taken
-                done[action] = now[position]
+                now[position] = found[-1].end
+                spans[position] += found
+                done.update({each.action: now[position] for each in found})
                 places[position] += 1
         assert places != before, "the schedule's actions wait for each other"
-    return Simulated(now, busy)
+    return Simulated(now, [sum(end - begin for _, begin, end in each) for each in spans], spans)
+
+
+def slot_spans(
+    slot: Sequence[Action],
+    position: int,
+    now: float,
+    done: dict[Action, float],
+    ranks: Sequence[int],
+    passes: Sequence[Passes],
+) -> list[Span] | None:
+    """When a position computes the actions of a slot; None where something that they need is not made yet."""
+    found: list[Span] = []
+    for action in slot:
+        made = ChainMap({each.action: each.end for each in found}, done) if found else done
+        ready = arrival(action, made, ranks, passes)
+        if ready is None:
+            return None
+        begin = max(now, ready)
+        now = begin + seconds_of(action, passes[position])
+        found.append(Span(action, begin, now))
+    return found
+
+
+def alone(passes: Passes, n_micro_batches: int) -> list[Span]:
+    """The passes without a pipeline, one micro-batch after another."""
+    spans: list[Span] = []
+    now = 0.0
+    for number in range(n_micro_batches):
+        for action in (Action("F", 0, number), Action("B", 0, number)):
+            spans.append(Span(action, now, now + seconds_of(action, passes)))
+            now = spans[-1].end
+    return spans
 
 
 def seconds_of(action: Action, passes: Passes) -> float:
-    """What an action takes; of a backward pass in two parts, each half: torch computes as many products in both."""
+    """What an action takes; of a backward pass in two parts, each half: torch computes as many products in both.
+
+    The first stage has nothing to send back, so torch leaves all of its backward pass to the part of the weights.
+    """
     match action.kind:
         case "F":
             return passes.forward
         case "B":
             return passes.backward
+        case "I" if action.stage == 0:
+            return 0.0
+        case "W" if action.stage == 0:
+            return passes.backward
         case _:
             return passes.backward / 2
 
 
-def arrival(action: Action, done: dict[Action, float], ranks: Sequence[int], passes: Sequence[Passes]) -> float | None:
+def arrival(
+    action: Action, done: Mapping[Action, float], ranks: Sequence[int], passes: Sequence[Passes]
+) -> float | None:
     """When what an action needs is there; None where it is not made yet."""
     kind, stage, number = action
     if kind == "W":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import batch_of, on_device
 from launcher.estimate.ranks import as_rank, mesh_of
@@ -18,13 +19,14 @@ from launcher.trace.regions import Regions
 from launcher.training.compiling import fuse_of
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
-from modeling.kernels.fuse import Fuse
 from modeling.moe import MoE
+from modeling.precision import products_of
 from parallel.apply import build_part
 from parallel.batch import MicroBatch
 from parallel.expert import RowSizes, make_dispatch
 from parallel.mesh import Mesh
 from parallel.sizes import DEFAULT_SIZES
+from parallel.zero.ways import sharding_for
 
 GPU = torch.device("cuda", 0)
 
@@ -51,11 +53,14 @@ def trace_rank(
         mesh = mesh_of(config.parallel, world_size, rank, GPU)
         batch = batch_of(config, mesh)
         mode = stack.enter_context(FakeTensorMode())
-        dtype = DTYPES[config.train.precision]
+        dtype = DTYPES[config.train.stored]
         adopt = lambda parameter, place: None  # noqa: E731 -- nobody adopts
         train, fuse = config.train, fuse_of(config.train.compile, GPU.type)
-        model = build_part(mesh, config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, train.recompute, fuse)
-        spread_evenly(model, batch, mesh, fuse)
+        stay = sharding_for(config.parallel.zero, train.stored).weights_stay
+        ways = (modes_of(config, world_size), fuse, products_of(train.precision, fuse))
+        made_of = (config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, *ways)
+        model = build_part(mesh, *made_of, weights_stay=stay)
+        spread_evenly(model, batch, mesh, overlap=config.parallel.ep_overlap)
         batch = on_device(batch, mode, GPU)
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
@@ -90,7 +95,7 @@ def take_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh, fuse: Fuse) -> None:
+def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh, *, overlap: bool = True) -> None:
     """Has each rank of ep send the same number of rows to each other: no router's choices are at hand."""
     if mesh.ep.degree == 1:
         return
@@ -99,7 +104,7 @@ def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh, fuse: Fuse) -> 
         moe = model.layer_of(name).feed_forward
         if isinstance(moe, MoE):
             rows = even(n_tokens * moe.router.top_k)
-            moe.experts.dispatch = make_dispatch(mesh.ep, DEFAULT_SIZES.row_multiple, rows, fuse)
+            moe.sender.dispatch = make_dispatch(mesh.ep, DEFAULT_SIZES.row_multiple, rows, overlap=overlap)
 
 
 def even(n_rows: int) -> RowSizes:

@@ -35,7 +35,7 @@ def report_of(estimate: Estimate) -> dict[str, Any]:
     config, train = estimate.config, estimate.config.train
     tokens = train.global_batch_size * config.data.seq_len
     flops = flops_per_token(config.model, config.data.seq_len) * tokens
-    peak = estimate.rates.peak[train.precision]
+    peak = estimate.rates.peak[train.stored]
     seconds = {key: each.seconds for key, each in estimate.sums.items()}
     memory = memory_json(whole_memory(estimate))
     return {

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from launcher.config.tree import RunConfig
-from launcher.training.samples import HostBatch
+from launcher.training.batches import HostBatch
 
 
 class WholeSequences:

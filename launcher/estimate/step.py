@@ -1,7 +1,8 @@
 """What one training step takes on GPUs that are not there: traced passes, closed forms for the rest, and stated rates.
 
-Nothing overlaps: what a rank sends and the optimizer's update come on top of the passes. So this is what the step takes
-as it is written, on kernels of the stated efficiency; it is no measurement.
+Nothing counts as overlapped: what a rank sends and the optimizer's update come on top of the passes. So this is what
+the step takes as it is written, on kernels of the stated efficiency, but for what parallel.ep_overlap hides of the
+tokens' travel; it is no measurement.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from launcher.trace.roofline import Rates, Sum, least_seconds, sums_by, sums_by_
 from modeling.optimizers.muon import MuonConfig
 from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.config import chunks
+from parallel.zero.ways import sharding_for
 
 GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "ZeRO": "replicas"}  # an axis of a part, and its ranks
 
@@ -71,7 +73,7 @@ def check_known(config: RunConfig) -> None:
         raise UserError(
             ["optimizer.name=muon has no estimate: nobody counts its products yet; try optimizer.name=adamw with --as"]
         )
-    if config.model.moe is not None and config.train.precision != "bf16":
+    if config.model.moe is not None and config.train.stored != "bf16":
         raise UserError(
             [
                 f"train.precision={config.train.precision} with model.moe cannot be traced: torch's rules for fake "
@@ -134,19 +136,34 @@ ACCUMULATE = "a micro-batch's gradients added up"
 
 def update_ops(step: Step, states: States) -> list[Op]:
     """What ZeRO and the optimizer read and write in a step, each number once: a lower bound, as of fused kernels."""
-    n_weights, n_gradients = sum(step.weights.values()), states.gradients // FP32_BYTES
+    n_gradients = states.gradients // FP32_BYTES
     share = (states.masters or states.weights) // (FP32_BYTES if states.masters else step.element_bytes)
 
-    def moved(name: str, part: str, n_bytes: int) -> Op:
-        return Op(Work(name, "other", None, n_bytes, 0), part, "update")
-
     return [
-        moved(ACCUMULATE, "gradients: sums", n_weights * (step.element_bytes + 2 * FP32_BYTES)),
-        moved("gradients zeroed", "gradients: sums", n_gradients * FP32_BYTES),
+        *sum_ops(step, n_gradients),
         moved("norm and clipping", "optimizer", n_gradients * 3 * FP32_BYTES),
         moved("update", "optimizer", share * 3 * FP32_BYTES + 2 * states.optimizer),
         moved("weights from masters", "optimizer", share * (FP32_BYTES + step.element_bytes)),
     ]
+
+
+def sum_ops(step: Step, n_gradients: int) -> Iterator[Op]:
+    """One micro-batch's gradients into their fp32 sums, in the mean of a step's; and the sums set to zero before.
+
+    Where none is set to zero, a step's first gradients are written over the last step's sums, and no sum is read.
+    """
+    n_weights, part = sum(step.weights.values()), "gradients: sums"
+    added = n_weights * (step.element_bytes + 2 * FP32_BYTES)
+    if not sharding_for(step.parallel.zero, step.precision).zeroes_sums:
+        yield moved(ACCUMULATE, part, round(added - n_weights * FP32_BYTES / step.n_micro_batches))
+        return
+    yield moved(ACCUMULATE, part, added)
+    yield moved("gradients zeroed", part, n_gradients * FP32_BYTES)
+
+
+def moved(name: str, part: str, n_bytes: int) -> Op:
+    """An operation of the update that only reads and writes."""
+    return Op(Work(name, "other", None, n_bytes, 0), part, "update")
 
 
 def wire_ops(step: Step, mesh: Mesh) -> Iterator[Op]:

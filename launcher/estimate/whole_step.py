@@ -7,6 +7,7 @@ one buffers are made that stay, and ZeRO 3 learns the order of the modules. The 
 import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,6 @@ from launcher.trace.regions import Regions
 from launcher.training.compiling import fuse_of
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState
-from modeling.kernels.fuse import Fuse
 from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.moe import MoE
 from parallel.expert import RowSizes, make_dispatch
@@ -58,28 +58,12 @@ def measure_memory(
 
     To be called in a process without a process group. The step's batch is the config's largest one.
     """
-    import parallel.zero.patches as patches
-    from parallel.zero.absent import absent_gpu
-
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    samples, state = WholeSequences(config), TrainState()
-    with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(absent_gpu())
-        stack.enter_context(as_rank(rank, world_size))
-        mesh = mesh_of(config.parallel, world_size, rank, device)
-        mesh = dataclasses.replace(mesh, control=dist.group.WORLD)
-        stack.enter_context(patches.replaced(torch.utils, swap_tensors=leave_as_they_are))
-        stack.enter_context(patches.replaced(torch.cuda, **without_driver()))
-        known = KnownValues()
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(known)
-        stack.enter_context(KnownAnswers(known))
-        ledger = stack.enter_context(Ledger())
+    samples, state, known = WholeSequences(config), TrainState(), KnownValues()
+    with fake_rank(config, world_size, rank, device, known) as mesh, Ledger() as ledger:
         fuse = fuse_of(config.train.compile, device.type)
         engine = build_engine(config, mesh, sizes, WatchedEngine, fuse)
         assert isinstance(engine, WatchedEngine)
-        route(engine, config, mesh, sizes, imbalance, fuse)
+        route(engine, config, mesh, sizes, imbalance)
         engine.publish_weights()
         ledger.sort(lasting(engine))
         ledger.regions = regions = Regions()
@@ -89,6 +73,31 @@ def measure_memory(
             ledger.begin()
             run_step(config, engine, samples, state)  # type: ignore[arg-type]
     return StepMemory({name: count for name, count in ledger.at_peak.items() if count}, ledger.peak_phase, between)
+
+
+@contextlib.contextmanager
+def fake_rank(
+    config: RunConfig, world_size: int, rank: int, device: torch.device, known: KnownValues
+) -> Iterator[Mesh]:
+    """This process as a rank of `train`, in a world whose communications move nothing; all tensors made in it are fake.
+
+    ``known``: what answers for their values. To be entered in a process without a process group.
+    """
+    import parallel.zero.patches as patches
+    from parallel.zero.absent import absent_gpu
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(absent_gpu())
+        stack.enter_context(as_rank(rank, world_size))
+        mesh = mesh_of(config.parallel, world_size, rank, device)
+        stack.enter_context(patches.replaced(torch.utils, swap_tensors=leave_as_they_are))
+        stack.enter_context(patches.replaced(torch.cuda, **without_driver()))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(known)
+        stack.enter_context(KnownAnswers(known))
+        yield dataclasses.replace(mesh, control=dist.group.WORLD)
 
 
 def leave_as_they_are(first: Tensor, second: Tensor) -> None:
@@ -120,7 +129,7 @@ def lasting(engine: WatchedEngine) -> dict[str, list[Tensor]]:
     }
 
 
-def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, imbalance: float, fuse: Fuse) -> None:
+def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, imbalance: float) -> None:
     """Has this rank send equal numbers of rows to each rank of ep, and receive ``imbalance`` times as many."""
     if mesh.ep.degree == 1 or config.model.moe is None:
         return
@@ -128,7 +137,9 @@ def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, im
     rows = row_sizes(tokens * config.model.moe.top_k, imbalance)
     for module in engine.model.modules():
         if isinstance(module, MoE):
-            module.experts.dispatch = make_dispatch(mesh.ep, sizes.row_multiple, rows, fuse)
+            module.sender.dispatch = make_dispatch(
+                mesh.ep, sizes.row_multiple, rows, overlap=config.parallel.ep_overlap
+            )
 
 
 def row_sizes(n_rows: int, imbalance: float) -> RowSizes:

@@ -13,9 +13,14 @@ from launcher.errors import UserError
 CODE = "from launcher.plan.child import main; main()"
 
 
-def ask(path: Path, overrides: Sequence[str], gpu: str, gpus: int, imbalance: float) -> dict[str, Any] | None:
-    """The plan as JSON, from a process of its own; None, told in a line, where that fails. Raises UserError."""
-    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance}
+def ask(
+    path: Path, overrides: Sequence[str], gpu: str, gpus: int, imbalance: float, price: float | None = None
+) -> dict[str, Any] | None:
+    """The plan as JSON, from a process of its own; None, told in a line, where that fails. Raises UserError.
+
+    Its ``timeline`` has each pipeline position's passes (``launcher.plan.timeline.Bar``). ``price``: of a GPU-hour.
+    """
+    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance, "price": price}
     command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
     text = json.dumps({**request, "world_size": gpus})
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)

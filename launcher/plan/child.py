@@ -1,34 +1,19 @@
 """The process of `roundtable plan`: makes a CUDA device, runs the step over fake tensors, prints the answer as JSON."""
 
-import json
-import sys
 from typing import Any
 
-from launcher.console import say, tell
-from launcher.errors import UserError
-from launcher.estimate.device import NoShim, open_device
+from launcher.console import tell
+from launcher.estimate.serve import open_named_device, serve
 
 
 def main() -> None:
     """Reads the request from standard input; the answer is the last line of standard output."""
-    request = json.loads(sys.stdin.read())
-    try:
-        answer = answer_to(request)
-    except UserError as error:
-        answer = {"problems": error.problems}
-    say(json.dumps(answer))
+    serve(answer_to)
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """The plan, as JSON. Raises UserError where there can be none."""
-    try:
-        open_device()
-    except NoShim as error:
-        remedy = "install one, or give CXX"
-        raise UserError([f"--gpu={request['gpu']} needs a device to trace on: {error}; {remedy}"]) from None
-    import logging
-
-    logging.disable(logging.WARNING)
+    open_named_device("--gpu", request["gpu"], "install one, or give CXX")
     from launcher.config.checked import load_checked
     from launcher.estimate.forecast import forecast
     from launcher.plan.report import report_of
@@ -37,4 +22,6 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     world_size = request["world_size"]
     config = load_checked(request["config"], request["overrides"], world_size=world_size, data=False)
     hardware = read_hardware(request["gpu"], "--gpu")
-    return report_of(forecast(config, world_size, hardware, request["imbalance"], tell))
+    sampled = request.get("sampled", False)
+    found = forecast(config, world_size, hardware, request["imbalance"], tell, sampled=sampled)
+    return report_of(found, request["price"])

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from launcher.closed_form.budget import modes_of, told
 from launcher.config.tree import RunConfig
 from launcher.plan.memory import rank_memory
 from launcher.prove.traffic.step import Step
@@ -18,11 +19,13 @@ def describe_model(config: RunConfig) -> dict[str, Any]:
 
 
 def describe_layout(config: RunConfig, n_ranks: int) -> dict[str, Any]:
-    """The axes' degrees, and how a step's batch is spread."""
+    """The axes' degrees, how a step's batch is spread, and what layers compute again."""
     degrees, train = Degrees.of(config.parallel, n_ranks), config.train
     axes = {axis: getattr(degrees, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "edp")}
     micro_batches = train.global_batch_size // (degrees.dp * train.micro_batch_size)
-    return {"ranks": n_ranks, **axes, "zero": config.parallel.zero, "micro_batches_per_rank": micro_batches}
+    recompute = told(modes_of(config, n_ranks))
+    sizes = {"zero": config.parallel.zero, "micro_batches_per_rank": micro_batches, "recompute": recompute}
+    return {"ranks": n_ranks, **axes, **sizes}
 
 
 def describe_memory(config: RunConfig, n_ranks: int) -> list[dict[str, Any]]:
@@ -49,8 +52,8 @@ def step_of_rank(config: RunConfig, n_ranks: int, pp_rank: int) -> Step:
         seq_len=config.data.seq_len,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        precision=config.train.precision,
-        recompute=config.train.recompute,
+        precision=config.train.stored,
+        recompute=modes_of(config, n_ranks),
         pp_rank=pp_rank,
     )
 

@@ -14,6 +14,7 @@ from launcher.console import say
 from launcher.errors import UserError
 from launcher.plan.closed_forms import describe_layout, describe_memory, describe_model
 from launcher.training.start import (
+    check_evaluated_tasks,
     check_prepared,
     check_ranks,
     check_run_dir,
@@ -90,6 +91,7 @@ def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:
         check_prepared(config, path)
     if find_prepared(config.data, config.model.vocab_size) is not None:
         check_tokens(config)
+        check_evaluated_tasks(config)
     else:
         to_prepare(config)
 

@@ -1,25 +1,30 @@
 """A forecast as JSON, and as people read it."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from launcher.closed_form.budget import modes_of, told
 from launcher.console import say
 from launcher.estimate.forecast import Forecast, Position
+from launcher.estimate.order import Simulated
+from launcher.plan.costs import costs_line, run_costs, tokens_of
 from launcher.tables import plain_table, wide_console
 from launcher.trace.parts import BUBBLE
 from modeling.counts import flops_per_token
 
 GB = 1e9
-HOUR = 3600.0
+
+Bar = tuple[str, int, int, float, float]  # kind, stage, micro-batch, begin, end; of an update stage and number are -1
 
 
-def report_of(found: Forecast) -> dict[str, Any]:
-    """All figures, unrounded: bytes, seconds."""
+def report_of(found: Forecast, price: float | None = None) -> dict[str, Any]:
+    """All figures, unrounded: bytes, seconds. ``price``: of a GPU-hour."""
     config, train, seconds = found.config, found.config.train, found.step_seconds
     size = train.batches.sizes[-1]
-    tokens_per_step, tokens = size * config.data.seq_len, train.batches.samples_in(train.steps) * config.data.seq_len
+    tokens_per_step, tokens = size * config.data.seq_len, tokens_of(config)
     flops = flops_per_token(config.model, config.data.seq_len) * tokens_per_step
     speed = tokens_per_step / seconds
-    peak = found.hardware.peak_flops[train.precision]
+    peak = found.hardware.peak_flops[train.stored]
     room = round(found.hardware.memory_gb * GB)
     most = found.fullest.memory
     slowest = max(range(len(found.positions)), key=lambda each: found.order.busy[each])
@@ -29,6 +34,8 @@ def report_of(found: Forecast) -> dict[str, Any]:
         "gpus": found.world_size,
         "gpus_per_node": max(1, config.slurm.n_tasks_per_node),
         "precision": train.precision,
+        "recompute": told(modes_of(config, found.world_size)),
+        "activation_gib": train.activation_gib,
         "routing_imbalance": found.imbalance,
         "fits": most.peak <= room,
         "memory_bytes": room,
@@ -44,9 +51,9 @@ def report_of(found: Forecast) -> dict[str, Any]:
         "tokens_per_second": speed,
         "mfu": flops / seconds / (peak * found.world_size),
         "tokens": tokens,
-        "hours": tokens / speed / HOUR,
-        "gpu_hours": tokens / speed / HOUR * found.world_size,
+        **run_costs(tokens, speed, found.world_size, found.hardware.watts, price),
         "parts": parts_json(found, slowest),
+        "timeline": bars_of(found.order, [each.update_seconds for each in found.positions]),
     }
 
 
@@ -76,6 +83,17 @@ def parts_json(found: Forecast, slowest: int) -> dict[str, float]:
     return parts
 
 
+def bars_of(order: Simulated, updates: Sequence[float]) -> list[list[Bar]]:
+    """By position: its passes that take time, then what it does once a step."""
+    rows: list[list[Bar]] = []
+    for spans, end, update in zip(order.spans, order.ends, updates, strict=True):
+        row: list[Bar] = [
+            (each.kind, each.stage, each.micro_batch, begin, finish) for each, begin, finish in spans if finish > begin
+        ]
+        rows.append([*row, ("update", -1, -1, end, end + update)])
+    return rows
+
+
 def gb(n_bytes: float) -> str:
     """Bytes in GB of 10^9, as GPUs' data sheets have them."""
     return f"{n_bytes / GB:,.2f}"
@@ -90,6 +108,8 @@ def print_plan(plan: dict[str, Any]) -> None:
         f"PLAN, no measurement: {plan['name']} on {plan['gpus']:,} {plan['gpu']}, {plan['gpus_per_node']} a node, "
         f"{plan['precision']}; {plan['micro_batches']} micro-batches a step"
     )
+    if plan["activation_gib"] is not None:
+        say(f"within train.activation_gib={plan['activation_gib']:g} layers compute again: {plan['recompute']}")
     table = plain_table(f"memory of rank {position['rank']}", ">GB", ">share")
     for holder, count in sorted(position["held_bytes"].items(), key=lambda each: -each[1]):
         table.add_row(holder, gb(count), f"{count / position['peak_bytes']:.1%}")
@@ -111,20 +131,13 @@ def print_plan(plan: dict[str, Any]) -> None:
         table.add_row(part, f"{seconds * 1e3:,.2f}", f"{seconds / plan['step_seconds']:.1%}")
     table.add_row("a step", f"{plan['step_seconds'] * 1e3:,.2f}", "100.0%")
     console.print(table)
-    say(f"\n{speed_line(plan)}\n{run_line(plan)}\n{verdict(plan)}")
+    say(f"\n{speed_line(plan)}\n{costs_line(plan, plan['tokens'])}\n{verdict(plan)}")
 
 
 def speed_line(plan: dict[str, Any]) -> str:
     """How fast it is."""
     bubble = f", pipeline idle {plan['bubble_share']:.1%} of the passes" if len(plan["positions"]) > 1 else ""
     return f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}{bubble}"
-
-
-def run_line(plan: dict[str, Any]) -> str:
-    """How long the run takes."""
-    return (
-        f"{plan['tokens']:,} tokens: {plan['hours']:,.2f} hours, {plan['gpu_hours']:,.1f} GPU-hours, without restarts"
-    )
 
 
 def verdict(plan: dict[str, Any]) -> str:

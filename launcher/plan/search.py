@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.closed_form.budget import MODES
 from launcher.closed_form.forecast import fitted, plan_on, seconds_by_part
 from launcher.closed_form.gpus import Gpu, capacity
 from launcher.closed_form.memory import memory_of
@@ -13,6 +14,8 @@ from launcher.config.batch_rules import check_batch
 from launcher.config.layout_rules import check_layout
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
+from launcher.plan.corrections import Factors, factors_for
+from launcher.plan.costs import run_costs, tokens_of
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig
 
 MOST_PP = 64
@@ -20,7 +23,7 @@ MOST_CP = 32
 FEWEST_POSITIONS = 2048  # of a sequence on a rank of cp: fewer leave attention nothing to do
 MOST_CHUNKS = 4
 SAME = 1e-3  # times that differ by less are alike
-RECOMPUTE = ("none", "selective", "full")  # what each costs grows in this order, and what it holds falls
+RECOMPUTE = MODES  # what each costs grows in this order, and what it holds falls
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,11 @@ def search(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int, n_best: int 
     """The fastest layouts that the rules of the config check allow and whose memory fits."""
     fitting: list[Found] = []
     n_planned = n_unfit = 0
+    factor = factors_of(config, gpu).memory
     for layout in layouts(config, n_gpus, per_node):
         for candidate in with_micro_batches(layout, n_gpus):
             n_planned += 1
-            found = lightest_that_fits(candidate, n_gpus, gpu, per_node)
+            found = lightest_that_fits(candidate, n_gpus, gpu, per_node, factor)
             if found is None:
                 n_unfit += 1
             else:
@@ -117,12 +121,15 @@ def with_micro_batches(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
         size *= 2
 
 
-def lightest_that_fits(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int) -> Found | None:
-    """The layout with the least recomputation whose memory fits; None where none does."""
-    for recompute in RECOMPUTE:
+def lightest_that_fits(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int, factor: float = 1.0) -> Found | None:
+    """The layout with the least recomputation whose memory, times a correction, fits; None where none does.
+
+    Under a budget of activations each layer's recomputation follows from that.
+    """
+    for recompute in RECOMPUTE if config.train.activation_gib is None else (config.train.recompute,):
         changed = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=recompute))
         job = job_of_config(changed, n_gpus, gpu, per_node)
-        peak = memory_of(job).peak(fitted().memory)
+        peak = memory_of(job).peak(fitted().memory) * factor
         if peak <= capacity(gpu):
             return Found(changed, sum(seconds_by_part(job, gpu).values()), peak)
     return None
@@ -133,20 +140,50 @@ def divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, min(number, most) + 1) if number % each == 0]
 
 
-def searched_json(found: Searched, n_gpus: int, gpu: Gpu, per_node: int) -> dict[str, Any]:
-    """The search as JSON: the layouts with their plans, and why the first is before the second."""
-    rows = []
-    for each in found.best:
+def searched_json(
+    found: Searched,
+    n_gpus: int,
+    gpu: Gpu,
+    per_node: int,
+    price: float | None = None,
+    traces: Sequence[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The search as JSON: the layouts with their plans, and why the first is before the second.
+
+    ``price``: of a GPU-hour. ``traces``: what tracing each layout has found, in their order (launcher.plan.decide).
+    """
+    rows, factors = [], factors_of(found.best[0].config, gpu)
+    for number, each in enumerate(found.best):
         plan = plan_on(job_of_config(each.config, n_gpus, gpu, per_node), gpu)
-        rows.append({"overrides": overrides_of(each.config), **{key: plan[key] for key in plan if key != "reason"}})
+        figures = scaled({key: plan[key] for key in plan if key != "reason"}, factors)
+        speed = figures["tokens_per_second_per_gpu"] * n_gpus
+        costs = run_costs(tokens_of(each.config), speed, n_gpus, gpu.hardware.watts, price)
+        trace = traces[number] if traces is not None else {"trace": None, "not_traced": "--traces=0"}
+        rows.append({"overrides": overrides_of(each.config), **figures, **costs, **trace})
     return {
         "gpus": n_gpus,
         "gpu": gpu.hardware.name,
         "planned": found.n_planned,
         "did_not_fit": found.n_unfit,
+        "tokens": tokens_of(found.best[0].config),
         "layouts": rows,
-        "why": why(rows[0], rows[1]) if len(rows) > 1 else None,
+        "corrected_by": list(factors.origins),
+        "why": reason_of_order(rows[0], rows[1]) if len(rows) > 1 else None,
     }
+
+
+def factors_of(config: RunConfig, gpu: Gpu) -> Factors:
+    """What runs on this hardware have corrected."""
+    return factors_for(gpu.hardware.name, "dense" if config.model.moe is None else "MoE", "closed_forms")
+
+
+def scaled(plan: dict[str, Any], factors: Factors) -> dict[str, Any]:
+    """A plan by closed forms with its time and its memory corrected; whether it fits was found with them."""
+    times = {key: plan[key] * factors.step for key in ("step_seconds", "step_seconds_low", "step_seconds_high")}
+    parts = {name: seconds * factors.step for name, seconds in plan["seconds_by_part"].items()}
+    held = {key: plan[key] * factors.memory for key in ("peak_gb", "peak_gb_low", "peak_gb_high")}
+    speed = {"tokens_per_second_per_gpu": plan["tokens_per_second_per_gpu"] / factors.step}
+    return {**plan, **times, **held, **speed, "seconds_by_part": parts}
 
 
 def overrides_of(config: RunConfig) -> list[str]:
@@ -157,7 +194,20 @@ def overrides_of(config: RunConfig) -> list[str]:
         found.append(f"parallel.pipeline.name={parallel.pipeline.name}")
         if isinstance(parallel.pipeline, Interleaved):
             found.append(f"parallel.pipeline.n_chunks={parallel.pipeline.n_chunks}")
+    if train.activation_gib is not None:
+        found.append(f"train.activation_gib={train.activation_gib:g}")
     return [*found, f"train.micro_batch_size={train.micro_batch_size}", f"train.recompute={train.recompute}"]
+
+
+def reason_of_order(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """Why the first is before the second, by their traces where both have some, else by closed forms."""
+    if first["trace"] is not None and second["trace"] is not None and second["trace"]["fits"]:
+        return f"by their traces {why(first['trace'], second['trace'])}"
+    if first["trace"] is None and second["trace"] is None:
+        return why(first, second)
+    if second["trace"] is not None and not second["trace"]["fits"]:
+        return f"the second does not fit by its trace: {second['trace']['peak_gb']:.1f} GB"
+    return f"by closed forms {why(first, second)}"
 
 
 def why(first: dict[str, Any], second: dict[str, Any]) -> str:
@@ -167,7 +217,7 @@ def why(first: dict[str, Any], second: dict[str, Any]) -> str:
     if gained < SAME * first["step_seconds"]:
         held = second["peak_gb"] - first["peak_gb"]
         return "the first takes as long as the second" + (f", and {held:.1f} GB less memory" if held > 0 else "")
-    gains = {part: other[part] - one[part] for part in one}
+    gains = {part: other.get(part, 0.0) - one.get(part, 0.0) for part in {**one, **other}}
     less = [part for part in sorted(gains, key=lambda part: -gains[part]) if gains[part] > SAME * gained][:2]
     more = [part for part in sorted(gains, key=lambda part: gains[part]) if gains[part] < -SAME * gained][:1]
     words = f"the first takes {gained:.3f} s less of a step than the second: less {told(less, gains)}"

@@ -43,6 +43,7 @@ def fact_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{model['parameters']:,}{active if model['active_parameters'] < model['parameters'] else ''}"
     yield "FLOPs", f"{model['flops_per_token']:.3g} a token, forward and backward"
     yield "layout", layout_words(layout)
+    yield "recomputed", f"layers compute again: {layout['recompute']}"
     if data is not None:
         yield (
             "tokens",

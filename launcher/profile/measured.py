@@ -18,8 +18,8 @@ def report_of(config: RunConfig, found: list[RankProfile], out: Path) -> dict[st
     first = found[0]
     plain = statistics.median(max(each) for each in zip(*(rank.plain_seconds for rank in found), strict=True))
     flops = flops_per_token(config.model, config.data.seq_len) * first.tokens
-    peak = first.rates.peak.get(config.train.precision)
-    reached = first.rates.products[config.train.precision]
+    peak = first.rates.peak.get(config.train.stored)
+    reached = first.rates.products[config.train.stored]
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     names: dict[tuple[str, str], float] = defaultdict(float)
     for (part, phase, name), taken in first.times.items():
@@ -64,10 +64,10 @@ def says(config: RunConfig, found: list[RankProfile], plain: float, flops: float
         f"{rates.bandwidth / 1e9:.1f} GB/s; an operation {rates.launch_seconds * 1e6:.1f} us"
         + (f"; all-reduce {next(iter(rates.wires.values())) / 1e9:.2f} GB/s" if rates.wires else ""),
     ]
-    peak = rates.peak.get(config.train.precision)
+    peak = rates.peak.get(config.train.stored)
     share = flops / plain / (reached * n)
     mfu = f"{flops / plain / (peak * n):.1%}" if peak else "not known: the device's peak is not listed"
-    return [*lines, f"MFU {mfu}; the model's FLOPs at {share:.1%} of the measured products in {config.train.precision}"]
+    return [*lines, f"MFU {mfu}; the model's FLOPs at {share:.1%} of the measured products in {config.train.stored}"]
 
 
 def rank_json(rank: RankProfile) -> dict[str, Any]:

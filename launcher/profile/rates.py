@@ -9,6 +9,7 @@ import torch.distributed as dist
 from launcher.trace.parts import AXES
 from launcher.trace.roofline import DTYPES, Rates
 from launcher.watch.speed import peak_flops_per_second
+from modeling.kernels.fp8 import E4M3, scaled_product
 from parallel.mesh import Mesh, wait_for_all
 from parallel.preflight.device import seconds_of
 
@@ -53,7 +54,10 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def product_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
     """FLOP/s of a product of n x n matrices."""
-    left, right = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
+    left, right = (torch.ones(n, n, device=device).to(dtype) for _ in range(2))
+    if dtype == E4M3:
+        ones_N1 = torch.ones(n, 1, device=device)
+        return 2 * n**3 / best_seconds(lambda: scaled_product(left, ones_N1, right, ones_N1, torch.bfloat16), device)
     out = torch.empty_like(left)
     return 2 * n**3 / best_seconds(lambda: torch.mm(left, right, out=out), device)
 

@@ -107,7 +107,7 @@ def profiled(config: RunConfig, plan: Plan, mesh: Mesh, tell_all: Callable[[str]
     recorder = recorded_step(config, engine, dataset, state)
     tell("the rates of this machine")
     dtypes = {op.work.dtype for op in recorder.ops if op.work.flops and op.work.dtype is not None}
-    rates = measure_rates(mesh, dtypes | {DTYPES[config.train.precision]})
+    rates = measure_rates(mesh, dtypes | {DTYPES[config.train.stored]})
     return RankProfile(
         rank=mesh.rank,
         place=mesh.place,

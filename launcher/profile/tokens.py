@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import Dataset, Source, open_dataset
+from data.dataset import Dataset, open_dataset
+from data.opened import Source
 from data.prepared import find_prepared
 from data.tokenfile import TokenFile, token_dtype
 from data.tokenwriter import TokenFileWriter

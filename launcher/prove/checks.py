@@ -373,6 +373,22 @@ def check_noisy_gradients(
     return Check(phase, name, f"{worst}{step}", error, NOISE_FACTOR, note)
 
 
+def check_noise_is_there(
+    phase: str, name: str, pieces: Iterable[TensorBox], low: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> Check:
+    """That the layout computes in the precision at all: its gradients lie about as far from fp32 as one process's.
+
+    The error is one process's median distance as a multiple of the layout's. The bound is NOISE_FACTOR.
+    """
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(exact))
+    if ours is None:
+        assert failed is not None
+        return failed
+    found, wanted = (statistics.median(tensor_errors(each, exact).values()) for each in (ours, low))
+    note = f"the layout lies {found:.1e} from fp32, one process {wanted:.1e}"
+    return Check(phase, name, "median tensor", wanted / found if found else math.inf, NOISE_FACTOR, note)
+
+
 def check_noisy_losses(
     phase: str, name: str, ours: Sequence[float], low: Sequence[float], exact: Sequence[float], floor: float
 ) -> Check:

@@ -11,6 +11,7 @@ from launcher.prove import checks
 from launcher.prove.checkpoints import read_plain_checkpoint
 from launcher.prove.checks import Check
 from launcher.prove.compare.boxes import TensorBox
+from launcher.prove.compare.halves import with_halves
 from launcher.prove.forward_check import check_outputs
 from launcher.prove.plain import PlainRun, PlainState, apply_gradients, samples_of_step
 from launcher.prove.proof import SGD, Proof, nonlinear_phase, own_phase
@@ -29,6 +30,7 @@ from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory
+from parallel.zero.ways import sharding_for
 
 SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue the nonlinear phase
 AGREED = ("loss", "z_loss", "mtp/loss_*", "grad_norm", "moe/balance_loss", "moe/z_loss")
@@ -283,7 +285,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
     """The run's own precision, against bounds taken from one process in that precision."""
     phase_name, steps, precision = own_phase(proof.config), proof.steps, proof.config.train.precision
     seen = phase_of(proof, phase_name)
-    floor = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps / 64
+    floor = torch.finfo(torch.float16 if precision == "fp16" else torch.bfloat16).eps / 64
     losses = [step.row["loss"] for step in seen[0].steps]
     after = [phase.after_load for phase in seen if phase.after_load is not None]
     exact_losses, low_losses = ([step.loss for step in run.steps] for run in (exact, low))
@@ -316,6 +318,11 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
             f"{LOADED}: next gradients",
         ),
     ]
+    if precision == "fp8":
+        ours, plain = checks.step_boxes(seen, lambda phase: phase.steps[first]), low.steps[first].gradients
+        shown.append(
+            checks.check_noise_is_there(phase_name, "8 bits are used", ours, plain, exact.steps[first].gradients)
+        )
     shown += [check_own_updates(proof, phase_name), *check_accumulation(proof, phase_name)]
     if precision == "fp16":
         shown.append(checks.check_overflow(phase_name, proof.ranks))
@@ -334,14 +341,24 @@ def check_own_updates(proof: Proof, phase: str) -> Check:
 
 
 def check_accumulation(proof: Proof, phase: str) -> list[Check]:
-    """Equal rounds of micro-batches, accumulated, against one: fp32 sums keep what 16 bits would round away."""
+    """Equal rounds of micro-batches, accumulated, against one: fp32 sums keep what 16 bits would round away.
+
+    Where a pipeline's sums are rounded once at the end, what lies halfway between two numbers may go either way.
+    """
     seen, name = phase_of(proof, phase), "accumulated gradients"
     shapes = checks.shapes_of(proof.plain.sgd.states[0].weights)
     once, failed = checks.whole_or_failed(phase, name, all_boxes(seen, lambda each: each.once), shapes)
     if once is None:
         assert failed is not None
         return [failed]
-    repeated = all_boxes(seen, lambda each: each.repeated)
+    repeated = list(all_boxes(seen, lambda each: each.repeated))
+    parallel = proof.config.parallel
+    if parallel.pp > 1 and sharding_for(parallel.zero, proof.config.train.stored).rounds_sums:
+        ours, failed = checks.whole_or_failed(phase, name, repeated, shapes)
+        if ours is None:
+            assert failed is not None
+            return [failed]
+        once = with_halves(once, ours)
     return [checks.check_tensors(phase, name, repeated, once, checks.ACCUMULATION_BOUND)]
 
 

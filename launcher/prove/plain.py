@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,9 +17,9 @@ from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.loss import IGNORE
 from modeling.optimizers.config import OptimizerConfig
+from modeling.precision_config import Precision
 from modeling.schedules import ConstantSchedule, ScheduleConfig, lr_factor
 
-Precision = Literal["fp32", "bf16", "fp16"]
 CONSTANT = ConstantSchedule()
 FIRST_LOSS_SCALE = 2.0**16  # where DeepSpeed's dynamic loss scale starts
 

@@ -12,7 +12,7 @@ from launcher.config.tree import RunConfig
 from launcher.prove.checkpoints import write_plain_checkpoint
 from launcher.prove.compare.routing import TIE_GAP
 from launcher.prove.kinks import clear_of_kinks
-from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, Precision, run_plain, samples_of_step
+from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, run_plain, samples_of_step
 from launcher.prove.rank import (
     AFTER_LOAD,
     AFTER_STEPS,
@@ -26,6 +26,7 @@ from launcher.prove.rank import (
 from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, nonlinear_for, sgd_for
 from modeling.logical import logical_parameters
 from modeling.optimizers.config import OptimizerConfig
+from modeling.precision_config import Precision
 from parallel.mesh import Degrees
 from parallel.processes.start import run_ranks
 

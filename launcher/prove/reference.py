@@ -6,7 +6,7 @@ only the model's definition and its initial weights. Shape letters: B batch, S s
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from modeling.mtp import Ahead
 from modeling.mup import widths_of
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
+from modeling.precision import multiply_by, products_of
+from modeling.precision_config import Precision, stored_as
 
 
 @dataclass
@@ -64,7 +66,7 @@ class ReferenceTrainer:
         optimizer: OptimizerConfig,
         *,
         seed: int,
-        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        precision: Precision = "fp32",
         loss_scale: float = 1.0,
     ) -> None:
         self.config = config
@@ -73,7 +75,8 @@ class ReferenceTrainer:
             self.model: Decoder = build_decoder(config)
         materialize(self.model, config, seed, "cpu", torch.float32)
         self.masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in self.model.named_parameters()}
-        self.model.to(DTYPES[precision])
+        self.model.to(DTYPES[stored_as(precision)])
+        multiply_by(self.model, products_of(precision))
         restore_fp32_buffers(self.model)
         stated = stated_weights(self.model)
         rows = [(master, stated[name]) for name, master in self.masters.items()]

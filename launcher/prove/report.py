@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.closed_form.budget import modes_of, told
 from launcher.config.tree import RunConfig
 from launcher.prove.checks import Check
 from parallel.mesh import Degrees
@@ -45,6 +46,8 @@ def layout_words(config: RunConfig, n_ranks: int) -> str:
     axes = {name: getattr(degrees, name) for name in ("pp", "dp", "cp", "tp", "ep")}
     shown = [f"{name}={degree}{kinds.get(name, '')}" for name, degree in axes.items() if degree > 1] or ["no axis"]
     precision, recompute = config.train.precision, config.train.recompute
+    if config.train.activation_gib is not None:
+        recompute = told(modes_of(config, n_ranks))
     return f"{n_ranks} processes: {', '.join(shown)}, ZeRO {config.parallel.zero}, {precision}, recompute {recompute}"
 
 

@@ -88,7 +88,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
     micro_batch_size = min(2, config.train.micro_batch_size)
     n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
     first = degrees.dp * micro_batch_size * n_micro_batches
-    return replace(
+    small = replace(
         config,
         model=replace(
             model,
@@ -103,6 +103,9 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             batch_ramp=None if config.train.batch_ramp is None else BatchRamp(start=first, increment=first, samples=1),
             micro_batch_size=micro_batch_size,
             eval_every_steps=None,
+            eval_tasks=(),
+            eval_tasks_every_steps=None,
+            eval_tasks_limit=None,
             eval_sequences=HELDOUT_ROUNDS * degrees.dp * micro_batch_size + 1,
         ),
         checkpoint=replace(config.checkpoint, keep_best=0),  # by held-out losses, of which there are none
@@ -112,6 +115,17 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
         parallel=parallel,
         init_from=None,  # the weights of another size
     )
+    return small if small.train.activation_gib is None else shrink_budget(small, world_size)
+
+
+def shrink_budget(config: RunConfig, world_size: int) -> RunConfig:
+    """The shrunk config with a budget of activations of its own: half of what recomputation can save is to be saved.
+
+    So layers of one proof recompute in various ways, whatever the model's own budget asks of them.
+    """
+    from launcher.closed_form.budget import halfway_gib
+
+    return replace(config, train=replace(config.train, activation_gib=halfway_gib(config, world_size)))
 
 
 def few_layers(model: ModelConfig) -> int:

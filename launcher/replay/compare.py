@@ -11,6 +11,8 @@ from launcher.prove.checks import LOSS_BOUND, NOISE_FACTOR
 from launcher.replay.plan import Plan
 from launcher.replay.record import COMPARED, SAMPLES, Record
 from modeling.dtypes import DTYPES
+from modeling.kernels.fp8 import E4M3
+from modeling.precision_config import Precision, stored_as
 
 # In 16 bits `roundtable prove` takes this share of the precision's last bit as one process's least distance from fp32.
 FLOOR_SHARE = 1 / 64
@@ -43,15 +45,15 @@ class StepVerdict:
         return asdict(self) | {"reproduced": not self.differences}
 
 
-def bounds_of(precision: str, n_done: int) -> dict[str, float]:
+def bounds_of(precision: Precision, n_done: int) -> dict[str, float]:
     """Relative bounds on another layout, ``n_done`` steps after the checkpoint: rounding errors add up.
 
-    In fp32 the proof's for a loss and a norm. In 16 bits a loss may be NOISE_FACTOR times the proof's least noise away,
-    and a norm as often the precision's last bit.
+    In fp32 the proof's for a loss and a norm. In 16 or 8 bits a loss may be NOISE_FACTOR times the proof's least noise
+    away, and a norm as often the precision's last bit.
     """
     loss = norm = LOSS_BOUND
     if precision != "fp32":
-        last_bit = torch.finfo(DTYPES[precision]).eps
+        last_bit = torch.finfo(E4M3 if precision == "fp8" else DTYPES[stored_as(precision)]).eps
         loss, norm = NOISE_FACTOR * last_bit * FLOOR_SHARE, NOISE_FACTOR * last_bit
     return {"loss": loss * n_done, "grad_norm": norm * n_done, "lr": 0.0, "tokens": 0.0}
 

@@ -25,11 +25,12 @@ LAYOUT_KEYS = (
     "parallel",
     "train.micro_batch_size",
     "train.recompute",
+    "train.activation_gib",
     "train.compile",
     "train.timeout_seconds",
     "train.deterministic",
 )
-FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead")
+FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead", "data.cache_dir", "data.cache_gib")
 # Those of FREE_KEYS on which sums' order, and so the last bits, depend.
 ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.compile", "train.deterministic")
 # What an engine is made with: it cannot change between steps that are executed one after another.

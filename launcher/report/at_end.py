@@ -22,7 +22,7 @@ def write_at_end(run_path: Path, fence: Fence | None = None) -> None:
         page = render([gather(run_path, run_path.absolute().name, has_ended=True)], made_at())
         with fence.held() if fence is not None else nullcontext():
             write_page(target, page)
-    except Exception as error:
+    except Exception as error:  # of any kind: the run has trained, and must not fail for its page
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         tell(f"{target} was not written: {reason}; `roundtable report {run_path}` writes it")
 

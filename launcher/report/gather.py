@@ -10,7 +10,7 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.report.curves import drawn
 from launcher.report.events import Told, kind_of, told
-from launcher.report.plans import Row, closed_forms, measured, plan_for, planned_rows
+from launcher.report.plans import Row, closed_forms, measured, plan_for, planned_at_start, planned_rows
 from launcher.report.read import RunRows, layers_of, read_run
 from launcher.report.starts import Start, starts_of
 from launcher.training.lineage import Lineage, read_lineage
@@ -141,7 +141,7 @@ def changed_keys(facts: RunFacts) -> list[str]:
 def _plan(facts: RunFacts, gpu: str | None) -> list[Row]:
     """Closed forms and measured figures of the last start."""
     start = facts.starts[-1] if facts.starts else None
-    plan = plan_for(facts.path, start, gpu) if gpu is not None else None
+    plan = plan_for(facts.path, start, gpu) if gpu is not None else planned_at_start(facts.rows.events)
     if gpu is not None and plan is None:
         facts.notes.append(f"It could not be planned on {gpu}.")
     forms = None

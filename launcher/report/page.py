@@ -29,7 +29,7 @@ from launcher.report.summary import (
 )
 
 FILES = Path(__file__).parent / "files"
-SCRIPTS = ("core.js", "curves.js", "timeline.js", "heat.js", "page.js")
+SCRIPTS = ("dom.js", "core.js", "curves.js", "timeline.js", "heat.js", "page.js")
 N_COLORS = 7  # of runs, in report.css
 LONG = 40  # letters of a cell that may be folded
 LONGEST_CONFIG = 200_000  # letters
@@ -74,8 +74,13 @@ def made_at() -> str:
 
 
 def own_script() -> str:
-    """Our part of the script, whose names nobody else sees."""
-    lines = "\n".join((FILES / name).read_text() for name in SCRIPTS)
+    """Our part of the script."""
+    return one_script([FILES / name for name in SCRIPTS])
+
+
+def one_script(files: Sequence[Path]) -> str:
+    """The files as one script, whose names nobody else sees."""
+    lines = "\n".join(file.read_text() for file in files)
     return f'(() => {{\n"use strict";\n{lines}}})();\n'
 
 

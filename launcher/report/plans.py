@@ -1,7 +1,7 @@
 """What a run should take by closed forms, or by `roundtable plan`, beside what its steps took."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,24 @@ def planned_rows(
     return rows
 
 
+def planned_at_start(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the last start said that it would take; None where it said nothing."""
+    said = next((event for event in reversed(events) if event["event"] == "plan"), None)
+    if said is None:
+        return None
+    found: dict[str, Any] = {key: _number(said.get(key)) for key in ("step_seconds", "tokens_per_second")}
+    return found | {"peak_bytes": _number(said.get("peak_gib")) * GIB, "mfu": math.nan, "gpu": said.get("gpu")}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
 def _row(
     what: str, plan: Any, found: Mapping[str, float], key: str, take: Any, unit: str = "", remark: str = "median"
 ) -> Row:
-    planned, on_gpu = (float(take(plan)), f" on {plan['gpu']}") if plan is not None else (math.nan, "")
+    planned = float(take(plan)) if plan is not None else math.nan
+    on_gpu = f" on {plan['gpu']}" if plan is not None and plan["gpu"] and math.isfinite(planned) else ""
     real = found.get(key, math.nan)
     ratio = f"; {real / planned:.2f} times the plan" if math.isfinite(real) and planned > 0 else ""
     return what, _with_unit(planned, key, unit) + on_gpu, _with_unit(real, key, unit), f"{remark}{ratio}"

@@ -16,7 +16,13 @@ from launcher.slurm.script import RUNS
 from launcher.training.init_from import with_source
 from launcher.training.run_dir import check_newest_checkpoint, check_resume, check_writable
 from launcher.training.run_parts import check_parts
-from launcher.training.start import check_checkpoint_dir, check_room, check_tokens, checkpoint_gib
+from launcher.training.start import (
+    check_checkpoint_dir,
+    check_evaluated_tasks,
+    check_room,
+    check_tokens,
+    checkpoint_gib,
+)
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
 SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save's time only
@@ -147,6 +153,7 @@ def _open_data(config: RunConfig) -> None:
             [f"data.token_dir={config.data.token_dir} lacks this config's token files; run `roundtable prepare` first"]
         )
     check_tokens(config)
+    check_evaluated_tasks(config)
 
 
 def _problems(check: Callable[[], object]) -> list[str]:

@@ -22,6 +22,8 @@ class SlurmConfig:
     exclude: str | None = None  # nodes not to use: n3,n[7-9]
     nodes: Annotated[int, Interval(ge=1, le=2**16)] = 1  # nodes of the job
     gpus_per_node: Annotated[int, Interval(ge=0, le=1024)] = 8  # GPUs of a node; 0: the job asks for none
+    # the GPU, a name in configs/hardware or a file like them: what does not fit is refused; None: as Slurm says
+    gpu: str | None = None
     # processes of a node; None: one for each GPU, or one where there is none
     tasks_per_node: PerNode | None = field(default=None, metadata={"usual": 8})
     # cores of a process; None: as the cluster has it

@@ -89,6 +89,16 @@ def gpus_of(gres: str) -> int:
     return sum(map(int, counts))
 
 
+def gpu_types(partition: str | None) -> list[str]:
+    """The kinds of GPU that sinfo names in a partition (gpu:h100:8 is h100); None: the default partition."""
+    found: dict[str, None] = {}
+    for line in ask("sinfo", "-h", "-o", "%P|%G").splitlines():
+        name, _, gres = line.partition("|")
+        if name == partition or (partition is None and name.endswith("*")) or name.rstrip("*") == partition:
+            found |= dict.fromkeys(re.findall(r"(?:^|,)gpu:([^:,()\d][^:,()]*):\d+", gres))
+    return list(found)
+
+
 def minutes_of(limit: str) -> int | None:
     """Minutes of a time limit as Slurm prints it, days-hours:minutes:seconds; None where there is none."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", limit)

@@ -11,17 +11,21 @@ from launcher.config.tree import RunConfig
 from launcher.console import say, tell
 from launcher.errors import UserError
 from launcher.slurm.checks import check_hashes, check_job, check_names, notes
+from launcher.slurm.fit import check_fit, fit_notes
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.queue import SlurmError, ask
 from launcher.slurm.script import FOLDER, render
 from launcher.training.run_dir import enter_start_folder
 
 
-def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool) -> int:
+def submit_run(
+    path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool, plan: bool = True
+) -> int:
     """Submits the run, or with ``dry_run`` prints its script; returns the exit code.
 
     Raises UserError, with nothing created or submitted, where the config is wrong, or, without ``dry_run``, where the
-    job could not run. ``hashes``: read all token files and compare them with what was prepared.
+    job could not run. ``hashes``: read all token files and compare them with what was prepared. ``plan``: refuse what
+    will not fit the GPUs.
     """
     profile = {"slurm": read_profile(cluster)}
     path = enter_start_folder(path, overrides)
@@ -29,7 +33,7 @@ def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: b
     if unfit := check_names(config):
         raise UserError(unfit)
     script = render(job_script("train"), config, sys.executable)
-    problems = check_job(config, script)
+    problems = check_job(config, script) + (check_fit(config) if plan else [])
     if dry_run:
         say(script, end="")
         for problem in problems:
@@ -39,7 +43,7 @@ def submit_run(path: Path, overrides: Sequence[str], cluster: str, *, dry_run: b
         problems = check_hashes(config)
     if problems:
         raise UserError(problems)
-    for note in notes(config):
+    for note in (*notes(config), *(fit_notes(config) if plan else ())):
         tell(note)
     write_config(config)
     job_ids = [hand_over(config.run_path, script) for _ in range(config.slurm.chain)]

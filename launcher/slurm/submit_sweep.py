@@ -17,6 +17,7 @@ from launcher.slurm.checks import (
     checkpoint_notes,
     wandb_notes,
 )
+from launcher.slurm.fit import check_fit
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.script import FOLDER, RUNS, Array, render
 from launcher.slurm.submit import hand_over, write_config
@@ -26,7 +27,9 @@ from launcher.training.start import room_free_gib, room_needed
 from parallel.checkpoint.places import is_remote
 
 
-def submit_sweep(file: Path, path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool) -> int:
+def submit_sweep(
+    file: Path, path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool, plan: bool = True
+) -> int:
     """Submits the runs of the sweep ``file``, or with ``dry_run`` prints the script and the list of runs.
 
     Nothing is created or submitted where one run is wrong: raises UserError, as ``submit_run`` does. Returns the exit
@@ -37,6 +40,8 @@ def submit_sweep(file: Path, path: Path, overrides: Sequence[str], cluster: str,
         raise UserError(unfit)
     script = render(job_script("train"), sweep.base, sys.executable, Array(len(sweep.runs), sweep.at_once))
     problems = check_sweep(sweep, script)
+    if plan:
+        problems += in_runs({name: check_fit(config) for name, config in sweep.runs.items()}, len(sweep.runs))
     if dry_run:
         say(script, end="")
         for line in list_runs(sweep):

@@ -10,6 +10,7 @@ from typing import Any
 from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
 from launcher.trace.roofline import Rates
+from modeling.precision_config import Precision
 
 FOLDER = Path(str(resources.files("launcher.estimate"))) / "files"  # in the source tree a link to configs/hardware
 GB = 1e9
@@ -43,10 +44,16 @@ class Hardware:
     # What closed forms read beside (launcher.closed_form.gpus); a file may leave it out.
     family: str = "hopper"
     multiprocessors: float = 132.0
-    watts: float = 700.0
+    watts: float | None = None  # of the board
     nvlink_gpus: float = 8.0  # GPUs that the fast links join
     also: tuple[str, ...] = ()  # other names of it in published tables
     low_precision_flops: Mapping[str, float] = field(default_factory=dict)  # fp8, fp4 -> FLOP/s
+
+    def check_fp8(self, precision: Precision) -> None:
+        """Raises UserError where products of 8 bits are to be planned and have no rate here."""
+        if precision == "fp8" and "fp8" not in self.low_precision_flops:
+            rule = f"has no rate on {self.name}, whose file names none in low_precision_flops"
+            raise UserError([f"train.precision=fp8 {rule}; plan for an H100, or try train.precision=bf16"])
 
     def rates(self, wires: Mapping[str, bool]) -> Rates:
         """The rates that kernels reach. ``wires``: part -> whether its ranks are GPUs of one node."""
@@ -54,7 +61,7 @@ class Hardware:
         links = {True: self.node_bytes_per_second, False: self.network_bytes_per_second}
 
         def of_peak(share: float) -> dict[str, float]:
-            return {dtype: share * flops for dtype, flops in self.peak_flops.items()}
+            return {dtype: share * flops for dtype, flops in {**self.peak_flops, **self.low_precision_flops}.items()}
 
         return Rates(
             name=self.name,
@@ -77,6 +84,13 @@ def must(one: Field[Any]) -> bool:
 def known_hardware() -> list[str]:
     """The names of the GPUs that there are files of."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def hardware_called(name: str) -> Hardware | None:
+    """The GPU of a name as Slurm or a table has it, in any case: its file's, or one of those in ``also``."""
+    wanted = name.lower().replace("_", "-")
+    found = (read_hardware(each) for each in known_hardware())
+    return next((each for each in found if wanted in {one.lower() for one in (each.name, *each.also)}), None)
 
 
 def read_hardware(name: str, option: str = "--as") -> Hardware:

@@ -59,7 +59,9 @@ VIEWS = frozenset(
         "view_as",
     ]
 )
-PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
+GROUPED = frozenset(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"))
+LINEAR = "_linear_pointwise"  # oneDNN's, by the transpose of its second matrix
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", LINEAR)) | GROUPED
 # Each with where queries, keys and values stand among its tensors.
 ATTENTION = {
     "_varlen_attn": 0,
@@ -172,7 +174,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     if namespace == "c10d":
         return _wire(name, args, given, n_bytes)
     if name in PRODUCTS:
-        kind: Kind = "grouped product" if name == "_grouped_mm" else "product"
+        kind: Kind = "grouped product" if name in GROUPED else "product"
         return Work(name, kind, given[0].dtype, n_bytes, product_flops(name, given))
     if name in ATTENTION:
         return Work(name, "attention", given[0].dtype, n_bytes, attention_flops(name, given, args, kwargs))
@@ -191,8 +193,10 @@ def _known_products() -> dict[Any, Any]:
 def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
     """Two for each multiplication of a matrix product."""
     left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
-    if name == "_grouped_mm" and left.dim() == right.dim():  # the weights' gradient: each row in one group
+    if name in GROUPED and left.dim() == right.dim():  # the weights' gradient: each row in one group
         return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+    if name == LINEAR:
+        right = right.mT
     many = left.shape[0] if name in ("bmm", "baddbmm") else 1
     return 2 * many * left.shape[-2] * left.shape[-1] * right.shape[-1]
 

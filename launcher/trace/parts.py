@@ -115,6 +115,7 @@ def regions_of(model: Decoder) -> Iterator[tuple[nn.Module, Region]]:
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, MoE):
             yield feed_forward, "router"
+            yield feed_forward.sender, "experts"
             yield feed_forward.experts, "experts"
             if feed_forward.shared is not None:
                 yield feed_forward.shared, "feed_forward"

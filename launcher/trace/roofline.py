@@ -14,7 +14,13 @@ from launcher.errors import UserError
 from launcher.trace.ops import Op, Work
 
 Bound = Literal["compute", "memory", "launches", "wire"]
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DTYPES = {
+    torch.float8_e4m3fn: "fp8",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def why_not(device: torch.device) -> str | None:
         return problem
     try:
         compiled(add_one, torch.zeros(8, 8, device=device))
-    except Exception as error:
+    except Exception as error:  # compilers and torch's own passes fail in many ways; all mean: run without
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
     return None

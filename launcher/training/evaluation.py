@@ -1,6 +1,5 @@
 """`roundtable eval`: the held-out loss of a checkpoint, on one process."""
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -10,13 +9,12 @@ import numpy as np
 import torch
 
 from data.dataset import Dataset, open_dataset
-from data.errors import DataError
-from launcher.commands.trained import Trained, load_decoder, open_trained
+from launcher.commands.trained import Trained, load_as_it_trains, open_trained
 from launcher.console import say, tell
 from launcher.errors import UserError
+from launcher.training.run_dir import in_start_folder
 from launcher.training.step import evaluate
 from modeling.decoder import Output
-from modeling.dtypes import DTYPES
 from parallel.batch import MicroBatch
 from parallel.mesh import lone_mesh
 
@@ -70,7 +68,7 @@ def losses_of(trained: Trained, dataset: Dataset, ranges: Sequence[tuple[int, in
     """As ``loss_of``, of each range of samples: the first one's number, and how many."""
     config = trained.config
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_decoder(trained, device, DTYPES[config.train.precision])
+    model = load_as_it_trains(trained, device)
 
     def run(batches: list[MicroBatch]) -> Iterator[Output]:
         return (model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in batches)
@@ -81,10 +79,6 @@ def losses_of(trained: Trained, dataset: Dataset, ranges: Sequence[tuple[int, in
 
 def open_heldout(trained: Trained) -> Dataset:
     """The held-out samples of the run, whose relative paths are read from the folder that it was started in."""
-    config, folder = trained.config, trained.start_folder
-    try:
-        with contextlib.chdir(folder):
-            return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")
-    except DataError as error:
-        where = f" (relative paths are read from {folder}, where the run was started)"
-        raise DataError(*(line + where * (folder != Path.cwd()) for line in error.problems)) from None
+    config = trained.config
+    with in_start_folder(trained.run, config):
+        return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")

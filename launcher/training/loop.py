@@ -18,6 +18,7 @@ import torch
 from data.dataset import Dataset, open_dataset
 from data.order import take
 from data.prepared import locate
+from launcher.closed_form.budget import modes_of
 from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.console import say, tell
 from launcher.guard.fence import Fence
@@ -27,6 +28,9 @@ from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.ledger import ledger_row
+from launcher.training.live_tasks import open_tasks
+from launcher.training.low_precision import check_precision
+from launcher.training.planned import plan_start, report_budget
 from launcher.training.samples import Samples, open_samples, steps_to_come
 from launcher.training.stage_changes import STAGES, told_of_stages
 from launcher.training.start_record import start_record
@@ -40,6 +44,7 @@ from modeling.decoder import Output
 from modeling.kernels.fuse import Fuse
 from modeling.metrics import logged, metrics_of
 from modeling.moe import RoutingStats
+from modeling.precision import products_of
 from modeling.router_biases import move_router_biases
 from modeling.schedules import lr_factor
 from parallel.batch import MicroBatch
@@ -95,6 +100,7 @@ def train_watched(
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
+    planned = plan_start(config, mesh)
     retention = open_retention(config.checkpoint)
     state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
     tidy(config, retention, fence, mesh.rank)
@@ -103,7 +109,7 @@ def train_watched(
         return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None
-    record = start_record(config, mesh)
+    record, tasks = start_record(config, mesh), open_tasks(config, mesh)
     wandb_config = {**dataclasses.asdict(config), "start": record}
     with (
         open_watchers(config, wandb_config, config.run_path, state.step, mesh.rank, fence) as watchers,
@@ -112,8 +118,12 @@ def train_watched(
         open_samples(config, dataset, mesh) as samples,
     ):
         report_start(watchers, config, record, state, warnings, changed, restart)
+        planned.report(watchers, state.step)
+        report_budget(watchers, config, mesh, state.step)
         report_packing(watchers, dataset, state.step)
         report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
+        if tasks is not None:
+            watchers.event(tasks.event(state.step))
         health, stopped, n_compiled = Health(config.health), agree_to_stop(stop, mesh), 0
         samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
         while state.step < config.train.steps and stopped is None:
@@ -129,7 +139,9 @@ def train_watched(
                 samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
                 continue
             watchers.consumed(ledger_row(state, consumed, trained=done.trained))
-            watchers.update(done.row | samples.figures())
+            row = done.row | samples.figures()
+            watchers.update(row)
+            planned.observe(row, watchers)
             report_problem(watchers, done.event)
             in_haste = stopped is not None and state.step < config.train.steps
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
@@ -140,6 +152,10 @@ def train_watched(
                 watchers.eval(
                     {"step": state.step, "eval_loss": state.heldout[1]} | by_source(config, engine, heldout, alive)
                 )
+                stopped = stopped or agree_to_stop(stop, mesh)
+            if tasks is not None and tasks.is_due(state.step) and not in_haste:
+                watchdog.beat(state.step, "evaluation")
+                watchers.event(tasks.evaluate(engine, state.step, partial(watchdog.beat, state.step, "evaluation")))
                 stopped = stopped or agree_to_stop(stop, mesh)
             if stopped is not None or is_due(state.step, config.checkpoint.every_steps, config.train.steps):
                 watchdog.beat(state.step, "checkpoint")
@@ -218,8 +234,10 @@ def build_engine(
 ) -> Engine:
     """The model under its layout and precision, weights not yet set. All ranks call it.
 
-    ``fuse``: how chains of elementwise work are computed; None: as train.compile says, and this machine can.
+    ``fuse``: how chains of elementwise work are computed; None: as train.compile says, and this machine can. Raises
+    UserError where the device lacks train.precision.
     """
+    check_precision(config.train.precision, mesh.device)
     if fuse is None:
         fuse = usable_fuse(config.train.compile, mesh.device, tell if mesh.rank == 0 else lambda line: None)
     engine = engine_class(
@@ -230,8 +248,9 @@ def build_engine(
         precision=config.train.precision,
         micro_batch_size=config.train.micro_batch_size,
         sizes=sizes,
-        recompute=config.train.recompute,
+        recompute=modes_of(config, mesh.world_size),
         fuse=fuse,
+        products=products_of(config.train.precision, fuse),
     )
     if mesh.pp.degree > 1:
         engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)
@@ -328,7 +347,7 @@ def metrics_row(
         tokens=n_tokens,
         step_seconds=seconds,
         flops_per_token=flops_per_token(config.model, config.data.seq_len),
-        peak_flops=peak_flops_per_second(device, precision),
+        peak_flops=peak_flops_per_second(device, config.train.stored),
         n_devices=engine.mesh.world_size,
         device=device,
     )

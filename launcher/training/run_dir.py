@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from data.errors import reason_of
+from data.errors import DataError, reason_of
 from data.mixture import DEALING
 from data.places import why_not_writable
 from launcher.config.dump import dump_config
@@ -20,7 +20,8 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import Fence, raise_fence
 from launcher.slurm.queue import has_ended, slurm_job
-from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, STARTED_IN, check_parts
+from launcher.training.remote_tokens import remote_tokens
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, REMOTE_TOKENS, STARTED_IN, check_parts
 from launcher.training.stage_changes import STAGES, is_of_stages, stage_problem
 from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, open_store
@@ -29,7 +30,7 @@ from parallel.processes.environment import number
 
 # Where token files lie and how many processes make them does not change which tokens come next. Of data.without the
 # listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
-FREE_DATA_KEYS = ("data.token_dir", "data.workers", "data.without")
+FREE_DATA_KEYS = ("data.token_dir", "data.workers", "data.without", "data.cache_dir", "data.cache_gib")
 
 
 def saved_config(run_path: Path) -> RunConfig | None:
@@ -52,15 +53,47 @@ def start_folder(run_path: Path, config: RunConfig) -> Path:
     was moved or copied together with that folder (its path still ends in the relative run_dir), it is the folder that
     it lies in now. The current folder where that is not known, or gone.
     """
-    check_parts(run_path, STARTED_IN)
-    recorded = run_path / STARTED_IN
-    started_in = Path(recorded.read_text().rstrip("\n")) if recorded.exists() else None
+    recorded = recorded_folder(run_path)
+    started_in = recorded if recorded is not None and _can_be_entered(recorded) else None
     if started_in is not None and _is_same(started_in / config.run_path, run_path):
         return started_in
     parts, own = Path(os.path.abspath(run_path)).parts, config.run_path.parts
     if not config.run_path.is_absolute() and parts[-len(own) :] == own:
         return Path(*parts[: -len(own)])
-    return started_in if started_in is not None and started_in.is_dir() else Path.cwd()
+    return started_in if started_in is not None else Path.cwd()
+
+
+def recorded_folder(run_path: Path) -> Path | None:
+    """Where the run was last started, as the run directory has it; None where that is not known."""
+    check_parts(run_path, STARTED_IN)
+    recorded = run_path / STARTED_IN
+    return Path(recorded.read_text().rstrip("\n")) if recorded.exists() else None
+
+
+def _can_be_entered(folder: Path) -> bool:
+    """Whether the folder is there, and may be the current one."""
+    return folder.is_dir() and os.access(folder, os.X_OK)
+
+
+@contextlib.contextmanager
+def in_start_folder(run_path: Path | None, config: RunConfig) -> Iterator[None]:
+    """Within, the current folder is the one that the run's relative paths are read from: here, if there is no run.
+
+    A DataError that is raised there says which folder that is, where it is not this one or not the run's own.
+    """
+    folder = start_folder(run_path, config) if run_path is not None else Path.cwd()
+    recorded = recorded_folder(run_path) if run_path is not None else None
+    where = ""
+    if folder != Path.cwd():
+        where = f" (relative paths are read from {folder}, where the run was started)"
+    elif recorded is not None and not _can_be_entered(recorded):
+        told = f"{recorded}, where the run was started, is gone or may not be entered"
+        where = f" (relative paths are read from {folder}: {told}; give the command where the data lies)"
+    try:
+        with contextlib.chdir(folder):
+            yield
+    except DataError as error:
+        raise DataError(*(line + where for line in error.problems)) from None
 
 
 def enter_start_folder(path: Path, overrides: Sequence[str] = ()) -> Path:
@@ -307,7 +340,7 @@ def claim(config: RunConfig) -> Claim:
 
     Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it.
     """
-    run_path = config.run_path
+    run_path, kept = config.run_path, remote_tokens(config)
     with contextlib.ExitStack() as opened:  # closes the lock again before a failure
         try:
             run_path.mkdir(parents=True, exist_ok=True)
@@ -317,6 +350,8 @@ def claim(config: RunConfig) -> Claim:
                 (run_path / CHECKPOINTS).mkdir(exist_ok=True)
                 _replace(run_path / STARTED_IN, f"{Path.cwd()}\n")
                 _replace(run_path / CONFIG, dump_config(config))
+                if kept is not None:
+                    _replace(run_path / REMOTE_TOKENS, kept)
             lock.truncate(0)
             lock.write(json.dumps(holder_of_this_process()))
             lock.flush()

@@ -27,6 +27,7 @@ STARTED_IN = ".started_in"
 LINEAGE = "branched_from.json"
 REPORT = "report.html"
 WITHOUT = "without.jsonl"  # of a branched run, and the copy in a checkpoint of any run with data.without
+REMOTE_TOKENS = "remote_tokens.json"  # what the stores said of token files at URLs when the run began
 LOGS = "logs"
 WANDB = "wandb"
 WANDB_ID = f"{WANDB}/run_id"
@@ -96,6 +97,16 @@ def _why_no_lineage(path: Path) -> str | None:
     return f"{path} must say the run and the step that this run was branched from; remove it"
 
 
+def _why_no_records(path: Path) -> str | None:
+    try:
+        if isinstance(json.loads(path.read_bytes()), dict):
+            return None
+    except (ValueError, RecursionError):
+        pass
+    rule = "must hold what the stores said of the token files when the run began"
+    return f"{path} {rule}; put it back, or remove it, and what they say now counts"
+
+
 def _why_no_id(path: Path) -> str | None:
     if re.fullmatch(rb"[\w-]*\n?", path.read_bytes()):
         return None
@@ -127,6 +138,8 @@ PARTS = (
     Part(LINEAGE, "file", 1 << 16, _why_no_lineage),
     Part(REPORT, "file"),
     Part(WITHOUT, "file", 1 << 24),
+    Part(REMOTE_TOKENS, "file", 1 << 24, _why_no_records),
+    Part(f"{REMOTE_TOKENS}.partial", "file"),
     Part(".seen", "file", 1 << 16),
     Part(CHECKPOINTS, "folder"),
     Part(LOGS, "folder"),

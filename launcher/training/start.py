@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data.errors import DataError
 from data.places import nearest_existing, why_not_writable
@@ -29,6 +29,8 @@ from parallel.processes.start import RankError, run_ranks, tell_launcher
 from parallel.processes.stop import hearing
 from parallel.processes.world import set_rank_environment, world_size_from_environment
 
+Answer = TypeVar("Answer")
+
 
 def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int = 0) -> int:
     """Trains the config on ``ranks`` local processes, or as one rank of a torchrun or srun job. Returns the exit code.
@@ -52,6 +54,7 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
     check_run_dir(config)
     prepare_missing(config)
     check_tokens(config)
+    check_evaluated_tasks(config)
     lock = claim(config)
     try:
         return run_locally(config, changed, n_ranks, lock.fence, max_restarts)
@@ -81,6 +84,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     changed = check_start(config)
     check_prepared(config, path)
     check_tokens(config)
+    check_evaluated_tasks(config)
     set_rank_environment()
     from launcher.guard.agreement import agree
     from launcher.training.loop import train
@@ -123,14 +127,17 @@ def start_checks() -> dict[str, Callable[[RunConfig], object]]:
     """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
     from data.foreign import check_foreign_files
     from launcher.training.compiling import check_compiler
+    from launcher.training.remote_tokens import check_remote_tokens
 
     return {
         "run directory": check_writable,
         "config of the run's last start": check_resume,
         "token files not prepared here": lambda config: check_foreign_files(config.data, config.model.vocab_size),
+        "token files at URLs": check_remote_tokens,
         "checkpoint.dir": check_checkpoint_dir,
         "room for checkpoints": check_room,
         "compiler": lambda config: check_compiler(config.train.compile),
+        "evaluation tasks": check_named_tasks,
     }
 
 
@@ -155,6 +162,22 @@ def check_tokens(config: RunConfig) -> None:
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
         if split == "train":
             check_enough(dataset.stages.end, config.train)
+
+
+def check_named_tasks(config: RunConfig) -> None:
+    """Reads the tasks that train.eval_tasks names by their files; their text waits for the tokenizer."""
+    if config.train.eval_tasks:
+        from launcher.training.live_tasks import check_task_files
+
+        check_task_files(config)
+
+
+def check_evaluated_tasks(config: RunConfig) -> None:
+    """Reads train.eval_tasks whole, so that what is wrong with them is refused before anything is created."""
+    if config.train.eval_tasks:
+        from launcher.training.live_tasks import check_tasks
+
+        check_tasks(config)
 
 
 def check_enough(n_samples: int | None, train: TrainConfig) -> None:
@@ -304,7 +327,7 @@ def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: 
         return exit_two_for(lambda: train(config, changed, stop, restart, fence))
 
 
-def exit_two_for(work: Callable[[], int]) -> int:
+def exit_two_for(work: Callable[[], Answer]) -> Answer:
     """What ``work`` returns, in a process that ``run_ranks`` started.
 
     The user's mistakes found on the way (a foreign token id) are printed, with code 2. That the run directory was taken

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import IGNORED
+from data.batch import IGNORED, Batch
 from data.dataset import Dataset
-from launcher.training.samples import HostBatch, Samples, on_host
+from launcher.training.batches import NarrowBatch, prepare
+from launcher.training.samples import Samples
 from modeling.config import ModelConfig
 from modeling.decoder import Output
 from modeling.dropout import Draws
@@ -59,13 +60,22 @@ def read_micro_batch(
     besides; None: nothing is dropped.
     """
     read = dataset.read(indices)
-    batch = read if isinstance(read, HostBatch) else on_host(read, mesh.device)
-    inputs = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-    samples_B, places_S = torch.from_numpy(indices.astype(np.int64)), torch.arange(batch.tokens_BS.shape[1])
+    given = prepare(read, mesh) if isinstance(read, Batch) else read
+    samples_B, places_S = torch.from_numpy(indices.astype(np.int64)), torch.arange(given.seq_len)
     draws = None if drawn_from is None else Draws(*drawn_from, samples_B, places_S)
+    if isinstance(given, NarrowBatch):
+        batch, draws = given.spread(mesh.device), None if draws is None else draws.to(mesh.device)
+    else:
+        batch = given
+    inputs = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
     has_padding, scales = expects_padding or batch.has_padding, (balance_scale, z_scale)
-    cut = cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws, ahead_scales=ahead_scales)
-    return cut.to(mesh.device)
+    further = {"ahead_scales": ahead_scales, "next_BS": batch.next_BS}
+    cut = cut_micro_batch(*inputs, mesh, *scales, has_padding=has_padding, draws=draws, **further)
+    if not isinstance(given, NarrowBatch):
+        return cut.to(mesh.device)
+    if mesh.device.type != "cpu":  # on a CPU a context finds what it needs when it is asked
+        given.tell(cut.context)
+    return cut
 
 
 @dataclass(frozen=True)

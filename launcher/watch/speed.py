@@ -10,9 +10,11 @@ import re
 import resource
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
+
+from modeling.precision_config import Stored
 
 GIB = 1024**3
 
@@ -57,14 +59,14 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 )
 
 
-def peak_flops_per_second(device: torch.device, precision: Literal["fp32", "bf16", "fp16"]) -> float | None:
+def peak_flops_per_second(device: torch.device, precision: Stored) -> float | None:
     """The device's dense peak in FLOP/s, or None where it is not known (a CPU, a part that is not listed)."""
     if device.type != "cuda":
         return None
     return listed_peak(torch.cuda.get_device_name(device), precision)
 
 
-def listed_peak(device_name: str, precision: Literal["fp32", "bf16", "fp16"]) -> float | None:
+def listed_peak(device_name: str, precision: Stored) -> float | None:
     """The dense peak in FLOP/s of a device as torch.cuda names it, or None where the table lacks it."""
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", device_name)
     for pattern, peak in PEAKS:

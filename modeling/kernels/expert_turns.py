@@ -1,9 +1,10 @@
 """The experts' SwiGLU one expert after another, on a CPU: what is made of an expert's rows stays in a core's cache.
 
-Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of one expert, D d_model, F d_ff, I 2F.
+Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of one expert, M the most of them, D
+d_model, F d_ff, I 2F.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.kernels.scratch import SCRATCH
+
+aten = torch.ops.aten
 
 
 class Rows(NamedTuple):
@@ -39,62 +42,69 @@ class ExpertsByTurn(Function):
         ctx: Any, hidden_TD: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, rows: Rows
     ) -> Tensor:
         n_rows, (_, d_ff, d_model) = len(rows.tokens_R), gate_EFD.shape
+        sizes_E = sizes_of(rows)
         gate_up_RI = hidden_TD.new_empty(n_rows, 2 * d_ff)
         out_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
-        matrices = list(zip(gate_EFD, up_EFD, down_EDF, strict=True))
-        for expert, part in parts_of(rows):
+        hidden_MD, inner_MF = room("hidden", sizes_E, hidden_TD), room("inner", sizes_E, gate_up_RI[:, :d_ff])
+        matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
+        parts = turns(sizes_E, rows.tokens_R, gate_up_RI, *gate_up_RI.chunk(2, 1), out_RD)
+        for expert, n, (tokens_N, gate_up_NI, gate_NF, up_NF, out_ND) in parts:
             gate_FD, up_FD, down_DF = matrices[expert]
-            hidden_ND = gathered("hidden", hidden_TD, rows.tokens_R[part])
-            gate_up_NI = torch.mm(hidden_ND, joined(gate_FD, up_FD).T, out=gate_up_RI[part])
-            gate_NF, up_NF = gate_up_NI.chunk(2, dim=1)
-            inner_NF = silu(gate_NF, "inner").mul_(up_NF)
-            torch.mm(inner_NF, down_DF.T, out=out_RD[part])
+            hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
+            torch.mm(hidden_ND, joined(gate_FD, up_FD).T, out=gate_up_NI)
+            inner_NF = aten.silu.out(gate_NF, out=inner_MF[:n]).mul_(up_NF)
+            torch.mm(inner_NF, down_DF.T, out=out_ND)
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
-        ctx.rows = rows
+        ctx.rows, ctx.sizes_E = rows, sizes_E
         return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF = ctx.saved_tensors
-        rows: Rows = ctx.rows
+        rows, sizes_E = ctx.rows, ctx.sizes_E
         n_rows, (_, d_ff, d_model) = len(rows.tokens_R), gate_EFD.shape
         weights_R1 = weights_to_rows(weights_TK, rows)
-        grad_gate_EFD, grad_up_EFD, grad_down_EDF = (torch.zeros_like(each) for each in (gate_EFD, up_EFD, down_EDF))
+        grad_gate_EFD, grad_up_EFD, grad_down_EDF = (torch.empty_like(each) for each in (gate_EFD, up_EFD, down_EDF))
         grad_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
         grad_weights_R = weights_R1.new_empty(n_rows)
-        matrices = list(zip(gate_EFD, up_EFD, down_EDF, strict=True))
-        for expert, part in parts_of(rows):
-            gate_FD, up_FD, down_DF = matrices[expert]
-            tokens_N, weights_N1 = rows.tokens_R[part], weights_R1[part]
-            hidden_ND, grad_ND = gathered("hidden", hidden_TD, tokens_N), gathered("grad", grad_TD, tokens_N)
-            gate_NF, up_NF = gate_up_RI[part].chunk(2, dim=1)
-            activated_NF = silu(gate_NF, "activated")
-            inner_NF = torch.mul(activated_NF, up_NF, out=taken("inner", gate_NF))
-            grad_inner_NF = torch.mm(grad_ND, down_DF, out=taken("grad_inner", gate_NF))
-            product_NF = torch.mul(grad_inner_NF, inner_NF, out=taken("product", gate_NF))
-            torch.sum(product_NF, 1, out=grad_weights_R[part])
-            torch.mm(grad_ND.T, inner_NF.mul_(weights_N1), out=grad_down_EDF[expert])
+        hidden_MD, grad_MD = (room(name, sizes_E, hidden_TD) for name in ("hidden", "grad"))
+        inner_MF, activated_MF, product_MF, grad_inner_MF = (
+            room(name, sizes_E, gate_up_RI[:, :d_ff]) for name in ("inner", "activated", "product", "grad_inner")
+        )
+        grad_MI = room("grad_gate_up", sizes_E, gate_up_RI)
+        grad_ID = SCRATCH.take("grad_matrix", (2 * d_ff, d_model), gate_EFD)
+        matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
+        grads = list(zip(grad_gate_EFD.unbind(), grad_up_EFD.unbind(), grad_down_EDF.unbind(), strict=True))
+        for expert in (expert for expert, n in enumerate(sizes_E) if n == 0):
+            for grad in grads[expert]:
+                grad.zero_()
+        parts = turns(sizes_E, rows.tokens_R, weights_R1, *gate_up_RI.chunk(2, 1), grad_weights_R, grad_RD)
+        for expert, n, (tokens_N, weights_N1, gate_NF, up_NF, grad_weights_N, grad_hidden_ND) in parts:
+            (gate_FD, up_FD, down_DF), (grad_gate_FD, grad_up_FD, grad_down_DF) = matrices[expert], grads[expert]
+            hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
+            grad_ND = aten.index_select.out(grad_TD, 0, tokens_N, out=grad_MD[:n])
+            activated_NF = aten.silu.out(gate_NF, out=activated_MF[:n])
+            inner_NF = torch.mul(activated_NF, up_NF, out=inner_MF[:n])
+            grad_inner_NF = torch.mm(grad_ND, down_DF, out=grad_inner_MF[:n])
+            torch.sum(torch.mul(grad_inner_NF, inner_NF, out=product_MF[:n]), 1, out=grad_weights_N)
+            torch.mm(grad_ND.T, inner_NF.mul_(weights_N1), out=grad_down_DF)
             grad_inner_NF.mul_(weights_N1)
-            grad_NI = taken("grad_gate_up", gate_up_RI[part])
-            torch.mul(grad_inner_NF, activated_NF, out=grad_NI[:, d_ff:])
-            torch.ops.aten.silu_backward.grad_input(grad_inner_NF.mul_(up_NF), gate_NF, grad_input=grad_NI[:, :d_ff])
-            grad_ID = torch.mm(grad_NI.T, hidden_ND, out=SCRATCH.take("grad_matrix", (2 * d_ff, d_model), gate_FD))
-            grad_gate_EFD[expert], grad_up_EFD[expert] = grad_ID[:d_ff], grad_ID[d_ff:]
-            torch.mm(grad_NI, joined(gate_FD, up_FD), out=grad_RD[part])
+            grad_NI = grad_MI[:n]
+            grad_gate_NF, grad_up_NF = grad_NI.chunk(2, 1)
+            torch.mul(grad_inner_NF, activated_NF, out=grad_up_NF)
+            aten.silu_backward.grad_input(grad_inner_NF.mul_(up_NF), gate_NF, grad_input=grad_gate_NF)
+            torch.mm(grad_NI.T, hidden_ND, out=grad_ID)
+            grad_gate_FD.copy_(grad_ID[:d_ff])
+            grad_up_FD.copy_(grad_ID[d_ff:])
+            torch.mm(grad_NI, joined(gate_FD, up_FD), out=grad_hidden_ND)
         grad_hidden_TD = sum_of_rows(grad_RD, rows.rows_TK)
         grad_weights_TK = grad_weights_R.index_select(0, rows.rows_TK.flatten()).view_as(rows.rows_TK)
         return grad_hidden_TD, grad_weights_TK, grad_gate_EFD, grad_up_EFD, grad_down_EDF, None
 
 
-def taken(name: str, like: Tensor) -> Tensor:
-    """Scratch of a tensor's shape."""
-    return SCRATCH.take(name, tuple(like.shape), like)
-
-
-def gathered(name: str, values_TD: Tensor, tokens_N: Tensor) -> Tensor:
-    """The tokens' rows (N, D), in scratch."""
-    out_ND = SCRATCH.take(name, (len(tokens_N), values_TD.shape[1]), values_TD)
-    return torch.ops.aten.index_select.out(values_TD, 0, tokens_N, out=out_ND)
+def room(name: str, sizes_E: Sequence[int], like_RX: Tensor) -> Tensor:
+    """Scratch for as many rows as the expert with the most of them has, each as wide as ``like_RX``'s."""
+    return SCRATCH.take(name, (max(sizes_E), like_RX.shape[1]), like_RX)
 
 
 def joined(gate_FD: Tensor, up_FD: Tensor) -> Tensor:
@@ -103,18 +113,16 @@ def joined(gate_FD: Tensor, up_FD: Tensor) -> Tensor:
     return torch.cat([gate_FD, up_FD], out=SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_FD))
 
 
-def silu(gate_NF: Tensor, name: str) -> Tensor:
-    """The activated gates, in scratch."""
-    return torch.ops.aten.silu.out(gate_NF, out=taken(name, gate_NF))
+def sizes_of(rows: Rows) -> list[int]:
+    """How many rows each expert has."""
+    ends_E = rows.ends_E.tolist()
+    return [end - start for start, end in zip([0, *ends_E], ends_E, strict=False)]
 
 
-def parts_of(rows: Rows) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and its rows."""
-    start = 0
-    for expert, end in enumerate(rows.ends_E.tolist()):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
+def turns(sizes_E: list[int], *rows_RX: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """Each expert that has rows, how many, and its rows of each tensor: all are cut at once, which a slice is not."""
+    cut = zip(*(each_RX.split(sizes_E) for each_RX in rows_RX), strict=True)
+    return ((expert, n, parts) for expert, (n, parts) in enumerate(zip(sizes_E, cut, strict=True)) if n)
 
 
 def weights_to_rows(weights_TK: Tensor, rows: Rows) -> Tensor:
@@ -132,4 +140,6 @@ def sum_of_rows(rows_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = No
     if rows_RD.is_cpu:
         return F.embedding_bag(rows_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
     assert weights_TK is None
+    if rows_TK.shape[1] == 1:
+        return rows_RD.index_select(0, rows_TK[:, 0])
     return rows_RD.index_select(0, rows_TK.flatten()).view(*rows_TK.shape, rows_RD.shape[1]).sum(1)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weights_to_rows
 from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.products import AS_THEY_ARE, Products
 
 # oneDNN builds a primitive for each new row count in bf16 (2.2 ms against 0.3 ms; 2 cores with AMX, 2026-11-20), and
 # the experts' counts change every step: on CPU each expert's rows are rounded up to this.
@@ -31,39 +32,63 @@ class ExpertBiases(NamedTuple):
 def experts_grouped(
     hidden_TD: Tensor,
     indices_TK: Tensor,
+    weights_TK: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    biases: ExpertBiases | None = None,
+    swiglu_limit: float | None = None,
+    fuse: Fuse = plainly,
+    products: Products = AS_THEY_ARE,
+    row_multiple: int | None = None,
+) -> Tensor:
+    """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
+
+    Deterministic in both directions. The down projections are linear, so where experts go one after another on a CPU
+    the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
+    than what comes out. ``swiglu_limit``: as ``gated`` has it.
+    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device). ``products``: how rows are
+    multiplied by the experts' matrices; their biases are added in the rows' own dtype.
+    """
+    counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
+    rows = place_rows(indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD.device))
+    return experts_over_rows(
+        hidden_TD, rows, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products
+    )
+
+
+def row_multiple_of(device: torch.device) -> int:
+    """What each expert's rows are rounded up to where nobody says: what is fast on the device."""
+    return 1 if device.type == "cuda" else CPU_ROW_MULTIPLE
+
+
+def experts_over_rows(
+    hidden_TD: Tensor,
+    rows: Rows,
     weights_TK: Tensor | None,
     gate_EFD: Tensor,
     up_EFD: Tensor,
     down_EDF: Tensor,
     biases: ExpertBiases | None = None,
     swiglu_limit: float | None = None,
-    row_multiple: int | None = None,
     fuse: Fuse = plainly,
+    products: Products = AS_THEY_ARE,
 ) -> Tensor:
-    """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
-
-    Deterministic in both directions. The down projections are linear, so where experts go one after another on a CPU
-    the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
-    than what comes out. ``weights_TK``: None means ones, of one expert a token. ``swiglu_limit``: as ``gated`` has it.
-    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device).
-    """
-    counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
-    if row_multiple is None:
-        row_multiple = 1 if hidden_TD.is_cuda else CPU_ROW_MULTIPLE
-    rows = place_rows(indices_TK, counts_E, row_multiple)
-    if hidden_TD.is_cpu and biases is None and swiglu_limit is None and hidden_TD.dtype == gate_EFD.dtype:
-        weights = hidden_TD.new_ones(indices_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
+    """``experts_grouped``, whose pairs have their rows already. ``weights_TK``: None means ones, one expert a token."""
+    by_turn = hidden_TD.is_cpu and biases is None and swiglu_limit is None and products is AS_THEY_ARE
+    if by_turn and hidden_TD.dtype == gate_EFD.dtype:
+        weights = hidden_TD.new_ones(rows.rows_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
         return ExpertsByTurn.apply(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows)
     rows_RD, same_RD = ToRowsTwice.apply(hidden_TD, rows, fuse)
     gate_EF, up_EF, down_ED = biases or (None, None, None)
-    gate_RF = grouped_linear(rows_RD, rows.ends_E, gate_EFD, gate_EF)
-    up_RF = grouped_linear(same_RD, rows.ends_E, up_EFD, up_EF)
+    gate_RF = grouped_linear(rows_RD, rows.ends_E, gate_EFD, gate_EF, products)
+    up_RF = grouped_linear(same_RD, rows.ends_E, up_EFD, up_EF, products)
     if weights_TK is None:
         inner_RF = fuse(gated, gate_RF, up_RF, swiglu_limit=swiglu_limit, rows_vary=True)
-        return FromRows.apply(grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED), rows.rows_TK[:, 0])
+        return FromRows.apply(grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED, products), rows)
     weights_R1 = WeightsToRows.apply(weights_TK.to(hidden_TD.dtype), rows)
     inner_RF = fuse(weighted, gate_RF, up_RF, weights_R1, swiglu_limit=swiglu_limit, rows_vary=True)
-    result_RD = grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED, weights_R1)
+    result_RD = grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED, products, weights_R1)
     return SumRows.apply(result_RD, rows, fuse)
 
 
@@ -85,12 +110,28 @@ def weighted(gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor, *, swiglu_limit
 
 def gathered_sum(rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
     """Each token's sum of its K rows (T, D)."""
+    if rows_TK.shape[1] == 1:
+        return rows_RD.index_select(0, rows_TK[:, 0])
     return rows_RD.index_select(0, rows_TK.flatten()).view(*rows_TK.shape, rows_RD.shape[1]).sum(1)
 
 
 def gathered_sum_of_two(rows_RD: Tensor, others_RD: Tensor, rows_TK: Tensor) -> Tensor:
     """Each token's sum of its K rows of both tensors (T, D)."""
     return gathered_sum(rows_RD, rows_TK) + gathered_sum(others_RD, rows_TK)
+
+
+def gathered_weighted_sum(rows_RD: Tensor, weights_TK: Tensor, rows_TK: Tensor) -> Tensor:
+    """Each token's sum of its K rows, each times its weight (T, D)."""
+    rows_TKD = rows_RD.index_select(0, rows_TK.flatten()).view(*rows_TK.shape, rows_RD.shape[1])
+    return (rows_TKD * weights_TK[..., None]).sum(1)
+
+
+def weighted_sum_gradients(
+    grad_TD: Tensor, rows_RD: Tensor, weights_R1: Tensor, tokens_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``gathered_weighted_sum`` by the rows (R, D), and by the weight of each row (R,)."""
+    grad_RD = grad_TD.index_select(0, tokens_R)
+    return grad_RD * weights_R1, (grad_RD * rows_RD).sum(1)
 
 
 def summed(rows_RD: Tensor, rows_TK: Tensor, fuse: Fuse) -> Tensor:
@@ -101,14 +142,19 @@ def summed(rows_RD: Tensor, rows_TK: Tensor, fuse: Fuse) -> Tensor:
 
 
 def grouped_linear(
-    rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, factors_R1: Tensor | None = None
+    rows_RI: Tensor,
+    ends_E: Tensor,
+    weight_EOI: Tensor,
+    bias_EO: Tensor | None,
+    products: Products = AS_THEY_ARE,
+    factors_R1: Tensor | None = None,
 ) -> Tensor:
     """Each row times its expert's matrix, (R, O), and its bias; expert e's rows end before ``ends_E[e]``.
 
     A bias is one more matrix product, with ones: its gradient is then summed as the matrices' are, in a fixed order.
     ``factors_R1`` multiply a row's bias.
     """
-    out_RO = F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+    out_RO = products.grouped(rows_RI, ends_E, weight_EOI)
     if bias_EO is None:
         return out_RO
     ones_RI = rows_RI.new_ones(rows_RI.shape[0], ONES)
@@ -127,18 +173,36 @@ def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
 
 def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
     """The pairs' rows. Each expert's are rounded up to ``row_multiple``."""
-    padded_E = (counts_E + row_multiple - 1) // row_multiple * row_multiple
-    first_E, ends_E = counts_E.cumsum(0) - counts_E, padded_E.cumsum(0)
-    experts_P = indices_TK.flatten()
-    order_P = experts_P.argsort(stable=True)  # pairs in the order of their experts
-    tokens_P = order_P // indices_TK.shape[1]
-    sorted_rows_P = torch.arange(experts_P.numel(), device=experts_P.device)
-    tokens_R = tokens_P
+    order_P = indices_TK.flatten().argsort(stable=True)  # pairs in the order of their experts
+    return rows_in_order(order_P, indices_TK.shape[1], counts_E, row_multiple)
+
+
+def place_blocks(counts_NE: Tensor, n_rows: int, row_multiple: int) -> Rows:
+    """``place_rows`` of ``n_rows`` tokens of one pair each that come in blocks: N times one for each expert in turn.
+
+    ``counts_NE``: the tokens of each block. Where a block goes follows from these numbers, so nothing is sorted.
+    """
+    counts_EN = counts_NE.t().contiguous()
+    came_EN = (counts_NE.flatten().cumsum(0) - counts_NE.flatten()).view_as(counts_NE).t()  # each block's first token
+    sorted_EN = (counts_EN.flatten().cumsum(0) - counts_EN.flatten()).view_as(counts_EN)  # and its first row
+    shifts_P = (came_EN - sorted_EN).flatten().repeat_interleave(counts_EN.flatten(), output_size=n_rows)
+    order_P = shifts_P.add_(torch.arange(n_rows, device=counts_NE.device))
+    return rows_in_order(order_P, 1, counts_EN.sum(1), row_multiple)
+
+
+def rows_in_order(order_P: Tensor, top_k: int, counts_E: Tensor, row_multiple: int) -> Rows:
+    """The rows of the pairs of ``top_k`` experts a token, which ``order_P`` puts in the order of their experts."""
+    sorted_rows_P = torch.arange(order_P.numel(), device=order_P.device)
+    tokens_R = tokens_P = order_P // top_k if top_k > 1 else order_P
+    ends_E = counts_E.cumsum(0)
     if row_multiple > 1:
-        sorted_rows_P = sorted_rows_P + (ends_E - padded_E - first_E)[experts_P[order_P]]
+        first_E = ends_E - counts_E
+        padded_E = (counts_E + row_multiple - 1) // row_multiple * row_multiple
+        ends_E = padded_E.cumsum(0)
+        sorted_rows_P = sorted_rows_P + (ends_E - padded_E - first_E).repeat_interleave(counts_E)
         tokens_R = tokens_P[first_E.repeat_interleave(padded_E)].index_copy_(0, sorted_rows_P, tokens_P)
     rows_P = torch.empty_like(order_P).index_copy_(0, order_P, sorted_rows_P)
-    return Rows(rows_P.view_as(indices_TK), tokens_R, ends_E.to(torch.int32))
+    return Rows(rows_P.view(-1, top_k), tokens_R, ends_E.to(torch.int32))
 
 
 class ToRows(Function):
@@ -197,6 +261,30 @@ class SumRows(Function):
         return grad_TD.index_select(0, tokens_R), None, None
 
 
+class WeightedSumRows(Function):
+    """(rows_RD, weights_TK) -> out_TD: each token's sum of its K rows, each times its weight, in one pass each way.
+
+    For ranks that have no weights where the experts are. Weights have the rows' dtype; each row has a pair.
+    """
+
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, weights_TK: Tensor, rows: Rows, fuse: Fuse) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows_RD, weights_TK, rows.rows_TK, rows.tokens_R)
+        ctx.fuse = fuse
+        if rows_RD.is_cpu:
+            return sum_of_rows(rows_RD, rows.rows_TK, weights_TK)
+        return fuse(gathered_weighted_sum, rows_RD, weights_TK, rows.rows_TK, rows_vary=True)
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        rows_RD, weights_TK, rows_TK, tokens_R = ctx.saved_tensors
+        places_P = rows_TK.flatten()
+        weights_R1 = torch.empty_like(weights_TK.flatten()).index_copy_(0, places_P, weights_TK.flatten())[:, None]
+        given = (grad_TD, rows_RD, weights_R1, tokens_R)
+        grad_RD, grad_weights_R = ctx.fuse(weighted_sum_gradients, *given, rows_vary=True)
+        return grad_RD, grad_weights_R.index_select(0, places_P).view_as(weights_TK), None, None
+
+
 class WeightsToRows(Function):
     """weights_TK -> weights_R1: each pair's weight in its row, 0 in rows nobody takes."""
 
@@ -212,18 +300,20 @@ class WeightsToRows(Function):
 
 
 class FromRows(Function):
-    """rows_RD -> result_PD: brings each pair's row back. Rows are distinct, so the backward is a plain copy.
+    """rows_RD -> result_TD: brings each token's only row back. Backward copies its gradient there.
 
     Rows nobody takes get a gradient of zero.
     """
 
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, rows_P: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(rows_P)
-        ctx.n_rows = rows_RD.shape[0]
-        return rows_RD.index_select(0, rows_P)
+    def forward(ctx, rows_RD: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows.rows_TK, rows.tokens_R)
+        return rows_RD.index_select(0, rows.rows_TK[:, 0])
 
     @staticmethod
-    def backward(ctx, grad_PD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (rows_P,) = ctx.saved_tensors
-        return grad_PD.new_zeros(ctx.n_rows, grad_PD.shape[-1]).index_copy_(0, rows_P, grad_PD), None
+    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        rows_T1, tokens_R = ctx.saved_tensors
+        if len(tokens_R) == len(grad_TD):  # each row is taken
+            return grad_TD.index_select(0, tokens_R), None
+        zeros_RD = grad_TD.new_zeros(len(tokens_R), grad_TD.shape[-1])
+        return zeros_RD.index_copy_(0, rows_T1[:, 0], grad_TD), None

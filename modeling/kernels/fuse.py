@@ -2,8 +2,8 @@
 
 A chain is a pure function of tensors whose rows do not meet: norms, rotations, gates. Compiled, it reads its inputs and
 writes its outputs once each way, and keeps nothing but its inputs for the backward pass, which computes again whatever
-lies between. The plain function is the reference; a module calls it through its ``fuse``, the seam at which
-``compiled`` takes ``plainly``'s place.
+lies between; where it is linear in one of them, not even that. The plain function is the reference; a module calls it
+through its ``fuse``, the seam at which ``compiled`` takes ``plainly``'s place.
 
 A compiled chain is one operator, ``roundtable::chain(name, tensors) -> tensors``: fake tensors go through the plain
 function, and whatever looks at operations sees one.
@@ -50,11 +50,12 @@ def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = F
 
 
 class _Fused(Function):
-    """(function, rows_vary, numbers, *tensors) -> the function's values. Keeps the tensors."""
+    """(function, rows_vary, numbers, *tensors) -> the function's values. Keeps the tensors that its gradient needs."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], rows_vary: bool, numbers: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
-        ctx.save_for_backward(*tensors)
+        ctx.drops_first = is_linear(function) and not any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(*tensors[1:] if ctx.drops_first else tensors)
         ctx.chain = function, rows_vary, numbers
         made = tuple(run(chain_of(function, numbers, None, rows_vary, tensors), tensors))
         ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
@@ -66,6 +67,8 @@ class _Fused(Function):
         wanted = tuple(place for place, wants in enumerate(ctx.needs_input_grad[3:]) if wants)
         floats = [grad.contiguous() for grad in grads if grad.is_floating_point()]
         tensors = ctx.saved_tensors  # recomputation gives them once
+        if ctx.drops_first:
+            tensors = (floats[0], *tensors)  # in the place of what the gradient does not depend on
         given = (*tensors, *floats)
         made = run(chain_of(function, numbers, (wanted, len(tensors)), rows_vary, given), given)
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -78,6 +81,20 @@ def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function whose value's parts lie side by side: inductor may write a kernel for each of them."""
     function.in_parts = True  # type: ignore[attr-defined]
     return function
+
+
+def linear(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that is linear in its first tensor and has one value, of that one's shape.
+
+    Where nothing else is differentiated its gradient does not depend on that tensor, which is not kept then.
+    """
+    function.is_linear = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_linear(function: Callable[..., Any]) -> bool:
+    """Whether ``linear`` marks it."""
+    return getattr(function, "is_linear", False)
 
 
 @dataclass
@@ -122,11 +139,13 @@ class Chain:
     def moved_bytes(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
         """What its kernels read and write, each tensor once, but for what is read once more.
 
-        That is: by the kernel that sums over the rows, by that of a second part, and where rows are long.
+        That is: by the kernel that sums over the rows, by those of further parts, and where rows are long.
         """
         longest = max(each.shape[-1] * each.element_size() for each in given if each.dim())
-        readings = 1 + self.sums_rows + self.in_parts + (longest > ROW_BYTES)
-        return readings * sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
+        parts = (1 if self.wanted is None else 2) if self.in_parts else 0
+        readings = 1 + self.sums_rows + parts + (longest > ROW_BYTES)
+        read = {id(each): each.nbytes for each in given}  # a gradient may stand in another tensor's place, too
+        return readings * sum(read.values()) + sum(each.nbytes for each in made)
 
 
 def sizes_alone(guards: Sequence[Any]) -> list[bool]:

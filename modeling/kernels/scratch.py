@@ -8,7 +8,7 @@ import math
 import threading
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROOM = 16  # a tensor is made larger than asked for by one part of so many, since sizes change from step to step
 
@@ -26,7 +26,7 @@ class Scratch(threading.local):
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A contiguous tensor of ``like``'s dtype on the CPU. What is in it is left from before."""
-        if type(like.detach()) is not Tensor:
+        if type(like) not in (Tensor, nn.Parameter):
             return like.new_empty(shape)
         numel = math.prod(shape)
         flat = self.kept.get((name, like.dtype))

@@ -16,6 +16,7 @@ class AdamWConfig(UpdateRule):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). Decay falls on matrices only."""
 
     counts_updates: ClassVar[bool] = True  # for the bias correction of the moments
+    fused_on_cpu: ClassVar[bool] = True
 
     name: Literal["adamw"] = "adamw"  # the update rule
     lr: LearningRate = 3e-4  # peak learning rate

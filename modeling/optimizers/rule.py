@@ -36,6 +36,9 @@ class UpdateRule(ABC):
 
     counts_updates: ClassVar[bool] = False  # torch's state holds `step`, the number of updates made
 
+    # whether torch's fused kernel is taken on a CPU, too: it has to round an element alike wherever it lies
+    fused_on_cpu: ClassVar[bool] = False
+
     decay_embeddings: bool  # a field of each rule's dataclass
 
     @property
@@ -56,7 +59,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """The torch optimizer over ``groups``; ``fused`` takes torch's fused kernels (CUDA)."""
+        """The torch optimizer over ``groups``; ``fused`` takes torch's fused kernels."""
 
     def decays(self, weight: Weight) -> bool:
         """Whether weight decay falls on a weight: on matrices only, on embeddings and the head if asked for."""

@@ -44,10 +44,15 @@ def build_schedule(
 
 def action_orders(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[list[Action]]:
     """Each rank's actions in order, without any process: what the schedule would do."""
+    return [[action for slot in slots for action in slot] for slots in action_slots(config, pp, n_micro_batches)]
+
+
+def action_slots(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[list[tuple[Action, ...]]]:
+    """Each rank's actions as torch takes them: one by one, or two of a pair, sent after the second."""
     if isinstance(config, OneFOneB):
-        return [_one_f_one_b(pp, rank, n_micro_batches) for rank in range(pp)]
+        return [[(action,) for action in _one_f_one_b(pp, rank, n_micro_batches)] for rank in range(pp)]
     order = build_schedule(config, _placeholders(config, pp), n_micro_batches, None).pipeline_order
-    return [list(_flatten(order[rank])) for rank in range(pp)]
+    return [[_actions_of(action) for action in order[rank] if action is not None] for rank in range(pp)]
 
 
 def _one_f_one_b(pp: int, rank: int, n_micro_batches: int) -> list[Action]:
@@ -69,10 +74,6 @@ def _placeholders(config: PipelineConfig, pp: int) -> list[Any]:
     return [SimpleNamespace(stage_index=stage, is_last=stage == len(ranks) - 1, **common) for stage in mine]
 
 
-def _flatten(actions: Sequence[Any]) -> list[Action]:
-    flat = []
-    for action in actions:
-        if action is not None:
-            for part in action.sub_actions or (action,):
-                flat.append(Action(part.computation_type.value, part.stage_index, part.microbatch_index))
-    return flat
+def _actions_of(slot: Any) -> tuple[Action, ...]:
+    parts = slot.sub_actions or (slot,)
+    return tuple(Action(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts)

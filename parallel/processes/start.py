@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -42,7 +42,8 @@ FIRST_PORT = 20000  # below are the ports of known services
 # A process that has asked CUDA itself for its GPUs cannot be forked; with this torch asks the driver's library instead.
 COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-# How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection.
+# How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection or
+# left with an exit code.
 LINGER_SECONDS = 15.0
 
 
@@ -78,11 +79,12 @@ class _Failure:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it explains itself: a lost connection does not."""
-        return self.order < CUT
+        """Whether it explains itself: no lost connection does, nor an exit, whose reason another rank may give."""
+        return self.order not in (EXITED, CUT)
 
 
-KILLED, RAISED, TOLD, ENDED, EXITED, CUT = range(6)  # the orders
+# The orders. An exit comes before what others tell of it: that a rank is gone.
+KILLED, RAISED, EXITED, TOLD, ENDED, CUT = range(6)
 
 
 def run_ranks(
@@ -107,9 +109,9 @@ def run_ranks(
     context = fork_server(preload)
     threads = threads or _threads_asked_for() or max(1, (os.cpu_count() or 1) // n_ranks)
     children = []
-    with forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
+    with claimed_port() as port, forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
         try:
-            for rank, of_rank in enumerate(rank_environments(n_ranks)):
+            for rank, of_rank in enumerate(rank_environments(n_ranks, port)):
                 receive, send = context.Pipe(duplex=False)
                 # This process's variables of now: the fork server has those of when it was started.
                 environment = {**os.environ, **of_rank}
@@ -156,9 +158,9 @@ def _start(process: Any) -> None:
         raise RankError(f"no rank could be started: {SERVER_KILLED}", 1) from None
 
 
-def rank_environments(n_ranks: int) -> list[dict[str, str]]:
-    """The variables of each rank of a new job of this machine, with a port and a token of its own."""
-    port, token = _free_port(), secrets.token_hex(16)
+def rank_environments(n_ranks: int, port: int) -> list[dict[str, str]]:
+    """The variables of each rank of a new job of this machine, with a token of its own."""
+    token = secrets.token_hex(16)
     common = {
         "WORLD_SIZE": str(n_ranks),
         "LOCAL_WORLD_SIZE": str(n_ranks),
@@ -171,17 +173,37 @@ def rank_environments(n_ranks: int) -> list[dict[str, str]]:
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(n_ranks)]
 
 
-def _free_port() -> int:
-    """A port that nobody listens on, below those that Linux gives to outgoing connections of its own choice.
+@contextlib.contextmanager
+def claimed_port() -> Iterator[int]:
+    """A port that nobody listens on, and that no other launcher of this machine takes before rank 0 listens there.
 
-    One of those could be taken by any connection of this machine before rank 0 listens there.
+    It is below those that Linux gives to outgoing connections of its own choice: any of these could take it meanwhile.
     """
     drawn = random.SystemRandom()  # no two launchers the same
-    while True:
-        port = drawn.randrange(FIRST_PORT, _first_outgoing_port())
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
+    with contextlib.ExitStack() as stack:
+        while True:
+            port = drawn.randrange(FIRST_PORT, _first_outgoing_port())
+            with contextlib.suppress(OSError), socket.socket() as listener:
+                listener.bind(("127.0.0.1", port))
+                stack.enter_context(_claim(port))
+                break
+        yield port
+
+
+def _claim(port: int) -> contextlib.AbstractContextManager[Any]:
+    """A name of the kernel's, not of a file, that one process at a time can have. Raises OSError where another has it.
+
+    A socket on the port itself would be in rank 0's way.
+    """
+    if sys.platform != "linux":
+        return contextlib.nullcontext()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0roundtable-port-{port}")
+    except OSError:
+        claim.close()
+        raise
+    return claim
 
 
 def _first_outgoing_port() -> int:

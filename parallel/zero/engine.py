@@ -16,9 +16,11 @@ from modeling.decoder import Output
 from modeling.dtypes import DTYPES
 from modeling.init import initial_box, initial_tensor
 from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.logical import logical_tensors
 from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
+from modeling.precision_config import Precision, stored_as
 from parallel.apply import build_part
 from parallel.batch import MicroBatch
 from parallel.collectives import sum_together
@@ -29,12 +31,11 @@ from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
 from parallel.pipeline.tied import add_other_copy
-from parallel.recompute import Recompute
+from parallel.recompute import Modes, Recompute
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.fragments import Fragment, make_states, owned_fragments
 from parallel.zero.groups import optimizer_groups
 from parallel.zero.norm import global_norm
-from parallel.zero.sharding import Precision
 from parallel.zero.ways import sharding_for
 from parallel.zero.weights import describe_weights
 
@@ -63,13 +64,14 @@ class Engine:
         precision: Precision,
         micro_batch_size: int,
         sizes: Sizes = DEFAULT_SIZES,
-        recompute: Recompute = "none",
+        recompute: Recompute | Modes = "none",
         fuse: Fuse = plainly,
+        products: Products = AS_THEY_ARE,
     ) -> None:
         self.mesh = mesh
         self.sizes = sizes
         self.zero = parallel.zero  # for records; what follows from it is the sharding's
-        self.precision = precision
+        self.precision: Precision = precision  # for records; what follows from it is the dtype's and the products'
         self.model_config = model_config
         self.layout = layout_of(model_config)
         self.rule = optimizer_config
@@ -79,15 +81,18 @@ class Engine:
         self.ends: list[int] = []
         self.measured: Tensor | None = None  # this step's norm, loss scale included
         self.before_change: list[Callable[[], None]] = []
-        make_sharding = sharding_for(parallel.zero, precision)
-        self.sharding = make_sharding(mesh, precision, micro_batch_size, optimizer_config.clip_norm, sizes)
-        adopt, dtype = self.sharding.adopt, DTYPES[precision]
-        self.model = build_part(mesh, model_config, parallel, dtype, adopt, sizes, recompute, fuse)
+        stored = stored_as(precision)
+        make_sharding = sharding_for(parallel.zero, stored)
+        self.sharding = make_sharding(mesh, stored, micro_batch_size, optimizer_config.clip_norm, sizes)
+        adopt, dtype = self.sharding.adopt, DTYPES[stored]
+        held = (mesh, model_config, parallel, dtype, adopt, sizes)
+        stay = self.sharding.weights_stay
+        self.model = build_part(*held, recompute, fuse, products, weights_stay=stay)
         self.weights = describe_weights(
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )
         groups = optimizer_groups(self.weights.values(), mesh, optimizer_config, widths_of(model_config))
-        self.base = optimizer_config.build(groups, fused=mesh.device.type == "cuda")
+        self.base = optimizer_config.build(groups, fused=mesh.device.type == "cuda" or optimizer_config.fused_on_cpu)
         self.sharding.open(self.model, self.base, self.weights)
         matrices = self.sharding.matrices(optimizer_config)
         for group in self.base.param_groups:
@@ -104,7 +109,7 @@ class Engine:
             pipeline,
             self.mesh.pp,
             hidden_shape=(micro_batch_size, positions, self.model_config.d_model),
-            dtype=DTYPES[self.precision],
+            dtype=DTYPES[stored_as(self.precision)],
             device=self.mesh.device,
         )
         self.ends = stage_ranks(pipeline, self.mesh.pp.degree)

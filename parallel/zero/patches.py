@@ -29,8 +29,18 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from parallel.processes.device import own_device
+from parallel.zero.norm import CPU_PIECE
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+def add_in_pieces(total: Tensor, gradient: Tensor) -> None:
+    """Adds a flat gradient to a flat sum of another dtype. On a CPU torch widens it first, whole, in new memory."""
+    if not total.is_cpu:
+        total += gradient
+        return
+    for piece, added in zip(total.split(CPU_PIECE), gradient.split(CPU_PIECE), strict=True):
+        piece += added
 
 
 def print_nothing(*_: Any, **__: Any) -> None:
@@ -106,7 +116,30 @@ class ZeroOptimizer3(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer_Stage3):
 
 
 class Bf16Optimizer(GivenNorm, BF16_Optimizer):
-    """DeepSpeed's ZeRO 1 in bf16. Its step takes norms from functions of its module, which are replaced meanwhile."""
+    """DeepSpeed's ZeRO 1 in bf16. Its step takes norms from functions of its module, which are replaced meanwhile.
+
+    A step's first gradient of a weight is written over what the sum held; DeepSpeed adds it to zeros, which it has to
+    write first.
+    """
+
+    def _update_hp_grad(self, lp: Any, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
+        """Takes a weight's gradient into its fp32 sum."""
+        if lp.grad is None:
+            return
+        total = self.fp32_groups_gradients[group_idx][param_idx]
+        if self.fp32_groups_has_gradients[group_idx][param_idx]:
+            add_in_pieces(total, lp.grad.detach().view(-1))
+        else:
+            total.copy_(lp.grad.detach().view(-1))
+        lp._hp_grad = total
+        self.fp32_groups_has_gradients[group_idx][param_idx] = True
+        if clear_lp_grads:
+            lp.grad.zero_()
+
+    def clear_hp_grads(self) -> None:
+        """Begins new sums. What the old ones hold stays until then."""
+        for group, gradients in enumerate(self.fp32_groups_gradients):
+            self.fp32_groups_has_gradients[group] = [False] * len(gradients)
 
     def step(self, closure: Any = None) -> None:
         """One update."""

@@ -28,6 +28,8 @@ def reduced_at_the_end(engine: Any) -> Iterator[None]:
 class ReducedEachPass(Sharding):
     """Of ZeRO 2 and 3: gradients are reduced and sharded after each micro-batch; under a pipeline at the step's end."""
 
+    rounds_sums = True
+
     @cached_property
     def sums(self) -> "GradientSums":
         """A pipeline's sums until then."""

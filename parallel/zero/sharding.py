@@ -7,7 +7,7 @@ too. Which part of each, and under which of DeepSpeed's names, is the business o
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from modeling.dims import Weight
 from modeling.dtypes import DTYPES
 from modeling.optimizers.matrices import Matrices
 from modeling.optimizers.rule import UpdateRule
+from modeling.precision_config import Stored
 from parallel.layout import Place
 from parallel.matrices import CutMatrices
 from parallel.mesh import Mesh
@@ -28,7 +29,7 @@ from parallel.zero.matrices import DealtMatrices
 from parallel.zero.settings import deepspeed_config
 from parallel.zero.weights import HeldWeight
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Stored
 HeldGradient = tuple[nn.Parameter, Tensor, int]  # a weight, what this rank holds of its gradient, how many ranks do
 
 
@@ -44,6 +45,9 @@ class Sharding(ABC):
     shows_experts: ClassVar = True  # whether DeepSpeed learns of experts by a module of its own kind
     # Whether backward passes communicate, in the order of the graph, which therefore has to be the same on all ranks.
     needs_equal_graphs: ClassVar = False
+    weights_stay: ClassVar = True  # whether a weight lies between the passes where it is during them
+    rounds_sums: ClassVar = False  # whether DeepSpeed is given a pipeline's fp32 sums in the weights' dtype
+    zeroes_sums: ClassVar = True  # whether sums of gradients are set to zero before a step's first are added to them
 
     def __init__(
         self, mesh: Mesh, precision: Precision, micro_batch_size: int, clip_norm: float | None, sizes: Sizes

@@ -1,8 +1,12 @@
 """ZeRO 1 in bf16: fp32 masters and optimizer states are sharded; every rank holds fp32 sums of whole gradients."""
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from modeling.decoder import Decoder
 from modeling.optimizers.rule import UpdateRule
 from parallel.zero.fragments import Share, mapped_share, position
 from parallel.zero.sharding import HeldGradient, Sharding
@@ -10,25 +14,47 @@ from parallel.zero.weights import HeldWeight
 
 
 class Zero1Bf16(Sharding):
-    """DeepSpeed's BF16_Optimizer: after each backward pass the bf16 gradients move on into its fp32 sums."""
+    """DeepSpeed's BF16_Optimizer: each bf16 gradient moves on into its fp32 sum as soon as autograd has it."""
 
     stage = 1
+    zeroes_sums = False
 
     def optimizer_class(self) -> type:
         """BF16_Optimizer's."""
         return self.patches.Bf16Optimizer
 
+    def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
+        """As ``Sharding``, and has autograd give each gradient away: a pass never holds all of them in 16 bits."""
+        super().open(model, base, weights)
+        for group, parameters in enumerate(self.optimizer.bf16_groups):
+            for number, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self.take, group, number))
+
+    def take(self, group: int, number: int, parameter: nn.Parameter) -> None:
+        """Adds a weight's gradient to its fp32 sum."""
+        self.optimizer._update_hp_grad(parameter, group, number, clear_lp_grads=False)
+        parameter.grad = None
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """One pass, whose gradients are added to the fp32 sums."""
         self.deepspeed.set_gradient_accumulation_boundary(False)
-        self.optimizer.clear_lp_grads()
         torch.autograd.backward(loss)
-        self.optimizer.update_hp_grads(clear_lp_grads=False)
         if last:
             self.reduce_all()
 
+    def reduce_all(self) -> None:
+        """DeepSpeed's reduction; none where no weight has another replica: it would copy all sums for nothing."""
+        has_gradients, gradients = self.optimizer.fp32_groups_has_gradients, self.optimizer.fp32_groups_gradients
+        for taken, totals in zip(has_gradients, gradients, strict=True):
+            for is_taken, total in zip(taken, totals, strict=True):
+                if not is_taken:
+                    total.zero_()  # no pass of this step gave the weight a gradient: the last step's lies there
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        if any(weight.replicas.degree > 1 for weight in self.weights.values()):
+            self.deepspeed.allreduce_gradients(self.bucket)
+
     def after_backward(self, stage: nn.Module) -> None:
-        """Adds the gradients to the fp32 sums."""
+        """Adds the gradients to the fp32 sums that zero-bubble schedules have made without autograd's hooks."""
         self.optimizer.update_hp_grads(clear_lp_grads=False)
         self.optimizer.clear_lp_grads(set_to_none=True)
 

@@ -19,6 +19,7 @@ class Zero3(ReducedEachPass):
 
     stage = 3
     needs_equal_graphs = True
+    weights_stay = False
     shows_experts = False  # DeepSpeed refuses its own kind of experts here, and takes marks on the weights
 
     @cached_property

@@ -1,6 +1,5 @@
 """Packed documents in real runs: every layout reads the same tokens, resumed or not, and `data show` names them."""
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,16 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.config import SourceConfig
 from data.prepare import prepare
 from data_reference import write_token_file
-from data_runs import run_recorded
+from data_runs import one_source_run, run_recorded, tokens_of_steps
 from health_runs import Plan
 from launcher.cli import main
-from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
+from launcher.config.tree import RunConfig
 from launcher.watch.metrics import read_metrics
 from layout_runs import DENSE_MODEL, VOCAB_SIZE, run_config
-from parallel.config import ParallelConfig
 
 SEQ_LEN = 24
 LAYOUTS = {
@@ -33,25 +30,7 @@ LAYOUTS = {
 def a_config(folder: Path, name: str, degrees: dict[str, int], **train: int) -> RunConfig:
     options = {"micro_batch_size": 2, "steps": 4, "global_batch_size": 8, **train}
     config = run_config(str(folder / "a"), model=DENSE_MODEL, **options)
-    return dataclasses.replace(
-        config,
-        name=name,
-        run_dir=str(folder / name),
-        parallel=ParallelConfig(zero=1, **degrees),
-        data=dataclasses.replace(config.data, sources=(SourceConfig(path=str(folder / "a")),), packing="best_fit"),
-        checkpoint=CheckpointConfig(every_steps=2),
-        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
-    )
-
-
-def tokens_of_steps(folder: Path) -> dict[int, Counter[int]]:
-    """How often each token was given to any rank, by step, padding left out."""
-    given: dict[int, Counter[int]] = {}
-    for path in folder.glob("rank-*.jsonl"):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            given.setdefault(row["step"], Counter()).update(t for tokens in row.get("rows", []) for t in tokens if t)
-    return given
+    return one_source_run(config, folder, name, degrees, packing="best_fit")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,11 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, []), (1, ["parallel.tp=1", "parallel.ep=1"])], ids=["as it was", "on one process"]
+    ("ranks", "layout"),
+    [
+        pytest.param(2, [], id="as it was"),
+        pytest.param(1, ["parallel.tp=1", "parallel.ep=1"], id="on one process", marks=pytest.mark.slow),
+    ],
 )
 def test_an_earlier_run_goes_on(tmp_path, ranks, layout):
     write_tokens(tmp_path)

@@ -1,6 +1,7 @@
 """Tensor and expert parallelism, with and without ZeRO, against one plain process. Tolerances as in test_zero.py."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +11,18 @@ from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_l
 from modeling.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
+from rotating import fast_where, some_fast
 
 BOUND = 1e-6
 
 
-def with_zero(layouts: list[tuple[int, dict]]) -> list:
-    """Each layout with every ZeRO stage; `make test` runs stage 1, `make prove` the rest."""
-    return [
-        pytest.param(ranks, layout, zero, marks=[] if zero == 1 else [pytest.mark.slow])
-        for ranks, layout in layouts
-        for zero in (0, 1, 2, 3)
-    ]
+def with_zero(layouts: list[tuple[int, dict]], fast: list[tuple[int, dict]]) -> list:
+    """Each layout with every ZeRO stage; `make test` runs stage 1 of the ``fast`` ones, `make prove` the rest."""
+    assert all(layout in layouts for layout in fast)
+    return fast_where(
+        [(*layout, zero) for layout in layouts for zero in (0, 1, 2, 3)],
+        lambda ranks, layout, zero: zero == 1 and (ranks, layout) in fast,
+    )
 
 
 FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
@@ -47,7 +49,15 @@ def tokens(tmp_path_factory):
             (4, {"cp": 2, "ep": 2}),
             (4, {"cp": 2, "tp": 2, "ep": 4}),
             (4, {"cp": 2, "tp": 2, "cp_attention": "ring"}),
-        ]
+        ],
+        fast=[
+            (2, {"ep": 2}),
+            (2, {"tp": 2, "ep": 2}),
+            (4, {"tp": 2, "ep": 2}),
+            (2, {"cp": 2}),
+            (4, {"cp": 2, "tp": 2, "ep": 4}),
+            (4, {"cp": 2, "tp": 2, "cp_attention": "ring"}),
+        ],
     ),
     ids=str,
 )
@@ -105,15 +115,17 @@ def test_experts_that_no_power_of_two_divides_equal_one_process(tokens):
     check()
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", some_fast([0, 1, 2, 3], 1, 3))
 def test_dense_tp_equals_one_process(tokens, zero):
     config = run_config(tokens, model=DENSE_MODEL, parallel=ParallelConfig(zero=zero, tp=2))
     errors = largest_error(run_layout(config, 4), run_reference(config))
     assert max(errors.values()) <= BOUND, errors
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (2, 3))])
+@pytest.mark.parametrize(
+    ("zero", "precision"),
+    fast_where(product([1, 2, 3], ["bf16", "fp16"]), lambda *case: case == (1, "fp16")),  # bf16: test_zero.py
+)
 def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, precision):
     """Not bit for bit: tp sums halves of a product in another order, which 8 (bf16) or 11 bits round differently.
 
@@ -141,7 +153,13 @@ FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}  # half a unit in the last place of 
             (4, {"pp": 2, "cp": 2, "pipeline": Interleaved(n_chunks=2)}),
             (4, {"pp": 2, "tp": 2, "pipeline": DualPipeV()}),
             (8, {"pp": 2, "tp": 2, "ep": 2}),
-        ]
+        ],
+        fast=[  # tp and ep in a pipeline: on sixteen processes below
+            (2, {"pp": 2}),
+            (2, {"pp": 2, "pipeline": ZBV()}),
+            (4, {"pp": 2, "cp": 2, "pipeline": Interleaved(n_chunks=2)}),
+            (4, {"pp": 2, "tp": 2, "pipeline": DualPipeV()}),
+        ],
     ),
     ids=str,
 )

@@ -16,7 +16,7 @@ from modeling.optimizers.config import MuonConfig
 from pair_runs import STEPS, Work, load_under, save_under
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV
-from prove_faults import FAULTS, MUON
+from prove_faults_listed import FAULTS, MUON
 from prove_runs import failures, prove, prove_fault
 from traffic_runs import problems, run_counts
 

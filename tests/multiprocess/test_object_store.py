@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
 from launcher.cli import main
 from launcher.commands.trained import open_trained
@@ -18,6 +17,7 @@ from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
+from object_store import s3_bucket
 from parallel.checkpoint.places import open_store
 from parallel.checkpoint.store import Store
 from parallel.checkpoint.verify import problems_of
@@ -25,18 +25,9 @@ from parallel.checkpoint.verify import problems_of
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory) -> Iterator[str]:
-    """The URL of an empty bucket; every process started from here finds its server and keys."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "key"}
-        for name, value in {**settings, "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}.items():
-            patch.setenv(name, value)
-        patch.setenv("AWS_CONFIG_FILE", str(tmp_path_factory.mktemp("aws") / "none"))
-        fsspec.filesystem("s3").mkdir("roundtable")
-        yield "s3://roundtable"
-    server.stop()
+    """The URL of an empty bucket."""
+    with s3_bucket(tmp_path_factory.mktemp("aws"), "roundtable") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
 from pp_deepspeed import engine_errors
 from pp_runs import MOE, Case
+from rotating import fast_where
 
 TIED = replace(MOE, tie_embeddings=True)
 FP32_BOUNDS = {"loss": 1e-6, "weight": 1e-6, "norm": 1e-6, "copies": 0.0}
@@ -21,7 +22,7 @@ WHOLE = [(schedule, zero) for schedule in (OneFOneB(), Interleaved()) for zero i
 
 def split(cases: list) -> list:
     """`make test` runs ZeRO 1, `make test-slow` the rest."""
-    return [pytest.param(*case, marks=[] if case[-1] == 1 else pytest.mark.slow) for case in cases]
+    return fast_where(cases, lambda *case: case[-1] == 1)
 
 
 def name_of(value):
@@ -33,7 +34,11 @@ def clip_of(zero: int) -> float | None:
     return 0.5 if zero in (1, 2) else None
 
 
-@pytest.mark.parametrize(("schedule", "zero"), split(WHOLE + SPLIT), ids=name_of)
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    fast_where(WHOLE + SPLIT, lambda schedule, zero: zero == 1 and schedule in (Interleaved(), ZBV())),
+    ids=name_of,
+)
 def test_fp32_equals_one_process(schedule, zero):
     found = engine_errors(Case(MOE, schedule, micro_batch_size=1), zero, "fp32", clip_of(zero))
     assert all(found[name] <= bound for name, bound in FP32_BOUNDS.items()), found
@@ -45,12 +50,17 @@ def test_tied_embeddings_equal_one_process(zero):
     assert all(found[name] <= bound for name, bound in FP32_BOUNDS.items()), found
 
 
+LOW = [(OneFOneB(), 1), (OneFOneB(), 2), (OneFOneB(), 3), (ZBV(), 1), (ZBV(), 2)]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "zero"),
-    split([(OneFOneB(), 1), (OneFOneB(), 2), (OneFOneB(), 3), (ZBV(), 1), (ZBV(), 2)]),
+    ("precision", "schedule", "zero"),
+    fast_where(
+        [(precision, *case) for case in LOW for precision in ("bf16", "fp16")],
+        lambda *case: case == ("bf16", OneFOneB(), 1),  # tied; fp16 in a pipeline: test_overflow.py
+    ),
     ids=name_of,
 )
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_equals_one_process_in_that_precision(precision, schedule, zero):
     model = TIED if schedule.name == "1f1b" else MOE
     found = engine_errors(Case(model, schedule, micro_batch_size=1), zero, precision, clip_of(zero))

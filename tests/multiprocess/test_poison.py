@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from command_runs import numbers, train, updates, write_config
-from data.dataset import Dataset, Source
+from data.dataset import Dataset
+from data.opened import Source
 from data.spans import spans_of
 from data.tokenfile import TokenFile
 from data_reference import write_token_file

@@ -91,6 +91,16 @@ def test_a_machine_alone_is_measured_by_the_command(tmp_path, monkeypatch, capsy
     assert kept.suffix == ".json"
 
 
+@pytest.mark.parametrize(("bad", "rule"), [("", "must not be empty"), ("folder", "must be a file, and is a folder")])
+def test_a_list_that_cannot_be_written_is_refused_before_anything_is_measured(bad, rule, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("name: alone\n")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["preflight", "config.yaml", "--bad-nodes", bad]) == 2
+    assert capsys.readouterr().err == f"--bad-nodes={bad} {rule}; choose another file\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "folder"]
+
+
 def test_planted_wrong_override_creates_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("name: alone\n")
     monkeypatch.chdir(tmp_path)

@@ -30,8 +30,8 @@ def tokens(tmp_path_factory):
     ("zero", "precision"),
     [
         pytest.param(0, "fp32", marks=pytest.mark.slow),
-        (1, "fp32"),
-        (1, "bf16"),
+        pytest.param(1, "fp32", marks=pytest.mark.slow),  # the killed run below
+        pytest.param(1, "bf16", marks=pytest.mark.slow),  # the copied run below
         pytest.param(2, "bf16", marks=pytest.mark.slow),
         pytest.param(3, "bf16", marks=pytest.mark.slow),
         (1, "fp16"),
@@ -140,7 +140,7 @@ CHAINS = {
     "tp and ep": [
         (4, ["parallel.zero=1", "parallel.tp=2", "parallel.ep=2"]),
         (2, ["parallel.zero=3", "parallel.ep=2"]),
-        (2, ["parallel.zero=2", "parallel.tp=2", "train.recompute=full"]),
+        (2, ["parallel.zero=2", "parallel.tp=2", "train.activation_gib=1.36e-4"]),
     ],
     "to one and back": [
         (4, ["parallel.zero=3", "parallel.tp=2", "parallel.ep=4"]),
@@ -176,8 +176,9 @@ def test_finished_run_stays_as_it_is(tmp_path, tokens):
 
 @pytest.mark.parametrize(
     "damage",
-    ["flipped bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("truncated", "missing", "manifest"))],
+    ["flipped bit", "truncated", "missing", "manifest"],
 )
+@pytest.mark.slow  # test_damage.py has a kind of damage in `make test`
 def test_planted_damage_is_refused_and_the_checkpoint_before_is_used(tmp_path, tokens, damage):
     whole = write_config(tmp_path, tokens, "whole")
     config = write_config(tmp_path, tokens, "damaged")

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
+from launcher.prove.shrink import shrink_budget
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.config import MLAConfig, ModelConfig
 from modeling.mtp_config import MTPConfig
@@ -66,7 +68,8 @@ FURTHER_TIED = dataclasses.replace(FOUR_LAYERS, family="none", mtp=MTPConfig())
 FURTHER_UNTIED = dataclasses.replace(FURTHER_TIED, tie_embeddings=False)
 LARGE_FURTHER = dataclasses.replace(LARGE_UNTIED, family="none", mtp=MTPConfig())
 LARGE_FURTHER_TWO = dataclasses.replace(LARGE_FURTHER, mtp=MTPConfig(depth=2))
-FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+FULL, SELECTIVE, HALF = ({"recompute": mode} for mode in ("full", "selective", "feed_forward"))
+BUDGET = {"activation_gib": 1.0}  # of which half of what recomputation can save is left: layers differ
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 RING = {"cp_attention": "ring"}
 
@@ -108,7 +111,7 @@ def slow(*values: Any) -> Any:
                 {"zero": 3, **FULL, "micro_batch_size": 1},
             ],
         ),
-        (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}]),
+        (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 1, **BUDGET}]),
         slow(2, {"tp": 2}, POST_NORM, [{"zero": 1, **SELECTIVE}, {"zero": 3, **BF16}]),
         slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
         slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),
@@ -124,6 +127,8 @@ def slow(*values: Any) -> Any:
         slow(2, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **FP16}, {"zero": 3, **SELECTIVE}]),
         slow(4, {"ep": 4}, ODD, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3, **FP16}]),
         slow(4, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3, **FP16}]),
+        slow(4, {"cp": 2, "tp": 2}, FOUR_LAYERS, [{"zero": 1, **BUDGET}, {"zero": 2, **RING, **BUDGET}]),
+        slow(4, {"ep": 2}, FOUR_LAYERS, [{"zero": 1, **BUDGET}, {"zero": 3, **BF16, **BUDGET}]),
         slow(4, {"tp": 2, "ep": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **SELECTIVE}]),
         slow(4, {"tp": 2, "ep": 4}, MOE_MODEL, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3}]),
         slow(2, {"pp": 2}, FOUR_LAYERS, [{"zero": 0}, {"zero": 1, "pipeline": Interleaved(), **FULL}]),
@@ -167,7 +172,7 @@ def slow(*values: Any) -> Any:
             [
                 {"zero": 3, "pipeline": pipeline, **recompute}
                 for pipeline in (ParallelConfig().pipeline, Interleaved())
-                for recompute in ({}, SELECTIVE, FULL)
+                for recompute in ({}, SELECTIVE, HALF, FULL, BUDGET)
             ],
         ),
         slow(4, {"ep": 2}, LARGE, [{"zero": 3}, {"zero": 3, **BF16, **FULL, "micro_batch_size": 1}]),
@@ -179,11 +184,11 @@ def slow(*values: Any) -> Any:
             [
                 {"zero": 3, "pipeline": pipeline, **recompute}
                 for pipeline in (ParallelConfig().pipeline, Interleaved())
-                for recompute in ({}, SELECTIVE, FULL)
+                for recompute in ({}, SELECTIVE, HALF, FULL, BUDGET)
             ],
         ),
         slow(4, {"pp": 2}, LARGE_UNTIED, [{"zero": 3}]),
-        (4, {"pp": 2}, LARGE_UNTIED, [{"zero": 3, **BF16, **FULL}]),
+        slow(4, {"pp": 2}, LARGE_UNTIED, [{"zero": 3, **BF16, **FULL}]),
         slow(2, {}, FURTHER, [{"zero": 1, **BF16}, {"zero": 2}, {"zero": 3, "micro_batch_size": 1}]),
         slow(2, {"tp": 2}, FURTHER_TIED, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 3, **BF16, **SELECTIVE}]),
         slow(
@@ -202,6 +207,8 @@ def slow(*values: Any) -> Any:
 )
 def test_bytes_are_those_of_the_closed_forms(tokens, ranks, degrees, model, variants):
     configs = [variant(tokens, model, degrees, **changes) for changes in variants]
+    configs = [each if each.train.activation_gib is None else shrink_budget(each, ranks) for each in configs]
+    assert all(len(set(modes_of(each, ranks))) > 1 for each in configs if each.train.activation_gib is not None)
     found = {}
     for changes, config, seen in zip(variants, configs, run_counts(configs, ranks), strict=True):
         found |= {str(changes): wrong} if (wrong := problems(config, seen)) else {}

@@ -17,14 +17,13 @@ from data.config import DataConfig, SourceConfig
 from data.errors import DataError
 from data.prepare import prepare
 from data.tokenizer import (
-    END_OF_TEXT,
     load_fast,
     load_tokenizer,
     read_info,
     save_tokenizer,
     tokenizer_folder,
-    train_bpe,
 )
+from data.trained_tokenizers import END_OF_TEXT, train_tokenizer
 
 TEXT = Path(__file__).read_text() * 3
 
@@ -32,7 +31,7 @@ TEXT = Path(__file__).read_text() * 3
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("t") / "bpe"
-    save_tokenizer(train_bpe([TEXT], 400), folder)
+    save_tokenizer(train_tokenizer([TEXT], 400), folder)
     return folder
 
 
@@ -46,7 +45,7 @@ def test_it_has_exactly_the_ids_asked_for(trained: Path) -> None:
 
 
 def test_a_small_corpus_gives_fewer_ids() -> None:
-    assert len(train_bpe(["ab"], 1000)) < 300
+    assert len(train_tokenizer(["ab"], 1000)) < 300
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
@@ -66,7 +65,7 @@ def test_the_name_of_end_of_text_in_a_document_is_plain_text(trained: Path) -> N
 
 
 def test_training_again_gives_the_same_tokenizer(tmp_path: Path, trained: Path) -> None:
-    save_tokenizer(train_bpe([TEXT], 400), tmp_path / "again")
+    save_tokenizer(train_tokenizer([TEXT], 400), tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
     assert read_info(tmp_path / "again") == read_info(trained)
 

@@ -16,6 +16,7 @@ from modeling.counts import count_parameters
 from modeling.expert_layers import told_once
 from modeling.families.config_json import InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
+from rotating import some_fast
 from small_models import configs, example_config
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
@@ -82,7 +83,11 @@ def computed(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, d_ff=d_ff, moe=moe, **explicit)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Those whose keys are least alike; `make test-slow` draws configs of every family.
+DRAWN = ("gpt2", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", some_fast(FAMILIES, *DRAWN))
 def test_config_there_and_back(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family, predicts_further=True))
@@ -92,7 +97,7 @@ def test_config_there_and_back(family: FamilyName) -> None:
     check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(FAMILIES, *DRAWN))
 def test_what_transformers_saves_is_read(family: FamilyName, tmp_path) -> None:
     """Its class writes what differs from its defaults, under names of its own."""
 

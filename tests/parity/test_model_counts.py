@@ -1,5 +1,7 @@
 """Closed-form counts against the built model: parameters one by one, FLOPs as torch's counter sees them. Exact."""
 
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from kernel_references import attend_reference, experts_reference
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters, flops_per_token, forward_flops_per_token
 from modeling.decoder import Decoder, DecoderLayer, build_decoder
-from modeling.moe import MoE
+from modeling.moe import MoE, staying
 from rotating import some_fast
 from small_models import build, configs, example_config, next_tokens, packed_rows
 
@@ -46,10 +48,12 @@ def counted_flops(model: Decoder, config: ModelConfig, *, training: bool) -> flo
         assert isinstance(layer, DecoderLayer)
         layer.attention.core = attend_reference
         if isinstance(layer.feed_forward, MoE):
-            layer.feed_forward.experts.dispatch = experts_reference
+            layer.feed_forward.sender.dispatch = staying(experts_reference)
     rows = packed_rows(config.vocab_size, 0, [[12]])
     targets_BS = next_tokens(rows)
-    with FlopCounterMode(display=False) as counter:
+    # oneDNN's product by a transpose is unknown to torch's counter, which leaves it out in silence.
+    by_transpose = {torch.ops.mkldnn._linear_pointwise: lambda left, right, *_, **__: 2 * prod(left) * right[0]}
+    with FlopCounterMode(display=False, custom_mapping=by_transpose) as counter:
         if training:
             loss = model(rows.tokens_BS, rows.context(), targets_BS).loss
             assert loss is not None
@@ -60,7 +64,7 @@ def counted_flops(model: Decoder, config: ModelConfig, *, training: bool) -> flo
     return counter.get_total_flops() / 12
 
 
-@pytest.mark.parametrize("family", some_fast(FAMILIES, "llama", "gpt2", "gemma2", "gpt_oss", "glm4_moe", "deepseek_v3"))
+@pytest.mark.parametrize("family", some_fast(FAMILIES, "gpt2", "gemma2", "deepseek_v3"))
 def test_flops(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family), seed=st.integers(0, 99))

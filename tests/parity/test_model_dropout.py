@@ -1,6 +1,6 @@
 """Where transformers' own classes drop, ours does: theirs trains with our masks, handed out in the order of its calls.
 
-Tolerances are those of tests/parity/test_model_hf.py: 2e-5 of logits, and of gradients 1e-5 of their norm.
+Tolerances are those of tests/support/hf_comparison.py: 2e-5 of logits, and of gradients 1e-5 of their norm.
 """
 
 import tempfile

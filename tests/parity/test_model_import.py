@@ -111,7 +111,7 @@ def test_there_and_back(family: FamilyName, dtype: torch.dtype, shard: str, tmp_
     assert texts[0] == texts[1] and len(texts[0]) > 9
 
 
-@pytest.mark.parametrize("family", some_fast(FAMILIES, "gpt2", "gpt_neox", "granitemoe", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("family", some_fast(FAMILIES, "gpt_oss", "deepseek_v3"))
 def test_random_models(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family))
@@ -232,7 +232,7 @@ def test_files_as_the_hub_has_them(family: FamilyName, prefix: str, masked: str 
     assert difference(tmp_path / "source", tmp_path / "run") <= LOGITS_TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(FAMILIES, "llama", "gpt2", "gpt_oss", "deepseek_v3"))
 def test_a_tied_model_may_store_its_head_alone(family: FamilyName, tmp_path: Path) -> None:
     """As transformers reads it; and an export has the embedding again."""
     config = example_config(family, vocab_size=257, tie_embeddings=True)

@@ -89,6 +89,9 @@ def assert_same(logged: list[dict[str, Any]], written: list[dict[str, Any]]) -> 
     ]
 
 
+shares_the_run = pytest.mark.xdist_group("offline run")  # which takes long to make
+
+
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a key, stopped after step 12 and resumed from the checkpoint at step 10."""
@@ -103,6 +106,7 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@shares_the_run
 def test_an_offline_run_holds_the_numbers_of_metrics_jsonl(offline_run: Path) -> None:
     first, second = (read_history(path) for path in wandb_files(offline_run))
     written = read_metrics(offline_run / "metrics.jsonl")
@@ -113,6 +117,7 @@ def test_an_offline_run_holds_the_numbers_of_metrics_jsonl(offline_run: Path) ->
     assert {"moe/layer_01/load", "moe/dropped", "moe/balance_loss"} <= set(kept[0])
 
 
+@shares_the_run
 def test_planted_change_of_one_value_is_seen(offline_run: Path) -> None:
     (_, path), written = wandb_files(offline_run), read_metrics(offline_run / "metrics.jsonl")
     second = [row for row in written if row["step"] > 10]
@@ -122,12 +127,14 @@ def test_planted_change_of_one_value_is_seen(offline_run: Path) -> None:
         assert_same(read_history(path), second)
 
 
+@shares_the_run
 def test_planted_lost_row_is_seen(offline_run: Path) -> None:
     (_, path), written = wandb_files(offline_run), read_metrics(offline_run / "metrics.jsonl")
     with pytest.raises(AssertionError):
         assert_same(read_history(path), [row for row in written if row["step"] > 10][:-1])
 
 
+@shares_the_run
 def test_a_resumed_run_keeps_its_id_and_its_name(offline_run: Path) -> None:
     runs = [
         next(r.run for r in read_records(path) if r.WhichOneof("record_type") == "run")
@@ -139,6 +146,7 @@ def test_a_resumed_run_keeps_its_id_and_its_name(offline_run: Path) -> None:
     assert {item.key for item in runs[0].config.update} >= {"seed", "train"}
 
 
+@shares_the_run
 def test_everything_lies_in_the_run_directory(offline_run: Path) -> None:
     assert sorted(path.name for path in offline_run.iterdir()) == ["ledger.jsonl", "metrics.jsonl", "wandb"]
     assert len(list((offline_run / "wandb").glob("offline-run-*"))) == 2
@@ -176,6 +184,7 @@ def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path: Path, w
     assert line.startswith(f"W&B: {tmp_path}/wandb cannot be written: ")
 
 
+@shares_the_run
 def test_a_torn_file_gives_the_rows_before(offline_run: Path, tmp_path: Path) -> None:
     path = wandb_files(offline_run)[0]
     whole = read_history(path)
@@ -186,6 +195,7 @@ def test_a_torn_file_gives_the_rows_before(offline_run: Path, tmp_path: Path) ->
     assert_same(rows_before, whole[: len(rows_before)])
 
 
+@shares_the_run
 def test_planted_damage_and_foreign_files_are_refused(offline_run: Path, tmp_path: Path) -> None:
     data = bytearray(wandb_files(offline_run)[0].read_bytes())
     data[len(data) // 2] ^= 1

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202e]")  # what no page shows as itself
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -49,6 +51,33 @@ class Page:
     def requests(self) -> list[str]:
         """What the page has loaded besides itself."""
         return self.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+
+    def broken_links(self) -> list[str]:
+        """Links to places that the page does not have."""
+        return self.run("""
+            return [...document.querySelectorAll("a")]
+                .filter((link) => !document.querySelector(link.getAttribute("href"))).map((link) => link.href);""")
+
+    def words_without_script(self, path: Path) -> str:
+        """What a file says where no script may run."""
+        self.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+        try:
+            self.open(path)
+        finally:
+            self.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+        return self.run("return document.querySelector('noscript').textContent + document.body.innerText")
+
+    def refuses_changed_script(self) -> bool:
+        """Whether it complains of a script that is not the one whose hash it names."""
+        return any("script-src" in line or "sha256" in line for line in self.complaints())
+
+    def check_hostile(self, tags: str = "img, iframe, object") -> str:
+        """The words of a page with hostile texts: nothing of these was run, is one of ``tags`` or is unseen."""
+        assert self.run("return window.stolen === undefined")
+        assert self.run("return document.querySelectorAll(arguments[0]).length", tags) == 0
+        shown = self.run("return document.body.innerText")
+        assert not UNSEEN.search(shown)
+        return shown
 
     def resize(self, width: int, height: int = 900) -> None:
         """The window, as CSS counts: as wide as a telephone's, where a window cannot be."""

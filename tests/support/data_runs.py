@@ -1,12 +1,30 @@
 """Runs of the real loop whose ranks write down the tokens that each step is given."""
 
+import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from data.config import SourceConfig
 from health_runs import Plan, poison_samples
+from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, WandbConfig
 from launcher.training.run_dir import claim
+from parallel.config import ParallelConfig
 from parallel.processes.start import run_ranks
+
+
+def one_source_run(config: RunConfig, folder: Path, name: str, degrees: dict[str, int], **data: Any) -> RunConfig:
+    """The config as a run FOLDER/NAME on FOLDER/a, with a checkpoint every two steps. ``data``: changes of its keys."""
+    return dataclasses.replace(
+        config,
+        name=name,
+        run_dir=str(folder / name),
+        parallel=ParallelConfig(zero=1, **degrees),
+        data=dataclasses.replace(config.data, sources=(SourceConfig(path=str(folder / "a")),), **data),
+        checkpoint=CheckpointConfig(every_steps=2),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    )
 
 
 def run_recorded(folder: Path, plan: Plan, config: Any, n_ranks: int, changed: Any = ()) -> list[Any]:
@@ -44,6 +62,16 @@ def train_recorded(folder: Path, plan: Plan, config: Any, changed: Any = ()) -> 
 
     loop.accumulate_gradients, step.read_micro_batch = accumulating, reading
     return loop.train(config, list(changed))
+
+
+def tokens_of_steps(folder: Path) -> dict[int, Counter[int]]:
+    """How often each token was given to any rank, by step, padding left out."""
+    given: dict[int, Counter[int]] = {}
+    for path in folder.glob("rank-*.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            given.setdefault(row["step"], Counter()).update(t for tokens in row.get("rows", []) for t in tokens if t)
+    return given
 
 
 def given_rows(folder: Path) -> dict[int, list[list[int]]]:

@@ -17,7 +17,7 @@ from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, Wan
 from launcher.training.run_dir import claim
 from layout_runs import run_config
 from parallel.mesh import Degrees
-from parallel.processes.start import RankError, fork_server, rank_environments, run_ranks
+from parallel.processes.start import RankError, claimed_port, fork_server, rank_environments, run_ranks
 
 FAULT_STEP = 3
 
@@ -61,7 +61,9 @@ def run_alone(config: RunConfig, n_ranks: int, fault: str, rank: int, seconds: f
     context = fork_server(["launcher.training.loop"])
     folder = config.run_path.parent
     processes = []
-    for number, environment in enumerate(rank_environments(n_ranks)):
+    with claimed_port() as port:
+        environments = rank_environments(n_ranks, port)
+    for number, environment in enumerate(environments):
         given = (environment, folder / "run.yaml", fault, rank, folder / f"{number}.err")
         processes.append(context.Process(target=_alone, args=given, daemon=True))
         processes[-1].start()

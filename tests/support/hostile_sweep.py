@@ -158,6 +158,9 @@ COMMANDS: list[list[str]] = [
         ["preflight", "config.yaml", "--ranks", "PATH"],
     ),
     *(["eval", "PATH"], ["eval", "PATH", "--json"], ["export", "PATH", "out"], ["generate", "PATH", "--prompt", "x"]),
+    *(["inspect", "PATH", "--text", "x"], ["inspect", "runs/gone", "--text-file", "PATH"]),
+    *(["eval", "runs/gone", "--text", "PATH"], ["preflight", "config.yaml", "--ranks", "PATH", "--bad-nodes", "PATH"]),
+    *(["eval", "PATH", "--tasks", "task.yaml"], ["eval", "config.yaml", "--tasks", "PATH.yaml"]),
     *(["import", "PATH", "out"], ["import", "folder", "PATH"]),
     *(["checkpoint", "show", "PATH"], ["checkpoint", "verify", "PATH"], ["checkpoint", "show", "PATH", "--json"]),
     *(

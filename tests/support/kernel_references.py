@@ -60,6 +60,8 @@ def experts_reference(
     down_EDF: Tensor,
     biases: Sequence[Tensor] | None = None,
     swiglu_limit: float | None = None,
+    _fuse: object = None,
+    _products: object = None,
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), one expert after another."""
     out_TD = torch.zeros_like(hidden_TD)

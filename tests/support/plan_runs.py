@@ -80,7 +80,7 @@ def measure_rank(config: RunConfig) -> Measured:
         engine, state = build_engine(config, mesh, SIZES), TrainState()
         for module in engine.model.modules():
             if isinstance(module, MoE) and mesh.ep.degree > 1:
-                module.experts.dispatch = make_dispatch(mesh.ep, SIZES.row_multiple, told)
+                module.sender.dispatch = make_dispatch(mesh.ep, SIZES.row_multiple, told)
         engine.initialize_weights(config.seed)
         run_step(config, engine, samples, state)
         live.most, shares[:] = live.now, [1.0]

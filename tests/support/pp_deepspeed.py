@@ -33,7 +33,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
 
     from parallel.layout import layout_of
     from parallel.mesh import close_mesh, open_mesh
-    from parallel.pipeline.config import splits_backward, stage_ranks
+    from parallel.pipeline.config import stage_ranks
     from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
     from parallel.pipeline.tied import add_other_copy
     from parallel.recompute import apply_recompute
@@ -53,7 +53,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     second = tied is not None and is_second_copy(parts)
     tensors, layout = logical_tensors(case.model), layout_of(case.model)
     weights = describe_weights(model, tensors, layout, mesh, holds_second_copy=second)
-    apply_recompute(model, case.recompute, splits_backward=splits_backward(case.pipeline))
+    apply_recompute(model, case.recompute)
     sharding.open(model, base, weights)
     pipeline = make_pipeline(case, mesh, model, parts, DTYPES[precision])
     ends = stage_ranks(case.pipeline, case.pp)

@@ -60,7 +60,7 @@ class Case:
     micro_batch_size: int = 2
     steps: int = 2
     lr: float = 0.2
-    recompute: str = "none"
+    recompute: Any = "none"  # of all layers, or of each
     padded: bool = False
     fault: str | None = None
 
@@ -140,7 +140,6 @@ def micro_batches(parts: list[ReferenceBatch], scale: float = 1.0) -> tuple[list
 
 def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any, Any, list[Any]]:
     """This rank's decoder with its weights at step 0, its pipeline, and its parts."""
-    from parallel.pipeline.config import splits_backward
     from parallel.pipeline.stages import keep_parts, rank_parts
     from parallel.recompute import apply_recompute
 
@@ -150,7 +149,7 @@ def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any,
     keep_parts(model, parts)
     seed = SEED + mesh.pp.rank if case.fault == "stage initialized like another" else SEED
     materialize(model, case.model, seed, "cpu", DTYPES[precision])
-    apply_recompute(model, case.recompute, splits_backward=splits_backward(case.pipeline))
+    apply_recompute(model, case.recompute)
     return model, make_pipeline(case, mesh, model, parts, DTYPES[precision]), parts
 
 

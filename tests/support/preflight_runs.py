@@ -13,7 +13,7 @@ from typing import Any
 from parallel.preflight import course, device
 from parallel.processes.lifeline import end_with_parent
 from parallel.processes.roll_call import RollCall, RollCallError
-from parallel.processes.start import fork_server, rank_environments
+from parallel.processes.start import claimed_port, fork_server, rank_environments
 
 STAGE_SECONDS = 20.0
 START_SECONDS = 100.0
@@ -34,7 +34,9 @@ def preflight(hosts: Sequence[str], folder: Path, faults: Mapping[int, str] | No
     context = fork_server(["parallel.preflight.course"])
     n_ranks = len(hosts)
     processes = []
-    for rank, environment in enumerate(rank_environments(n_ranks)):
+    with claimed_port() as port:
+        environments = rank_environments(n_ranks, port)
+    for rank, environment in enumerate(environments):
         given = (environment, list(hosts), (faults or {}).get(rank, ""), folder)
         processes.append(context.Process(target=_rank, args=given, daemon=True))
         processes[-1].start()

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launcher.prove.report import Outcome
-from prove_faults import FAULTS, Fault
+from prove_faults_listed import FAULTS, Fault
 from prove_runs import prove_fault
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "prove.md"

@@ -21,13 +21,16 @@ def let_autograd_accumulate() -> None:
     """ZeRO 1 in bf16: gradients are summed in the weights' ``.grad``, and DeepSpeed's fp32 accumulators get the sum."""
     from parallel.zero.zero1_bf16 import Zero1Bf16
 
+    def nothing(*_: Any) -> None:
+        """Leaves the gradient where it is."""
+
     def late(self: Any, loss: torch.Tensor, *, last: bool) -> None:
         torch.autograd.backward(loss)
         if last:
             self.optimizer.update_hp_grads(clear_lp_grads=True)
             self.reduce_all()
 
-    Zero1Bf16.backward = late
+    Zero1Bf16.take, Zero1Bf16.backward = nothing, late
 
 
 def keep_sums_in_bf16() -> None:

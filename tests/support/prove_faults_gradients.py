@@ -69,12 +69,45 @@ def leave_the_graph() -> None:
     """A rank whose experts get no row returns a constant, so its backward pass skips both exchanges."""
     import parallel.expert as expert
 
-    grouped = expert.experts_grouped
+    over_rows = expert.experts_over_rows
 
-    def experts_grouped(rows_RD: Tensor, *rest: Any) -> Tensor:
-        return rows_RD.detach() if len(rows_RD) == 0 else grouped(rows_RD, *rest)
+    def experts_over_rows(rows_RD: Tensor, *rest: Any) -> Tensor:
+        return rows_RD.detach() if len(rows_RD) == 0 else over_rows(rows_RD, *rest)
 
-    expert.experts_grouped = experts_grouped
+    expert.experts_over_rows = experts_over_rows
+
+
+def keep_order_of_arrival() -> None:
+    """The rows that a rank of ep has received are taken to lie by experts, as they do not with two ranks."""
+    import parallel.expert as expert
+    from modeling.kernels.experts import rows_in_order
+
+    expert.place_blocks = lambda counts_NE, n_rows, row_multiple: rows_in_order(
+        torch.arange(n_rows), 1, counts_NE.sum(0), row_multiple
+    )
+
+
+def read_too_early(function: str, direction: str) -> None:
+    """One of the waits for rows under way is left out: their memory is read as it was before, zeros here.
+
+    Each time it would be other memory, so the rows are waited for, and overwritten.
+    """
+    import parallel.collectives as collectives
+
+    owner, finish = getattr(collectives, function), collectives.RowExchange.wait
+    run = getattr(owner, direction)
+
+    def early(self: Any) -> Tensor:
+        return finish(self).zero_()
+
+    def without_wait(*arguments: Any) -> Any:
+        collectives.RowExchange.wait = early
+        try:
+            return run(*arguments)
+        finally:
+            collectives.RowExchange.wait = finish
+
+    setattr(owner, direction, staticmethod(without_wait))
 
 
 def leave_gradients_unset(engine: Any) -> None:

@@ -59,16 +59,16 @@ def pad_rows_short() -> None:
     """The last expert's last unit of rows is left out, where it has more than one."""
     import modeling.kernels.experts as experts
 
-    place = experts.place_rows
+    place = experts.rows_in_order
 
-    def misplaced(indices_TK: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> Any:
-        rows = place(indices_TK, counts_E, row_multiple)
+    def misplaced(order_P: torch.Tensor, top_k: int, counts_E: torch.Tensor, row_multiple: int) -> Any:
+        rows = place(order_P, top_k, counts_E, row_multiple)
         if row_multiple == 1 or int(counts_E.max()) <= row_multiple:
             return rows
         is_last_E = rows.ends_E == len(rows.tokens_R)
         return rows._replace(ends_E=rows.ends_E - is_last_E.to(torch.int32) * row_multiple)
 
-    experts.place_rows = misplaced
+    experts.rows_in_order = misplaced
 
 
 def skip_second_bucket(optimizer: Any, method: str, as_it_is: Callable[[Any, Any], Any]) -> None:

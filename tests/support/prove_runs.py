@@ -8,7 +8,8 @@ from pathlib import Path
 from any_family import any_family
 from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from launcher.prove.report import Outcome
-from prove_faults import DIES, STEPS, Fault, plant
+from prove_faults import plant
+from prove_faults_listed import DIES, STEPS, Fault
 from starved import starved
 
 BothSides = Callable[[], AbstractContextManager[None]]  # has to be one that pickle can send

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prove_faults import change_engines
+from prove_faults_patches import change_engines
 
 
 @contextmanager
@@ -97,13 +97,14 @@ def record(seen: Recorder) -> None:
         return pieces
 
     context.cut_documents = counted_pieces
-    place = experts.place_rows
+    place = experts.rows_in_order
 
-    def placed(indices_TK: Any, counts_E: Any, row_multiple: int) -> Any:
-        seen("row_multiple", -(-int(counts_E.max()) // row_multiple))
-        return place(indices_TK, counts_E, row_multiple)
+    def placed(order_P: Any, top_k: int, counts_E: Any, row_multiple: int) -> Any:
+        if row_multiple > 1:  # what is sent is not rounded up
+            seen("row_multiple", -(-int(counts_E.max()) // row_multiple))
+        return place(order_P, top_k, counts_E, row_multiple)
 
-    experts.place_rows = placed
+    experts.rows_in_order = placed
     stage = saver.staged
 
     def staged(*arguments: Any) -> Any:

@@ -97,7 +97,7 @@ def draw_config(draw: random.Random, n_ranks: int, parallel: ParallelConfig, fam
             global_batch_size=n_ranks * pick([1, 2, 3, 4]),
             micro_batch_size=pick([1, 1, 2, 3]),
             precision="fp32" if parallel.zero == 0 else zero_free,
-            recompute=pick(["none", "selective", "full"]),
+            recompute=pick(["none", "selective", "feed_forward", "full"]),
         ),
         schedule=ConstantSchedule(),
         parallel=parallel,

@@ -13,6 +13,7 @@ PATCHES = {  # (ZeRO stage, precision) -> what DeepSpeed must call in two steps,
     (1, "bf16"): {
         "ExpertsAreHere.set_deepspeed_parallelism",
         "Bf16Optimizer.step",
+        "Bf16Optimizer.clear_hp_grads",
         "Bf16Optimizer.norm_of_dense",
         "Bf16Optimizer.norm_with_experts",
         "bf16_optimizer.see_memory_usage",

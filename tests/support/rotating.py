@@ -1,6 +1,6 @@
 """Cases of which `make test` runs some and the rotating targets all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,3 +11,10 @@ def some_fast(cases: Iterable[Any], *fast: Any) -> list[Any]:
     cases = list(cases)
     assert set(fast) <= set(cases), fast
     return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def fast_where(cases: Iterable[tuple[Any, ...]], is_fast: Callable[..., bool]) -> list[Any]:
+    """``cases`` of several arguments for ``parametrize``, slow but where ``is_fast`` says so of the arguments."""
+    cases = list(cases)
+    assert any(is_fast(*case) for case in cases)
+    return [pytest.param(*case, marks=[] if is_fast(*case) else pytest.mark.slow) for case in cases]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.prove.traffic.axes import step_traffic
 from launcher.prove.traffic.step import Step
@@ -104,7 +105,7 @@ def expected(config: RunConfig, ranks: Sequence[RankSent], rank: int) -> dict[Ke
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         precision=config.train.precision,
-        recompute=config.train.recompute,
+        recompute=modes_of(config, len(ranks)),
         pp_rank=ranks[rank].pp_rank,
         ep_rank=ranks[rank].ep_rank,
         replica_rank=ranks[rank].replica_rank,

@@ -15,7 +15,7 @@ from parallel.checkpoint.verify import examine
 from sealed import SHARDS, body_of, cut_up, record_of, reseal, reseal_text, write_run
 
 FIRST, SECOND = SHARDS
-READERS = ("eval", "export", "generate")
+READERS = ("eval", "export", "generate", "inspect")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def directory(written, tmp_path) -> Path:
 def ask(capsys, command: str, directory: Path) -> tuple[int, str, list[str]]:
     """Exit code, standard output and the lines of standard error of one command on the checkpoint."""
     out = directory.parents[2] / "out"
-    arguments = {"export": [out], "generate": ["--prompt", "a"]}.get(command, [])
+    arguments = {"export": [out], "generate": ["--prompt", "a"], "inspect": ["--text", "a"]}.get(command, [])
     words = ["checkpoint", command] if command in ("show", "verify") else [command]
     code = main([*words, str(directory), *map(str, arguments)])
     captured = capsys.readouterr()
@@ -414,7 +414,8 @@ def test_a_tokenizer_that_is_a_trap_is_refused_by_all_that_load_it(capsys, direc
     put_in(directory, name, content)
     (tmp_path / "text.txt").write_text("some text\n")
     before = sorted(tmp_path.rglob("*"))
-    for command in (["export", "out"], ["generate", "--prompt", "a"], ["eval", "--text", str(tmp_path / "text.txt")]):
+    evaluated, inspected = ["eval", "--text", str(tmp_path / "text.txt")], ["inspect", "--text", "a"]
+    for command in (["export", "out"], ["generate", "--prompt", "a"], evaluated, inspected):
         arguments = [str(tmp_path / "out") if word == "out" else word for word in command[1:]]
         code = main([command[0], str(directory), *arguments])
         captured = capsys.readouterr()

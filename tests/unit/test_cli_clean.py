@@ -21,6 +21,8 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
 
+pytestmark = pytest.mark.xdist_group("clean")  # what its tests share takes long to make
+
 VOCAB_SIZE = 260
 LONG_AGO = time.time() - 7 * 86400
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": ("CHECKPOINT", []),
     "export": ("CHECKPOINT", ["out"]),
     "generate": ("CHECKPOINT", ["--prompt", "x"]),
+    "inspect": ("CHECKPOINT", ["--text", "x"]),
     "checkpoint show": ("DIR", []),
     "checkpoint verify": ("DIR", []),
 }

@@ -42,7 +42,7 @@ def test_a_meaning_is_the_comment_beside_the_field_or_above_it():
     assert keys["optimizer.lr"].meaning == "peak learning rate (sgd: 0.1)"
     assert keys["optimizer.momentum"].meaning == "sgd, muon: momentum (muon: 0.95)"
     assert keys["model.n_layers"].values == "1 to 10000"
-    assert keys["train.precision"].values == "fp32, bf16, fp16"
+    assert keys["train.precision"].values == "fp32, bf16, fp16, fp8"
     assert keys["parallel.pipeline.layers"].values == "a list of 1 to 10000 or null"
     assert keys["data.sources.path"].default == "required"
 

@@ -150,9 +150,10 @@ def least_value(hint: Any, limits: Range | None) -> Any:
 
 
 def tree_with(path: tuple, leaf: Any) -> Any:
-    """The tree that holds nothing but ``leaf``, and what has to be above it."""
-    for key in reversed(path):
-        leaf = [leaf] if key == 0 else {key: leaf}
+    """The tree that holds nothing but ``leaf``, and what has to be above it: a source has a path."""
+    for place, key in reversed(list(enumerate(path))):
+        above = {"path": "a"} if path[:place] == ("data", "sources", 0) else {}
+        leaf = [leaf] if key == 0 else {**above, key: leaf}
     return leaf
 
 
@@ -202,7 +203,7 @@ def test_each_config_names_the_schema_and_keeps_to_it(path):
         ({"train": {"steps": "many"}}, ["train", "steps"]),
         ({"train": {"steps": 0}}, ["train", "steps"]),
         ({"train": {"steps": None}}, ["train", "steps"]),
-        ({"train": {"precision": "fp8"}}, ["train", "precision"]),
+        ({"train": {"precision": "int4"}}, ["train", "precision"]),
         ({"optimizer": {"name": "sgd", "beta1": 0.9}}, ["optimizer"]),
         ({"optimizer": {"momentum": 0.9}}, ["optimizer"]),
         ({"data": {"sources": [{"weight": 1}]}}, ["data", "sources", 0]),

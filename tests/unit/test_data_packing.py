@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypat
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("data.packed.os.fsync", no_room)
+    monkeypatch.setattr("data.partial.os.fsync", no_room)
     with pytest.raises(DataError, match=r"must be written, and cannot be .*set data.packing=sequential"):
         write_packing(prefix, 4, "best_fit")
     assert not list(tmp_path.glob("*pack*"))

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.config import DataConfig, SourceConfig
+from data.cleaning.config import CleaningConfig
+from data.config import ChatConfig, DataConfig, SourceConfig
 from data.documents import read_documents
 from data.errors import DataError
 from data.prepared import readable_stem
@@ -198,7 +199,11 @@ GOOD = DataConfig(seq_len=8, sources=(SourceConfig(path="a.txt"),), token_dir="t
 LONG = "a" * 256
 BROKEN = {
     "data.sources=[] must name at least one source": {"sources": ()},
-    "data.token_dir='' must name a folder": {"token_dir": ""},
+    "data.token_dir='' must not be empty": {"token_dir": ""},
+    "data.tokenizer='' must not be empty": {"tokenizer": ""},
+    "data.heldout_path='' must not be empty": {"heldout_path": ""},
+    "data.without='' must not be empty": {"without": ""},
+    "data.cache_dir='' must not be empty": {"cache_dir": ""},
     "data.token_dir='a.txt' must be a folder that can be written to": {"token_dir": "a.txt"},
     "data.sources[0].path='' must not be empty": {"sources": (SourceConfig(path=""),)},
     "data.sources[0].path='none.txt' does not exist": {"sources": (SourceConfig(path="none.txt"),)},
@@ -209,6 +214,14 @@ BROKEN = {
     f"data.token_dir='x/{LONG}' must have names of": {"token_dir": f"x/{LONG}"},
     "data.token_dir='$SCRATCH/tokens' must be written out": {"token_dir": "$SCRATCH/tokens"},
     f"data.tokenizer='{LONG}' must have names of": {"tokenizer": LONG},
+    "data.token_dir='s3://b/t' must be a path on this machine, and is a URL; name a folder": {"token_dir": "s3://b/t"},
+    "data.cache_dir='s3://b/c' must be a path on this machine, and is a URL; name a folder": {"cache_dir": "s3://b/c"},
+    "data.tokenizer='s3://b/t' must be a path on this machine, and is a URL; copy": {"tokenizer": "s3://b/t"},
+    "data.without='s3://b/w' must be a path on this machine, and is a URL; copy": {"without": "s3://b/w"},
+    "data.sources[0].chat needs data.cleaning=null: only text is cleaned; set that to null": {
+        "sources": (SourceConfig(path="a.txt", chat=ChatConfig()),),
+        "cleaning": CleaningConfig(exact=True),
+    },
 }
 
 

@@ -35,6 +35,7 @@ TAKEN = {
     "runtime/zero/utils.py": "assert_ints_same_as_other_ranks",
     "runtime/bf16_optimizer.py": """bf16_groups fp32_groups_has_gradients fp32_groups_gradients
         fp32_groups_flat_partition fp32_groups_gradient_flat_partition update_lp_params clear_lp_grads update_hp_grads
+        _update_hp_grad clear_hp_grads
         overflow _hp_grad see_memory_usage get_global_norm_of_tensors get_norm_with_moe_layers""",
     "runtime/fp16/loss_scaler.py": """cur_scale cur_iter last_overflow_iter cur_hysteresis min_scale update_scale""",
     "utils/tensor_fragment.py": "lp_fragment_address hp_fragment_address hp_fragment numel start",

@@ -13,9 +13,12 @@ from torch.nn import functional as F
 from byte_tokenizer import save_byte_tokenizer
 from data.config import DataConfig
 from data.tokenizer import load_fast, load_origin, save_tokenizer
+from data_reference import write_token_file
+from inspect_runs import inspectable
 from launcher.cli import main
 from launcher.commands.trained import open_trained
 from launcher.config.tree import RunConfig, TrainConfig
+from launcher.training.run_parts import STARTED_IN
 from modeling.context import Context
 from modeling.decoder import Decoder
 from saved_runs import save_run
@@ -126,6 +129,35 @@ def test_what_cannot_be_read_is_one_line(
     assert told in line and (str(path) in line or options)
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("", "--text='' must not be empty; "),
+        ("x" * 256, "must have names of at most 255 bytes"),
+        ("s3://bucket/x", "--text='s3://bucket/x' must be text, and is token files, or a URL of such"),
+        ("hf://", "--text='hf://' "),
+        ("PREFIX", "must be text, and is token files"),
+    ],
+)
+def test_what_is_no_path_of_text_is_one_line(
+    path: str, told: str, run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_token_file(tmp_path / "a", [[1, 2]])
+    (tmp_path / "a").write_text("text, whose name is that of token files, too")
+    assert main(["eval", str(run[0]), "--text", path.replace("PREFIX", str(tmp_path / "a"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line and "; " in line
+
+
+def test_a_dataset_that_save_to_disk_wrote_is_read(
+    run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["def f(x):", "abc"]}).save_to_disk(tmp_path / "saved")
+    assert main(["eval", str(run[0]), "--text", f"hf://{tmp_path}/saved"]) == 0
+    assert "of 2 documents, 12 bytes" in capsys.readouterr().out
+
+
 def test_a_checkpoint_without_a_tokenizer(
     run: tuple[Path, Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +167,27 @@ def test_a_checkpoint_without_a_tokenizer(
     assert main(["eval", str(bare), "--text", str(tmp_path / "a.txt")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"CHECKPOINT={bare} holds no tokenizer")
+
+
+@pytest.mark.parametrize("command", [["eval", "RUN"], ["data", "show", "RUN", "--step", "1"]])
+def test_where_the_folder_of_the_start_is_gone_absolute_paths_are_read_and_others_are_told(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = inspectable(tmp_path, sources=True, run_dir=str(tmp_path / "run"))
+    (path / STARTED_IN).write_text(f"{tmp_path}/gone\n")
+    asked = [word.replace("RUN", str(path)) for word in command]
+    assert main(asked) == (0 if command[0] == "eval" else 2)
+    assert "gone" not in capsys.readouterr().err  # `data` asks for a step that the run has no record of
+    config = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(config.replace(f"{tmp_path}/tokens", "tokens"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    capsys.readouterr()
+    assert main(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("data.token_dir='tokens'")
+    assert f"(relative paths are read from {tmp_path}/here: {tmp_path}/gone, where the run was started, is gone" in line
+    assert line.endswith("; give the command where the data lies)")
 
 
 def test_planted_documents_run_together_are_seen(

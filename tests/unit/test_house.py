@@ -144,7 +144,7 @@ def test_the_ci_script_can_be_run():
 
 def documented_defaults() -> dict[str, str]:
     """Key to default, as the table of docs/config.md says."""
-    rows = re.findall(r"^\| `([^`]+)` \| (\S+) \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]+`|\S+) \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
     return {key: default.strip("`") for key, default in rows if "." in key or key in field_hints(RunConfig)}
 
 

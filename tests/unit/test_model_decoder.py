@@ -241,16 +241,53 @@ def test_sinusoidal_positions_are_added_in_fp32_and_rounded_once() -> None:
     assert torch.equal(hidden, (model.embed(rows.tokens_BS).float() + table).bfloat16())
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("splits_backward", [False, True])
+@pytest.mark.parametrize("recompute", ["selective", "feed_forward", "full"])
 @pytest.mark.parametrize("parallel_block", [False, True])
-def test_recomputed_layers_are_exact(parallel_block: bool, splits_backward: bool, recompute: Any) -> None:
+def test_recomputed_layers_are_exact(parallel_block: bool, recompute: Any) -> None:
     """Gradients are bit for bit those without it."""
     config = example_config("glm4_moe", parallel_block=parallel_block, residual_scale=0.5)
     rows = packed_rows(config.vocab_size, 0, LENGTHS)
     loss, plain = gradients(build(config, 0), rows, next_tokens(rows), has_padding=False)
     model = build(config, 0)
-    apply_recompute(model, recompute, splits_backward=splits_backward)
+    apply_recompute(model, recompute)
     again, recomputed = gradients(model, rows, next_tokens(rows), has_padding=False)
     assert torch.equal(loss, again)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(recomputed, plain, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_layers_that_recompute_each_in_its_own_way_are_exact(family: Any) -> None:
+    """As under a budget of activations: modes side by side, dense layers and ones with experts."""
+    config = replace(example_config(family), n_layers=5)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    loss, plain = gradients(build(config, 0), rows, next_tokens(rows), has_padding=False)
+    model = build(config, 0)
+    modes = ("full", "selective", "none", "feed_forward", "full", *["selective" for _ in config.mtp_layers])
+    apply_recompute(model, modes)
+    assert [type(model.layers[str(layer)]).__name__ for layer in range(3)] == [
+        "FullyRecomputedLayer",
+        "ProductsKeptLayer",
+        "DecoderLayer",
+    ]
+    again, recomputed = gradients(model, rows, next_tokens(rows), has_padding=False)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(recomputed, plain, strict=True))
+
+
+def test_planted_a_layer_that_chooses_its_experts_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of five alone: its second run routes by other choices than its first one."""
+    config = replace(example_config("glm4_moe"), n_layers=5)
+    rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    _, plain = gradients(build(config, 0), rows, next_tokens(rows), has_padding=False)
+    model = build(config, 0)
+    apply_recompute(model, ("none", "none", "none", "full", "none", *["none" for _ in config.mtp_layers]))
+
+    def others(self: Context, chosen: dict[int, Tensor]) -> Context:
+        assert config.moe is not None
+        moved = {layer: (choice_TK + 1) % config.moe.n_experts for layer, choice_TK in chosen.items()}
+        return replaying(self, moved)
+
+    replaying = Context.replaying
+    monkeypatch.setattr(Context, "replaying", others)
+    _, recomputed = gradients(model, rows, next_tokens(rows), has_padding=False)
+    assert not all(torch.equal(mine, theirs) for mine, theirs in zip(recomputed, plain, strict=True))

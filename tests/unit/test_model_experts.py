@@ -12,7 +12,17 @@ from torch import Tensor
 
 from kernel_references import experts_reference
 from modeling.kernels.expert_turns import Rows, sum_of_rows
-from modeling.kernels.experts import ExpertBiases, experts_grouped, place_rows
+from modeling.kernels.experts import (
+    ExpertBiases,
+    SumRows,
+    WeightedSumRows,
+    WeightsToRows,
+    experts_grouped,
+    gathered_weighted_sum,
+    place_blocks,
+    place_rows,
+)
+from modeling.kernels.fuse import plainly
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -74,7 +84,7 @@ def test_biases_and_clamped_gates_equal_reference(
 
     def grouped(*arguments: Tensor) -> Tensor:
         biases = ExpertBiases(*arguments[6:]) if has_biases else None
-        return experts_grouped(*arguments[:6], biases, swiglu_limit, row_multiple)
+        return experts_grouped(*arguments[:6], biases, swiglu_limit, row_multiple=row_multiple)
 
     def slow(*arguments: Tensor) -> Tensor:
         return experts_reference(*arguments[:6], arguments[6:] or None, swiglu_limit)
@@ -161,6 +171,42 @@ def test_rows_are_distinct_and_sorted_by_expert(n_tokens: int, n_experts: int, r
     for expert in range(n_experts):  # in the order of the tokens
         rows = rows_TK[indices_TK == expert]
         assert torch.equal(rows, rows.sort().values)
+
+
+@FEW
+@given(
+    counts=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=4),
+    row_multiple=st.sampled_from([1, 4, 64]),
+)
+def test_blocks_lie_as_sorting_would_have_them(counts: list[list[int]], row_multiple: int) -> None:
+    """Rows that came in blocks, rank by rank and there expert by expert: the same rows as by sorting, to the last."""
+    counts_NE = torch.tensor(counts)
+    indices_T1 = torch.arange(3).repeat(len(counts)).repeat_interleave(counts_NE.flatten())[:, None]
+    found = place_blocks(counts_NE, len(indices_T1), row_multiple)
+    sorted_ = place_rows(indices_T1, counts_NE.sum(0), row_multiple)
+    assert all(torch.equal(one, other) for one, other in zip(found, sorted_, strict=True))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_weights_in_the_sum_of_rows(top_k: int) -> None:
+    """fp64: as weights that multiply the rows before, on a CPU and by the formula that other devices compute."""
+    indices_TK = inputs(20, 4, top_k, 0)[1]
+    rows = place_rows(indices_TK, indices_TK.flatten().bincount(minlength=4), 1)
+    generator = torch.Generator().manual_seed(0)
+    rows_RD = torch.randn(20 * top_k, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights_TK = torch.rand(20, top_k, generator=generator, dtype=torch.float64, requires_grad=True)
+    grad_TD = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+
+    def with_gradients(out_TD: Tensor) -> list[Tensor]:
+        return [out_TD, *torch.autograd.grad(out_TD, (rows_RD, weights_TK), grad_TD)]
+
+    before = with_gradients(SumRows.apply(rows_RD * WeightsToRows.apply(weights_TK, rows), rows, plainly))
+    for found in (
+        with_gradients(WeightedSumRows.apply(rows_RD, weights_TK, rows, plainly)),
+        with_gradients(gathered_weighted_sum(rows_RD, weights_TK, rows.rows_TK)),
+    ):
+        for value, expected in zip(found, before, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-14, atol=1e-14)
 
 
 def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:

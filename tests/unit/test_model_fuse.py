@@ -5,6 +5,7 @@ plain functions round between their operations, which one kernel does not, so it
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,16 @@ from launcher.training import compiling
 from launcher.training.compiling import missing_compiler, usable_fuse, why_not
 from modeling.feed_forward import activated, gated
 from modeling.kernels import fuse
-from modeling.kernels.experts import ExpertBiases, experts_grouped, gathered_sum, gathered_sum_of_two, weighted
+from modeling.kernels.experts import (
+    ExpertBiases,
+    WeightedSumRows,
+    experts_grouped,
+    gathered_sum,
+    gathered_sum_of_two,
+    gathered_weighted_sum,
+    place_rows,
+    weighted,
+)
 from modeling.kernels.fuse import Chain, compiled, known_chains, plainly
 from modeling.loss import IGNORE, fused_losses, losses_and_gradient
 from modeling.norm import layer_norm, rms_norm
@@ -29,7 +39,10 @@ from modeling.rope import rotate
 CPU = torch.device("cpu")
 # On a machine without a compiler these tests say why they see nothing.
 NO_COMPILER = missing_compiler("cpu")
-pytestmark = pytest.mark.skipif(NO_COMPILER is not None, reason=f"nothing can be compiled: {NO_COMPILER}")
+pytestmark = [
+    pytest.mark.skipif(NO_COMPILER is not None, reason=f"nothing can be compiled: {NO_COMPILER}"),
+    pytest.mark.xdist_group("fuse"),  # a chain is compiled once in a process
+]
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 EPS = {"norm_eps": 1e-6}
@@ -83,6 +96,29 @@ def test_a_compiled_chain_equals_the_plain_function(name: str, dtype: torch.dtyp
     assert error(both_ways(compiled, function, tensors, options), wanted) < TOLERANCE[dtype]
 
 
+def test_a_rotation_keeps_nothing_of_what_it_turns() -> None:
+    """It is linear in that; planted: the same is said of gates, whose gradient then is another."""
+    heads, *tables = drawn([(2, 16, 4, 32), (2, 16, 8), (2, 16, 8)], torch.float32)
+    grad = torch.randn(heads.shape, generator=torch.Generator().manual_seed(1))
+    (wanted,) = torch.autograd.grad(rotate(heads.requires_grad_(), *tables), heads, grad)
+    given = heads.detach().clone().requires_grad_()
+    projected = given * 1.0
+    kept = weakref.ref(projected.untyped_storage())
+    turned = compiled(rotate, projected, *tables)
+    del projected
+    assert kept() is None
+    turned.backward(grad)
+    assert given.grad is not None and error([given.grad], [wanted]) < TOLERANCE[torch.float32]
+    gate, up = drawn([(40, 96), (40, 96)], torch.float32)
+    right = torch.autograd.grad(gate_and_up(gate.requires_grad_(), up).sum(), gate)
+    wrong = torch.autograd.grad(compiled(fuse.linear(gate_and_up), gate, up).sum(), gate)
+    assert error([*wrong], [*right]) > 0.1
+
+
+def gate_and_up(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
 def test_planted_chain_without_its_numbers_is_another() -> None:
     """A chain is told by its numbers and shapes, too, whatever was compiled before."""
     (tensor,) = drawn([(2, 8)], torch.float32)
@@ -113,6 +149,29 @@ def test_500_draws_of_rows_compile_nothing_anew() -> None:
         out.sum().backward()
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
         if step == 5:
+            before = counters["stats"]["unique_graphs"], len(known_chains())
+    assert (counters["stats"]["unique_graphs"], len(known_chains())) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_weights_in_the_sum_of_rows_compiled_are_the_plain_ones(top_k: int) -> None:
+    """Both ways, with as many tokens as a draw gives; once compiled, nothing is compiled anew."""
+    before = None
+    for n_tokens in (30, 17, 64, 5, 128):
+        generator = torch.Generator().manual_seed(n_tokens)
+        indices_TK = torch.rand(n_tokens, 4, generator=generator).topk(top_k).indices
+        rows = place_rows(indices_TK, indices_TK.flatten().bincount(minlength=4), 1)
+        given = drawn([(n_tokens * top_k, 16), (n_tokens, top_k)], torch.float32)
+
+        def run(fuse: Any, *leaves: Tensor, rows: Any = rows) -> Tensor:
+            return WeightedSumRows.apply(*leaves, rows, fuse)
+
+        found = [both_ways(run, fuse, given, {}) for fuse in (compiled, plainly)]
+        assert error(*found) < TOLERANCE[torch.float32]
+        summed = compiled(gathered_weighted_sum, *given, rows.rows_TK, rows_vary=True)
+        assert error([summed], [found[1][0]]) < TOLERANCE[torch.float32]
+        if n_tokens == 17:
             before = counters["stats"]["unique_graphs"], len(known_chains())
     assert (counters["stats"]["unique_graphs"], len(known_chains())) == before
 
@@ -162,7 +221,8 @@ def test_the_traced_bytes_are_at_least_those_of_the_generated_kernels(name: str)
     tensors = drawn(shapes, torch.float32)
     grad = function(*tensors, **dict(numbers))
     wanted = tuple(range(1 if function is rotate else len(tensors)))
-    for given, by in ((tensors, None), ([*tensors, grad], (wanted, len(tensors)))):
+    kept = [grad, *tensors[1:]] if fuse.is_linear(function) else tensors
+    for given, by in ((tensors, None), ([*kept, grad], (wanted, len(tensors)))):
         chain = fuse.chain_named(fuse.chain_of(function, numbers, by, False, given))
         generated = generated_bytes(chain, given)
         traced = chain.moved_bytes(given, chain.fake(given))

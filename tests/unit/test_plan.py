@@ -1,5 +1,7 @@
 """The parts of a plan: the schedule's order in time, values that nobody has, the ledger, and wrong input."""
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,7 +12,7 @@ from launcher.estimate.order import Passes, simulate
 from launcher.estimate.values import KnownAnswers, KnownValues, unknown
 from launcher.estimate.whole_step import evenly, row_sizes
 from launcher.plan.report import verdict
-from parallel.pipeline.config import ZBV, OneFOneB
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 
 
 @pytest.mark.parametrize(("pp", "n_micro_batches"), [(1, 4), (2, 4), (4, 8)])
@@ -33,6 +35,28 @@ def test_zero_bubble_waits_less():
     whole = simulate(OneFOneB(), [Passes(2.0, 4.0)] * 4, 8)
     parts = simulate(ZBV(), [Passes(1.0, 2.0)] * 4, 8)
     assert sum(parts.busy) == sum(whole.busy) and parts.bubble < whole.bubble
+
+
+def test_the_first_stage_leaves_all_to_its_weights_part():
+    """torch's stage 0 has no gradient to send, so its part of inputs is empty (PipelineStage.backward_one_chunk)."""
+    spans = simulate(ZBV(), [Passes(1.0, 2.0)] * 2, 4).spans
+    taken = {(span.action.kind, span.action.stage): span.end - span.begin for each in spans for span in each}
+    assert (taken["I", 1], taken["W", 1]) == (1.0, 1.0)
+    assert {taken.get(("I", 0), 0.0), taken.get(("W", 0), 2.0)} == {0.0, 2.0}
+
+
+def test_a_pair_is_sent_after_its_second_pass():
+    """Four positions, eight micro-batches: sent at once, they would take 25.5 s."""
+    assert max(simulate(DualPipeV(), [Passes(0.5, 1.0)] * 4, 8).ends) == 27.0
+
+
+def test_passes_do_not_overlap_and_none_is_missing():
+    for pipeline in (OneFOneB(), Interleaved(), ZBV(), DualPipeV()):
+        found = simulate(pipeline, [Passes(1.0, 2.0, hop=0.1)] * 4, 8)
+        for spans, busy in zip(found.spans, found.busy, strict=True):
+            assert all(one.end <= other.begin + 1e-9 for one, other in itertools.pairwise(spans))
+            assert sum(span.action.kind == "F" for span in spans) == 8 * chunks(pipeline)
+            assert busy == pytest.approx(8 * chunks(pipeline) * 3.0)
 
 
 def test_whole_numbers_are_followed_and_others_answered():

@@ -57,7 +57,7 @@ def test_experts_are_dealt_over_ranks(path):
 
 
 def test_a_smaller_gpu_leaves_fewer_layouts(path):
-    config = load_config(path, ["model.n_layers=64", "model.d_model=2048"])
+    config = load_config(path, ["model.n_layers=64", "model.d_model=6144", "model.d_ff=16384"])
     large, small = (search(config, 16, gpu_of(name, 8, ""), 8) for name in ("A100-80", "A100-40"))
     assert large.n_planned == small.n_planned and large.n_unfit < small.n_unfit
 
@@ -83,12 +83,12 @@ def test_waits_of_few_micro_batches_are_those_of_many(schedule):
 
 def test_the_command_explains_and_writes(path, tmp_path, capsys):
     out = tmp_path / "best.yaml"
-    assert main(["plan", str(path), "--search", "--gpus", "16", "--write", str(out), "--json"]) == 0
+    assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0", "--write", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layouts"][0]["fits"] and found["why"].startswith("the first takes ")
     assert not check(load_config(out, []), 16)
     assert overrides_of(load_config(out, [])) == found["layouts"][0]["overrides"]
-    assert main(["plan", str(path), "--search", "--gpus", "16"]) == 0
+    assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0"]) == 0
     told = capsys.readouterr().out
     assert "legal layouts" in told and "the first takes" in told
 

@@ -1,5 +1,6 @@
 """What operations ask for, and the least time of it: nothing is free because nobody counted it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from launcher.cli import main
+from launcher.closed_form.again import again_of, core_flops, kind_of
 from launcher.errors import UserError
 from launcher.trace.hardware import FOLDER, known_hardware, read_hardware
 from launcher.trace.ops import Op, Uncounted, Work
@@ -15,9 +17,11 @@ from launcher.trace.recorder import Recorder
 from launcher.trace.regions import Regions
 from launcher.trace.roofline import Rates, least_seconds
 from launcher.watch.speed import listed_peak
-from modeling.counts import multiplied_by_layer
-from parallel.recompute import apply_recompute
-from small_models import build, example_config, packed_rows
+from modeling.config import ModelConfig
+from modeling.counts import active_elements, multiplied_by_layer
+from modeling.logical import logical_tensors
+from parallel.recompute import Recompute, apply_recompute
+from small_models import Rows, build, example_config, packed_rows
 
 RATES = Rates(
     name="a machine",
@@ -90,6 +94,34 @@ def test_each_operation_finds_its_part_forward_and_backward(recompute):
     again = sum(flops.get((half, "recompute"), 0) for half in halves)
     assert (again > 0) == (recompute == "full")
     assert not any(model_hooks(module) for module in model.modules())
+
+
+def product_flops(config: ModelConfig, mode: Recompute, rows: Rows) -> float:
+    """Of both passes, without attention's core and the experts, whose rows are filled up."""
+    model = build(config, 0)
+    apply_recompute(model, mode)
+    regions = Regions()
+    with regions.of(model), Recorder(regions, Axes()) as recorder:
+        model(rows.tokens_BS, rows.context(), rows.tokens_BS).loss.backward()
+    products = [each for each in recorder.ops if each.work.kind == "product" and each.part != "experts: products"]
+    return sum(each.work.flops for each in products)
+
+
+@pytest.mark.parametrize("mode", ["selective", "feed_forward", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe"])
+def test_what_is_computed_again_is_what_the_forms_say(family, mode):
+    """To the last multiplication; values that a bias was added to are kept, which the forms leave out."""
+    config = dataclasses.replace(example_config(family), qkv_bias=False, o_bias=False)
+    rows = packed_rows(config.vocab_size, 0, [[20]])
+    tokens, expected = rows.tokens_BS.numel(), 0.0
+    for layer in range(config.n_layers):
+        kind = kind_of(config, layer)
+        form = again_of(config, kind, mode, tokens, weights_stay=True).flops
+        form -= core_flops(config, tokens, kind[1]) if mode == "full" else 0.0
+        tensors = [each for each in logical_tensors(config).values() if each.layer == layer and each.is_expert]
+        form -= sum(2 * active_elements(config, each) for each in tensors) if mode != "selective" else 0.0
+        expected += tokens * form
+    assert product_flops(config, mode, rows) - product_flops(config, "none", rows) == expected > 0
 
 
 def model_hooks(module: torch.nn.Module) -> int:

@@ -271,7 +271,7 @@ def test_numbers_are_short():
 def test_the_document_tells_of_every_planted_fault():
     from pathlib import Path
 
-    from prove_faults import FAULTS
+    from prove_faults_listed import FAULTS
 
     text = Path("docs/prove.md").read_text()
     for fault in FAULTS:

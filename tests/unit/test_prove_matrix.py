@@ -59,3 +59,12 @@ def test_the_docs_have_the_table():
     rows = markdown_rows()
     assert lines[head + 2 : head + 2 + len(rows)] == rows
     assert f"{len(list(layouts()))} layouts" in Path("docs/layouts.md").read_text()
+
+
+def test_a_budget_of_activations_is_each_proofs_own():
+    """The config's is for its own layout; on one rank its model would need more, and no layout would be proven."""
+    given = ["train.activation_gib=0.5", "parallel.tp=8", "train.global_batch_size=64"]
+    config = load_config(Path("configs/models/llama-3-8b.yaml"), given)
+    for layout in [each for each in layouts() if each.parallel.ep == 1][::20]:
+        small, problems = fit(config, layout)
+        assert not problems and small.train.activation_gib not in (None, 0.5)

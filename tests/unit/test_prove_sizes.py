@@ -43,6 +43,7 @@ REASONS = {
     "modeling.optimizers.orthogonal.": "the formula's: each matrix goes through all iterations, whatever its size",
     "parallel.checkpoint.local.BLOCK_BYTES": CHECKPOINT,
     "parallel.checkpoint.local.SMALLEST_DIRECT": CHECKPOINT,
+    "modeling.kernels.fp8.": "how 8 and 32 bits hold numbers; every number of a proof in 8 bits goes through them",
     "modeling.kernels.fuse.ROW_BYTES": "of an estimate, not of what is computed",
     "modeling.kernels.fuse.LEAST_ROWS": "rows of 0 and 1 occur in test_model_fuse.py, and are computed plainly",
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",

@@ -22,7 +22,8 @@ from data_reference import ARRAYS
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.guard.hangs import main_line
 from launcher.training.batch_ramp import BatchRamp
-from launcher.training.samples import on_host, open_samples, steps_to_come
+from launcher.training.batches import narrow
+from launcher.training.samples import open_samples, steps_to_come
 from launcher.training.step import read_micro_batch
 from layout_runs import VOCAB_SIZE, run_config, write_tokens
 from parallel.batch import MicroBatch
@@ -309,11 +310,13 @@ def test_a_fork_reads_for_itself(dataset):
         assert through(samples, plan[1:]) == [as_asked(dataset, indices) for _, indices in plan[1:]]
 
 
-def test_on_a_cpu_nothing_is_copied(dataset):
+def test_on_a_cpu_the_thread_copies_nothing(dataset):
+    """Nor does it make arrays: what it keeps is as narrow as the token file."""
     batch = dataset.read(np.arange(2))
-    host = on_host(batch, torch.device("cpu"))
-    assert host.tokens_BS.data_ptr() == batch.tokens_BS.ctypes.data
-    assert host.has_padding == bool((batch.documents_BS < 0).any())
+    kept = narrow(batch, torch.device("cpu"))
+    assert kept.window_BW.data_ptr() == batch.window_BW.ctypes.data
+    assert kept.window_BW.dtype == torch.uint16
+    assert not {"tokens_BS", "targets_BS", "_numbers"} & set(vars(batch))
 
 
 def test_the_config_says_how_far_ahead(config, dataset):
@@ -339,7 +342,7 @@ def test_on_cuda_no_copy_holds_the_host_and_no_memory_is_reused_too_early(config
         np.testing.assert_array_equal(batch.tokens_BS.cpu().numpy(), read.tokens_BS)
         np.testing.assert_array_equal(batch.targets_BS.cpu().numpy(), read.targets_BS)
         np.testing.assert_array_equal(batch.context.positions_BS.cpu().numpy(), read.positions_BS)
-    assert on_host(dataset.read(np.arange(2)), device).tokens_BS.is_pinned()
+    assert narrow(dataset.read(np.arange(2)), device).window_BW.is_pinned()
 
 
 def copies_of_steps(config: RunConfig, dataset: Dataset, device: torch.device) -> list[tuple[np.ndarray, MicroBatch]]:

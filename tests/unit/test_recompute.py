@@ -1,12 +1,17 @@
-"""Recomputation under backward passes that come in parts: one more forward pass for all of them, and nothing stays."""
+"""Tensors made again in the backward pass: one more run for all of its parts, and nothing stays."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from parallel.recompute import _Call, recomputed, recomputed_for_parts
+from modeling.kernels.fuse import plainly
+from parallel.remake import Call, Place, Remaker, remade
 
 
 class Layer:
@@ -29,15 +34,15 @@ class Layer:
         return [torch.autograd.grad(total, part, retain_graph=True)[0] for part in parts]
 
 
-def calls_alive() -> int:
-    return sum(type(thing) is _Call for thing in gc.get_objects())
+def alive() -> int:
+    return sum(type(thing) in (Call, Place) for thing in gc.get_objects())
 
 
 def test_one_run_serves_every_part_and_gradients_are_the_same():
     layer = Layer()
     expected = layer.gradients_in_parts(layer)
     layer.runs = 0
-    found = layer.gradients_in_parts(recomputed_for_parts(layer))
+    found = layer.gradients_in_parts(remade(layer))
     assert layer.runs == 2
     assert all(map(torch.equal, found, expected))
 
@@ -45,7 +50,7 @@ def test_one_run_serves_every_part_and_gradients_are_the_same():
 def test_torchs_own_runs_again_for_each_part():
     """Why there is another: should this fail, torch has learned it, and ours can go."""
     layer = Layer()
-    layer.gradients_in_parts(recomputed(layer))
+    layer.gradients_in_parts(lambda hidden: checkpoint(layer, hidden, use_reentrant=False))
     assert layer.runs == 4
 
 
@@ -54,9 +59,48 @@ def test_nothing_stays_once_the_graph_is_gone():
     gc.collect()
     gc.disable()
     try:
+        before = alive()  # what tests before this one left, which may be frozen
         layer = Layer()
-        layer.gradients_in_parts(recomputed_for_parts(layer))
-        assert calls_alive() == 0
+        layer.gradients_in_parts(remade(layer))
+        block = Block(weights_stay=False)
+        block.gradients(block.remade)
+        assert alive() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_nothing_stays_of_a_graph_that_no_pass_has_freed(in_parts: bool) -> None:
+    """As in a zero-bubble pipeline, whose backward passes come in parts and retain it. There activations stayed."""
+    gc.collect()
+    gc.disable()
+    try:
+        before, tensors = alive(), n_tensors()
+        block = Block(weights_stay=True)
+        with block.remaker.within(block):
+            output = block.run_with(block.remaker.around(plainly)).exp()  # which keeps what it puts out
+        if in_parts:
+            parts = (block.input, block.scale, block.weight)
+            assert all(torch.autograd.grad(output.sum(), part, retain_graph=True)[0].isfinite().all() for part in parts)
+            del parts
+        del output, block
+        assert (alive(), n_tensors()) == (before, tensors)
+    finally:
+        gc.enable()
+
+
+def test_planted_a_hook_that_hands_tensors_back_as_they_are_keeps_the_graph() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = n_tensors()
+        for hands_back in (Tensor.detach, lambda tensor: tensor):
+            scale = torch.ones(3, requires_grad=True)
+            with saved_tensors_hooks(hands_back, lambda tensor: tensor):
+                output = (scale * 2).exp().exp()
+            del output, scale
+            stays = n_tensors() > before
+            assert stays == (hands_back is not Tensor.detach)
     finally:
         gc.enable()
 
@@ -68,4 +112,85 @@ def test_planted_a_function_that_saves_less_the_second_time_is_noticed():
         return layer(hidden) if layer.runs == 0 else hidden * 2
 
     with pytest.raises(AssertionError, match="the second run saved 0 tensors, the first"):
-        recomputed_for_parts(fickle)(layer.input).sum().backward()
+        remade(fickle)(layer.input).sum().backward()
+
+
+def n_tensors() -> int:
+    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+
+def activated(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Elementwise work with a weight."""
+    return torch.tanh(hidden * 2) * weight
+
+
+def turned(hidden: Tensor) -> Tensor:
+    """Some more, of what the first put out."""
+    return hidden.sin() * hidden
+
+
+class Block(nn.Module):
+    """Two chains, one after the other, and a product of what they put out; counts their runs."""
+
+    def __init__(self, *, weights_stay: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(4, generator=generator))
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=generator))
+        self.input = torch.randn(2, 3, 4, generator=generator, requires_grad=True)
+        self.remaker = Remaker(weights_stay=weights_stay)
+        self.runs: list[str] = []
+        self.factor = 1.0
+
+    def counted(self, function: object, *tensors: Tensor) -> Tensor:
+        self.runs.append(function.__name__)  # type: ignore[attr-defined]
+        return function(*tensors) * self.factor  # type: ignore[operator]
+
+    def run_with(self, fuse: object) -> Tensor:
+        one = fuse(partial(self.counted, activated), self.input, self.scale)  # type: ignore[operator]
+        two = fuse(partial(self.counted, turned), one)  # type: ignore[operator]
+        return F.linear(two, self.weight) + self.input
+
+    def plain(self) -> Tensor:
+        return self.run_with(plainly)
+
+    def remade(self) -> Tensor:
+        with self.remaker.within(self):
+            return self.run_with(self.remaker.around(plainly))
+
+    def gradients(self, run: object) -> list[Tensor]:
+        total = run().square().sum()  # type: ignore[operator]
+        return list(torch.autograd.grad(total, (self.input, self.scale, self.weight)))
+
+
+@pytest.mark.parametrize("weights_stay", [True, False])
+def test_chains_are_made_again_once_and_gradients_are_the_same(weights_stay: bool) -> None:
+    block = Block(weights_stay=weights_stay)
+    expected = block.gradients(block.plain)
+    block.runs.clear()
+    found = block.gradients(block.remade)
+    assert all(map(torch.equal, found, expected))
+    assert block.runs == ["activated", "turned"] * 2  # the second chain asks for what the first put out
+
+
+@pytest.mark.parametrize("weights_stay", [True, False])
+def test_weights_whose_memory_goes_between_the_passes(weights_stay: bool) -> None:
+    """As under ZeRO 3: a product finds its weight where it is by then, and a chain has a copy if it has to."""
+    block = Block(weights_stay=weights_stay)
+    expected = block.gradients(block.plain)
+    total = block.remade().square().sum()
+    for weight in (block.weight, block.scale) if not weights_stay else (block.weight,):
+        there = weight.data
+        weight.data = there.clone()
+        there.fill_(float("nan"))
+    found = torch.autograd.grad(total, (block.input, block.scale, block.weight))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_planted_a_chain_that_computes_otherwise_the_second_time_changes_gradients():
+    block = Block(weights_stay=True)
+    expected = block.gradients(block.plain)
+    total = block.remade().square().sum()
+    block.factor = 1.5
+    found = torch.autograd.grad(total, (block.input, block.scale, block.weight))
+    assert not torch.equal(found[2], expected[2])

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.dataset import Dataset, Source
+from data.dataset import Dataset
+from data.opened import Source
 from data.spans import document_parts
 from data.tokenfile import TokenFile
 from launcher.errors import UserError

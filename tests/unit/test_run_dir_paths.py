@@ -58,6 +58,13 @@ def test_where_that_folder_is_gone_the_current_one_counts(project, tmp_path):
     assert started_in(tmp_path / "archive") == tmp_path
 
 
+def test_where_that_folder_is_gone_a_run_of_an_absolute_path_is_read_from_the_current_one(project, tmp_path):
+    shutil.rmtree(project)
+    assert started_in(tmp_path / "far/b", f"{tmp_path}/far/b") == tmp_path
+    path = enter_start_folder(tmp_path / "far/b/config.yaml")
+    assert (Path.cwd(), path) == (tmp_path, tmp_path / "far/b/config.yaml")
+
+
 def test_training_from_a_saved_config_goes_on_in_its_run(project, tmp_path):
     path = enter_start_folder(Path("project/runs/a/config.yaml"))
     assert (Path.cwd(), path) == (project, project / "runs/a/config.yaml")

@@ -36,14 +36,16 @@ def tp_traffic(step: Step) -> list[Traffic]:
     for layer in step.layers:
         has_cut_half = layer not in step.moe_layers or bool(step.model.moe and step.model.moe.n_shared_experts)
         blocks += 1 + has_cut_half
-        repeated += step.forwards("attention") - 1 + has_cut_half * (step.forwards("feed_forward") - 1)
-        last_sums += has_cut_half and step.forwards("feed_forward") > 1 and step.model.norm_placement == "pre"
+        again = step.forwards("feed_forward", layer) - 1
+        repeated += step.forwards("attention", layer) - 1 + has_cut_half * again
+        last_sums += has_cut_half and again > 0 and step.model.norm_placement == "pre"
     embedding, head = int(step.has_embedding) + step.n_further, int(step.has_head) + step.n_further
     # Backward, a gather is a reduce-scatter and the other way round.
     gathers = blocks + repeated + head + blocks + embedding
     scatters = blocks + repeated - last_sums + embedding + blocks + head
     tokens = step.micro_batch_size * step.positions
-    cut_norms = 2 * len(step.layers) if step.model.qk_norm and step.model.qk_norm_over == "all_heads" else 0
+    cut_norms = 2 if step.model.qk_norm and step.model.qk_norm_over == "all_heads" else 0  # of a layer
+    norm_passes = cut_norms * (step.all_forwards("attention", step.layers) + len(step.layers))
 
     def term(what: str, collective: Collective, n_bytes: int) -> Traffic:
         return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))
@@ -55,7 +57,7 @@ def tp_traffic(step: Step) -> list[Traffic]:
         term("positions", "reduce-scatter", scatters * step.hidden_bytes),
         term("loss over the vocabulary", "all-reduce", 3 * FP32_BYTES * tokens * head),
         term("balance sums", "all-reduce", balance_bytes(step)),
-        term("means of cut norms", "all-reduce", cut_norms * (step.forwards("attention") + 1) * FP32_BYTES * tokens),
+        term("means of cut norms", "all-reduce", norm_passes * FP32_BYTES * tokens),
     ]
 
 
@@ -64,23 +66,26 @@ def balance_bytes(step: Step) -> int:
     if step.model.moe is None:
         return 0
     sums = FP32_BYTES * step.micro_batch_size * (2 * step.model.moe.n_experts + 1)
-    return len(step.moe_layers) * step.forwards("feed_forward") * sums
+    return step.all_forwards("feed_forward", step.moe_layers) * sums
 
 
 def cp_traffic(step: Step) -> list[Traffic]:
     """Attention by all-to-all over heads or around the ring, and the balance losses' sums."""
     cp, tp, model = step.parallel.cp, step.parallel.tp, step.model
     heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
-    forwards, size = step.forwards("attention"), step.element_bytes
-    numbers = len(step.layers) * step.n_micro_batches * step.micro_batch_size * step.positions
+    forwards, backwards, size = step.all_forwards("attention", step.layers), len(step.layers), step.element_bytes
+    numbers = step.n_micro_batches * step.micro_batch_size * step.positions  # of a layer
     qk, v = model.qk_head_dim, model.v_head_dim
     balance = step.n_micro_batches * around_ring("all-reduce", balance_bytes(step), cp)
     terms = [Traffic("cp", "balance sums", "all-reduce", balance)]
     if step.parallel.cp_attention == "ulysses":
-        moved = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + 1)
+        moved = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + backwards)
         return [*terms, Traffic("cp", "heads", "all-to-all", around_ring("all-to-all", moved, cp))]
     moved = (cp - 1) * 2 * numbers * kv_heads * qk
-    return [*terms, Traffic("cp", "keys and values", "send", Fraction(moved * (forwards * size + size + FP32_BYTES)))]
+    return [
+        *terms,
+        Traffic("cp", "keys and values", "send", Fraction(moved * (forwards * size + backwards * (size + FP32_BYTES)))),
+    ]
 
 
 def ep_traffic(step: Step) -> list[Traffic]:
@@ -95,14 +100,14 @@ def ep_traffic(step: Step) -> list[Traffic]:
         raise ValueError("bytes over ep depend on the routing: give Step.routed")
     n_local = moe.n_experts // ep
     own = range(step.ep_rank * n_local, (step.ep_rank + 1) * n_local)
-    travelling = 0
+    rows = 0
     for layer in step.moe_layers:
         counts = step.routed[layer]
-        travelling += sum(counts[step.ep_rank]) - sum(counts[step.ep_rank][expert] for expert in own)
+        travelling = sum(counts[step.ep_rank]) - sum(counts[step.ep_rank][expert] for expert in own)
         travelling += sum(row[expert] for rank, row in enumerate(counts) if rank != step.ep_rank for expert in own)
-    forwards = step.forwards("feed_forward")
-    rows = (forwards + 1) * travelling * step.model.d_model * step.element_bytes
-    counted = len(step.moe_layers) * step.n_micro_batches * forwards * INT64_BYTES * moe.n_experts
+        rows += (step.forwards("feed_forward", layer) + 1) * travelling * step.model.d_model * step.element_bytes
+    n_passes = step.all_forwards("feed_forward", step.moe_layers) * step.n_micro_batches
+    counted = n_passes * INT64_BYTES * moe.n_experts
     return [
         Traffic("ep", "tokens", "all-to-all", Fraction(rows)),
         Traffic("ep", "counts", "all-to-all", around_ring("all-to-all", counted, ep)),

@@ -20,10 +20,12 @@ from modeling.logical import LogicalTensor, logical_tensors
 from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
 from modeling.optimizers.rule import Group
+from modeling.precision_config import Stored
 from parallel.config import ParallelConfig
 from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Degrees
 from parallel.pipeline.stages import Part, keep_parts, rank_parts
+from parallel.recompute import Modes, Recompute, mode_of
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 FP32_BYTES = 4
@@ -58,8 +60,8 @@ class Step:
     seq_len: int
     global_batch_size: int
     micro_batch_size: int
-    precision: Literal["fp32", "bf16", "fp16"]
-    recompute: Literal["none", "selective", "full"]
+    precision: Stored
+    recompute: Recompute | Modes  # of all layers, or of each
     pp_rank: int = 0
     replica_rank: int = 0
     edp_rank: int = 0
@@ -152,10 +154,17 @@ class Step:
         """What the optimizer keeps beside a weight."""
         return self.optimizer.states_of(self.tensors[name].weight)
 
-    def forwards(self, half: Literal["attention", "feed_forward"]) -> int:
-        """How often half a layer's forward pass runs for one micro-batch, recomputation included."""
-        repeats = {"none": (), "selective": ("feed_forward",), "full": ("attention", "feed_forward")}
-        return 1 + (half in repeats[self.recompute])
+    def forwards(self, half: Literal["attention", "feed_forward"], layer: int) -> int:
+        """How often half a layer's forward pass runs for one micro-batch, recomputation included.
+
+        ``selective`` computes chains of elementwise work again, but no half.
+        """
+        repeats = {"feed_forward": ("feed_forward",), "full": ("attention", "feed_forward")}
+        return 1 + (half in repeats.get(mode_of(self.recompute, layer), ()))
+
+    def all_forwards(self, half: Literal["attention", "feed_forward"], layers: Sequence[int]) -> int:
+        """The same, summed over layers."""
+        return sum(self.forwards(half, layer) for layer in layers)
 
 
 def around_ring(collective: Collective, n_bytes: int, degree: int) -> Fraction:

@@ -137,7 +137,7 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
     passes = passes_of(step, name)
     backwards = 1 if is_embedding else min(2, passes)  # the second of several in a row drops nothing
     half = step.tensors[name].half
-    is_recomputed = layer is not None and half is not None and step.forwards(half) > 1
+    is_recomputed = layer is not None and half is not None and step.forwards(half, layer) > 1
     is_recomputed = is_recomputed and not is_beyond_last(step, layer, name)
     repeats = int(is_recomputed and not is_last_of_layer(step, layer, name))
     is_whole, follows_backward = is_small, False

@@ -1,24 +1,9 @@
-// What the other parts share: the data, the page's settings, numbers as text, colours, places on the x axis.
+// What the other parts share: the data, the page's settings, runs' colours, places on the x axis.
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const runs = report.runs;
 const settings = { axis: "steps", smoothing: 0.02, hidden: new Set(), range: null };
 const charts = [];  // each has redraw(), and where it has an x axis setRange(range)
-
-// An element with attributes and children; texts become text nodes, so nothing in them is markup.
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== null) element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-}
 
 const N_COLORS = 7;
 const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]];
@@ -29,25 +14,6 @@ function runColor(number) {
 
 function runDash(number) {
   return DASHES[Math.floor(number / N_COLORS) % DASHES.length];
-}
-
-// A number for people: 0.0003, 12.5, 20.1k, 1.2B.
-function short(value) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "";
-  const size = Math.abs(value);
-  for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e4]]) {
-    if (size >= scale) return `${trim(value / (unit === "k" ? 1e3 : scale))}${unit}`;
-  }
-  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return trim(value);
-}
-
-function trim(value) {
-  return String(Number(value.toPrecision(4)));
-}
-
-function whole(value) {
-  return Math.round(value).toLocaleString("en");
 }
 
 // Where a run's buckets lie on the x axis.

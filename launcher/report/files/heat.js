@@ -2,21 +2,6 @@
 
 const UNKNOWN = 255, BALANCED = 128, CODES_A_DOUBLING = 32;
 
-function bytesOf(text) {
-  const letters = atob(text), bytes = new Uint8Array(letters.length);
-  for (let i = 0; i < letters.length; i += 1) bytes[i] = letters.charCodeAt(i);
-  return bytes;
-}
-
-function channels(hex) {
-  const number = parseInt(hex.slice(1), 16);
-  return [number >> 16, (number >> 8) & 255, number & 255];
-}
-
-function mixed(from, to, part) {
-  return from.map((channel, i) => Math.round(channel + (to[i] - channel) * part));
-}
-
 // The colour of each code. Loads: idle to balanced to four times as much; parts: from none to one.
 function colorsOf(kind) {
   const [idle, middle, busy] = ["cold", "even", "hot"].map((name) => channels(color(name)));

@@ -4,13 +4,6 @@ function redrawAll() {
   for (const chart of charts) chart.redraw();
 }
 
-function chooser(label, choices, chosen, act) {
-  const select = make("select", { onchange: () => act(select.value) });
-  for (const [value, name] of choices) select.append(make("option", { value }, name));
-  select.value = chosen;
-  return make("label", {}, `${label} `, select);
-}
-
 function fillToolbar(place) {
   const axes = [["steps", "steps"], ["tokens", "tokens"], ["hours", "hours in steps"]];
   const known = axes.filter(([name]) => name === "steps" || runs.some((run) => run[name]));

@@ -25,7 +25,7 @@ from fake_cuda.faults import FAULTS, planted
 from fake_cuda.host import on_host
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import on_device, told_on_host
-from launcher.estimate.pass_over import trace_rank
+from launcher.estimate.pass_over import spread_evenly, trace_rank
 from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.prove.shrink import WIDTH_UNIT
 from launcher.trace.hardware import read_hardware
@@ -40,7 +40,9 @@ from modeling.context import PADDING
 from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, Output
 from modeling.dtypes import DTYPES
+from modeling.kernels.fp8 import UNIT, Fp8Products
 from modeling.kernels.fuse import Fuse, compiled, plainly
+from modeling.kernels.products import AS_THEY_ARE, Products
 from parallel.apply import build_part
 from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.config import ParallelConfig
@@ -59,7 +61,7 @@ WAITS = {
     "plan_ring": "which tiles of a sequence see each other: once a micro-batch and window, under cp by ring alone",
 }
 PLAIN = ParallelConfig()
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "feed_forward", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Case:
     rank: int = 0
     most_waits: int = 0
     fuse: Fuse = plainly
+    products: Products = AS_THEY_ARE
 
 
 def fitting(config: ModelConfig) -> ModelConfig:
@@ -102,7 +105,21 @@ def cases() -> Iterator[Case]:
     tied = fitting(example_config("llama", tie_embeddings=True))
     yield Case("tied", tied)
     yield Case("fp32", tied, dtype="fp32")
+    yield from in_8_bits()
     yield from layouts()
+
+
+def in_8_bits() -> Iterator[Case]:
+    """Products of 8 bits, dense and of experts, with factors cut in one kernel or in many, and sent over ep."""
+    dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))
+    assert experts.moe is not None
+    experts = dataclasses.replace(experts, moe=dataclasses.replace(experts.moe, d_ff=2 * UNIT))
+    ep4 = {"parallel": ParallelConfig(ep=4), "world_size": 4, "rank": 3, "most_waits": experts.n_layers}
+    for fuse in (plainly, compiled):
+        shared: dict[str, Any] = {"fuse": fuse, "products": Fp8Products(fuse)}
+        yield Case(f"qwen3 fp8 {fuse.__name__}", dense, **shared)
+        yield Case(f"qwen3_moe fp8 {fuse.__name__}", experts, **shared)
+        yield Case(f"qwen3_moe fp8 {fuse.__name__} ep4", experts, **shared, **ep4)
 
 
 def layouts() -> Iterator[Case]:
@@ -194,7 +211,7 @@ def run(case: Case) -> list[str]:
         stack.enter_context(waited.watching())
         dtype = DTYPES[case.dtype]
         arguments = (case.config, case.parallel, dtype, lambda parameter, place: None, DEFAULT_SIZES, case.recompute)
-        model = build_part(mesh, *arguments, case.fuse)
+        model = build_part(mesh, *arguments, case.fuse, case.products)
         batch = on_device(batch, mode, GPU)
         hidden_BSD = None
         if model.embed is None:
@@ -277,15 +294,22 @@ LAYERS = {
 FULL_LENGTH = 8192
 
 
-def layer_figures(config: ModelConfig, fuse: Fuse = plainly) -> dict[str, Figures]:
-    """Launches, bytes and FLOPs of one layer's forward and backward passes over a sequence of FULL_LENGTH."""
-    by_depth = [passes(dataclasses.replace(config, n_layers=n_layers), fuse) for n_layers in (1, 2)]
+def layer_figures(config: ModelConfig, fuse: Fuse = plainly, ep: int = 1) -> dict[str, Figures]:
+    """Launches, bytes and FLOPs of one layer's forward and backward passes over a sequence of FULL_LENGTH.
+
+    With ``ep`` above one on one rank of so many, whose experts are evenly loaded.
+    """
+    with contextlib.ExitStack() as stack:
+        mesh = lone_mesh(GPU)
+        if ep > 1:
+            stack.enter_context(as_rank(ep - 1, ep))
+            mesh = mesh_of(ParallelConfig(ep=ep), ep, ep - 1, GPU)
+        by_depth = [passes(dataclasses.replace(config, n_layers=n_layers), fuse, mesh) for n_layers in (1, 2)]
     return {name: by_depth[1][name] - by_depth[0][name] for name in by_depth[0]}
 
 
-def passes(config: ModelConfig, fuse: Fuse) -> dict[str, Figures]:
+def passes(config: ModelConfig, fuse: Fuse, mesh: Mesh) -> dict[str, Figures]:
     """Those of a whole model."""
-    mesh = lone_mesh(GPU)
     rows = packed_rows(64, 0, [[FULL_LENGTH]])
     batch = cut_micro_batch(
         rows.tokens_BS, rows.tokens_BS, rows.positions_BS, rows.documents_BS, mesh, 1.0, 1.0, has_padding=False
@@ -294,6 +318,7 @@ def passes(config: ModelConfig, fuse: Fuse) -> dict[str, Figures]:
     with FakeTensorMode() as mode:
         ignore = lambda parameter, place: None  # noqa: E731 -- nobody adopts
         model = build_part(mesh, config, ParallelConfig(), torch.bfloat16, ignore, DEFAULT_SIZES, "none", fuse)
+        spread_evenly(model, batch, mesh)
         batch = on_device(batch, mode, GPU)
         forward, back = (Recorder(Regions(), Axes()) for _ in range(2))
         with forward:
@@ -355,8 +380,9 @@ def main() -> None:
     answer: dict[str, Any] = {
         "cases": {name: problems_of(lambda case=case: run(case)) for name, case in sound.items()},
         "layers": {
-            name + suffix: layer_figures(config, fuse)
+            name + where + suffix: layer_figures(config, fuse, ep)
             for name, config in LAYERS.items()
+            for where, ep in (("", 1), (", ep 8", 8))[: 1 if config.moe is None else 2]
             for suffix, fuse in (("", plainly), (", compiled", compiled))
         },
         "micro_batch_ms": {name: micro_batch_ms(name) for name in MICRO_BATCHES},

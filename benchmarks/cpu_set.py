@@ -1,0 +1,53 @@
+"""The benchmarks on a CPU that take minutes, one after another: each prints its JSON line, with what it cost.
+
+    python benchmarks/cpu_set.py [--only NAME]... [--out FILE]
+
+``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
+for less than 20 minutes on two idle cores; rounds are three, and each side of a comparison is a process of its own.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SET: dict[str, tuple[str, ...]] = {
+    "attention_documents": (),
+    "moe_layer": ("--steps", "12", "--rounds", "3"),
+    "recomputation": ("--steps", "2", "--rounds", "3"),
+    "step_speed": ("--steps", "2", "--rounds", "3"),
+    "zero_step_speed": ("--steps", "2", "--rounds", "3"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=SET, action="append")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    lines = [run(name) for name in arguments.only or SET]
+    if arguments.out is not None:
+        arguments.out.write_text("".join(f"{line}\n" for line in lines))
+    total = sum(json.loads(line)["cpu_seconds"] for line in lines)
+    print(json.dumps({"benchmark": "cpu_set", "cpu_seconds": round(total, 1)}))
+
+
+def run(name: str) -> str:
+    """The JSON line of one of the set."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(HERE / f"{name}.py"), *SET[name]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    line = json.dumps({**json.loads(done.stdout.splitlines()[-1]), "cpu_seconds": round(spent, 1)})
+    print(line, flush=True)
+    return line
+
+
+if __name__ == "__main__":
+    main()

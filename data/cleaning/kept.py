@@ -1,0 +1,118 @@
+"""Cleaned shards on disk: the record of each, its texts, and which of them are copies.
+
+TOKEN_DIR/cleaned-STEM-HASH/
+settings.json                     the stages, the sources and the versions of libraries
+inputs.json                       the corpus's files and sizes, and the evaluation sets'
+evaluations/                      the n-grams of the evaluation sets
+text/00000.jsonl.zst              the texts that a shard's stages kept, a JSON string a line
+hashes/00000.npy                  their hashes, for exact copies
+bucket_000/00000.minhash.sig ...  their signatures, in datatrove's layout, for near-duplicates
+shard-00000.json                  counts and samples; its presence makes the shard finished
+pairs/                            pairs of copies, by hash and by bucket
+removed/00000.npy                 which texts of the shard are copies
+duplicates.json                   written last, where a stage looks over all sources: the folder is complete
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from data.errors import refuse
+
+EXACT, NEAR = "exact_duplicate", "near_duplicate"
+REASONS = {1: EXACT, 2: NEAR}  # by their number in removed/
+DUPLICATES = "duplicates.json"
+SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document that a stage dropped or changed."""
+
+    document: int  # its number among those of the shard
+    text: str  # its beginning
+    beside: str = ""  # the beginning of what it became, or of the copy that is kept
+
+
+@dataclass(frozen=True)
+class CleanedShard:
+    """What became of a shard's documents before copies were looked for: those that came in are kept or dropped."""
+
+    number: int  # among those of all sources that are cleaned together
+    source: int  # the place of its source in data.sources
+    n_documents: int
+    n_kept: int
+    dropped: dict[str, int]  # reason -> documents
+    changed: dict[str, int]  # stage -> kept documents whose text it changed
+    bad: list[str]  # the first ones that could not be read
+    n_bytes: int  # of input
+    kept_bytes: int  # of UTF-8 in the texts that are kept
+    text_xxh3: str  # of the file of texts
+    samples: dict[str, list[Sample]] = field(default_factory=dict)  # reason or stage -> the first ones
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """The shard's record."""
+    return folder / f"shard-{number:05}.json"
+
+
+def text_path(folder: Path, number: int) -> Path:
+    """The shard's texts."""
+    return folder / f"text/{number:05}.jsonl.zst"
+
+
+def read_cleaned(folder: Path, number: int) -> CleanedShard | None:
+    """The shard's record; None where it is not finished, or is torn."""
+    try:
+        tree = json.loads(record_path(folder, number).read_text())
+        samples = {key: [Sample(**each) for each in found] for key, found in tree.pop("samples").items()}
+        return CleanedShard(**tree, samples=samples)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def read_removed(folder: Path, number: int) -> np.ndarray:
+    """(copies, 2) uint32, ascending: a text's place in the shard, and the number of the reason."""
+    try:
+        return np.load(folder / f"removed/{number:05}.npy")
+    except FileNotFoundError:
+        return np.zeros((0, 2), np.uint32)
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The texts of a cleaned shard, copies too. Raises DataError where the file is damaged."""
+    try:
+        with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+            rest = b""
+            while block := stream.read(1 << 20):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
+    except (OSError, ValueError, zstandard.ZstdError) as error:
+        remedy = f"remove {path.parent.parent} and prepare again"
+        raise refuse(str(path), f"is damaged ({error})", remedy) from error
+
+
+def read_kept(path: Path) -> Iterator[str]:
+    """The texts of a cleaned shard that are no copies, in the order of the input."""
+    number, folder = int(path.name.partition(".")[0]), path.parent.parent
+    removed = set(read_removed(folder, number)[:, 0].tolist())
+    for place, text in enumerate(read_lines(path)):
+        if place not in removed:
+            yield text
+
+
+def counts_of(path: Path) -> tuple[int, dict[str, int], list[str]]:
+    """(documents that came in, those dropped by reason, the first unreadable ones) of a shard, by its file of texts."""
+    number, folder = int(path.name.partition(".")[0]), path.parent.parent
+    record = read_cleaned(folder, number)
+    if record is None:
+        raise refuse(str(record_path(folder, number)), "is missing or damaged", f"remove {folder} and prepare again")
+    dropped = dict(record.dropped)
+    for reason, count in zip(*np.unique(read_removed(folder, number)[:, 1], return_counts=True), strict=True):
+        dropped[REASONS[int(reason)]] = int(count)
+    return record.n_documents, dropped, record.bad

@@ -1,0 +1,114 @@
+"""Fill in the middle: documents whose middle comes last, so that a model learns to write it from both sides.
+
+Bavarian et al. 2022 (arXiv:2207.14255), section 3, at the level of the context and of tokens: what is rearranged is the
+part of a document that lies in a sample, cut at two places drawn evenly from those between its tokens. The part keeps
+its length: its last three tokens, but for an end of text, give way to the three special tokens. What is drawn follows
+from the seed, the document (its file and first token there) and the epoch alone.
+
+Shape letters: W tokens of a window, F documents' parts in windows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data.config import DataConfig
+from data.errors import refuse
+from data.prepared import Prepared
+from data.tokenfile import TokenFile
+from data.tokenizer import load_fast, read_info
+
+PURPOSE = 0xF1113  # sets these draws apart from others with the same seed
+RANGE = 1 << 64
+N_TOKENS = 3  # prefix, suffix, middle
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One part of a document, in tokens of its file: prefix [first, a), middle [a, b), suffix [b, c), given up [c, d).
+
+    From d on comes the document's end of text, where the part holds it.
+    """
+
+    is_spm: bool
+    first: int
+    a: int
+    b: int
+    c: int
+    d: int
+
+    def rearranged(self, part_W: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+        """The part's tokens in their new order; as many. ``ids`` are the tokens before prefix, suffix and middle."""
+        prefix, middle, suffix, _, end = np.split(part_W, np.array([self.a, self.b, self.c, self.d]) - self.first)
+        before_prefix, before_suffix, before_middle = (np.array([each], part_W.dtype) for each in ids)
+        if self.is_spm:  # the variant that shares its form with the other where the prefix is empty (section 3.2)
+            parts = (before_prefix, before_suffix, suffix, before_middle, prefix, middle, end)
+        else:
+            parts = (before_prefix, prefix, before_suffix, suffix, before_middle, middle, end)
+        return np.concatenate(parts)
+
+    def row(self) -> dict[str, Any]:
+        """As `data show --json` has it."""
+        ranges = {"prefix": [self.first, self.a], "middle": [self.a, self.b], "suffix": [self.b, self.c]}
+        return {"order": "spm" if self.is_spm else "psm", **ranges, "given_up": [self.c, self.d]}
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """What a run's config says of it."""
+
+    rate: float
+    spm_share: float
+    ids: tuple[int, ...]  # the tokens before prefix, suffix and middle
+    eos_id: int
+    seed: int
+
+    def cut(self, file: TokenFile, number: int, first: int, stop: int, epoch: int) -> Cut | None:
+        """How the tokens [first, stop) of the file, a part of a document, are rearranged; None where they stay.
+
+        ``number`` is the file's among the run's. A part of fewer than four tokens, but for an end of text, stays.
+        """
+        key = np.array([PURPOSE, self.seed, number, first, epoch], np.int64).tobytes()
+        chosen, order, *places = (xxhash.xxh3_64_intdigest(key, seed=draw) for draw in range(4))
+        if chosen >= self.rate * RANGE:
+            return None
+        holds_end = (
+            int(file.tokens[stop - 1]) == self.eos_id and file.document_range(file.document_of(first))[1] == stop
+        )
+        d = stop - 1 if holds_end else stop
+        c = d - N_TOKENS
+        if c <= first:
+            return None
+        a, b = sorted(first + place % (c - first + 1) for place in places)
+        return Cut(order < self.spm_share * RANGE, first, a, b, c, d)
+
+
+def fill_in_the_middle(config: DataConfig, seed: int, prepared: Prepared, vocab_size: int) -> FillInTheMiddle | None:
+    """The config's; None where data.fim_rate is 0. Raises DataError where the tokenizer lacks one of its tokens."""
+    if not config.fim_rate:
+        return None
+    ids = fim_ids(config, prepared.tokenizer, vocab_size)
+    assert prepared.tokenizer is not None
+    eos_id = read_info(prepared.tokenizer).eos_id
+    return FillInTheMiddle(config.fim_rate, config.fim_spm_share, ids, eos_id, seed)
+
+
+def fim_ids(config: DataConfig, folder: Path | None, vocab_size: int) -> tuple[int, ...]:
+    """The ids of data.fim_tokens in the tokenizer of ``folder``. Raises DataError where it lacks one of them."""
+    if folder is None:
+        rule = "needs data.tokenizer, which has the tokens that data.fim_tokens names"
+        raise refuse(f"data.fim_rate={config.fim_rate} with data.tokenizer=null", rule, "name it, or set the rate to 0")
+    tokenizer = load_fast(folder)
+    ids = []
+    for number, name in enumerate(config.fim_tokens):
+        token = tokenizer.token_to_id(name)
+        if token is None or token >= vocab_size:
+            found = f"data.fim_tokens[{number}]={name!r}"
+            rule = f"must be a token of {folder} with an id below model.vocab_size={vocab_size}"
+            raise refuse(found, rule, "name the tokenizer's own, in the order prefix, suffix, middle")
+        ids.append(token)
+    return tuple(ids)

@@ -1,0 +1,136 @@
+r"""Which tokens of a file are targets, where not all are: a bit for each, beside the file as PREFIX.mask.
+
+    8 bytes  magic "RTMASK\0\1"
+    uint64   tokens of the file, fingerprint of its .idx, tokens that are targets
+    bits     1 for each token that is a target; token t is bit t % 8 of byte t // 8
+
+Little-endian. A token that is no target is read and attended to like any other; predicting it does not count.
+Token files without a mask are as they were before there were masks. Shape letters: B windows, W tokens of a window.
+"""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from data.errors import reason_of, refuse
+from data.pieces import Pieces
+from data.tokenfile import REWRITE, TokenFile, fingerprint, idx_path, mask_path
+
+MAGIC = b"RTMASK\x00\x01"
+HEADER = struct.Struct("<8s3Q")
+MOST_AHEAD = 64  # a module that predicts further tokens looks at most so far ahead
+ROWS_AT_ONCE = 256  # windows whose bits are looked at together when targets are counted
+
+
+class MaskWriter:
+    """Writes the bits of a token file, a document at a time, to a file that is open for writing."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._file.write(bytes(HEADER.size))
+        self._rest = np.zeros(0, bool)  # fewer than eight
+        self.n_tokens = self.n_targets = 0
+
+    def add(self, is_target: np.ndarray) -> None:
+        """Appends one document's; bool."""
+        bits = np.concatenate([self._rest, np.asarray(is_target, bool)])
+        whole = len(bits) // 8 * 8
+        self._file.write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._rest = bits[whole:]
+        self.n_tokens, self.n_targets = self.n_tokens + len(is_target), self.n_targets + int(np.sum(is_target))
+
+    def finish(self, idx: Path) -> None:
+        """Writes what is left, and the header, which names the .idx that the mask belongs to."""
+        self._file.write(np.packbits(self._rest, bitorder="little").tobytes())
+        self._file.seek(0)
+        self._file.write(HEADER.pack(MAGIC, self.n_tokens, fingerprint(idx), self.n_targets))
+
+
+def read_mask(file: TokenFile) -> np.ndarray | None:
+    """The bits of a token file's mask, mapped; uint8. None where it has no mask: then all tokens are targets.
+
+    Raises DataError where the mask is damaged, or of another file.
+    """
+    path = mask_path(file.prefix)
+    if not path.exists():
+        return None
+    try:
+        content = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise refuse(str(path), f"cannot be read ({reason_of(error)})", REWRITE) from error
+    if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
+        raise refuse(str(path), "is no mask of targets", REWRITE)
+    _, n_tokens, mark, _ = HEADER.unpack(content[: HEADER.size].tobytes())
+    needed = HEADER.size + -(-n_tokens // 8)
+    if len(content) != needed:
+        raise refuse(str(path), f"has {len(content)} bytes where {n_tokens} tokens take {needed}", REWRITE)
+    if (n_tokens, mark) != (file.n_tokens, fingerprint(idx_path(file.prefix))):
+        rule = f"is the mask of another file than {idx_path(file.prefix)} is now"
+        raise refuse(str(path), rule, "prepare both again, or delete the mask to train on all tokens")
+    return np.asarray(content[HEADER.size :])
+
+
+def n_targets_of(prefix: Path) -> int | None:
+    """How many of a token file's tokens are targets; None where it has no mask. Reads the header alone."""
+    try:
+        with mask_path(prefix).open("rb") as file:
+            head = file.read(HEADER.size)
+    except FileNotFoundError:
+        return None
+    return HEADER.unpack(head)[3] if len(head) == HEADER.size else None
+
+
+class Masks:
+    """The masks of several token files."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self._bits = [read_mask(file) for file in files]
+        self.any = any(bits is not None for bits in self._bits)
+
+    def has(self, file: int) -> bool:
+        """Whether this file has a mask."""
+        return self._bits[file] is not None
+
+    def of_range(self, file: int, start: int, stop: int) -> np.ndarray:
+        """bool: whether each of the tokens [start, stop) of a file is a target."""
+        bits = self._bits[file]
+        if bits is None:
+            return np.ones(stop - start, bool)
+        found = np.unpackbits(bits[start // 8 : -(-stop // 8)], bitorder="little")
+        return found[start % 8 : start % 8 + stop - start].view(bool)
+
+    def ranges(self, file: int, start: int, stop: int) -> list[list[int]]:
+        """The targets among the tokens [start, stop) of a file, as half-open ranges of them."""
+        edges = np.diff(self.of_range(file, start, max(start, stop)).astype(np.int8), prepend=0, append=0)
+        return (start + np.flatnonzero(edges).reshape(-1, 2)).tolist()
+
+    def of_windows(
+        self, width: int, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray, pieces: Pieces | None
+    ) -> np.ndarray:
+        """Bool (B, W): whether each token of these windows is a target; False past a window's length.
+
+        ``pieces`` are the windows' where documents are packed; ``start_B`` then says nothing.
+        """
+        is_target_BW = np.zeros((len(file_B), width), bool)
+        if pieces is None:
+            columns = (np.arange(len(file_B)), file_B, start_B, length_B, np.zeros(len(file_B), np.int64))
+        else:
+            columns = (pieces.row_P, pieces.file_P, pieces.start_P, pieces.length_P, pieces.offset_P)
+        for row, file, start, length, offset in zip(*(column.tolist() for column in columns), strict=True):
+            is_target_BW[row, offset : offset + length] = self.of_range(file, start, start + length)
+        return is_target_BW
+
+
+def count_ahead(is_target_BW: np.ndarray, row_F: np.ndarray, offset_F: np.ndarray) -> np.ndarray:
+    """int64 [MOST_AHEAD + 2]: how many targets have so many tokens before them in their document's part of the window.
+
+    The last entry counts those that have more. A fragment f begins at token ``offset_F[f]`` of window ``row_F[f]``.
+    """
+    n_rows, width = is_target_BW.shape
+    start_F = row_F * width + offset_F
+    length_F = np.append(start_F[1:], n_rows * width) - start_F
+    before = np.arange(n_rows * width) - np.repeat(start_F, length_F)
+    return np.bincount(np.minimum(before[is_target_BW.reshape(-1)], MOST_AHEAD + 1), minlength=MOST_AHEAD + 2)

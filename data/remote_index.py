@@ -1,0 +1,105 @@
+"""Token files on object stores, or wherever else fsspec reaches: what is kept of them on this machine.
+
+The URL of a PREFIX stands for PREFIX.bin, PREFIX.idx and, where there is one, PREFIX.mask. The last two are fetched
+whole; the first is read through a cache of blocks. On this machine they are a token file like any other, but its .bin:
+
+    CACHE/STEM-HASH/STEM.idx          and .mask, and packings that are made of it
+    CACHE/STEM-HASH/STEM.remote       the URL, and of each object its size and what the store says of its version
+
+An object whose size or version is not the recorded one is refused: the tokens of a run do not change behind its back.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import xxhash
+
+from data.block_cache import locked, write_bound
+from data.config import DataConfig
+from data.errors import reason_of, refuse
+from data.manifest import write_json
+from data.partial import written_whole
+from data.remote import RemoteObject, changed
+from data.sources import expand_path, is_url
+
+COPIED_BYTES = 1 << 24  # of an .idx at once
+_seen: dict[tuple[int, str], Path] = {}  # what this process has compared with the store, by process and URL
+
+
+def token_prefix(config: DataConfig, path: str) -> Path:
+    """The prefix on this machine of existing token files that a config names, by path or by URL.
+
+    Of a URL, the .idx is fetched unless it is here. Raises DataError where it cannot be had, or has changed.
+    """
+    if not is_url(path):
+        return Path(expand_path(path))
+    if (os.getpid(), path) not in _seen:
+        _seen[os.getpid(), path] = bring_index(path, Path(config.cache_dir), int(config.cache_gib * 2**30))
+    return _seen[os.getpid(), path]
+
+
+def bring_index(url: str, cache: Path, bound: int) -> Path:
+    """Makes the token file at ``url`` one of this machine's, all but its .bin; returns its prefix here.
+
+    The blocks of the cache may take ``bound`` bytes. Raises DataError where it cannot be had, or has changed.
+    """
+    try:
+        return _bring_index(url.rstrip("/"), cache, bound)
+    except OSError as error:
+        reason = reason_of(error)
+        found, _, rule = reason.partition(" ") if reason.startswith(url) else (url, "", reason)  # the object's own name
+        raise refuse(found, rule, "check the network, the URL and the keys that lead to it") from error
+
+
+def records_of(config: DataConfig) -> dict[str, dict[str, object]]:
+    """What the stores say of each object that a config's token files at URLs are made of, by its URL.
+
+    As it was when their .idx was brought here, for which the store is asked where this process has not yet done so.
+    """
+    paths = [*(source.path for source in config.sources), config.heldout_path or ""]
+    recorded = [json.loads(Path(f"{token_prefix(config, path)}.remote").read_text()) for path in paths if is_url(path)]
+    return {each["url"]: each for objects in recorded for each in objects.values()}
+
+
+def check_records(config: DataConfig, before: Mapping[str, object], kept: Path) -> None:
+    """Raises DataError where an object is not the one that a run began with; ``kept``: where that is recorded."""
+    for url, now in records_of(config).items():
+        if url in before and before[url] != now:
+            raise changed(url, before[url], now, kept)
+
+
+def _bring_index(url: str, cache: Path, bound: int) -> Path:
+    stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in url.rpartition("/")[2])[:60]
+    prefix = cache / f"{stem}-{xxhash.xxh3_64_hexdigest(url.encode())}" / stem
+    objects = {end: RemoteObject(f"{url}.{end}") for end in ("bin", "idx", "mask")}
+    told = {end: each.look(may_lack=end == "mask") for end, each in objects.items()}
+    record, path = {end: asdict(each) for end, each in told.items() if each is not None}, Path(f"{prefix}.remote")
+    write_bound(cache, bound)
+    try:
+        recorded = json.loads(path.read_text())
+    except FileNotFoundError:
+        recorded = None
+    except ValueError as error:
+        raise refuse(str(path), f"is damaged ({error})", f"delete {prefix.parent}") from error
+    if recorded is not None:
+        for end in record.keys() | recorded.keys():
+            if record.get(end) != recorded.get(end):
+                raise changed(f"{url}.{end}", recorded.get(end), record.get(end), prefix.parent)
+        return prefix
+    with locked(cache / "locks" / prefix.name):
+        if not path.exists():
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            for end in sorted(record.keys() - {"bin"}):
+                _copy(objects[end], Path(f"{prefix}.{end}"))
+            write_json(path, record)  # last: it says that the others are whole
+    return prefix
+
+
+def _copy(remote: "RemoteObject", path: Path) -> None:
+    assert remote.record is not None
+    with written_whole(path) as file:
+        for start in range(0, remote.record.size, COPIED_BYTES):
+            file.write(remote.fetch(start, min(start + COPIED_BYTES, remote.record.size)))

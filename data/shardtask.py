@@ -1,0 +1,39 @@
+"""What a process of ``prepare`` is told to do, and how it tells how far it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from data.config import SourceConfig
+from data.shards import Shard
+
+Report = Callable[[float, int, int], None]  # bytes of input, documents, tokens since the last report
+
+
+class StoppedError(Exception):
+    """The parent asked for an end; another process failed."""
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """All that a process needs to know to write one shard."""
+
+    folder: Path
+    number: int
+    shard: Shard
+    source: SourceConfig
+    key: str  # the source, in errors
+    tokenizer: Path
+    heldout_fraction: float
+    forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
+
+
+def hash_text(text: str) -> tuple[int, str]:
+    """xxh3 (64 bits) of the text, and the text without lone surrogates (JSON can hold them, UTF-8 cannot)."""
+    try:
+        return xxhash.xxh3_64_intdigest(text.encode()), text
+    except UnicodeEncodeError:
+        data = text.encode(errors="replace")
+        return xxhash.xxh3_64_intdigest(data), data.decode()

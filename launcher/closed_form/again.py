@@ -1,0 +1,94 @@
+"""What a layer's modes of recomputation cost: what a backward pass computes again of one token, by closed forms."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from modeling.config import ModelConfig
+from modeling.counts import active_elements
+from modeling.logical import LogicalTensor, logical_tensors
+from parallel.recompute import Recompute
+
+# FLOPs of a product that a GPU does while it reads or writes one element of 16 bits (H100: 990 TFLOP/s, 3.35 TB/s).
+ELEMENT_FLOPS = 600
+Kind = tuple[bool, int | None]  # whether a layer has experts, and its window: layers of one kind cost alike
+
+
+class Again(NamedTuple):
+    """What is computed again of one token in one layer."""
+
+    flops: float  # of products
+    elements: float  # that chains of elementwise work read and write
+
+    @property
+    def work(self) -> float:
+        """Both, in FLOPs."""
+        return self.flops + ELEMENT_FLOPS * self.elements
+
+
+def kind_of(model: ModelConfig, layer: int) -> Kind:
+    """The kind of a layer."""
+    return model.is_moe_layer(layer), model.window_of(layer)
+
+
+@lru_cache(maxsize=256)
+def again_of(model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, weights_stay: bool) -> Again:
+    """What a mode computes again in a layer of this kind. ``weights_stay``: keys and values too (not ZeRO 3)."""
+    is_moe, window = kind
+    layer = next(each for each in model.all_layers if model.is_moe_layer(each) == is_moe)
+    tensors = [each for each in logical_tensors(model).values() if each.layer == layer and each.weight.is_matrix]
+    attended, fed = attention_elements(model), feed_forward_elements(model, is_moe=is_moe)
+    rows = row_elements(model, is_moe=is_moe)
+    halves = {
+        half: 2.0 * sum(active_elements(model, each) for each in tensors if each.half == half)
+        for half in ("attention", "feed_forward")
+    }
+    halves["attention"] += core_flops(model, seq_len, window)
+    halves["feed_forward"] -= 2.0 * sum(each.numel for each in tensors if is_last(model, each, is_moe=is_moe))
+    match mode:
+        case "none":
+            return Again(0.0, 0.0)
+        case "selective":
+            products = ("kv_heads", "scores") if weights_stay else ("scores",)
+            again = sum(each.numel for each in tensors if each.weight.dims[0] in products)
+            return Again(2.0 * again, attended + fed)
+        case "feed_forward":
+            return Again(halves["feed_forward"], fed + rows)
+        case "full":
+            return Again(sum(halves.values()), attended + fed + rows)
+
+
+def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
+    """Of queries times keys and probabilities times values, forward: of the keys that a query meets on the mean."""
+    near = min(window or seq_len, seq_len)
+    keys = near - near**2 / (2 * seq_len)
+    return 2.0 * keys * model.n_heads * (model.qk_head_dim + model.v_head_dim)
+
+
+def is_last(model: ModelConfig, tensor: LogicalTensor, *, is_moe: bool) -> bool:
+    """Whether computing again stops before the matrix: nothing that its product puts out is kept for a backward pass.
+
+    Experts' products are computed: what comes back of their rows is put among others.
+    """
+    is_gated = is_moe and model.moe is not None and model.moe.shared_gate
+    if model.norm_placement != "pre" or model.residual_dropout or is_gated:
+        return False
+    return tensor.weight.dims == ("d_model", "shared_d_ff" if is_moe else "d_ff")
+
+
+def attention_elements(model: ModelConfig) -> float:
+    """Read and written by the norm, and by what turns and norms queries and keys."""
+    return 2.0 * model.d_model + 2.0 * (model.n_heads + model.n_kv_heads) * model.qk_head_dim
+
+
+def feed_forward_elements(model: ModelConfig, *, is_moe: bool) -> float:
+    """Read and written by the norm and by gates."""
+    norm = 2.0 * model.d_model
+    if not is_moe or model.moe is None:
+        return norm + (3.0 if model.ff_gated else 2.0) * model.d_ff
+    moe = model.moe
+    return norm + 3.0 * (moe.top_k * moe.d_ff + moe.shared_width)
+
+
+def row_elements(model: ModelConfig, *, is_moe: bool) -> float:
+    """Read and written by what sorts tokens into their experts' rows and back; ``selective`` does not do it again."""
+    return 4.0 * model.moe.top_k * model.d_model if is_moe and model.moe is not None else 0.0

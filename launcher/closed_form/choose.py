@@ -1,0 +1,165 @@
+"""For each layer of a pipeline position the lightest mode of recomputation with which all of them stay within a limit.
+
+The work that is computed again is the least, or above the least by less than one layer's: modes are taken by what they
+save for their work, layer by layer, and where room is left at the end, lighter ones are taken back.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launcher.closed_form.held import LayerHeld, Moment, held_at, most_held
+
+
+class Option(NamedTuple):
+    """A mode of a layer: what it holds, and the work that it computes again."""
+
+    held: LayerHeld
+    work: float
+
+
+@dataclass
+class Group:
+    """Layers of one stage whose options are alike, and how many of them take which option."""
+
+    stage: int
+    layers: list[int]  # places within the stage, in order
+    options: Sequence[Option]
+    counts: list[int]
+
+    def taken(self) -> Iterator[tuple[int, int]]:
+        """(layer, option). The first layers take what keeps least.
+
+        The backward pass comes to them when what others have left is gone: there is room for computing again.
+        """
+        heaviest = sorted(range(len(self.options)), key=lambda each: self.options[each].held.kept)
+        options = [option for option in heaviest for _ in range(self.counts[option])]
+        return zip(self.layers, options, strict=True)
+
+    def move(self, count: int, source: int, target: int) -> None:
+        """Has so many of the layers that take one option take another one."""
+        self.counts[source] -= count
+        self.counts[target] += count
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The number of each layer's option, by stage; and the most that is held."""
+
+    options: list[list[int]]
+    held: float
+
+
+def choose(stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Moment], limit: float) -> Chosen:
+    """The choice for a position whose layers, stage by stage, have these options, the first of them without any work.
+
+    Where none stays within ``limit``: the one that holds the least of those that were met.
+    """
+    groups = groups_of(stages)
+    least = chosen = chosen_by(groups, stages, moments)
+    while chosen.held > limit:
+        best = best_move(groups, worst_of(chosen, stages, moments))
+        if best is None:
+            return least
+        group, source, target = best
+        move_fewest(group, source, target, lambda: chosen_by(groups, stages, moments).held <= limit)
+        chosen = chosen_by(groups, stages, moments)
+        least = min(least, chosen, key=lambda each: each.held)
+    for group, source, target in lighter_moves(groups):
+        move_most(group, source, target, lambda: chosen_by(groups, stages, moments).held <= limit)
+    return chosen_by(groups, stages, moments)
+
+
+def groups_of(stages: Sequence[Sequence[Sequence[Option]]]) -> list[Group]:
+    """The layers by stage and options, all with the first option."""
+    found: dict[tuple[int, tuple[Option, ...]], Group] = {}
+    for stage, layers in enumerate(stages):
+        for place, options in enumerate(layers):
+            group = found.setdefault((stage, tuple(options)), Group(stage, [], options, [0] * len(options)))
+            group.layers.append(place)
+            group.counts[0] += 1
+    return list(found.values())
+
+
+def chosen_by(
+    groups: Sequence[Group], stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Moment]
+) -> Chosen:
+    """What the groups have taken so far."""
+    options = [[0] * len(layers) for layers in stages]
+    for group in groups:
+        for place, option in group.taken():
+            options[group.stage][place] = option
+    return Chosen(options, most_held(held_by(options, stages), moments))
+
+
+def held_by(options: list[list[int]], stages: Sequence[Sequence[Sequence[Option]]]) -> list[list[LayerHeld]]:
+    """What each layer holds."""
+    return [
+        [layer[option].held for layer, option in zip(layers, taken, strict=True)]
+        for layers, taken in zip(stages, options, strict=True)
+    ]
+
+
+def worst_of(chosen: Chosen, stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Moment]) -> Moment:
+    """The moment that holds the most."""
+    held = held_by(chosen.options, stages)
+    return max(moments, key=lambda each: held_at(held, each))
+
+
+def best_move(groups: Sequence[Group], moment: Moment) -> tuple[Group, int, int] | None:
+    """The group and its two options, from which to which a layer saves most at that moment for the work."""
+    best, best_rate = None, 0.0
+    for group in groups:
+        for source, target in pairs(group):
+            before, after = group.options[source], group.options[target]
+            saved = moment.in_flight[group.stage] * (before.held.kept - after.held.kept)
+            if saved > 0:
+                rate = saved / max(after.work - before.work, 1e-9)
+                if rate > best_rate:
+                    best, best_rate = (group, source, target), rate
+    return best
+
+
+def lighter_moves(groups: Sequence[Group]) -> list[tuple[Group, int, int]]:
+    """The groups and two options each, from which to which a layer computes less again, the most first."""
+    found = [(group, *pair) for group in groups for pair in pairs(group)]
+    gains = [
+        (group.options[source].work - group.options[target].work, n) for n, (group, source, target) in enumerate(found)
+    ]
+    return [found[n] for gain, n in sorted(gains, key=lambda each: -each[0]) if gain > 0]
+
+
+def pairs(group: Group) -> Iterator[tuple[int, int]]:
+    """An option that layers take, and another one."""
+    for source, count in enumerate(group.counts):
+        if count:
+            yield from ((source, target) for target in range(len(group.options)) if target != source)
+
+
+def move_fewest(group: Group, source: int, target: int, is_enough: Callable[[], bool]) -> None:
+    """Moves as few layers as are enough, or all of them."""
+    count = group.counts[source]
+    group.move(count, source, target)
+    if not is_enough():
+        return
+    low, high = 0, count  # ``high`` are enough, ``low`` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        group.move(high - middle, target, source)
+        if is_enough():
+            high = middle
+        else:
+            low = middle
+            group.move(high - middle, source, target)
+
+
+def move_most(group: Group, source: int, target: int, is_legal: Callable[[], bool]) -> None:
+    """Moves as many layers as is legal, maybe none."""
+    low, high = 0, group.counts[source]
+    while low < high:
+        middle = (low + high + 1) // 2
+        group.move(middle, source, target)
+        legal = is_legal()
+        group.move(middle, target, source)
+        low, high = (middle, high) if legal else (low, middle - 1)
+    group.move(low, source, target)

@@ -1,0 +1,210 @@
+"""The memory of a rank of ours by closed forms: what a layer leaves for its backward pass, and the training state.
+
+The shares of whole tensors follow docs/speed.md's table of `train.recompute`; what the optimizer updates is counted as
+launcher.plan.memory does, without its padding. Both are for ranking many layouts: tests hold them to traced plans.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from launcher.closed_form.held import LayerHeld, Moment, Stages, most_held
+from modeling.config import ModelConfig
+from modeling.logical import logical_tensors
+from modeling.loss import CUDA_CHUNK_LOGITS
+from modeling.optimizers.config import OptimizerConfig
+from parallel.pipeline.config import PipelineConfig, stage_ranks
+from parallel.pipeline.stages import pipeline_parts
+from parallel.recompute import Recompute as Mode
+from parallel.sizes import DEFAULT_SIZES
+
+FP32 = 4
+LOGIT = 2  # tensors of a chunk's logits: they, and their gradient
+LOGIT_CUT = 4  # the same where tp cuts the vocabulary: in fp32 besides
+WORKING = 0.5  # of a layer's bytes: the gradients of the one whose backward pass runs
+AGAIN = 1.5  # the same where it is computed again
+PUT_OFF = 2.0  # of a layer's bytes: what it kept and computed again, and gradients, until those of its weights are made
+
+
+@dataclass(frozen=True)
+class Way:
+    """What of a layout decides how much a layer leaves."""
+
+    tp: int
+    exchanges: bool  # experts' rows come from other ranks of ep; rows of the rank's own are picked again
+    weights_stay: bool  # not ZeRO 3, under which keys and values are kept
+
+
+class Repeats(NamedTuple):
+    """Shares of the layers of the position that computes most again, which do so with..."""
+
+    attention: float
+    feed_forward: float
+    chains: float  # of elementwise work alone
+
+    @classmethod
+    def of(cls, modes: Sequence[Mode], stages: Sequence[Sequence[Sequence[int]]]) -> "Repeats":
+        """Those of a model whose layers have these modes; ``stages`` are the numbers of layers by position."""
+        shares = [cls.among([modes[layer] for stage in own for layer in stage]) for own in stages]
+        return max(shares, key=sum)
+
+    @classmethod
+    def among(cls, modes: Sequence[Mode]) -> "Repeats":
+        """The shares of these layers."""
+        selective, half, full = (modes.count(mode) / len(modes) for mode in ("selective", "feed_forward", "full"))
+        return cls(full, full + half, selective)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What the closed forms need of a config besides its dims."""
+
+    element: int  # bytes of a weight and an activation
+    states: float  # fp32 numbers that the optimizer keeps of a weight
+    zero: int
+    pp: int
+    sums_in_place: bool  # bf16 under ZeRO 1: gradients are added to their sums as they are made
+    stages: tuple[Stages, ...]  # of each position: elements that one token leaves in each layer
+    moments: tuple[tuple[Moment, ...], ...]  # of each position
+    again: Repeats
+    layers: tuple[int, ...]  # of each position
+    head_at: int  # the head's position: the first one in a V
+
+    def state(self, n_weights: float, n_updated: float) -> float:
+        """Bytes of weights, sums of gradients, masters and states; ``n_updated``: weights that this rank updates."""
+        if self.zero == 0:
+            return (self.element + FP32 + FP32 * self.states) * n_weights
+        kept = n_updated if self.zero == 3 else n_weights
+        summed = n_updated if self.zero >= 2 and self.pp == 1 else n_weights
+        return self.element * kept + FP32 * summed + FP32 * (1 + self.states) * n_updated
+
+    def buffers(self, n_weights: float, layers: float) -> float:
+        """One micro-batch's gradients, and the two buckets that they are reduced through."""
+        if self.zero == 0 or self.sums_in_place:
+            return 0.0
+        buckets = 2 * min(FP32 * DEFAULT_SIZES.bucket, FP32 * n_weights)
+        return buckets + self.element * n_weights / (max(1.0, layers) if self.zero == 3 else 1)
+
+    def left(self, n_weights: float, n_head: float) -> float:
+        """The share of activations that waits while the first bucket of gradients is reduced; the head's come first."""
+        others = n_weights - n_head
+        return 1 - min(1.0, max(0.0, DEFAULT_SIZES.bucket - n_head) / others) if others > 0 else 1.0
+
+    def head(self, tokens: float, n_weights: float, vocab_size: float, *, is_cut: bool) -> tuple[float, float]:
+        """The gradient of the head's weights, summed in fp32 over chunks of the tokens; and what the last chunk needs.
+
+        ``vocab_size``: on this rank.
+        """
+        chunk = min(CUDA_CHUNK_LOGITS, tokens * vocab_size)
+        return FP32 * n_weights, self.element * (n_weights + (LOGIT_CUT if is_cut else LOGIT) * chunk)
+
+    def activations(self, tokens: float, position: int) -> float:
+        """What waits for the backward passes of the micro-batches in flight, and one layer's own work."""
+        return tokens * self.element * most_held(self.stages[position], self.moments[position])
+
+
+@lru_cache(maxsize=1024)
+def layer_held(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool) -> LayerHeld:
+    """Elements that one token of a micro-batch leaves in a layer, and the room that its backward pass needs."""
+    whole = layer_width(model, "none", way, is_moe=is_moe)
+    working = (AGAIN if mode == "full" else WORKING) * whole
+    return LayerHeld(layer_width(model, mode, way, is_moe=is_moe), working, PUT_OFF * whole)
+
+
+def layer_width(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool) -> float:
+    """Elements that one token leaves in a layer."""
+    attended = attention_width(model, mode, way.tp, weights_stay=way.weights_stay)
+    fed = expert_width(model, mode, way.tp, exchanges=way.exchanges) if is_moe else dense_width(model, mode, way.tp)
+    return residual_width(model, mode, way.tp) + attended + fed
+
+
+@lru_cache(maxsize=1024)
+def held_by_position(
+    model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way
+) -> tuple[Stages, ...]:
+    """What each position's layers leave."""
+    return tuple(
+        tuple(
+            tuple(layer_held(model, modes[layer], way, is_moe=model.is_moe_layer(layer)) for layer in stage)
+            for stage in stages
+        )
+        for stages in layers_of_stages(model, pipeline, pp)
+    )
+
+
+def residual_width(model: ModelConfig, mode: Mode, tp: int) -> float:
+    """Elements of what goes into norms, and of what they put out. Products of tp take it from all of its ranks."""
+    own = model.d_model / tp
+    made = model.d_model if tp > 1 else own
+    match mode:
+        case "none":
+            return 2 * own + 2 * made
+        case "selective":
+            return 2 * own + (2 * made if tp > 1 else 0.0)
+        case "feed_forward":
+            return 2 * own + made
+        case "full":
+            return own
+
+
+def attention_width(model: ModelConfig, mode: Mode, tp: int, *, weights_stay: bool) -> float:
+    """Elements of queries and keys, turned (before their norm, too), of values, and of what attention puts out."""
+    if mode == "full":
+        return 0.0
+    if model.mla is not None:
+        mla = model.mla
+        heads = model.n_heads * (2 * (mla.d_nope + mla.d_rope) + 2 * mla.d_v + mla.d_nope) / tp
+        return heads + mla.kv_lora_rank + (mla.q_lora_rank or 0)
+    d_head = model.d_head or model.d_model // model.n_heads
+    queries, keys = model.n_heads * d_head / tp, model.n_kv_heads * d_head / tp
+    if mode == "selective":
+        return 2 * queries + (0.0 if weights_stay else 2 * keys)
+    normed = queries + keys if model.qk_norm else 0.0  # what goes into the norm, beside what comes out turned
+    return 2 * (queries + keys) + normed
+
+
+def dense_width(model: ModelConfig, mode: Mode, tp: int, d_ff: float | None = None) -> float:
+    """Elements of what gates and ups put out, and of their product."""
+    width = (model.d_ff if d_ff is None else d_ff) / tp
+    ups = 2 if model.ff_gated else 1
+    return {"none": ups + 1.0, "selective": float(ups), "feed_forward": 0.0, "full": 0.0}[mode] * width
+
+
+def expert_width(model: ModelConfig, mode: Mode, tp: int, *, exchanges: bool) -> float:
+    """Elements of a token's rows at their experts, and of what shared experts have."""
+    moe = model.moe
+    assert moe is not None
+    if mode in ("feed_forward", "full"):
+        return 0.0
+    rows = moe.top_k / tp  # of experts that are loaded alike
+    shared = dense_width(model, mode, tp, moe.shared_width)
+    return rows * ((1 + exchanges) * model.d_model + (3 if mode == "none" else 2) * moe.d_ff) + shared
+
+
+@lru_cache(maxsize=1024)
+def layers_by_position(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
+    """How many layers each pipeline position has."""
+    own = range(model.n_layers)
+    stages = layers_of_stages(model, pipeline, pp)
+    return tuple(sum(layer in own for stage in each for layer in stage) for each in stages)
+
+
+@lru_cache(maxsize=1024)
+def layers_of_stages(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """By position: the layers of each of its stages; with the head, those that predict further tokens."""
+    if pp == 1:
+        return ((tuple(model.all_layers),),)
+    ranks, parts = stage_ranks(pipeline, pp), pipeline_parts(model, pipeline, pp)
+    layers = [(*part.layers, *(model.mtp_layers if part.has_head else ())) for part in parts]
+    return tuple(
+        tuple(each for each, rank in zip(layers, ranks, strict=True) if rank == position) for position in range(pp)
+    )
+
+
+@lru_cache(maxsize=16)
+def mean_states(model: ModelConfig, optimizer: OptimizerConfig) -> float:
+    """fp32 numbers that the optimizer keeps of a weight, the mean over the model's."""
+    tensors = logical_tensors(model).values()
+    kept = sum(each.numel * len(optimizer.states_of(each.weight)) for each in tensors)
+    return kept / sum(each.numel for each in tensors)

@@ -1,0 +1,42 @@
+"""What --out asks for: the page alone, or a folder of the page and its pictures, in one act."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data.errors import reason_of
+from launcher.errors import UserError
+from launcher.inspection.asked import PAGE_ENDINGS
+from launcher.inspection.page import render
+from launcher.inspection.pictures import draw_all
+from launcher.report.at_end import write_page
+from launcher.report.page import made_at
+
+PAGE = "inspect.html"
+
+
+def write_out(target: Path, report: dict[str, Any]) -> list[Path]:
+    """Writes ``target`` and returns the files, the page first. Raises UserError where it cannot; nothing stays then."""
+    page = render(report, made_at())
+    try:
+        if target.suffix.lower() in PAGE_ENDINGS:
+            write_page(target, page)
+            return [target]
+        return _write_folder(target, page, report)
+    except OSError as error:
+        raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None
+
+
+def _write_folder(target: Path, page: str, report: dict[str, Any]) -> list[Path]:
+    """Under another name first, so that no half of it is ever found under its own."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+        (partial / PAGE).write_text(page, encoding="utf-8")
+        names = [PAGE, *draw_all(report, partial)]
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return [target / name for name in names]

@@ -1,0 +1,165 @@
+"""A run of ours by closed forms, in milliseconds: for what cannot wait for a trace (a start, a submission).
+
+What stays from step to step is counted from the engine's own layout (launcher.plan.memory); activations and logits are
+those of launcher.closed_form.memory, and the time is that of launcher.closed_form.seconds.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.closed_form.forecast import chance_to_fit, fitted, seconds_by_part
+from launcher.closed_form.gpus import Gpu, gpu_like
+from launcher.closed_form.memory import own_activations, own_head
+from launcher.closed_form.own import job_of_config
+from launcher.closed_form.rows import GIB, Job
+from launcher.config.tree import RunConfig
+from launcher.plan.closed_forms import step_of_rank
+from launcher.plan.corrections import MEMORY, STEP, Factors, factors_for
+from launcher.plan.memory import rank_memory
+from launcher.prove.traffic.step import FP32_BYTES
+from launcher.trace.hardware import Hardware, read_hardware
+
+GRADIENTS = "a micro-batch's gradients, ZeRO's buffers"
+DRIVER_SHARE = 0.99  # of a GPU's memory that a process can have
+ANY_GPU = "H100"  # memory by part does not depend on it
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank's tensors, by part; ``left`` is a share."""
+
+    weights: float
+    masters: float
+    optimizer: float
+    gradients: float  # sums over the micro-batches
+    buffers: float  # one micro-batch's gradients, and what they are reduced through
+    activations: float
+    head: float  # the gradient of its weights, which waits for the first of the rest's
+    logits: float
+    left: float  # of activations and the head's gradient, when gradients are first reduced
+
+    @property
+    def total(self) -> float:
+        """At the worst moment."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Name -> bytes of what the worst moment holds: the head at work, or the first gradients being reduced."""
+        waiting = self.activations + self.head
+        is_head = waiting + self.logits > self.left * waiting + self.buffers
+        left = 1.0 if is_head else self.left
+        found = {
+            "weights": self.weights,
+            "masters": self.masters,
+            "optimizer state": self.optimizer,
+            "sums of gradients": self.gradients,
+            "activations": left * self.activations,
+            "head's gradient": left * self.head,
+            "logits": self.logits if is_head else 0.0,
+            GRADIENTS: 0.0 if is_head else self.buffers,
+        }
+        return {name: count for name, count in found.items() if count}
+
+
+def held_by(config: RunConfig, world_size: int, job: Job, position: int) -> Held:
+    """What the ranks of a pipeline position hold."""
+    assert job.ours is not None
+    step = step_of_rank(config, world_size, position)
+    state, n_weights = rank_memory(step), sum(step.weights.values())
+    gradient, chunk = own_head(job, position)
+    return Held(
+        weights=state.weights,
+        masters=state.masters,
+        optimizer=state.optimizer,
+        gradients=state.gradients,
+        buffers=job.ours.buffers(n_weights, config.model.n_layers // config.parallel.pp),
+        activations=own_activations(job, position),
+        head=gradient,
+        logits=chunk,
+        left=job.ours.left(n_weights, gradient / FP32_BYTES),
+    )
+
+
+def fullest(config: RunConfig, world_size: int, job: Job) -> Held:
+    """The position that holds most: the first, the second, or the last, as in the closed forms."""
+    pp = config.parallel.pp
+    positions = range(pp) if pp <= 2 else (0, 1, pp - 1)
+    return max((held_by(config, world_size, job, each) for each in positions), key=lambda each: each.total)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a rank has, and what lies in it besides the plan's tensors. Bytes."""
+
+    n_bytes: float
+    outside: float  # libraries, contexts
+    reserved: float  # what the allocator takes, over what tensors hold
+
+
+def room_on(hardware: Hardware) -> Room:
+    """A GPU's, with what published runs had outside of their tensors (docs/plan-table.md)."""
+    known = fitted().memory
+    return Room(DRIVER_SHARE * hardware.memory_gb * GIB, known["outside"] * GIB, known["reserved"])
+
+
+def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, room: Room | None) -> dict[str, Any]:
+    """The plan; bytes and seconds. Seconds are None without ``hardware``, the chance to fit without ``room``.
+
+    Corrected by what runs on the hardware have measured. Raises CannotPlan where the hardware lacks the precision.
+    """
+    job, gpu = job_on(config, world_size, hardware)
+    held = fullest(config, world_size, job)
+    kind = "dense" if config.model.moe is None else "MoE"
+    factors = factors_for(hardware.name, kind, "closed_forms") if hardware is not None else Factors()
+    plan: dict[str, Any] = {
+        "kind": kind,
+        "gpu": hardware.name if hardware is not None else None,
+        "gpus": world_size,
+        "tensor_bytes": held.total * factors.memory,
+        "bytes_by_part": held.parts(),
+        "corrected_by": list(factors.origins),
+        **(seconds_of(job, gpu, factors.step) if hardware is not None else {"step_seconds": None}),
+    }
+    return plan | (fit_of(plan["tensor_bytes"], room) if room is not None else {"chance_to_fit": None})
+
+
+def job_on(config: RunConfig, world_size: int, hardware: Hardware | None) -> tuple[Job, Gpu]:
+    """The job of the closed forms, and its GPU; any where none is given."""
+    per_node = min(max(1, config.slurm.n_tasks_per_node), world_size)
+    gpu = gpu_like(hardware or read_hardware(ANY_GPU), per_node)
+    return job_of_config(config, world_size, gpu, per_node), gpu
+
+
+def first_position(config: RunConfig, world_size: int, hardware: Hardware) -> dict[str, float]:
+    """Seconds of a step and bytes of the first rank's tensors, uncorrected, by the names of the corrections' terms."""
+    job, gpu = job_on(config, world_size, hardware)
+    held = held_by(config, world_size, job, 0)
+    return {STEP: seconds_of(job, gpu, 1.0)["step_seconds"], MEMORY: float(held.total)}
+
+
+def seconds_of(job: Job, gpu: Gpu, factor: float) -> dict[str, Any]:
+    """The time of a step with its interval, times a correction."""
+    parts = {name: seconds * factor for name, seconds in seconds_by_part(job, gpu).items()}
+    seconds = sum(parts.values())
+    low, high = (math.exp(each) for each in fitted().intervals["dense" if job.kind == "dense" else "MoE"])
+    return {
+        "step_seconds": seconds,
+        "step_seconds_low": seconds * low,
+        "step_seconds_high": seconds * high,
+        "seconds_by_part": parts,
+        "tokens_per_second": job.tokens / seconds,
+    }
+
+
+def fit_of(tensor_bytes: float, room: Room) -> dict[str, Any]:
+    """The peak with its interval, and the chance that it fits."""
+    peak, interval = tensor_bytes * room.reserved + room.outside, fitted().intervals["memory"]
+    less, more = (math.exp(each) for each in interval)
+    return {
+        "peak_bytes": peak,
+        "peak_bytes_low": peak * less,
+        "peak_bytes_high": peak * more,
+        "room_bytes": room.n_bytes,
+        "chance_to_fit": chance_to_fit(peak, room.n_bytes, interval),
+    }

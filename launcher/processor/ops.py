@@ -1,0 +1,149 @@
+"""What a step asks of a processor, summed by what its time follows from: kind, dtype, rough shape, size."""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
+from launcher.trace.regions import Regions
+
+# A tensor of so many bytes or more is mapped anew each time, and each of its pages is a fault
+# (launcher.training.loop.keep_heap_from_growing).
+MAPPED_BYTES = 4 << 20
+CACHED_BYTES = (512 << 10, 8 << 20)  # what one operation moves within a core's own cache, and within all cores'
+LEVELS = ("near", "shared", "memory")
+
+# Operations by what they do with each byte; all others add or multiply.
+FAMILIES = {
+    "copy": "copy_ clone cat stack fill_ zero_ zeros zeros_like ones ones_like new_zeros new_ones full constant_pad_nd",
+    "math": "exp exp_ log log2 pow rsqrt sqrt sigmoid sigmoid_backward silu silu_backward tanh gelu gelu_backward "
+    "_softmax _log_softmax logsumexp xlogy special_xlogy log1p softplus",
+    "sum": "sum mean amax amin norm linalg_vector_norm _foreach_norm any all cumsum logcumsumexp max min",
+    "rows": "index_select index embedding embedding_dense_backward gather scatter scatter_ scatter_add scatter_add_ "
+    "index_add index_add_ index_copy index_copy_ index_put index_put_ _embedding_bag repeat_interleave",
+    "sort": "sort argsort topk",
+    "update": "_fused_adamw_",
+}
+FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names.split()}
+
+KEPT = frozenset(("aten::new_empty",))  # scratch, which is kept from call to call (modeling.kernels.scratch)
+ASKED_OF_FAKES = frozenset(("prim::device",))  # that a real tensor answers itself
+
+
+class Ask(NamedTuple):
+    """One kind of work. ``shape`` is rough: powers of two."""
+
+    phase: Phase
+    kind: str  # product, attention, a family, "pages", "call", or a collective
+    dtype: str
+    shape: tuple[int, ...]  # of a product its rows, depth, columns and whether its factors are turned
+    level: str  # of a family: the nearest memory that holds what it moves
+
+
+class Amounts(NamedTuple):
+    """How often, and how much in all: FLOPs of products and attention, bytes of all else."""
+
+    calls: int
+    units: float
+
+
+class StepRecorder(TorchDispatchMode):
+    """Sums up what is asked for while it is entered."""
+
+    def __init__(self, regions: Regions) -> None:
+        super().__init__()
+        self.regions = regions
+        self.calls: Counter[Ask] = Counter()
+        self.units: dict[Ask, float] = {}
+        self.unwritten: dict[int, int] = {}  # large storage -> bytes of it that nothing was written to
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        phase = self.regions.now()[1]
+        if func._schema.name not in ASKED_OF_FAKES:
+            self.add(Ask(phase, "call", "", (), ""), 0)
+        work = work_of(func, args, kwargs, out)
+        if work is not None:
+            self.add(*asked(phase, work, args, kwargs, out))
+        pages = self.pages(func._schema.name, args, kwargs, out, is_work=work is not None)
+        if pages:
+            self.add(Ask(phase, "pages", "", (), ""), pages)
+        return out
+
+    def add(self, ask: Ask, units: float) -> None:
+        """One call more."""
+        self.calls[ask] += 1
+        self.units[ask] = self.units.get(ask, 0.0) + units
+
+    def pages(self, name: str, args: Any, kwargs: Any, out: Any, *, is_work: bool) -> int:
+        """Bytes of large tensors that an operation is the first to write to."""
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        large = [each for each in made if each.untyped_storage().nbytes() >= MAPPED_BYTES]
+        if not large or name in KEPT:
+            return 0
+        given = {
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        pages = 0
+        for each in large:
+            storage = each.untyped_storage()
+            key = storage._cdata
+            if key not in given and key not in self.unwritten:
+                self.unwritten[key] = storage.nbytes()
+                weakref.finalize(storage, self.unwritten.pop, key, None)
+            if is_work and key in self.unwritten:
+                written = min(each.nbytes, self.unwritten[key])
+                self.unwritten[key] -= written
+                pages += written
+        return pages
+
+    def found(self) -> dict[Ask, Amounts]:
+        """All that was asked for."""
+        return {ask: Amounts(calls, float(self.units[ask])) for ask, calls in self.calls.items()}
+
+
+def asked(phase: Phase, work: Work, args: Any, kwargs: Any, out: Any) -> tuple[Ask, float]:
+    """What an operation asks for, and how much of it."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    if work.collective is not None:
+        return Ask(phase, work.collective, dtype_of(given), (group_size(args),), "wire"), work.sent_bytes
+    if work.kind in ("product", "grouped product"):
+        return Ask(phase, "product", dtype_of(given), product_shape(work.name, given), ""), work.flops
+    if work.kind == "attention":
+        first = 1 if "backward" in work.name else 0
+        query, key = given[first : first + 2]
+        shape = (int(bool(first)), *map(rough, (query[..., 0, 0].numel(), *query.shape[-2:], key.shape[-2])))
+        return Ask(phase, "attention", dtype_of([query]), shape, ""), work.flops
+    level = next((name for name, most in zip(LEVELS, CACHED_BYTES, strict=False) if work.bytes <= most), LEVELS[-1])
+    made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+    family = FAMILY_OF.get(work.name, "add")
+    if family == "copy" and len({each.dtype for each in (*given, *made)}) > 1:
+        family = "cast"
+    if work.name == "_to_copy":
+        family = "cast"
+    return Ask(phase, family, dtype_of([*given, *made]), (), level), work.bytes
+
+
+def product_shape(name: str, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Rows, depth and columns, and whether each factor is turned: its rows are not what lies side by side."""
+    assert name not in GROUPED, "on a processor experts go one after another"
+    left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
+    many = left.shape[0] if left.dim() == 3 else 1
+    turned = (int(each.stride(-1) != 1) for each in (left, right))
+    return (rough(many * left.shape[-2]), rough(left.shape[-1]), rough(right.shape[-1]), *turned)
+
+
+def rough(number: int) -> int:
+    """The nearest power of two."""
+    return 1 << round(math.log2(max(1, number)))
+
+
+def dtype_of(tensors: Sequence[torch.Tensor]) -> str:
+    """bf16 where any is of 16 bits, else fp32: whole numbers are moved as these are."""
+    return "bf16" if any(each.dtype in (torch.bfloat16, torch.float16) for each in tensors) else "fp32"

@@ -1,0 +1,99 @@
+"""`roundtable plan CONFIG --as cpu`: seconds of a step by local processes on this machine, from rates measured now."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.config.tree import RunConfig
+from launcher.console import tell
+from launcher.errors import UserError
+from launcher.processor.ops import Amounts, Ask
+from launcher.processor.rates import Machine, measure_rank, merged
+from launcher.processor.seconds import step_seconds
+
+CODE = "from launcher.processor.trace import main; main()"
+TIMEOUT_SECONDS = 600.0
+Positions = list[dict[Ask, Amounts]]
+
+
+def trace(path: Path, overrides: Sequence[str], world_size: int) -> Positions | None:
+    """What each pipeline position asks for, by a process of its own; None, told in a line, where that fails."""
+    from launcher.processor.trace import from_rows
+
+    text = json.dumps({"config": str(path), "overrides": list(overrides), "world_size": world_size})
+    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        tell(f"the process that traces the step ended with exit code {done.returncode}")
+        return None
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "problems" in answer:
+        raise UserError(answer["problems"])
+    return [from_rows(rows) for rows in answer["positions"]]
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure(positions: Sequence[Positions], world_size: int) -> Machine:
+    """The rates that the steps of some configs on as many processes need."""
+    from parallel.processes.start import run_ranks
+
+    asked = {ask for each in positions for found in each for ask in found}
+    wires = sorted({(ask.kind, ask.dtype, ask.shape[0]) for ask in asked if ask.level == "wire" and ask.shape[0] > 1})
+    plain = {ask._replace(phase="") for ask in asked if ask.level != "wire" and ask.kind != "call"}  # type: ignore[arg-type]
+    busy = min(world_size, cores())
+    sent = wires if world_size > 1 else []
+    found = run_ranks(measure_rank, world_size, sorted(plain), sent, busy, timeout_seconds=TIMEOUT_SECONDS, threads=1)
+    return merged(cores(), busy, found)
+
+
+def measure_host(config: RunConfig) -> float:
+    """Seconds of a call on the host under the config's stage of ZeRO and precision."""
+    from launcher.processor.host import call_seconds
+    from parallel.processes.start import run_ranks
+
+    how = {"zero": config.parallel.zero, "precision": config.train.precision, "experts": config.model.moe is not None}
+    return run_ranks(host_rank, 1, call_seconds, how, timeout_seconds=TIMEOUT_SECONDS, threads=1)[0]
+
+
+def host_rank(work: Any, how: dict[str, Any]) -> float:
+    """In the process of ``measure_host``."""
+    return work(how["zero"], how["precision"], has_experts=how["experts"])
+
+
+def plan_here(config: RunConfig, path: Path, overrides: Sequence[str], world_size: int) -> dict[str, Any] | None:
+    """The plan as JSON; None, told in a line, where the step cannot be traced. Raises UserError."""
+    tell("tracing a step over fake tensors")
+    positions = trace(path, overrides, world_size)
+    if positions is None:
+        return None
+    tell(f"measuring what {min(world_size, cores())} of {cores()} cores do in a second")
+    return as_json(config, world_size, positions, measure([positions], world_size), measure_host(config))
+
+
+def as_json(
+    config: RunConfig, world_size: int, positions: Positions, machine: Machine, per_call: float
+) -> dict[str, Any]:
+    """All figures, in seconds."""
+    seconds, shares = step_seconds(config, world_size, positions, machine, per_call)
+    slowest = max(shares, key=lambda each: each.of())
+    tokens = config.train.batches.sizes[-1] * config.data.seq_len
+    return {
+        "name": config.name,
+        "processes": world_size,
+        "cores": machine.cores,
+        "share_of_a_core": machine.share,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "processor_seconds": sum(each.of() for each in shares) / len(shares),  # of a process, in the mean
+        "seconds_by_part": slowest.parts(),  # of the slowest position, on a core of its own
+        "seconds_a_call": per_call,
+        "calls": sum(calls for found in positions[:1] for ask, (calls, _) in found.items() if ask.kind == "call"),
+    }

@@ -1,0 +1,123 @@
+"""What a whole step of each pipeline position asks of a processor, over fake tensors; in a process of its own."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from launcher.config.checked import load_checked
+from launcher.config.tree import RunConfig
+from launcher.estimate.samples import WholeSequences
+from launcher.estimate.serve import serve
+from launcher.estimate.values import KnownValues
+from launcher.estimate.whole_step import fake_rank
+from launcher.processor.ops import Amounts, Ask, StepRecorder
+from launcher.profile.run import watched
+from launcher.profile.twins import WatchedEngine
+from launcher.trace.regions import Regions
+from launcher.training.loop import build_engine, run_step
+from launcher.training.state import TrainState
+from modeling.kernels.fuse import plainly
+from parallel.mesh import Degrees
+
+
+def main() -> None:
+    """Reads the request from standard input; the answer is the last line of standard output."""
+    serve(answer_to)
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    """By pipeline position, what its first rank's step asks for. Raises UserError."""
+    torch._C._set_multithreading_enabled(False)  # other threads of autograd know nothing of fake tensors
+    logging.disable(logging.WARNING)
+    world_size = request["world_size"]
+    config = load_checked(request["config"], request["overrides"], world_size=world_size, data=False)
+    first = [ranks[0] for ranks in Degrees.of(config.parallel, world_size).stages()]
+    return {"positions": [as_rows(trace_step(config, world_size, rank)) for rank in first]}
+
+
+def as_rows(found: dict[Ask, Amounts]) -> list[list[Any]]:
+    """As JSON has it."""
+    return [[*ask, *amounts] for ask, amounts in found.items()]
+
+
+def from_rows(rows: list[list[Any]]) -> dict[Ask, Amounts]:
+    """The inverse of ``as_rows``."""
+    return {
+        Ask(phase, kind, dtype, tuple(shape), level): Amounts(calls, units)
+        for phase, kind, dtype, shape, level, calls, units in rows
+    }
+
+
+class EvenChoices(KnownValues):
+    """Within a FakeTensorMode: each router deals its tokens out evenly, and other ranks' routers do the same."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        swapped = name == "c10d::alltoall_base_"
+        sent = [(each, self.known.get(each)) for each in tree_leaves(args[:2]) if swapped]
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if name == "aten::topk":
+            self.learn(out[1], dealt(tuple(args[0].shape), args[1]))
+        elif swapped and sent[1][1] is not None and sent[0][0].shape == sent[1][0].shape:
+            for each, _ in sent:
+                self.learn(each, sent[1][1])
+        return out
+
+
+def dealt(shape: tuple[int, ...], top_k: int) -> torch.Tensor:
+    """Choices of ``top_k`` among the last dim's numbers, each number as often as each other one."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        numbers = torch.arange(top_k * (torch.Size(shape[:-1]).numel()))
+        return (numbers % shape[-1]).view(*shape[:-1], top_k)
+
+
+def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amounts]:
+    """What a rank's step asks for. To be called in a process without a process group.
+
+    Two steps of few micro-batches are traced, after one that makes what stays: each further micro-batch asks for what
+    they differ by.
+    """
+    n = micro_batches_of(config, world_size)
+    fewer = min(n, config.parallel.pp)
+    more = min(n, 2 * fewer)
+    samples, regions, found = WholeSequences(config), Regions(), []
+    with fake_rank(config, world_size, rank, torch.device("cpu"), EvenChoices()) as mesh:
+        engine = build_engine(config, mesh, engine_class=WatchedEngine, fuse=plainly)
+        assert isinstance(engine, WatchedEngine)
+        engine.publish_weights()
+        with watched(engine, regions), regions.within("bookkeeping"):
+            run_step(with_micro_batches(config, world_size, more), engine, samples, TrainState())  # type: ignore[arg-type]
+            for count in sorted({fewer, more}, reverse=True):
+                shorter = with_micro_batches(config, world_size, count)
+                with StepRecorder(regions) as recorder:
+                    run_step(shorter, engine, samples, TrainState())  # type: ignore[arg-type]
+                found.append(recorder.found())
+    return found[0] if more == n else extended(found[1], found[0], (n - fewer) / (more - fewer))
+
+
+def micro_batches_of(config: RunConfig, world_size: int) -> int:
+    """Those of a step on each rank, once the batch has grown."""
+    train = config.train
+    return train.batches.sizes[-1] // (Degrees.of(config.parallel, world_size).dp * train.micro_batch_size)
+
+
+def with_micro_batches(config: RunConfig, world_size: int, count: int) -> RunConfig:
+    """The config with a batch of so many micro-batches."""
+    size = count * Degrees.of(config.parallel, world_size).dp * config.train.micro_batch_size
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=size, batch_ramp=None))
+
+
+def extended(less: dict[Ask, Amounts], more: dict[Ask, Amounts], times: float) -> dict[Ask, Amounts]:
+    """``less``, and so many times what ``more`` has beyond it."""
+    none = Amounts(0, 0.0)
+    found = {}
+    for ask in {**less, **more}:
+        one, other = less.get(ask, none), more.get(ask, none)
+        calls, units = (a + times * (b - a) for a, b in zip(one, other, strict=True))
+        found[ask] = Amounts(max(0, round(calls)), max(0.0, units))
+    return found

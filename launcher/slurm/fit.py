@@ -1,0 +1,132 @@
+"""Whether a job's GPUs hold what its ranks will: by closed forms, before it is submitted."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from launcher.closed_form.architecture import CannotPlan
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.plan.quick import quick_plan, room_on
+from launcher.plan.search import RECOMPUTE, overrides_of, search
+from launcher.slurm.queue import SlurmError, gpu_types
+from launcher.trace.hardware import Hardware, hardware_called, read_hardware
+
+GIB = 2**30
+REFUSED_BELOW = 0.1  # chance to fit: the whole interval of the plan lies above what the GPU has
+WARNED_BELOW = 0.5
+MOST_TIMES = 8  # the nodes asked for, that a remedy may name
+STAGES = (0, 1, 2, 3)
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.125)  # parts of a budget of activations that a remedy may leave
+
+
+def check_fit(config: RunConfig) -> list[str]:
+    """The line of a job that will not fit its GPUs; nothing where they are not known, or it may fit.
+
+    Raises UserError for a ``slurm.gpu`` that nobody knows.
+    """
+    hardware = hardware_of(config)
+    if hardware is None:
+        return []
+    plan = plan_of(config, hardware)
+    if plan is None or plan["chance_to_fit"] >= REFUSED_BELOW:
+        return []
+    n_gpus, most = config.slurm.world_size, max(plan["bytes_by_part"], key=plan["bytes_by_part"].__getitem__)
+    needs, room, held = (each / GIB for each in (plan["peak_bytes"], plan["room_bytes"], plan["bytes_by_part"][most]))
+    return [
+        f"slurm.gpu={hardware.name} must hold what a rank needs, {needs:.1f} GiB by plan, and has {room:.1f}, "
+        f"{needs - room:.1f} too few; most is held by {most}, {held:.1f} GiB; {remedy(config, n_gpus, hardware)}, or "
+        "--skip-plan"
+    ]
+
+
+def fit_notes(config: RunConfig) -> Iterator[str]:
+    """A warning where a job may well not fit."""
+    hardware = hardware_of(config)
+    plan = plan_of(config, hardware) if hardware is not None else None
+    if hardware is not None and plan is not None and REFUSED_BELOW <= plan["chance_to_fit"] < WARNED_BELOW:
+        needs, room = plan["peak_bytes"] / GIB, plan["room_bytes"] / GIB
+        yield (
+            f"warning: a rank needs about {needs:.1f} GiB by plan, and a {hardware.name} has {room:.1f}: the chance "
+            f"that it fits is {plan['chance_to_fit']:.0%}; `roundtable plan` traces it"
+        )
+
+
+def hardware_of(config: RunConfig) -> Hardware | None:
+    """What ``slurm.gpu`` names, or else what Slurm calls the partition's GPUs, where there is a file of that name."""
+    slurm = config.slurm
+    if slurm.gpus_per_node == 0:
+        return None
+    if slurm.gpu is not None:
+        return read_hardware(slurm.gpu, "slurm.gpu")
+    try:
+        types = gpu_types(slurm.partition)
+    except (SlurmError, UserError, OSError):
+        return None
+    found = {each.name: each for name in types if (each := hardware_called(name)) is not None}
+    return next(iter(found.values())) if len(found) == len(types) == 1 else None
+
+
+def plan_of(config: RunConfig, hardware: Hardware) -> dict[str, Any] | None:
+    """The plan by closed forms; None where these know nothing of the hardware's precision."""
+    try:
+        return quick_plan(config, config.slurm.world_size, hardware, room_on(hardware))
+    except CannotPlan:
+        return None
+
+
+def remedy(config: RunConfig, n_gpus: int, hardware: Hardware) -> str:
+    """The nearest that fits: the fewest keys changed on these GPUs, or else the fewest more nodes."""
+    for times in (1, *(2**power for power in range(1, MOST_TIMES.bit_length()))):
+        slurm = dataclasses.replace(config.slurm, nodes=times * config.slurm.nodes)
+        larger = dataclasses.replace(config, slurm=slurm)
+        found = nearest(larger, times * n_gpus, hardware)
+        if found is not None:
+            nodes = [f"slurm.nodes={slurm.nodes}"] if times > 1 else []
+            return f"the nearest that fits: {' '.join([*nodes, *changes(config, found)])}"
+    return f"no layout fits on up to {MOST_TIMES * n_gpus} of them: take a larger GPU or a smaller model"
+
+
+def nearest(config: RunConfig, n_gpus: int, hardware: Hardware) -> RunConfig | None:
+    """The legal config that is likely to fit with the fewest changes: the quickest of these; None where none fits."""
+    around = [each for each in variants(config) if not check(each, n_gpus)]
+    fitting = [(len(changes(config, each)), seconds, each) for each in around if (seconds := fits(each, hardware))]
+    if fitting:
+        return min(fitting, key=lambda each: each[:2])[2]
+    from launcher.closed_form.gpus import gpu_like
+
+    per_node = max(1, config.slurm.n_tasks_per_node)
+    part = gpu_like(hardware, min(per_node, n_gpus))
+    found = [each.config for each in search(config, n_gpus, part, part.node_gpus).best if fits(each.config, hardware)]
+    return min(found, key=lambda each: len(changes(config, each)), default=None)
+
+
+def variants(config: RunConfig) -> Iterator[RunConfig]:
+    """The config with a larger stage of ZeRO, more recomputation, smaller micro-batches, or several of these.
+
+    More recomputation is a heavier ``train.recompute``, or a part of the budget where there is one.
+    """
+    parallel, train = config.parallel, config.train
+    if train.activation_gib is None:
+        ways = [{"recompute": recompute} for recompute in RECOMPUTE[RECOMPUTE.index(train.recompute) :]]
+    else:
+        ways = [{"activation_gib": float(f"{part * train.activation_gib:.3g}")} for part in BUDGETS]
+    sizes = [each for each in range(1, train.micro_batch_size + 1) if train.micro_batch_size % each == 0]
+    for zero in STAGES[parallel.zero :]:
+        for way in ways:
+            for size in sizes:
+                changed = dataclasses.replace(train, micro_batch_size=size, **way)
+                yield dataclasses.replace(config, parallel=dataclasses.replace(parallel, zero=zero), train=changed)
+
+
+def fits(config: RunConfig, hardware: Hardware) -> float | None:
+    """Seconds of a step where it is more likely to fit than not; else None."""
+    plan = plan_of(config, hardware)
+    return plan["step_seconds"] if plan is not None and plan["chance_to_fit"] >= WARNED_BELOW else None
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """The overrides that lead from one to the other."""
+    had = set(overrides_of(before))
+    return [each for each in overrides_of(after) if each not in had]

@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness: which requests they make, what a model answers, what that comes to."""

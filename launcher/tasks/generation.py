@@ -1,0 +1,118 @@
+"""Texts that go on until a task says that they end, by the model's own generation.
+
+Shape letters: B batch, S sequence.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from launcher.errors import UserError
+from modeling.decoder import Decoder
+from modeling.generate import new_tokens
+
+MAX_NEW_TOKENS = 256  # where a task does not say, as the harness has it
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one number, first wins
+KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a text goes on, and where it ends."""
+
+    until: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float  # 0: the likeliest token always
+    top_k: int | None
+    top_p: float | None
+
+
+def wanted_of(options: Mapping[str, Any], end_of_text: str, max_length: int, request: Any) -> Wanted:
+    """A task's generation_kwargs. Raises UserError for those that cannot be done here."""
+    told = f"task {request.task_name}: generation_kwargs"
+    unknown = sorted(set(options) - KNOWN)
+    if unknown:
+        raise UserError([f"{told} has {unknown[0]!r}, which is not known here; known are {', '.join(sorted(KNOWN))}"])
+    until = options.get("until") or []
+    until = [until] if isinstance(until, str) else [str(each) for each in until]
+    samples, temperature = options.get("do_sample"), float(options.get("temperature") or 0.0)
+    if samples and temperature == 0.0:
+        temperature = 1.0
+    lengths = [int(options[name]) for name in LENGTHS if options.get(name) is not None]
+    n = lengths[0] if lengths else MAX_NEW_TOKENS
+    if not 1 <= n < max_length:
+        rule = f"must be at least 1 and below the {max_length} tokens that the model sees at once"
+        raise UserError([f"{told}: max_gen_toks={n} {rule}; try {max(1, max_length // 2)}"])
+    return Wanted(
+        until=tuple(dict.fromkeys([*filter(None, until), end_of_text])),
+        max_new_tokens=n,
+        temperature=0.0 if samples is False else temperature,
+        top_k=options.get("top_k"),
+        top_p=options.get("top_p"),
+    )
+
+
+def generate_all(
+    model: Decoder,
+    tokenizer: Any,
+    wanted: Sequence[tuple[list[int], Wanted]],
+    batch_size: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda n: None,
+) -> list[str]:
+    """The texts that follow each prompt, in order; prompts of one length that go on alike are computed together.
+
+    ``advance`` is told how many more are made.
+    """
+    alike: dict[tuple[int, Wanted], list[int]] = {}
+    for number, (ids, each) in enumerate(wanted):
+        alike.setdefault((len(ids), each), []).append(number)
+    texts = [""] * len(wanted)
+    for (_, each), numbers in alike.items():
+        for start in range(0, len(numbers), batch_size):
+            own = numbers[start : start + batch_size]
+            found = generate_alike(model, tokenizer, [wanted[number][0] for number in own], each, seed)
+            for number, text in zip(own, found, strict=True):
+                texts[number] = text
+            advance(len(own))
+    return texts
+
+
+def generate_alike(
+    model: Decoder, tokenizer: Any, prompts: Sequence[list[int]], wanted: Wanted, seed: int
+) -> list[str]:
+    """As ``generate_all``, of prompts of one length. Ends when each text has come to what ends it."""
+    tokens_BS = torch.tensor(prompts, device=model.embed.weight.device)
+    made: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    tail = 1 + sum(len(stop.encode()) for stop in wanted.until)  # tokens that hold any of them: one has a byte or more
+    for token_B in new_tokens(
+        model,
+        tokens_BS,
+        wanted.max_new_tokens,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
+        eos_id=tokenizer.eos_token_id,
+        seed=seed,
+    ):
+        for number, token in enumerate(token_B.tolist()):
+            made[number].append(token)
+            ended[number] = ended[number] or has_ended(tokenizer.decode(made[number][-tail:]), wanted.until)
+        if all(ended):
+            break
+    return [cut(tokenizer.decode(ids, skip_special_tokens=True), wanted.until) for ids in made]
+
+
+def has_ended(text: str, until: Sequence[str]) -> bool:
+    """Whether one of what ends a text is in it."""
+    return any(stop in text for stop in until)
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first of what ends it."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text

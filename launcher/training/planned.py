@@ -1,0 +1,154 @@
+"""What a start is planned to take, told at its beginning, and by how much that missed, told after some steps.
+
+The plan is one of closed forms (launcher.plan.quick): milliseconds, no process of its own, nothing of the run's own.
+Whatever goes wrong with it is one line, and the run goes on.
+"""
+
+import os
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.closed_form.budget import told_of_budget
+from launcher.config.tree import RunConfig
+from launcher.console import in_a_line, tell
+from launcher.plan.closed_forms import step_of_rank
+from launcher.plan.memory import rank_memory
+from launcher.plan.quick import GRADIENTS, Room, quick_plan, room_on
+from launcher.trace.hardware import Hardware, known_hardware, read_hardware
+from launcher.watch.watchers import NullWatchers, Watchers
+from parallel.mesh import Mesh
+
+MISS_AFTER = 10  # updates of a start; the first one warms up and does not count
+GIB = 2**30
+HELD = {
+    "weights": "weights_gib",
+    "masters": "masters_gib",
+    "optimizer state": "optimizer_gib",
+    "sums of gradients": "gradients_gib",
+    GRADIENTS: "buffers_gib",
+    "activations": "activations_gib",
+    "head's gradient": "head_gradient_gib",
+    "logits": "logits_gib",
+}
+TERMS = ("step_seconds", "peak_gib", "loader_wait_seconds")
+
+
+class Planned:
+    """One start's plan; on ranks other than 0, with metrics.plan=false, or where there is no plan, it says nothing."""
+
+    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+        self.fields = fields
+        self.rows: list[Mapping[str, Any]] = []
+
+    def report(self, watchers: Watchers | NullWatchers, step: int) -> None:
+        """The event of the plan."""
+        if self.fields is not None:
+            watchers.event({"step": step, "event": "plan", **self.fields})
+
+    def observe(self, row: Mapping[str, Any], watchers: Watchers | NullWatchers) -> None:
+        """Takes an update's row; the tenth one brings the event of the miss."""
+        if self.fields is None or len(self.rows) == MISS_AFTER:
+            return
+        self.rows.append(row)
+        if len(self.rows) < MISS_AFTER:
+            return
+        try:
+            found = miss(self.fields, self.rows)
+        except Exception as error:  # as for the plan itself
+            tell(f"warning: what the plan missed could not be told ({in_a_line(str(error))})")
+            return
+        watchers.event({"step": row["step"], "event": "plan_miss", **found})
+
+
+def miss(planned: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """By term: what was measured (medians, the highest memory), what was planned, and the one over the other less 1.
+
+    A plan waits for no samples, and gives each expert as many tokens as any other: ``busiest_expert`` is the mean over
+    layers of the busiest one's load, over the mean load.
+    """
+    warm = rows[1:]
+    found: dict[str, Any] = {}
+    for term in TERMS:
+        values = [row[term] for row in warm if isinstance(row.get(term), int | float)]
+        if not values:
+            continue
+        found[term] = max(values) if term == "peak_gib" else statistics.median(values)
+        if planned.get(term):
+            found |= {f"{term}_planned": planned[term], f"{term}_miss": found[term] / planned[term] - 1}
+    loads = [
+        value for row in warm for key, value in row.items() if key.startswith("moe/") and key.endswith("/load_max")
+    ]
+    return found | ({"busiest_expert": statistics.fmean(loads), "busiest_expert_planned": 1.0} if loads else {})
+
+
+def plan_start(config: RunConfig, mesh: Mesh) -> Planned:
+    """The plan of this start. To be called when the engine stands: what a CPU's process holds beside it counts."""
+    if mesh.rank != 0 or not config.metrics.plan:
+        return Planned()
+    try:
+        return Planned(fields_of(config, mesh))
+    except Exception as error:  # whatever it is, training does not depend on it
+        reason = in_a_line(f"{type(error).__name__}: {error}")
+        tell(f"warning: this start could not be planned ({reason}); metrics.plan=false leaves the plan out")
+        return Planned()
+
+
+def report_budget(watchers: Watchers | NullWatchers, config: RunConfig, mesh: Mesh, step: int) -> None:
+    """The event of what layers compute again, where a budget decided it."""
+    if config.train.activation_gib is not None:
+        watchers.event({"step": step, "event": "recompute", **told_of_budget(config, mesh.world_size)})
+
+
+def fields_of(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """The event's fields. ``peak_gib`` is what the rows' key of that name is to be compared with."""
+    on_gpu = mesh.device.type == "cuda"
+    hardware = hardware_here(mesh.device) if on_gpu else None
+    room = gpu_room(mesh.device, hardware) if on_gpu else cpu_room(config, mesh)
+    plan = quick_plan(config, mesh.world_size, hardware, room)
+    found = {HELD[name]: count / GIB for name, count in plan["bytes_by_part"].items() if count}
+    found["peak_gib"] = (plan["tensor_bytes"] if on_gpu else plan["peak_bytes"]) / GIB
+    for name in ("peak_bytes", "peak_bytes_low", "peak_bytes_high", "room_bytes"):
+        found[name.replace("peak_bytes", "needs").replace("_bytes", "") + "_gib"] = plan[name] / GIB
+    found["chance_not_to_fit"] = 1 - plan["chance_to_fit"]
+    if plan["step_seconds"] is not None:
+        names = ("gpu", "step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second")
+        found |= {name: plan[name] for name in names}
+    return found | {"corrected_by": plan["corrected_by"]}
+
+
+def hardware_here(device: torch.device) -> Hardware | None:
+    """The file of this GPU, by the name that torch gives it; None where there is none."""
+    name = torch.cuda.get_device_name(device)
+    return next((found for each in known_hardware() if (found := read_hardware(each)).torch_name == name), None)
+
+
+def gpu_room(device: torch.device, hardware: Hardware | None) -> Room:
+    """What this GPU has."""
+    usual = room_on(hardware if hardware is not None else read_hardware("H100"))
+    return Room(float(torch.cuda.get_device_properties(device).total_memory), usual.outside, usual.reserved)
+
+
+def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
+    """This rank's part of what the machine has free, and what its process holds beside the state of training."""
+    held, free = resident_bytes(), available_bytes()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or mesh.world_size)
+    state = rank_memory(step_of_rank(config, mesh.world_size, mesh.pp.rank)).total
+    return Room(held + free / max(1, local), max(0.0, held - state), 1.0)
+
+
+def resident_bytes() -> float:
+    """What this process has in memory."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0.0
+
+
+def available_bytes() -> float:
+    """What the machine can give to new work."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = next((line for line in lines if line.startswith("MemAvailable")), None)
+    return int(found.split()[1]) * 1024.0 if found is not None else float("inf")

@@ -1,0 +1,36 @@
+"""The matrix products of layers, by weights as they are: the seam at which another precision enters.
+
+Shape letters: R rows, E experts, I what goes in, O what comes out.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Products(Protocol):
+    """How a layer multiplies by its weights. Both can be differentiated by rows and weights."""
+
+    def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """``inputs @ weight.T + bias``, from (..., I) to (..., O), of the inputs' dtype."""
+        ...
+
+    def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """Each row times its expert's matrix (R, O); expert e's rows end before ``ends_E[e]`` (int32)."""
+        ...
+
+
+class AsTheyAre:
+    """Products of rows and weights in the dtype that both have."""
+
+    def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """As Products.linear."""
+        return F.linear(inputs, weight_OI, bias_O)
+
+    def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """As Products.grouped."""
+        return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+
+AS_THEY_ARE = AsTheyAre()

@@ -1,0 +1,42 @@
+"""The router's logits: a product in fp32 of hidden states and weights that may have fewer bits.
+
+Shape letters: T tokens, D d_model, E experts, I what is summed over, O columns of the result.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+
+class RouterLogits(Function):
+    """(hidden_TD, weight_ED) -> hidden_TD @ weight_ED.T in fp32 (T, E). Gradients are computed in fp32, rounded once.
+
+    Saved are both as they are, and widened again in the backward pass: autograd itself would keep the hidden states in
+    32 bits, beside the 16 bits that the experts keep.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(hidden_TD, weight_ED)
+        return product(hidden_TD.float(), weight_ED.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        hidden_TD, weight_ED = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad
+        grad_hidden_TD = product(grad_TE, weight_ED.float().T).to(hidden_TD.dtype) if wants_hidden else None
+        grad_weight_ED = product(grad_TE.T, hidden_TD.float().T).to(weight_ED.dtype) if wants_weight else None
+        return grad_hidden_TD, grad_weight_ED
+
+
+def product(left_TI: Tensor, right_OI: Tensor) -> Tensor:
+    """left_TI @ right_OI.T in fp32. On a CPU by oneDNN: torch itself asks MKL, which is slow on processors of AMD.
+
+    oneDNN's operator takes no empty matrix, and a torch without oneDNN has none.
+    """
+    if left_TI.is_cpu and left_TI.numel() and right_OI.numel() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return torch.ops.mkldnn._linear_pointwise(left_TI, right_OI, None, "none", [], "")
+    return F.linear(left_TI, right_OI)

@@ -1,0 +1,258 @@
+"""Tensors that autograd would keep for the backward pass, dropped and made again when it asks for them.
+
+``remade`` does that to whatever a function saves. ``Remaker`` does it to single chains of elementwise work between
+matrix products: what goes into a product is then made again by the chain before it, and the product is not. Both work
+by hooks on saved tensors alone, so the graph is the plain one: gradients are the same bit for bit, also where a
+backward pass comes in several parts.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from modeling.kernels.fuse import Fuse
+
+
+class _Enough(Exception):
+    """Every tensor that the backward pass needs is there."""
+
+
+class View(NamedTuple):
+    """How a tensor lies within another one, in whose memory it is."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements from the other's first
+
+    def of(self, base: Tensor) -> Tensor:
+        """The view of ``base``, or of one that lies as the other does."""
+        if self == (base.shape, base.stride(), 0):
+            return base
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
+
+
+def view_within(tensor: Tensor, base: Tensor) -> View | None:
+    """How ``tensor`` lies within ``base``; None: not all of its elements are ``base``'s."""
+    if storage_of(tensor) != storage_of(base):
+        return None
+    offset = int(tensor.storage_offset()) - int(base.storage_offset())
+    if offset < 0 or offset + extent(tensor) > extent(base):
+        return None
+    return View(tuple(tensor.shape), tensor.stride(), offset)
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements of its storage from a tensor's first to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class Place:
+    """What autograd holds instead of a tensor. Once it lets go of this, the tensor that was made again goes too."""
+
+    def __init__(self, call: "Call") -> None:
+        self.call = call
+        self.value: Tensor | None = None
+
+    def bring(self) -> Tensor:
+        """The tensor, made if it is not there."""
+        if self.value is None:
+            self.call.make()
+        assert self.value is not None
+        return self.value
+
+
+class HeldWeight(NamedTuple):
+    """A view of a weight, whose memory may come and go between the passes (ZeRO 3)."""
+
+    weight: nn.Parameter
+    view: View
+
+    def bring(self) -> Tensor:
+        """The view, of the weight as it is now."""
+        return self.view.of(self.weight.detach())
+
+
+def brought(packed: Any) -> Tensor:
+    """The tensor of what a hook gave to autograd in its place."""
+    return packed.bring() if isinstance(packed, Place | HeldWeight) else packed
+
+
+class Call:
+    """One call of a function, and the tensors that autograd saved in it, in order: first dropped, then made again.
+
+    What the function is given is kept, and handed out where autograd saved that. Its tensors are held without their
+    graph: so nothing holds itself, and all goes with the last ``Place``.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], kept: Sequence[Any]) -> None:
+        """``kept``: the arguments for the second run, tensors or places of other calls."""
+        self.function, self.kept = function, list(kept)
+        self.wants_gradient = [isinstance(each, Tensor) and each.requires_grad for each in arguments]
+        self.saved: list[weakref.ref[Place] | None] = []  # None: it was an argument
+        self.outputs: list[tuple[int, View, weakref.ref[Place]]] = []
+
+    def first_run(self, arguments: Sequence[Any]) -> Any:
+        """The function's value."""
+        given = [(mine, kept) for mine, kept in zip(arguments, self.kept, strict=True) if isinstance(kept, Tensor)]
+
+        def drop(tensor: Tensor) -> Place | Tensor:
+            for mine, kept in given:
+                view = view_within(tensor, mine)
+                if view is not None:
+                    self.saved.append(None)
+                    return view.of(kept)
+            place = Place(self)
+            self.saved.append(weakref.ref(place))
+            return place
+
+        with saved_tensors_hooks(drop, brought):
+            return self.function(*arguments)
+
+    def output(self, number: int, view: View) -> Place:
+        """A place for a view of the function's value of that number."""
+        place = Place(self)
+        self.outputs.append((number, view, weakref.ref(place)))
+        return place
+
+    def make(self) -> None:
+        """Runs the function again, up to the last tensor that is needed, and fills the places that are still there."""
+        arguments = [
+            brought(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place) else each
+            for each, wants in zip(self.kept, self.wants_gradient, strict=True)
+        ]
+        n_saved = 0
+
+        def keep(tensor: Tensor) -> None:
+            nonlocal n_saved
+            reference = self.saved[n_saved] if n_saved < len(self.saved) else None
+            place = None if reference is None else reference()
+            if place is not None:
+                place.value = tensor.detach()
+            n_saved += 1
+            if n_saved == len(self.saved) and not self.outputs:
+                raise _Enough
+
+        try:
+            with saved_tensors_hooks(keep, brought), torch.enable_grad():
+                made = self.function(*arguments)
+        except _Enough:
+            return
+        assert n_saved == len(self.saved), f"the second run saved {n_saved} tensors, the first {len(self.saved)}"
+        values = made if isinstance(made, tuple) else (made,)
+        for number, view, reference in self.outputs:
+            place = reference()
+            if place is not None:
+                place.value = view.of(values[number].detach())
+
+
+def remade(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose intermediate results are not kept for the backward pass but computed again in it.
+
+    One second run serves every part of the backward pass. torch computes a pipeline stage's weight gradients by one
+    backward pass for each group of weights, and its own checkpoint runs the forward pass anew for each of them: 16
+    times a layer in a stage of two.
+    """
+
+    def run(*arguments: Any) -> Any:
+        kept = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
+        return Call(function, arguments, kept).first_run(arguments)
+
+    return run
+
+
+class Remaker:
+    """Makes chains of elementwise work again, within the modules that it is put around, and what they put out.
+
+    A module's ``fuse`` is to be ``around`` what it was, and its passes ``within`` it: then of its norms, say, only what
+    they were given is kept. ``weights_stay``: a weight lies between the passes where it is during them (not ZeRO 3).
+    """
+
+    def __init__(self, *, weights_stay: bool) -> None:
+        self.weights_stay = weights_stay
+        self.is_open = False
+        # storage -> a tensor that a chain has put out, the chain's call, and the tensor's number in it
+        self.made: dict[int, tuple[weakref.ref[Tensor], Call, int]] = {}
+
+    @contextmanager
+    def within(self, module: nn.Module) -> Iterator[None]:
+        """While it lasts, chains keep what they are given, and autograd keeps all but what they put out."""
+
+        def keep(tensor: Tensor) -> Place | HeldWeight | Tensor:
+            # Detached: a graph that held its own tensors would hold itself, and stay where a pass retains it.
+            return self.place_of(tensor) or held_weight(module, tensor) or tensor.detach()
+
+        if not torch.is_grad_enabled():
+            yield
+            return
+        with saved_tensors_hooks(keep, brought):
+            self.is_open = True
+            try:
+                yield
+            finally:
+                self.is_open = False
+                self.made.clear()
+
+    def around(self, fuse: Fuse) -> Fuse:
+        """``fuse``, whose chains are made again."""
+
+        def run(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
+            compute = partial(fuse, function, rows_vary=rows_vary, **numbers)
+            if not (self.is_open and torch.is_grad_enabled()):
+                return compute(*tensors)
+            call = Call(compute, tensors, [self.kept(each) for each in tensors])
+            made = call.first_run(tensors)
+            given = {storage_of(each) for each in tensors}
+            for number, each in enumerate(made if isinstance(made, tuple) else (made,)):
+                if storage_of(each) not in given:
+                    self.made[storage_of(each)] = (weakref.ref(each), call, number)
+            return made
+
+        return run
+
+    def alone(self, fuse: Fuse) -> Fuse:
+        """``fuse``, whose chains are made again wherever they are, but not what they put out."""
+
+        def run(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
+            compute = partial(fuse, function, rows_vary=rows_vary, **numbers)
+            if not torch.is_grad_enabled():
+                return compute(*tensors)
+            return Call(compute, tensors, [self.kept(each) for each in tensors]).first_run(tensors)
+
+        return run
+
+    def kept(self, tensor: Tensor) -> Place | Tensor:
+        """What a chain keeps of what it is given. Weights are small there: where they do not stay, a copy."""
+        if tensor.is_leaf and tensor.requires_grad and not self.weights_stay:
+            return tensor.detach().clone()
+        return self.place_of(tensor) or tensor.detach()
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """A place for the tensor, where a chain has put it out."""
+        reference, call, number = self.made.get(storage_of(tensor), (None, None, 0))
+        made = None if reference is None else reference()
+        if made is None or call is None:
+            return None  # where one was that has gone another may lie
+        view = view_within(tensor, made)
+        return None if view is None else call.output(number, view)
+
+
+def held_weight(module: nn.Module, tensor: Tensor) -> HeldWeight | None:
+    """The tensor as a view of one of the module's weights, if it is one."""
+    for weight in module.parameters():
+        view = view_within(tensor, weight)
+        if view is not None:
+            return HeldWeight(weight, view)
+    return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them is there."""
+    return tensor.untyped_storage()._cdata

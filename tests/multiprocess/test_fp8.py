@@ -1,0 +1,67 @@
+"""Runs whose products have factors of 8 bits: other numbers than in 16, the same after a resume, judged as they train.
+
+What evaluates a checkpoint computes as the run's own evaluation did; they differ by the order of fp64 sums, 1e-9.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from command_runs import numbers, train, write_config
+from launcher.cli import main
+from launcher.watch.metrics import read_metrics
+from layout_runs import MOE_MODEL, write_tokens
+
+UNIT = 16
+assert MOE_MODEL.moe is not None
+MODEL = dataclasses.replace(  # widths of whole units, as a GPU's products of 8 bits take them
+    MOE_MODEL, n_kv_heads=4, d_ff=4 * UNIT, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=2 * UNIT)
+)
+
+
+def run(folder, tokens, name, precision, *overrides, ranks=1, **changes):
+    options = {"model": MODEL, "steps": 4, "precision": precision, **changes}
+    return train(write_config(folder, tokens, name, **options), ranks, *overrides)
+
+
+def test_a_run_of_8_bits_goes_on_bit_for_bit_and_is_evaluated_as_it_trains(tmp_path, capsys):
+    tokens = write_tokens(tmp_path)
+    held_out = [f"data.heldout_path={tokens}", "train.eval_every_steps=4", "train.eval_sequences=6"]
+    whole = run(tmp_path, tokens, "whole", "fp8", *held_out)
+    run(tmp_path, tokens, "parted", "fp8", *held_out, "train.steps=2")
+    parted = run(tmp_path, tokens, "parted", "fp8", *held_out)
+    assert numbers(parted) == numbers(whole)
+    bf16 = run(tmp_path, tokens, "bf16", "bf16", *held_out)
+    distances = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(whole, bf16, strict=True)]
+    assert 1e-5 < max(distances) < 2e-2, distances  # 8 bits are used, and nothing else is changed
+    rows = read_metrics(tmp_path / "whole/metrics.jsonl")
+    (seen,) = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "whole"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(seen, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["parallel.tp=2 parallel.ep=2", "parallel.pp=2", "parallel.cp=2 parallel.zero=3"])
+def test_a_run_of_8_bits_goes_on_under_another_layout(tmp_path, layout):
+    """From one process's checkpoint: losses as near one process's as 8 bits are to 16 (2e-2)."""
+    tokens = write_tokens(tmp_path)
+    whole = run(tmp_path, tokens, "whole", "fp8")
+    run(tmp_path, tokens, "moved", "fp8", "train.steps=2")
+    moved = run(tmp_path, tokens, "moved", "fp8", *layout.split(), ranks=2)
+    assert [row["step"] for row in moved] == [1, 2, 3, 4] and numbers(moved[:2]) == numbers(whole[:2])
+    for ours, theirs in zip(moved, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
+
+
+def test_widths_that_no_gpu_multiplies_in_8_bits_are_refused(tmp_path, capsys):
+    tokens = write_tokens(tmp_path)
+    odd = dataclasses.replace(MODEL, d_ff=40)
+    path = write_config(tmp_path, tokens, "odd", model=odd, precision="fp8")
+    assert main(["train", str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(
+        "train.precision=fp8 needs d_ff=40 (of layers.0.feed_forward.gate.weight) to be a multiple of 16"
+    )
+    assert not (tmp_path / "odd").exists()

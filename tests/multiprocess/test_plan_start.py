@@ -1,0 +1,35 @@
+"""What `train` says of its own plan: at its start, after ten updates, in the report; and that training is the same."""
+
+import pytest
+
+from command_runs import numbers, train, write_config
+from launcher.report.gather import gather
+from launcher.training.planned import MISS_AFTER
+from launcher.watch.metrics import read_metrics
+from layout_runs import write_tokens
+from parallel.config import ParallelConfig
+
+
+@pytest.mark.slow
+def test_the_plan_and_its_miss_are_told_and_change_nothing(tmp_path, capfd):
+    tokens = write_tokens(tmp_path)
+    told = write_config(tmp_path, tokens, "told", steps=MISS_AFTER + 1, parallel=ParallelConfig(ep=2))
+    silent = write_config(tmp_path, tokens, "silent", steps=3, parallel=ParallelConfig(ep=2))
+    rows = train(told, 2)
+    out = capfd.readouterr().out
+    assert "step 0: plan  weights_gib=" in out and f"step {MISS_AFTER}: plan_miss  step_seconds=" in out
+    assert numbers(train(silent, 2, "metrics.plan=false")) == numbers(rows)[:3]
+    events = [row for row in read_metrics(tmp_path / "told" / "metrics.jsonl") if "event" in row]
+    (plan,) = (row for row in events if row["event"] == "plan")
+    (miss,) = (row for row in events if row["event"] == "plan_miss")
+    assert 0 <= plan["chance_not_to_fit"] < 0.01 and plan["needs_low_gib"] < plan["needs_gib"] < plan["needs_high_gib"]
+    assert miss["step"] == MISS_AFTER and miss["peak_gib_planned"] == plan["peak_gib"]
+    measured = [row["peak_gib"] for row in rows[1:MISS_AFTER]]
+    assert miss["peak_gib"] == max(measured)
+    assert miss["peak_gib_miss"] == pytest.approx(max(measured) / plan["peak_gib"] - 1)
+    assert miss["loader_wait_seconds"] >= 0 and miss["busiest_expert"] > 1
+    assert "step_seconds" not in plan  # nobody knows this processor's rates
+    said = [row["event"] for row in read_metrics(tmp_path / "silent" / "metrics.jsonl") if "event" in row]
+    assert not {"plan", "plan_miss"} & set(said)
+    (row,) = (row for row in gather(tmp_path / "told", "told").plan_rows if row[0] == "peak memory")
+    assert row[1] and row[2] and "times the plan" in row[3]

@@ -1,0 +1,66 @@
+"""Which of the ranks' endings a launcher names as the cause, and the port that it gives them."""
+
+import random
+import sys
+import time
+
+import pytest
+
+from parallel.processes import start
+from parallel.processes.start import RankError, claimed_port, run_ranks
+
+LATE_SECONDS = 1.0  # far longer than an exit takes to arrive
+
+
+def one_leaves(then: str) -> None:
+    """Rank 1 leaves at once with code 2; rank 0, later, fails, tells that a rank is gone, or ends well."""
+    import os
+
+    from parallel.processes.start import tell_launcher
+
+    if os.environ["RANK"] == "1":
+        raise SystemExit(2)
+    time.sleep(LATE_SECONDS)
+    if then == "fails":
+        raise ValueError("the reason")
+    if then == "tells":
+        tell_launcher("rank 1 is gone", 1)
+        os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("then", "message", "code"),
+    [
+        ("fails", "rank 0 of 2 failed:(?s:.*)ValueError: the reason", 1),
+        ("tells", "^rank 1 of 2 exited with code 2$", 2),
+        ("ends", "^rank 1 of 2 exited with code 2$", 2),
+    ],
+)
+def test_a_bare_exit_is_named_only_where_no_rank_gives_a_reason(then: str, message: str, code: int) -> None:
+    """Where all ranks end together by one rank's finding, the others' exits may arrive before its reason."""
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(one_leaves, 2, then, timeout_seconds=60, threads=1)
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no such names of the kernel's outside Linux")
+def test_two_launchers_that_draw_the_same_port_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither listens yet: once in a test run, one of them found its port taken."""
+
+    class Drawn:
+        def __init__(self) -> None:
+            self.ports = iter([20001, 20002])
+
+        def randrange(self, *_: int) -> int:
+            return next(self.ports)
+
+    monkeypatch.setattr(random, "SystemRandom", Drawn)
+    with claimed_port() as first:
+        with claimed_port() as second:
+            assert (first, second) == (20001, 20002)
+        monkeypatch.setattr(start, "_claim", lambda port: pytest.MonkeyPatch.context())
+        with claimed_port() as planted:
+            assert planted == first
+    monkeypatch.undo()
+    with claimed_port() as free:
+        assert free >= start.FIRST_PORT

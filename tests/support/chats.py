@@ -1,0 +1,74 @@
+"""Chats, templates and a tokenizer for them, small enough for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from data.config import ChatConfig, DataConfig, SourceConfig
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pre>", "<mid>", "<suf>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN = (  # no special tokens, no prompt for an answer: as the earliest templates were
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+FORGETFUL = (  # earlier answers are written otherwise once another message follows
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if not loop.last and m['role'] == 'assistant' %}"
+    "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def messages(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """User and assistant in turn."""
+    roles = ("user", "assistant") * len(contents)
+    said = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return said if system is None else [{"role": "system", "content": system}, *said]
+
+
+def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> int:
+    """Saves a tokenizer of the bytes, some merges and SPECIAL; returns how many ids it has."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["what is the answer to this? the answer is that it is"] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return tokenizer.get_vocab_size()
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """A jsonl file of these records."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat_config(folder: Path, path: Path | str, **more: Any) -> DataConfig:
+    """One source of chats, with the tokenizer in ``folder``/tokenizer."""
+    source = {name: more.pop(name) for name in ("max_bad_share",) if name in more}
+    data = {name: more.pop(name) for name in ("packing", "seq_len", "shard_bytes", "workers") if name in more}
+    return DataConfig(
+        **{"seq_len": 24, "workers": 1, **data},
+        sources=(SourceConfig(path=str(path), chat=ChatConfig(**more), **source),),
+        tokenizer=str(folder / "tokenizer"),
+        token_dir=str(folder / "tokens"),
+        heldout_fraction=0.0,
+    )

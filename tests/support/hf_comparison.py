@@ -1,0 +1,289 @@
+"""Our model beside transformers' own class of it, loaded from the exported folder: logits and gradients.
+
+Tolerances are the project's: logits to 2e-5 absolute (fp32, logits of deviation about 1), gradients to 1e-5 of their
+norm. Both models do the same operations in another order, so only fp32 rounding is seen: over 240 random models at most
+1.4e-6 in logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient nearly cancels
+(in OLMo 2 those of queries and keys can be a ten-thousandth of the whole, 4.7e-4 of 5; in Gemma 3 norms'), its rounding
+shows: there ours may be twice as far from theirs as theirs is from itself with another kernel of attention, and 1e-4.
+"""
+
+import copy
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hypothesis import HealthCheck, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from launcher.commands.export import write_export
+from launcher.config.rules import Precision
+from modeling.config import ModelConfig, MoEConfig
+from modeling.decoder import Decoder
+from modeling.dtypes import DTYPES
+from modeling.families.weights import from_hf
+from modeling.loss import IGNORE
+from small_models import Rows, tensors_of
+from warnings_seen import no_warnings
+
+LOGITS_TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 1e-5
+CANCELLED_TOLERANCE = 1e-4  # of a gradient that theirs does not know better
+NEGLIGIBLE = 1e-5  # of all gradients' norm: where sinks' is smaller, this counts
+TIE_GAP = 1e-5  # DESIGN.md section 2.8
+FEW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+ROUTER = re.compile(r"\.layers\.(\d+)\.\w+\.(?:gate|router)$")  # in transformers' models
+
+
+def exported(model: Decoder, config: ModelConfig, precision: Precision = "fp32") -> PreTrainedModel:
+    """transformers' own model, loaded from an export of ours; fails where loading warns or reports anything."""
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "export"
+        write_export(tensors_of(model).items(), config, 64, None, out, precision)
+        with no_warnings():
+            theirs, info = AutoModelForCausalLM.from_pretrained(
+                out, dtype=DTYPES[precision], output_loading_info=True, trust_remote_code=False
+            )
+    assert {key: value for key, value in info.items() if value} == {}
+    return theirs.eval()
+
+
+@dataclass
+class Routes:
+    """What each router of transformers' model chose, recorded as it ran."""
+
+    indices: dict[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
+    scores: dict[int, Tensor] = field(default_factory=dict)  # layer -> scores_TE by which it chose
+
+
+@contextmanager
+def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
+    """Records the choices of one forward pass."""
+    routes = Routes()
+
+    def hook_for(layer: int) -> Callable[..., None]:
+        def hook(router: nn.Module, _: object, result: tuple[Tensor, Tensor, Tensor]) -> None:
+            bias = getattr(router, "e_score_correction_bias", None)
+            logits_TE, _, routes.indices[layer] = result
+            routes.scores[layer] = (logits_TE if bias is None else logits_TE.sigmoid() + bias).detach()
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(hook_for(int(found[1])))
+        for name, module in theirs.named_modules()
+        if (found := ROUTER.search(name)) is not None
+    ]
+    yield routes
+    for hook in hooks:
+        hook.remove()
+
+
+def gaps_of(scores_TE: Tensor, moe: MoEConfig) -> Tensor:
+    """By how much each token's choice leads the nearest other one, among groups of experts too (T,)."""
+    if moe.n_groups == 1:
+        return lead_of(scores_TE, moe.top_k)
+    scores_TGX = scores_TE.unflatten(1, (moe.n_groups, -1)).sort(-1, descending=True).values
+    group_scores_TG = scores_TGX[..., : 2 if moe.group_score == "best_two" else 1].sum(-1)
+    kept_TG = group_scores_TG.argsort(-1, descending=True)[:, : moe.top_k_groups]
+    scores_TGX = scores_TE.unflatten(1, (moe.n_groups, -1))
+    kept_TX = torch.stack([row_GX[kept_G].flatten() for row_GX, kept_G in zip(scores_TGX, kept_TG, strict=True)])
+    return torch.minimum(lead_of(group_scores_TG, moe.top_k_groups), lead_of(kept_TX, moe.top_k))
+
+
+def lead_of(values_TX: Tensor, k: int) -> Tensor:
+    """By how much the k-th largest value leads the next (T,); inf where there is none."""
+    ranked_TX = values_TX.sort(-1, descending=True).values
+    return ranked_TX[:, k - 1] - ranked_TX[:, k] if k < ranked_TX.shape[1] else torch.full((len(ranked_TX),), torch.inf)
+
+
+def tied_choices(ours: dict[int, Tensor], routes: Routes, moe: MoEConfig) -> int:
+    """How many tokens' choices differ where the reference's gap is below TIE_GAP; fails at a larger gap."""
+    ties = 0
+    for layer, indices_TK in ours.items():
+        differs_T = (indices_TK.sort(-1).values != routes.indices[layer].sort(-1).values).any(-1)
+        if differs_T.any():
+            gaps_T = gaps_of(routes.scores[layer], moe)[differs_T]
+            assert gaps_T.max() < TIE_GAP, f"layer {layer} chose other experts at a gap of {float(gaps_T.max()):.1e}"
+            ties += int(differs_T.sum())
+    return ties
+
+
+def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) -> Tensor:
+    """Our logits (B, S, V); a tie between experts is broken as transformers broke it."""
+    output = model(rows.tokens_BS, rows.context())
+    if config.moe is None:
+        return output.logits_BSV
+    logits_BSV, choices = output.logits_BSV, {layer: stats.choice_TK for layer, stats in output.stats.items()}
+    assert choices.keys() == routes.indices.keys()
+    ties = tied_choices(choices, routes, config.moe)
+    if ties:
+        print(f"{ties} ties between experts replayed")
+        logits_BSV = model(rows.tokens_BS, rows.context(dict(routes.indices))).logits_BSV
+    return logits_BSV
+
+
+def told_of(theirs: PreTrainedModel, rows: Rows) -> dict[str, Any]:
+    """What tells transformers' class where documents lie: positions. gpt-oss makes no mask of these, and gets masks."""
+    told: dict[str, Any] = {"position_ids": rows.positions_BS}
+    if theirs.config.model_type == "gpt_oss":
+        distance_BSS = rows.positions_BS[:, :, None] - rows.positions_BS[:, None]
+        seen_BSS = (rows.documents_BS[:, :, None] == rows.documents_BS[:, None]) & (distance_BSS >= 0)
+        hidden = torch.finfo(theirs.dtype).min
+        seen = {
+            "full_attention": seen_BSS,
+            "sliding_attention": seen_BSS & (distance_BSS < theirs.config.sliding_window),
+        }
+        told["attention_mask"] = {
+            kind: torch.zeros_like(mask_BSS, dtype=theirs.dtype).masked_fill(~mask_BSS, hidden)[:, None]
+            for kind, mask_BSS in seen.items()
+        }
+    return told
+
+
+def check_logits(model: Decoder, theirs: PreTrainedModel, config: ModelConfig, rows: Rows) -> None:
+    """Our packed rows equal theirs packed, and equal each document alone in theirs."""
+    with torch.no_grad():
+        reference_BSV, routes = their_logits(theirs, config, rows)
+        logits_BSV = our_logits(model, config, rows, routes)
+        torch.testing.assert_close(logits_BSV, reference_BSV, rtol=0.0, atol=LOGITS_TOLERANCE)
+        reference_TV, routes = documents_alone(theirs, rows)
+        logits_TV = our_logits(model, config, rows, routes).flatten(0, 1)
+        torch.testing.assert_close(logits_TV, reference_TV, rtol=0.0, atol=LOGITS_TOLERANCE)
+
+
+def their_logits(theirs: PreTrainedModel, config: ModelConfig, rows: Rows) -> tuple[Tensor, Routes]:
+    """transformers' logits (B, S, V) of packed rows, told by position_ids, and the choices.
+
+    A class with ALiBi does not read these: there each document is a call of its own.
+    """
+    if config.positions == "alibi":
+        logits_TV, routes = documents_alone(theirs, rows)
+        return logits_TV.unflatten(0, rows.tokens_BS.shape), routes
+    with recorded_routes(theirs) as routes:
+        return theirs(rows.tokens_BS, **told_of(theirs, rows), use_cache=False).logits, routes
+
+
+def documents_alone(theirs: PreTrainedModel, rows: Rows) -> tuple[Tensor, Routes]:
+    """transformers' logits (T, V) and choices where each document is a call of its own, in the order of the rows."""
+    logits, parts = [], []
+    for tokens_S, documents_S in zip(rows.tokens_BS, rows.documents_BS, strict=True):
+        for document in documents_S.unique():
+            with recorded_routes(theirs) as routes:
+                logits.append(theirs(tokens_S[documents_S == document][None], use_cache=False).logits[0])
+            parts.append(routes)
+    joined = Routes()
+    for layer in parts[0].indices:
+        joined.indices[layer] = torch.cat([part.indices[layer] for part in parts])
+        joined.scores[layer] = torch.cat([part.scores[layer] for part in parts])
+    return torch.cat(logits), joined
+
+
+def our_gradients(
+    model: Decoder, rows: Rows, targets_BS: Tensor, choices: dict[int, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    """Gradients of the mean loss by logical name, replaying ``choices`` if given; and what the routers chose."""
+    output = model(rows.tokens_BS, rows.context(choices), targets_BS)
+    assert output.loss is not None
+    (output.loss / (targets_BS != IGNORE).sum()).backward()
+    gradients = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
+    return gradients, {layer: stats.choice_TK for layer, stats in output.stats.items()}
+
+
+def their_gradients(
+    theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
+) -> tuple[dict[str, Tensor], Routes]:
+    """The same from transformers, its fused gradients split as in its files and named by our table; and the choices."""
+    logits_BSV, routes = their_logits(theirs, config, rows)
+    F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE).backward()
+    gradients = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in theirs.named_parameters()
+    }
+    gradients |= {name: torch.zeros_like(buffer) for name, buffer in theirs.named_buffers()}  # selection biases
+    on_disk = revert_weight_conversion(theirs, gradients)
+    return dict(from_hf(config, on_disk.__getitem__)), routes
+
+
+def check_gradients(
+    model: Decoder, theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
+) -> None:
+    """Every gradient equals theirs."""
+    references, routes = their_gradients(theirs, config, rows, targets_BS)
+    ours, choices = our_gradients(model, rows, targets_BS)
+    assert choices.keys() == routes.indices.keys()
+    ties = tied_choices(choices, routes, config.moe) if config.moe is not None else 0
+    if ties:
+        print(f"{ties} ties between experts replayed")
+        model.zero_grad()
+        ours, _ = our_gradients(model, rows, targets_BS, dict(routes.indices))
+    whole_norm = torch.stack([gradient.norm() for gradient in references.values()]).norm()
+    apart = {}
+    for name, gradient in ours.items():
+        reference = references[name]
+        error, norm = (gradient - reference).norm(), reference.norm()
+        if is_zero_by_algebra(config, name):
+            assert max(error, norm) < 1e-6 * whole_norm, f"{name}: {norm:.1e} where zero is exact"
+        elif error > GRADIENT_TOLERANCE * norm:
+            apart[name] = error
+    if apart:
+        rounding = their_rounding(theirs, config, rows, targets_BS, references)
+        for name, error in apart.items():
+            told = f"{name}: error {error:.1e}, norm {references[name].norm():.1e}, their rounding {rounding[name]:.1e}"
+            norm = references[name].norm()
+            if config.sinks and "sinks" in name:
+                norm = max(norm, NEGLIGIBLE * whole_norm)
+            assert error <= 2 * rounding[name] and error < CANCELLED_TOLERANCE * norm, told
+            print(told)
+
+
+def their_rounding(
+    theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor, references: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """How far each of transformers' gradients lies from what it is in fp64, where the class does not name fp32.
+
+    Or how far it moves when attention is computed by its plain formula, where that is more: either is one draw of its
+    rounding, and a small one by chance now and then.
+    """
+    theirs.zero_grad()
+    exact = copy.deepcopy(theirs).double()
+    exact.set_attn_implementation("eager")
+    exact.set_experts_implementation("eager")
+    again, _ = their_gradients(exact, config, rows, targets_BS)
+    found = {name: (again[name] - reference).norm() for name, reference in references.items()}
+    if theirs.config._attn_implementation == "eager":  # which has no other
+        return found
+    theirs.set_attn_implementation("eager")
+    again, _ = their_gradients(theirs, config, rows, targets_BS)
+    theirs.set_attn_implementation("sdpa")
+    return {name: max(found[name], (again[name] - reference).norm()) for name, reference in references.items()}
+
+
+def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
+    """Whether the gradient vanishes exactly, so that both sides hold only rounding.
+
+    A single chosen weight, normalized, is 1 whatever the router says; attention over one key is 1 whatever q and k are,
+    unless there is a sink. A key's bias that does not turn adds the same to all scores of a query.
+    """
+    if config.moe is not None and config.moe.normalize_top_k and config.moe.top_k == 1 and "router" in name:
+        return True
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
+    if config.rope_dim_of(layer) == 0 and name.endswith("attention.k.bias"):
+        return True
+    return (
+        config.window_of(layer) == 1
+        and not config.sinks
+        and any(part in name for part in (".q.", ".k.", "q_norm", "k_norm"))
+    )

@@ -1,0 +1,39 @@
+"""Faults in products of 8 bits."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def leave_16_bits() -> None:
+    """The layout's layers multiply in 16 bits, whatever train.precision says."""
+    import launcher.training.loop as loop
+    from modeling.kernels.products import AS_THEY_ARE
+
+    loop.products_of = lambda *ignored: AS_THEY_ARE
+
+
+def put_gradients_back_at_twice_their_size() -> None:
+    """The factors of the weights, cut across, are those of a scale half as large."""
+    import modeling.kernels.fp8 as fp8
+
+    cut = fp8.cut_across
+
+    def wrong(numbers: Tensor) -> Any:
+        numbers_8, factors = cut(numbers)
+        return numbers_8, 2 * factors
+
+    fp8.cut_across = wrong
+
+
+def put_rows_back_by_their_neighbours() -> None:
+    """Each row of tokens has the factor of the row before it."""
+    import modeling.kernels.fp8 as fp8
+
+    cut = fp8.cut
+
+    def wrong(numbers: Tensor) -> Any:
+        numbers_8, factors = cut(numbers)
+        return numbers_8, factors.roll(1, 0) if numbers.dim() == 2 else factors
+
+    fp8.cut = wrong

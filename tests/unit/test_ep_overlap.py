@@ -1,0 +1,121 @@
+"""What is computed while tokens travel to their experts, in both passes; nobody reads rows before they came."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modeling.config import MoEConfig, SequenceAuxBalance
+from modeling.context import Context
+from modeling.kernels.experts import experts_grouped
+from modeling.moe import MoE, build_moe
+from parallel.collectives import RowExchange
+from parallel.expert import make_dispatch
+from parallel.mesh import Axis
+from small_models import packed_rows
+
+AXIS = Axis(0, 2, (0, 1), None)  # no group: nothing is sent
+CONFIG = MoEConfig(n_experts=8, top_k=2, d_ff=12, n_shared_experts=1, balance=SequenceAuxBalance(coefficient=0.1))
+
+
+class Arriving:
+    """In place of all-to-all: the rows come when they are waited for, and are not numbers before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        monkeypatch.setattr(dist, "all_to_all_single", self.exchange)
+
+    def exchange(self, result: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bool = False) -> Any:
+        came = given[torch.arange(len(result)) % max(1, len(given))].clone()
+        came += 1 - given.is_floating_point()  # of counts: others send more than we do
+        if not async_op:
+            result.copy_(came)
+            return None
+        result.fill_(torch.nan)
+        self.events.append("begin")
+        return Work(lambda: (result.copy_(came), self.events.append("wait")))
+
+
+class Work:
+    """One all-to-all under way."""
+
+    def __init__(self, end: Callable[[], Any]) -> None:
+        self.wait = end
+
+
+def layer(overlap: bool) -> MoE:
+    """A rank's part of a layer."""
+    moe = build_moe(CONFIG, 16)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate", "up", "down"):
+        setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name)[:4]))
+    for weight in moe.parameters():
+        nn.init.normal_(weight, std=0.3, generator=generator)
+    moe.sender.dispatch = make_dispatch(AXIS, overlap=overlap)
+    if overlap:
+        moe.compute_shared_early()
+    return moe
+
+
+def passes(moe: MoE, events: list[str]) -> list[Tensor]:
+    """The output and every gradient; notes when the shared expert's passes run."""
+    rows = packed_rows(64, 0, [[9, 7], [16]])
+    context = Context(rows.documents_BS, rows.positions_BS, balance_scale=1.0, z_scale=1.0)
+    hidden_BSD = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    assert moe.shared is not None
+    moe.shared.register_forward_hook(lambda *_: events.append("shared"))
+    moe.shared.gate.weight.register_hook(lambda _: events.append("shared"))  # type: ignore[union-attr]
+    balance = moe.add_sequence_sums
+    moe.add_sequence_sums = lambda sums_BX: (events.append("balance"), balance(sums_BX))[1]
+    out_BSD, _ = moe(hidden_BSD, context, 0)
+    events.append("forward ends")
+    out_BSD.square().sum().backward()
+    return [out_BSD, hidden_BSD.grad, *(weight.grad for weight in moe.parameters())]  # type: ignore[list-item]
+
+
+def test_the_shared_expert_runs_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the balance loss, in the forward pass; in the backward pass while gradients travel. Bit for bit the same."""
+    there = Arriving(monkeypatch)
+    found = passes(layer(overlap=True), there.events)
+    assert there.events == ["begin", "balance", "shared", "wait", "forward ends", "begin", "shared", "wait"]
+    there.events.clear()
+    wanted = passes(layer(overlap=False), there.events)
+    assert there.events == ["balance", "shared", "forward ends", "shared"]
+    assert len(found) == len(wanted) > 8
+    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_planted_reading_without_a_wait(monkeypatch: pytest.MonkeyPatch, pass_: str) -> None:
+    """Rows that are read too early are not numbers: the output, or the gradient alone."""
+    there = Arriving(monkeypatch)
+    wait = RowExchange.wait
+
+    def too_late(self: RowExchange) -> Tensor:
+        if ("forward ends" in there.events) != (pass_ == "backward"):
+            return wait(self)
+        assert self.under_way is not None
+        (_, _, rows_RD), self.under_way = self.under_way, None
+        return rows_RD
+
+    monkeypatch.setattr(RowExchange, "wait", too_late)
+    out_BSD, grad_BSD, *_ = passes(layer(overlap=True), there.events)
+    assert bool(out_BSD.isfinite().all()) == (pass_ == "backward")
+    assert not grad_BSD.isfinite().all()
+
+
+def test_one_device_sends_nothing() -> None:
+    """Its dispatch gives the tokens as they are; without gradients too."""
+    moe = build_moe(CONFIG, 16)
+    for weight in moe.parameters():
+        nn.init.normal_(weight, std=0.3)
+    hidden_TD, indices_TK, weights_TK = torch.randn(6, 16), torch.tensor([[0, 3]] * 6), torch.rand(6, 2)
+    with torch.no_grad():
+        rows_RD, compute = moe.sender(hidden_TD, indices_TK, moe.experts.fuse)
+        assert rows_RD is hidden_TD
+        matrices = (moe.experts.gate, moe.experts.up, moe.experts.down)
+        wanted = experts_grouped(hidden_TD, indices_TK, weights_TK, *matrices)
+        assert torch.equal(moe.experts(rows_RD, weights_TK, compute), wanted)

@@ -1,0 +1,65 @@
+"""Plans of runs of 8 bits by closed forms: which products take the rate of 8 bits, and GPUs that have none.
+
+FLOPs are those of bf16, to 1e-9: the same numbers are added in another order.
+"""
+
+import pytest
+
+from launcher.cli import main
+from launcher.closed_form.gpus import gpu_of
+from launcher.closed_form.memory import memory_of
+from launcher.closed_form.own import job_of_config
+from launcher.closed_form.work import Step
+from launcher.config.load import load_config
+
+DENSE, EXPERTS = "configs/models/llama-3-8b.yaml", "configs/models/qwen3-30b-a3b.yaml"
+
+
+def step_of(path: str, precision: str, recompute: str = "none") -> Step:
+    """A step on one H100, of micro-batches and experts so large that no product waits for its bytes."""
+    wide = ["model.moe.d_ff=4096"] if path == EXPERTS else []
+    changes = [*wide, f"train.precision={precision}", f"train.recompute={recompute}", "train.micro_batch_size=16"]
+    gpu = gpu_of("H100", 8, "")
+    return Step(job_of_config(load_config(path, [*changes, "train.global_batch_size=16"]), 1, gpu, 1), gpu)
+
+
+def flops(step: Step, kind: str) -> tuple[float, float]:
+    """What a micro-batch computes in 8 and in 16 bits, tiles that are not full included; the head's left out."""
+    work, peak = step.work(), step.gpu.peak
+    in_16_bits = getattr(work, kind) - step.head().get(kind, 0.0)
+    return getattr(work, f"low_{kind}") * peak("fp8"), in_16_bits * peak("bf16")
+
+
+@pytest.mark.parametrize(("path", "kind"), [(DENSE, "products"), (EXPERTS, "products"), (EXPERTS, "grouped")])
+def test_gradients_by_weights_keep_16_bits(path: str, kind: str) -> None:
+    once, by_weights = flops(step_of(path, "fp8"), kind)
+    again, by_weights_again = flops(step_of(path, "fp8", "full"), kind)
+    _, plain = flops(step_of(path, "bf16"), kind)
+    _, plain_again = flops(step_of(path, "bf16", "full"), kind)
+    assert once + by_weights == pytest.approx(plain, rel=1e-9)
+    assert again - once == pytest.approx(plain_again - plain, rel=1e-9)  # a forward pass, all in 8 bits
+    assert by_weights_again == pytest.approx(by_weights, rel=1e-9)
+    if kind == "products":  # whose tiles are nearly full, up to 2%; experts' are not
+        assert by_weights / plain == pytest.approx(1 / 3, rel=0.02)
+
+
+def test_cutting_costs_bytes_and_8_bits_have_twice_the_rate() -> None:
+    low, plain = step_of(EXPERTS, "fp8"), step_of(EXPERTS, "bf16")
+    assert low.work().casts > 0 and plain.work().casts == 0
+    assert low.gpu.peak("fp8") == pytest.approx(2 * low.gpu.peak("bf16"), rel=1e-3)  # rounded in the data sheet
+
+
+def test_memory_is_that_of_16_bits() -> None:
+    assert memory_of(step_of(EXPERTS, "fp8").job) == memory_of(step_of(EXPERTS, "bf16").job)
+
+
+@pytest.mark.parametrize("command", [["plan"], ["plan", "--search"], ["profile"]])
+def test_a_gpu_without_a_rate_is_told_in_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = ["--as" if command == ["profile"] else "--gpu", "A100-80GB"]
+    assert main([*command, "configs/dense.yaml", *gpu, "train.precision=fp8"]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "train.precision=fp8 has no rate on A100-80GB, whose file names none in low_precision_flops; plan for an H100, "
+        "or try train.precision=bf16\n"
+    )
+    assert not said.out

@@ -1,0 +1,128 @@
+"""`plan --as cpu`: what a step asks for, and what its seconds follow from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.cli import main
+from launcher.closed_form.own import waits_of
+from launcher.config.load import load_config
+from launcher.estimate.order import Passes, simulate
+from launcher.processor.ops import Amounts, Ask, StepRecorder, rough
+from launcher.processor.rates import Machine, Message, merged, sent_bytes
+from launcher.processor.seconds import HOST, PRODUCTS, WIRES, step_seconds
+from launcher.processor.shared import shared_seconds
+from launcher.processor.trace import as_rows, dealt, extended, from_rows
+from launcher.trace.regions import Regions
+from parallel.pipeline.config import ZBV, Interleaved, OneFOneB
+
+CONFIG = """\
+name: small
+model: {n_layers: 2, d_model: 64, n_heads: 2, n_kv_heads: 2, d_ff: 128, vocab_size: 512}
+data: {seq_len: 64, sources: [{path: none.txt}]}
+train: {global_batch_size: 4}
+"""
+PRODUCT = Ask("forward", "product", "bf16", (64, 64, 64, 0, 1), "")
+CALL = Ask("forward", "call", "", (), "")
+SUM = Ask("update", "all-reduce", "fp32", (2,), "wire")
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def machine_of(share=1.0):
+    machine = Machine(cores=2, busy=2, share=share)
+    machine.per_unit[PRODUCT._replace(phase="")] = 1e-9  # type: ignore[arg-type]
+    machine.messages["all-reduce", "fp32", 2] = Message(1e-3, 1e-6)
+    return machine
+
+
+def test_a_step_is_its_products_its_calls_and_its_messages(path):
+    found = {PRODUCT: Amounts(2, 1e9), CALL: Amounts(1000, 0.0), SUM: Amounts(1, 1e6)}
+    config = load_config(path, [])
+    seconds, (share,) = step_seconds(config, 2, [found], machine_of(), 1e-5)
+    assert share.parts() == pytest.approx({PRODUCTS: 1.0, HOST: 0.01, WIRES: 1.001})
+    assert seconds == pytest.approx(2.011)
+    crowded, _ = step_seconds(config, 2, [found], machine_of(share=0.5), 1e-5)
+    assert crowded == pytest.approx(2 * 1.01 + 1.001)  # messages were timed in the crowd
+
+
+@pytest.mark.parametrize("pipeline", [OneFOneB(), Interleaved(), ZBV()], ids=lambda each: each.name)
+def test_with_a_core_for_each_a_pipeline_is_as_the_schedule_says(pipeline):
+    passes = [Passes(1.0, 2.0, 0.1)] * 2
+    order = simulate(pipeline, passes, 8)
+    assert shared_seconds(pipeline, passes, 8, lambda busy: 1.0) == pytest.approx(max(order.ends))
+
+
+def test_two_positions_on_one_core_take_the_sum_of_their_work():
+    passes = [Passes(1.0, 2.0)] * 2
+    one_core = shared_seconds(OneFOneB(), passes, 4, lambda busy: 1 / busy)
+    assert one_core == pytest.approx(2 * 4 * 3.0)
+    assert waits_of(OneFOneB(), 2, 4) > 0  # what waits leaves its core to the other: no bubble is left
+
+
+def test_planted_share_that_waiting_processes_keep():
+    """If those that wait kept their share, the same pipeline would take its bubble longer."""
+    passes = [Passes(1.0, 2.0)] * 2
+    kept = shared_seconds(OneFOneB(), passes, 4, lambda busy: 0.5)
+    assert kept > 1.2 * shared_seconds(OneFOneB(), passes, 4, lambda busy: 1 / busy)
+
+
+def test_further_micro_batches_ask_for_what_two_steps_differ_by():
+    less, more = {PRODUCT: Amounts(2, 10.0), SUM: Amounts(1, 5.0)}, {PRODUCT: Amounts(5, 25.0), SUM: Amounts(1, 5.0)}
+    assert extended(less, more, 3) == {PRODUCT: Amounts(11, 55.0), SUM: Amounts(1, 5.0)}
+
+
+def test_what_is_asked_for_survives_json():
+    found = {PRODUCT: Amounts(2, 1e9), SUM: Amounts(1, 1e6)}
+    assert from_rows([list(row) for row in as_rows(found)]) == found
+
+
+def test_the_recorder_counts_products_bytes_calls_and_new_pages():
+    left, right = torch.ones(60, 70), torch.ones(100, 70)
+    with StepRecorder(Regions()) as recorder:
+        torch.mm(left, right.T)
+        left.add_(1)
+        torch.empty(2 << 20)  # 8 MiB that nobody writes to
+        torch.zeros(2 << 20)
+    found = recorder.found()
+    product = Ask("forward", "product", "fp32", (64, 64, 128, 0, 1), "")
+    assert found[product] == Amounts(1, 2.0 * 60 * 70 * 100)
+    assert found[Ask("forward", "add", "fp32", (), "near")].units == 2 * left.nbytes
+    assert found[Ask("forward", "pages", "", (), "")].units == 8 << 20
+    assert found[CALL].calls >= 4
+
+
+def test_choices_are_dealt_evenly():
+    choices = dealt((16, 8), 2)
+    assert choices.shape == (16, 2) and torch.bincount(choices.flatten(), minlength=8).tolist() == [4] * 8
+
+
+def test_small_rules():
+    assert [rough(each) for each in (1, 3, 90, 100, 256)] == [1, 4, 64, 128, 256]
+    assert sent_bytes("all-reduce", 100, 2) == 100 and sent_bytes("send", 100, 2) == 100
+    found: list[Mapping[str, Any]] = [{"per_unit": {PRODUCT: 1.0}, "messages": {}, "share": 1.0}]
+    assert merged(2, 1, found).per_unit == {PRODUCT: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--as", "h100"], "--as=h100 must be cpu"),
+        (["--as", "cpu", "--gpus", "2"], "--gpus do not go together with --as=cpu"),
+        (["--as", "cpu", "train.compile=on"], "train.compile=on has no plan on a processor"),
+        (["--as", "cpu", "train.precision=fp16"], "train.precision=fp16 has no plan on a processor"),
+        (["--ranks", "2"], "--ranks=2 is a number of this machine's processes"),
+        (["--traces", "2"], "--traces=2 are of what --search has found"),
+    ],
+)
+def test_refusals(path, capsys, arguments, told):
+    assert main(["plan", str(path), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.out == ""

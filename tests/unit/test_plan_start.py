@@ -1,0 +1,139 @@
+"""The plan that a start tells: by term what it missed, and that nothing that goes wrong with it stops a run."""
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launcher.config.load import load_config
+from launcher.plan.quick import Held, quick_plan, room_on
+from launcher.plan.search import layouts
+from launcher.report.plans import planned_at_start, planned_rows
+from launcher.trace.hardware import known_hardware, read_hardware
+from launcher.training import planned
+from launcher.training.planned import HELD, MISS_AFTER, Planned, miss, plan_start
+
+CONFIG = load_config(Path("configs/quickstart.yaml"), [])
+MESH = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), pp=SimpleNamespace(rank=0))
+
+
+class Watchers:
+    """Keeps the events."""
+
+    def __init__(self):
+        self.events = []
+
+    def event(self, row):
+        self.events.append(row)
+
+
+def rows(n: int) -> list[dict]:
+    first = {"step": 1, "step_seconds": 60.0, "peak_gib": 1.0, "loader_wait_seconds": 2.0}
+    later = {"step_seconds": 0.5, "peak_gib": 1.5, "loader_wait_seconds": 0.1, "moe/layer_00/load_max": 1.2}
+    return [first, *({"step": step, **later} for step in range(2, n + 1))]
+
+
+def test_the_miss_is_told_once_after_ten_updates_without_the_first():
+    watchers, plan = Watchers(), Planned({"step_seconds": 0.4, "peak_gib": 2.0})
+    for row in rows(2 * MISS_AFTER):
+        plan.observe(row, watchers)
+    (event,) = watchers.events
+    assert event == {
+        "step": 10, "event": "plan_miss", "step_seconds": 0.5, "step_seconds_planned": 0.4, "peak_gib": 1.5,
+        "step_seconds_miss": pytest.approx(0.25), "peak_gib_planned": 2.0, "peak_gib_miss": -0.25,
+        "loader_wait_seconds": 0.1, "busiest_expert": pytest.approx(1.2), "busiest_expert_planned": 1.0,
+    }  # fmt: skip
+
+
+def test_what_was_not_planned_or_not_measured_has_no_miss():
+    found = miss({"peak_gib": 2.0}, [{"step": 1}, {"step": 2, "step_seconds": 0.5, "peak_gib": None}])
+    assert found == {"step_seconds": 0.5}
+
+
+def test_the_plan_of_a_cpu_is_of_memory_alone():
+    plan = plan_start(CONFIG, MESH)
+    watchers = Watchers()
+    plan.report(watchers, 3)
+    (event,) = watchers.events
+    assert (event["step"], event["event"]) == (3, "plan") and "step_seconds" not in event
+    parts = [value for key, value in event.items() if key.endswith("_gib") and key in planned.HELD.values()]
+    assert 0 < sum(parts) < event["peak_gib"] < event["room_gib"] and event["weights_gib"] > 0
+    assert not any(isinstance(value, dict) for value in event.values())  # W&B flattens those
+
+
+def test_other_ranks_and_a_key_keep_it_silent():
+    without = dataclasses.replace(CONFIG, metrics=dataclasses.replace(CONFIG.metrics, plan=False))
+    watchers = Watchers()
+    for plan in (plan_start(without, MESH), plan_start(CONFIG, SimpleNamespace(**{**vars(MESH), "rank": 1}))):
+        plan.report(watchers, 0)
+        for row in rows(MISS_AFTER):
+            plan.observe(row, watchers)
+    assert watchers.events == []
+
+
+def test_planted_a_planner_that_breaks_costs_a_line_and_no_run(monkeypatch, capsys, tmp_path):
+    def breaks(*_):
+        raise ZeroDivisionError("nothing\nto divide")
+
+    monkeypatch.setattr(planned, "quick_plan", breaks)
+    watchers, plan = Watchers(), plan_start(CONFIG, MESH)
+    plan.report(watchers, 0)
+    said = capsys.readouterr().err
+    assert watchers.events == [] and said.count("\n") == 1
+    assert said.startswith("warning: this start could not be planned (ZeroDivisionError: nothing\\nto divide); metrics")
+
+
+def test_planted_a_miss_that_breaks_costs_a_line_and_no_run(capsys):
+    watchers, plan = Watchers(), Planned({"step_seconds": "torn"})
+    for row in rows(MISS_AFTER + 3):
+        plan.observe(row, watchers)
+    said = capsys.readouterr().err
+    assert watchers.events == [] and said.count("\n") == 1
+    assert said.startswith("warning: what the plan missed could not be told")
+
+
+MODELS = sorted(Path("configs/models").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_layouts_that_nobody_chose_are_planned_on_every_gpu(name):
+    """Published models under random legal layouts, precisions and optimizers: a plan, or what the GPU lacks."""
+    hardware, draws, planned_now = read_hardware(name), random.Random(name), 0
+    for model in draws.sample(MODELS, 2):
+        gpus = 2 ** draws.randrange(8)
+        batch = f"train.global_batch_size={gpus * 2 ** draws.randrange(4)}"
+        words = (
+            f"optimizer.name={draws.choice(('adamw', 'sgd', 'muon'))}",
+            f"data.seq_len={2 ** draws.randrange(6, 13)}",
+        )
+        config = load_config(model, [batch, f"train.precision={draws.choice(('bf16', 'fp16', 'fp32'))}", *words])
+        legal = list(itertools.islice(layouts(config, gpus, 8), 20))
+        for each in draws.sample(legal, min(2, len(legal))):
+            found = quick_plan(each, gpus, hardware, room_on(hardware))
+            assert found["tensor_bytes"] > 0 and found["step_seconds"] > 0 and 0 <= found["chance_to_fit"] <= 1
+            planned_now += 1
+    assert planned_now
+
+
+def test_a_report_shows_the_last_starts_plan():
+    events = [
+        {"step": 0, "event": "plan", "peak_gib": 1.0, "step_seconds": 9.0},
+        {"step": 4, "event": "plan", "peak_gib": 2.0, "step_seconds": 0.5, "gpu": "H100", "tokens_per_second": 10.0},
+        {"step": 4, "event": "start"},
+    ]
+    found = {what: row for what, *row in planned_rows(None, planned_at_start(events), {"step_seconds": 0.75})}
+    assert found["step"] == ["0.5 s on H100", "0.75 s", "median; 1.50 times the plan"]
+    assert found["peak memory"][0] == "2 GiB on H100" and found["MFU"][:2] == ["", ""]
+    memory = {"step": 0, "event": "plan", "peak_gib": "torn"}
+    assert all(not row[1] for row in planned_rows(None, planned_at_start([memory]), {}))
+    assert planned_at_start([]) is None
+
+
+def test_each_part_of_a_plan_has_a_name_in_events():
+    for buffers in (0.0, 9.0):  # the head at work, and gradients being reduced
+        held = Held(*[1.0] * len(dataclasses.fields(Held)))
+        assert set(dataclasses.replace(held, buffers=buffers).parts()) <= set(HELD)
