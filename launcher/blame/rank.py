@@ -5,6 +5,7 @@ targets count, with the weight that they have in the whole batch. So the documen
 auxiliary losses, add up to the batch's. Shape letters: N samples, S positions.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,22 +77,42 @@ class Blamed:
     tokens: list[TokenBlamed]
 
 
-def part_of(measured: Measured, whole: Measured) -> float:
-    """The mean of its share of the batch's loss and its share of the batch's gradient: both faces of a spike.
+def loss_without(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
+    """The step's loss, a mean over ``n_targets`` targets, without this document's; NaN where there are no others."""
+    n_rest = n_targets - each.n_targets
+    return (whole.loss - each.measured.loss) / n_rest if n_rest else float("nan")
 
-    Over a batch either adds up to 1. A document that the model already knows well may still hold most of a small
-    gradient, and one whose gradient points elsewhere may cost most of the loss.
+
+def grad_norm_without(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
+    """The norm of the step's gradient without this document's part, of a loss that is a mean over the other targets.
+
+    Follows from |g - d|^2 = |g|^2 - 2 g.d + |d|^2. The routers' own losses stay as they are but for that mean's scale.
     """
-    of_loss = measured.loss / whole.loss if whole.loss else 0.0
-    return (of_loss + measured.share_of(whole.dot)) / 2
+    n_rest = n_targets - each.n_targets
+    square = whole.dot - 2 * each.measured.dot + each.measured.grad_norm**2
+    return math.sqrt(max(square, 0.0)) * n_targets / n_rest if n_rest and math.isfinite(square) else float("nan")
+
+
+def blame_of(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
+    """By which part the step's loss and gradient norm would have been smaller without the document: the mean of both.
+
+    Negative where they would have been larger. A long document that costs as much a token as the others has next to
+    none, whatever its share of the batch.
+    """
+    if n_targets == each.n_targets:
+        return 1.0
+    loss, norm = whole.loss / n_targets, math.sqrt(max(whole.dot, 0.0))
+    of_loss = 1 - loss_without(each, whole, n_targets) / loss if loss else 0.0
+    return (of_loss + (1 - grad_norm_without(each, whole, n_targets) / norm if norm else 0.0)) / 2
 
 
 def rank_documents(documents: Sequence[DocumentBlamed], whole: Measured) -> list[DocumentBlamed]:
-    """The worst first: a loss or gradient that is not finite, then the largest part of the spike (``part_of``)."""
+    """The worst first: a loss or gradient that is not finite, then the one without which the spike is least."""
+    n_targets = sum(each.n_targets for each in documents)
 
     def badness(each: DocumentBlamed) -> tuple[bool, float]:
         is_finite = bool(np.isfinite([each.measured.loss, each.measured.grad_norm]).all())
-        part = part_of(each.measured, whole)
+        part = blame_of(each, whole, n_targets)
         return not is_finite, part if np.isfinite(part) else -np.inf
 
     return sorted(documents, key=badness, reverse=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launcher.blame.rank import Blamed, DocumentBlamed, part_of
+from launcher.blame.rank import Blamed, DocumentBlamed, blame_of, grad_norm_without, loss_without
 from launcher.console import in_a_line, say
 from launcher.replay.compare import StepVerdict
 from launcher.replay.plan import Plan
@@ -61,6 +61,7 @@ def build_report(
 def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict[str, Any]:
     """A document as the report has it; ranges are half-open."""
     measured = each.measured
+    all_of_it = blamed.whole, sum(every.n_targets for every in blamed.documents)
     return {
         "document": each.document.name,
         "tokens": list(each.document.tokens),
@@ -69,7 +70,9 @@ def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict
         "loss": measured.loss / max(1, each.n_targets),
         "loss_share": measured.loss / blamed.whole.loss if blamed.whole.loss else float("nan"),
         "share": measured.share_of(blamed.whole.dot),
-        "blame": part_of(measured, blamed.whole),
+        "blame": blame_of(each, *all_of_it),
+        "loss_without": loss_without(each, *all_of_it),
+        "grad_norm_without": grad_norm_without(each, *all_of_it),
         "grad_norm": measured.grad_norm,
         **({"text": text} if text is not None else {}),
     }
@@ -84,15 +87,18 @@ def print_report(report: dict[str, Any]) -> None:
     has_text = any("text" in row for row in report["documents"])
     keys = (
         "blame",
+        "loss_without",
+        "grad_norm_without",
         "share",
         "loss_share",
         "loss",
         "targets",
-        "grad_norm",
         "document",
         *(("text",) if has_text else ()),
     )
-    print_table("documents, by the mean of their shares of the gradient and of the loss", keys, report["documents"])
+    print_table(
+        "documents, by how much less the loss and the gradient norm would be without them", keys, report["documents"]
+    )
     auxiliary = report["auxiliary_share"]
     routers = "" if auxiliary is None else f", of which the routers' own losses have {shown(auxiliary)}"
     say(f"all shares add up to {shown(report['sum_of_shares'], 8)}{routers}")

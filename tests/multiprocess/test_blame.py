@@ -1,5 +1,6 @@
 """`roundtable blame` on a real run: shares against one plain process, other layouts, the list it writes, refusals."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -71,8 +72,17 @@ def gradient(trainer: ReferenceTrainer, batch: PlainBatch, n_targets: int, scale
     return torch.cat([each.flatten().double() for each in grads if each is not None])
 
 
-def plain_shares(config: RunConfig) -> dict[str, float]:
-    """Each document's share of the first step's gradient, and the auxiliary losses'."""
+@dataclasses.dataclass
+class Plain:
+    """Of one plain process: shares of the first step's gradient, and the step without each document."""
+
+    shares: dict[str, float]
+    loss_without: dict[str, float]
+    grad_norm_without: dict[str, float]
+
+
+def plain_process(config: RunConfig) -> Plain:
+    """Each document's share of the first step's gradient, the auxiliary losses', and what is left without it."""
     trainer = ReferenceTrainer(config.model, config.optimizer, seed=config.seed, precision="fp32", loss_scale=1.0)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     indices = np.arange(8)
@@ -85,15 +95,24 @@ def plain_shares(config: RunConfig) -> dict[str, float]:
         targets = kept.setdefault(name, torch.full_like(batch.targets_BS, IGNORE))
         inside = slice(span.first - int(starts[span.sample]), span.stop - int(starts[span.sample]))
         targets[span.sample, inside] = batch.targets_BS[span.sample, inside]
-    shares = {}
+    found = Plain({}, {}, {})
     for name, targets in kept.items():
         if bool((targets != IGNORE).any()):
             part = PlainBatch(batch.tokens_BS, targets, batch.positions_BS, batch.documents_BS)
-            shares[name] = float(gradient(trainer, part, n_targets, (0.0, 0.0)) @ whole / (whole @ whole))
+            own = gradient(trainer, part, n_targets, (0.0, 0.0))
+            found.shares[name] = float(own @ whole / (whole @ whole))
+            left = torch.where(targets == IGNORE, batch.targets_BS, IGNORE)
+            n_left = int((left != IGNORE).sum())
+            scales = n_targets / n_left / 8, n_targets / n_left / n_tokens
+            rest = PlainBatch(batch.tokens_BS, left, batch.positions_BS, batch.documents_BS)
+            found.grad_norm_without[name] = float(gradient(trainer, rest, n_left, scales).norm())
+            context = Context(batch.positions_BS, batch.documents_BS, 0.0, 0.0)
+            found.loss_without[name] = float(trainer.model(batch.tokens_BS, context, left).loss.detach()) / n_left
     nothing = torch.full_like(batch.targets_BS, IGNORE)
     part = PlainBatch(batch.tokens_BS, nothing, batch.positions_BS, batch.documents_BS)
-    shares["auxiliary"] = float(gradient(trainer, part, n_targets, (1 / 8, 1 / n_tokens)) @ whole / (whole @ whole))
-    return shares
+    auxiliary = gradient(trainer, part, n_targets, (1 / 8, 1 / n_tokens))
+    found.shares["auxiliary"] = float(auxiliary @ whole / (whole @ whole))
+    return found
 
 
 def shares_in(report: dict) -> dict[str, float]:
@@ -105,8 +124,12 @@ def test_shares_are_those_of_one_plain_process_and_nothing_is_written(made, caps
     before = files_of(made)
     code, report = blame(made / "run", 1, capsys, "--from", "0", "parallel.tp=2", "parallel.ep=1")
     assert code == 0 and files_of(made) == before
-    expected = plain_shares(load_config(made / "run.yaml"))
-    assert shares_in(report) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    expected = plain_process(load_config(made / "run.yaml"))
+    assert shares_in(report) == pytest.approx(expected.shares, rel=1e-4, abs=1e-6)
+    for key in ("loss_without", "grad_norm_without"):
+        assert {row["document"]: row[key] for row in report["documents"]} == pytest.approx(
+            vars(expected)[key], rel=1e-4
+        )
     assert report["sum_of_shares"] == pytest.approx(1, abs=1e-5) and abs(report["auxiliary_share"]) > 1e-6
 
 
@@ -159,7 +182,7 @@ def test_planted_a_pass_that_sees_more_than_the_document_is_noticed(made, capsys
     monkeypatch.setattr(commands, "blame_here", see_another_document)
     _, report = blame(made / "run", 1, capsys, "--from", "0", "parallel.ep=1", "--ranks", "1")
     assert abs(report["sum_of_shares"] - 1) > 1e-3
-    assert shares_in(report) != pytest.approx(plain_shares(load_config(made / "run.yaml")), rel=1e-4, abs=1e-6)
+    assert shares_in(report) != pytest.approx(plain_process(load_config(made / "run.yaml")).shares, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -217,10 +240,33 @@ def test_a_checkpoint_that_is_gone_is_refused(made, tmp_path, capsys):
 
 
 def test_what_is_not_finite_comes_first():
-    losses = {"a": (1.0, 2.0, 1.0), "b": (np.nan, np.nan, np.nan), "c": (3.0, 1.0, 1.0), "d": (1.0, np.inf, np.inf)}
+    losses = {"a": (1.0, 2.0, 2.0), "b": (np.nan, np.nan, np.nan), "c": (3.0, 2.0, 2.0), "d": (1.0, np.inf, np.inf)}
     documents = [DocumentBlamed(Document(name, (0, 3), ()), 2, Measured(*each)) for name, each in losses.items()]
     ranked = [each.document.name for each in rank_documents(documents, Measured(5.0, 4.0, 2.0))]
-    assert set(ranked[:2]) == {"b", "d"} and ranked[2:] == ["c", "a"]  # 3/5 + 1/4 against 1/5 + 2/4
+    assert set(ranked[:2]) == {"b", "d"} and ranked[2:] == ["c", "a"]  # the gradients are alike
+
+
+def test_a_document_is_blamed_for_what_its_batch_would_be_without_it():
+    """Of two documents of three, by hand: losses 2 and 7 nats over 1 and 2 targets, gradients (3, 0) and (1, 4)."""
+    whole = Measured(9.0, 32.0, 32**0.5)  # (4, 4)
+    long = DocumentBlamed(Document("long", (0, 3), ()), 2, Measured(7.0, 20.0, 17**0.5))
+    short = DocumentBlamed(Document("short", (3, 5), ()), 1, Measured(2.0, 12.0, 3.0))
+    assert rank.loss_without(long, whole, 3) == pytest.approx(2.0) and rank.loss_without(short, whole, 3) == 3.5
+    assert rank.grad_norm_without(long, whole, 3) == pytest.approx(
+        9.0
+    )  # three times as far, over a third of the targets
+    assert rank.grad_norm_without(short, whole, 3) == pytest.approx(17**0.5 * 3 / 2)
+    assert rank.blame_of(long, whole, 3) == pytest.approx((1 - 2 / 3 + 1 - 9 / 32**0.5) / 2)
+    assert rank.blame_of(short, whole, 1) == 1.0  # nothing is left without it
+
+
+def test_length_alone_is_no_blame():
+    """A document of nine tenths of the batch that costs what the others do, beside a short one that costs more."""
+    whole = Measured(100.0 + 20.0, 1.0, 1.0)
+    long = DocumentBlamed(Document("long", (0, 90), ()), 90, Measured(90.0, 0.5, 0.7))
+    short = DocumentBlamed(Document("short", (90, 95), ()), 5, Measured(20.0, 0.4, 0.7))
+    others = DocumentBlamed(Document("others", (95, 100), ()), 10, Measured(10.0, 0.1, 0.3))
+    assert rank_documents([long, short, others], whole)[0] is short
 
 
 def test_hostile_text_is_shown_as_text(capsys, monkeypatch):
