@@ -94,16 +94,17 @@ def grad_norm_without(each: DocumentBlamed, whole: Measured, n_targets: int) -> 
 
 
 def blame_of(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
-    """By which part the step's loss and gradient norm would have been smaller without the document: the mean of both.
+    """By which part the step's loss, or its gradient norm, would have been smaller without it: the larger part.
 
-    Negative where they would have been larger. A long document that costs as much a token as the others has next to
-    none, whatever its share of the batch.
+    Negative where both would have been larger. A long document that costs as much a token as the others has next to
+    none, whatever its share of the batch. The larger, not the mean: noise costs much and may hardly have a gradient in
+    a run that knows it for noise.
     """
     if n_targets == each.n_targets:
         return 1.0
     loss, norm = whole.loss / n_targets, math.sqrt(max(whole.dot, 0.0))
     of_loss = 1 - loss_without(each, whole, n_targets) / loss if loss else 0.0
-    return (of_loss + (1 - grad_norm_without(each, whole, n_targets) / norm if norm else 0.0)) / 2
+    return max(of_loss, 1 - grad_norm_without(each, whole, n_targets) / norm if norm else 0.0)
 
 
 def rank_documents(documents: Sequence[DocumentBlamed], whole: Measured) -> list[DocumentBlamed]:

@@ -97,7 +97,7 @@ def print_report(report: dict[str, Any]) -> None:
         *(("text",) if has_text else ()),
     )
     print_table(
-        "documents, by how much less the loss and the gradient norm would be without them", keys, report["documents"]
+        "documents, by how much less the loss or the gradient norm would be without them", keys, report["documents"]
     )
     auxiliary = report["auxiliary_share"]
     routers = "" if auxiliary is None else f", of which the routers' own losses have {shown(auxiliary)}"
