@@ -8,7 +8,9 @@ import pytest
 
 from launcher.prove.traffic.axes import step_traffic, tp_traffic
 from launcher.prove.traffic.step import Step, around_ring
+from launcher.prove.traffic.zero import gathers_of
 from modeling.config import ModelConfig, MoEConfig
+from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 
@@ -84,10 +86,21 @@ def test_experts_travel_by_the_routing():
         step_traffic(dataclasses.replace(step, routed=None))
 
 
+def test_zero_3_gathers_the_early_layers_of_a_large_model_twice():
+    """Of 12 layers of 218 million elements each; the last ones are kept from their forward to their backward pass."""
+    shape = {"d_model": 4096, "d_ff": 12288, "n_heads": 32, "n_kv_heads": 32, "d_head": 128, "n_layers": 12}
+    large = dataclasses.replace(DENSE.model, vocab_size=100, **shape)
+    step = dataclasses.replace(replaced(DENSE, 4, zero=3), model=large, global_batch_size=32)
+    counts = gathers_of(step, list(step.weights))
+    of_layer = [counts[f"layers.{layer}.attention.q.weight"] for layer in range(12)]
+    assert step.n_micro_batches == 8 and of_layer[:6] == [16] * 6 and of_layer[-2:] == [8] * 2
+    assert of_layer == sorted(of_layer, reverse=True) and set(of_layer) == {8, 16}
+
+
 def test_what_has_no_form_is_refused():
-    large = dataclasses.replace(DENSE.model, vocab_size=2**20, d_model=1024)
+    further = dataclasses.replace(DENSE.model, vocab_size=2**20, d_model=1024, mtp=MTPConfig(), family="none")
     with pytest.raises(ValueError, match="has no closed form"):
-        step_traffic(dataclasses.replace(replaced(DENSE, 2, zero=3), model=large))
+        step_traffic(dataclasses.replace(replaced(DENSE, 2, zero=3), model=further))
 
 
 def replaced(step: Step, world_size: int, **parallel: Any) -> Step:

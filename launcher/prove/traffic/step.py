@@ -26,6 +26,7 @@ from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Degrees
 from parallel.pipeline.stages import Part, keep_parts, rank_parts
 from parallel.recompute import Modes, Recompute, mode_of
+from parallel.sizes import DEFAULT_SIZES, Sizes
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 FP32_BYTES = 4
@@ -67,6 +68,7 @@ class Step:
     edp_rank: int = 0
     ep_rank: int = 0
     routed: Mapping[int, Sequence[Sequence[int]]] | None = None
+    sizes: Sizes = DEFAULT_SIZES
 
     @property
     def degrees(self) -> Degrees:

@@ -1,15 +1,14 @@
 """What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from launcher.prove.traffic.gathers import LOOKED_UP, gathers_by_weight
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from modeling.logical import is_entry
 from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.stages import Part
-from parallel.sizes import DEFAULT_SIZES
 
-LOOKED_UP = ("embed.weight", "embed_positions.weight")  # by numbers, which take no gradient
 PARTITION_UNIT = (
     2  # DeepSpeed's own number: ZeRO 1 and 2 pad each optimizer group to a multiple of so many elements a rank
 )
@@ -97,7 +96,8 @@ def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list
         case 1 | 2:
             n_elements = flat_elements(step, n, names)
         case _:
-            n_elements = sum(padded(step.weights[name], n) * gathers_of(step, name) for name in names)
+            counts = gathers_of(step, names)
+            n_elements = sum(padded(step.weights[name], n) * counts[name] for name in names)
     sent = around_ring("all-gather", step.element_bytes * n_elements, n)
     return [Traffic(axis, "weights", "all-gather", sent)]
 
@@ -107,22 +107,24 @@ def padded(n_elements: int, unit: int) -> int:
     return -(-n_elements // unit) * unit
 
 
-def gathers_of(step: Step, name: str) -> int:
-    """How often a step gathers a weight under ZeRO 3. Raises ValueError where DeepSpeed would drop weights earlier.
+def gathers_of(step: Step, names: Sequence[str]) -> Mapping[str, int]:
+    """How often a step gathers weights under ZeRO 3.
 
     Without a pipeline a small weight stays whole and is gathered after the update; another one is gathered once for
-    each micro-batch and kept from its forward to its backward pass. Under a pipeline DeepSpeed knows no order of the
+    each micro-batch and kept from its forward to its backward pass, if the rank computes with no more elements than
+    DeepSpeed keeps; else ``gathers_by_weight`` replays what it does. Under a pipeline DeepSpeed knows no order of the
     layers: it drops every weight after each use, small ones too.
     """
-    is_small = step.weights[name] <= DEFAULT_SIZES.persistent
+    small = {name for name in names if step.weights[name] <= step.sizes.persistent}
     if step.parallel.pp > 1:
-        return _gathers_under_pipeline(step, name, is_small)
-    if sum(step.weights.values()) > DEFAULT_SIZES.reused:
-        raise ValueError(f"ZeRO 3 with more than {DEFAULT_SIZES.reused} elements of weights a rank has no closed form")
+        return {name: _gathers_under_pipeline(step, name, name in small) for name in names}
+    if sum(step.weights.values()) > step.sizes.reused:
+        counts = gathers_by_weight(step)
+        return {name: 1 if name in small else counts[name] for name in names}
     # An embedding's input takes no gradient, so DeepSpeed's hook after its backward pass never drops it; nor does it
     # drop a head that several passes of one micro-batch have gone through.
-    is_kept = name in LOOKED_UP or (name == "head.weight" and step.n_further > 0)
-    return 1 if is_small or is_kept else step.n_micro_batches
+    kept = {*LOOKED_UP, *(["head.weight"] if step.n_further > 0 else [])}
+    return {name: 1 if name in small or name in kept else step.n_micro_batches for name in names}
 
 
 def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:

@@ -1,0 +1,278 @@
+"""How often ZeRO 3 gathers each weight in a step without a pipeline, as DeepSpeed's coordinator decides it.
+
+DeepSpeed 0.19 knows the order of the modules from earlier passes. It gathers a module's weights before the module's
+forward and backward pass, and ``Sizes.prefetched`` elements more ahead of their use, unless that made more than
+``Sizes.live`` whole. After the pass it drops them, but not those that are used again within ``Sizes.reused`` elements
+of weights, nor those whose next use the prefetcher has gone past because they were whole. So a rank that computes with
+few weights gathers each once a micro-batch, and one with many gathers the early layers' twice.
+
+This is that bookkeeping (fetch_sub_module and release_sub_module in deepspeed/runtime/zero/
+partitioned_param_coordinator.py), replayed over the order of our own modules.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from launcher.prove.traffic.step import Step
+from parallel.recompute import mode_of
+from parallel.sizes import Sizes
+
+LOOKED_UP = ("embed.weight", "embed_positions.weight")  # by numbers, which take no gradient
+KNOWN_FROM = 2  # the pass of a run, from 0 on, before which DeepSpeed knows no order
+PASSES = 3  # micro-batches that are replayed; each later one gathers what the last of these does
+
+
+class Event(NamedTuple):
+    """A module's weights are asked for, or its pass is over."""
+
+    kind: Literal["fetch", "release"]
+    names: tuple[str, ...]
+
+
+def gathers_by_weight(step: Step) -> Mapping[str, int]:
+    """How often each weight that does not stay whole is gathered in one step once it runs steadily.
+
+    Raises ValueError where the order of the modules is not told here: with modules that predict further tokens.
+    """
+    if step.n_further:
+        raise ValueError(f"ZeRO 3 with model.mtp and more than {step.sizes.reused} elements a rank has no closed form")
+    events, n_micro_batches = list(pass_events(step)), step.n_micro_batches
+    passes = Passes(events, step.weights, step.sizes)
+    # Before the order is known all is dropped after each module, small weights, too, but an embedding's backward pass
+    # drops nothing; and after each step small weights are made whole, and they alone are.
+    is_within_step = KNOWN_FROM % n_micro_batches > 0
+    passes.decide({name for name in LOOKED_UP if name in step.weights} if is_within_step else passes.persistent)
+    counts = [passes.run() for _ in range(min(PASSES, n_micro_batches))]
+    total = Counter[str]()
+    for count in [*counts, *[counts[-1]] * (n_micro_batches - len(counts))]:
+        total.update(count)
+    return total
+
+
+class Passes:
+    """Forward and backward passes, one after another."""
+
+    def __init__(self, events: Sequence[Event], n_elements: Mapping[str, int], sizes: Sizes) -> None:
+        self.events, self.n_elements, self.sizes = events, n_elements, sizes
+        self.uses = [event.names for event in events if event.kind == "fetch"]
+        self.persistent = {name for name, numel in n_elements.items() if numel <= sizes.persistent}
+        self.whole = set(self.persistent)
+        self.decided: dict[tuple[tuple[str, ...], int], set[str]] = {}
+
+    def decide(self, whole: Collection[str]) -> None:
+        """The first pass in a known order: DeepSpeed caches for ever what it drops then after each module."""
+        self.whole = set(whole)
+        self.run()
+        self.whole = set(self.persistent)
+
+    def run(self) -> Counter[str]:
+        """What one pass gathers, by weight."""
+        coordinator = Coordinator(self)
+        for event in self.events:
+            coordinator.fetch(event.names) if event.kind == "fetch" else coordinator.release(event.names)
+        return coordinator.gathered
+
+
+class Coordinator:
+    """DeepSpeed's, through one forward and backward pass."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.uses, self.n_elements, self.sizes = passes.uses, passes.n_elements, passes.sizes
+        self.whole, self.persistent, self.decided = passes.whole, passes.persistent, passes.decided
+        self.queue = deque((name, number) for number, names in enumerate(self.uses) for name in names)
+        self.seen: dict[str, int] = {}  # up to which use the queue has gone past a weight
+        self.number, self.n_gathered = 0, 0
+        self.gathered = Counter[str]()
+
+    def fetch(self, names: tuple[str, ...]) -> None:
+        """A module's weights before its pass, and some of those that come next."""
+        self.gather(names)
+        wanted = {name for name in names if self.seen.get(name, -1) < self.number}
+        found: set[str] = set()
+        while self.queue and len(found) < len(wanted):
+            name, self.seen[name] = self.next_in_queue()
+            found.add(name)
+        room = min(self.sizes.live - self.n_gathered, self.sizes.prefetched)
+        ahead: dict[str, None] = {}
+        n_ahead = 0
+        while self.queue and n_ahead < room:
+            name, number = self.next_in_queue()
+            self.seen[name] = max(self.seen.get(name, -1), number)
+            if name not in self.whole and name not in ahead:
+                ahead[name] = None
+                n_ahead += self.n_elements[name]
+        self.gather(tuple(ahead))
+        self.number += 1
+
+    def next_in_queue(self) -> tuple[str, int]:
+        """The next weight that is to be used, and the number of that use."""
+        return self.queue.popleft()
+
+    def gather(self, names: tuple[str, ...]) -> None:
+        """Those that are not whole."""
+        for name in names:
+            if name not in self.whole:
+                self.whole.add(name)
+                self.gathered[name] += 1
+                self.n_gathered += self.n_elements[name]
+
+    def release(self, names: tuple[str, ...]) -> None:
+        """Drops a module's weights after its pass, unless they are used soon."""
+        key = names, self.number
+        if key not in self.decided:
+            self.decided[key] = self.unused_soon(names)
+        for name in self.decided[key] & self.whole:
+            self.whole.discard(name)
+            self.n_gathered -= self.n_elements[name]
+
+    def unused_soon(self, names: tuple[str, ...]) -> set[str]:
+        """Those of a module's weights that are to be dropped."""
+        dropped = {name for name in names if name not in self.persistent and self.seen.get(name, -1) <= self.number}
+        n_passed = 0
+        for use in self.uses[self.number :]:
+            if not dropped or n_passed >= self.sizes.reused:
+                break
+            dropped -= set(use)
+            n_passed += sum(self.n_elements[name] for name in use)
+        return dropped
+
+
+class Node(NamedTuple):
+    """A module: the names of its own weights, and the modules within it in the order of the forward pass."""
+
+    path: str
+    names: tuple[str, ...] = ()
+    children: tuple["Node", ...] = ()
+
+
+def pass_events(step: Step) -> Iterator[Event]:
+    """One micro-batch: the modules in the order in which DeepSpeed's hooks see them, those without weights, too."""
+    before, layers, after = nodes_of(step)
+    yield Event("fetch", ())  # the model as a whole
+    for node in [*before, *layers.values(), *after]:
+        yield from forward(node)
+    for node in reversed(after):
+        yield from backward(step, node)
+    for layer in reversed(list(layers)):
+        yield from backward_of_layer(step, layer, layers[layer])
+    for node in reversed(before):
+        yield from backward(step, node)
+
+
+def forward(node: Node) -> Iterator[Event]:
+    """A module's forward pass, with those within it."""
+    yield Event("fetch", node.names)
+    for child in node.children:
+        yield from forward(child)
+    yield Event("release", node.names)
+
+
+def backward(step: Step, node: Node) -> Iterator[Event]:
+    """A module's backward pass: its hook runs for each of its outputs that takes a gradient.
+
+    A lookup's input takes none, so nothing follows its backward pass.
+    """
+    for _ in range(outputs_of(step, node)):
+        yield Event("fetch", node.names)
+    for child in reversed(node.children):
+        yield from backward(step, child)
+    if f"{node.path}.weight" not in LOOKED_UP:
+        yield Event("release", node.names)
+
+
+def outputs_of(step: Step, node: Node) -> int:
+    """How many outputs of a module take a gradient: of a router's the weights, and what its losses are made of."""
+    moe = step.model.moe
+    if not node.path.endswith(".router") or moe is None:
+        return 1
+    return 1 + (moe.balance_coefficient > 0) + (moe.z_loss > 0)
+
+
+def backward_of_layer(step: Step, layer: int, node: Node) -> Iterator[Event]:
+    """A layer's backward pass, with what it computes again.
+
+    That comes once the backward pass of its last product or norm has begun, and ends where that one's inputs are
+    there; or before any, where the layer ends in something else that keeps a tensor.
+    """
+    repeats = {"full": node.children, "feed_forward": [each for each in node.children if ".feed_forward" in each.path]}
+    repeated = [event for each in repeats.get(mode_of(step.recompute, layer), ()) for event in forward(each)]
+    if not repeated:
+        yield from backward(step, node)
+        return
+    last = next(leaf for leaf in leaves_backwards(node) if not leaf.path.endswith("_bias"))  # a bias keeps nothing
+    begins_before = last.path.endswith((".experts", ".shared_gate"))
+    if not begins_before:
+        repeated = repeated[: repeated.index(Event("fetch", last.names)) + 1]
+    is_done = False
+    for event in backward(step, node):
+        begins = not is_done and event == Event("fetch", last.names)
+        is_done = is_done or begins
+        if begins and begins_before:
+            yield from repeated
+        yield event
+        if begins and not begins_before:
+            yield from repeated
+
+
+def leaves_backwards(node: Node) -> Iterator[Node]:
+    """The modules with weights, the last one first."""
+    for child in reversed(node.children):
+        yield from leaves_backwards(child)
+    if node.names:
+        yield node
+
+
+def nodes_of(step: Step) -> tuple[list[Node], dict[int, Node], list[Node]]:
+    """What comes before the layers, the layers, and what comes after them, in the order of the forward pass."""
+    names: dict[str, list[str]] = {}
+    for name in step.weights:
+        names.setdefault(name.rpartition(".")[0], []).append(name)
+    if step.model.tie_embeddings:
+        names["head"] = ["embed.weight"]
+    before, after = [], []
+    within: dict[int, dict[str, tuple[str, ...]]] = {layer: {} for layer in step.layers}
+    for path, own in names.items():
+        layer = step.tensors[own[0]].layer if path != "head" else None
+        if layer is not None:
+            within[layer][path] = tuple(own)
+        else:
+            (before if path.startswith("embed") else after).append(Node(path, tuple(own)))
+    return before, {layer: layer_node(step, f"layers.{layer}", own) for layer, own in within.items()}, after
+
+
+def layer_node(step: Step, path: str, names: Mapping[str, tuple[str, ...]]) -> Node:
+    """A layer: its norms, attention and feed-forward half."""
+    children = []
+    for half in ("attention", "feed_forward"):
+        norms = {
+            each: Node(each, names[each])
+            for each in (f"{path}.{half}_norm", f"{path}.{half}_post_norm")
+            if each in names
+        }
+        within = [Node(each, own) for each, own in names.items() if each.startswith(f"{path}.{half}.")]
+        if step.model.norm_placement == "post":
+            children += [Node(f"{path}.{half}", (), arranged(step, f"{path}.{half}", within)), *norms.values()]
+        else:
+            first, rest = list(norms.values())[:1], list(norms.values())[1:]
+            children += [*first, Node(f"{path}.{half}", (), arranged(step, f"{path}.{half}", within)), *rest]
+    return Node(path, (), tuple(children))
+
+
+def arranged(step: Step, path: str, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """What is within a half, in the order of its forward pass; weights are named in nearly that order."""
+    late = {"v": 2, "q_norm": 1, "k_norm": 1} if step.model.qk_norm_over == "all_heads" else {"q_norm": 2, "k_norm": 2}
+    late |= {"o": 3, "o_bias": 4, "down_bias": 4, "shared_gate": 4}
+    found = sorted(nodes, key=lambda node: late.get(node.path.removeprefix(f"{path}."), 0))
+    shared = [node for node in found if node.path.startswith(f"{path}.shared.")]
+    rest = [node for node in found if node not in shared]
+    arranged = []
+    for node in rest:
+        if node.path.endswith(".shared_gate"):
+            arranged += [Node(f"{path}.shared", (), tuple(shared)), node]
+            shared = []
+        else:
+            arranged.append(node)
+        if node.path.endswith(".router"):
+            arranged.append(Node(f"{path}.sender"))
+    return (*arranged, *([Node(f"{path}.shared", (), tuple(shared))] if shared else []))
