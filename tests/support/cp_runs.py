@@ -31,6 +31,7 @@ class Case:
     has_sinks: bool = False
     has_bias: bool = False
     cap: float | None = None
+    by_pieces: bool = False  # ring attention as where a kernel for various lengths does it, by that kernel's formula
 
     def terms(self) -> ScoreTerms:
         """Sinks and bias are leaves that want their gradients; one of the sinks is above most scores.
@@ -142,7 +143,7 @@ def attend_rank(
     sent = count_bytes()
     results = []
     for case in cases:
-        core = make_core(kind, axis, case.tile)
+        core = make_core(kind, axis, case.tile, kernel=pieces_kernel(case.dtype) if case.by_pieces else None)
         *heads, grad = (take_share(tensor, axis) for tensor in case.tensors())
         heads = [tensor.requires_grad_() for tensor in heads]
         terms, before = case.terms(), sum(sent)
@@ -152,6 +153,22 @@ def attend_rank(
         results.append((shares, between - before, sum(sent) - between))
     close_mesh()
     return results
+
+
+def pieces_kernel(dtype: torch.dtype) -> Any:
+    """The formula with FlashAttention's signature, and with its results' dtype."""
+    from modeling.kernels import varlen
+
+    forward, backward = varlen.PLAIN
+
+    def rounded_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out_THC, lse_HT = forward(*arguments)
+        return out_THC.to(dtype), lse_HT
+
+    def rounded_backward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(grad.to(dtype) for grad in backward(*arguments))
+
+    return varlen.PLAIN._replace(forward=rounded_forward, backward=rounded_backward)
 
 
 def open_axis(cp: int) -> Any:
