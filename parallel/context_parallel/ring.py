@@ -124,9 +124,9 @@ def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, work: Work, axis: Axis, terms
     The log-sum-exp is summed in fp64, one number for C of the output: its rounding is a relative error of the weights,
     and after 256 merges fp32 was off by 2.6e-6, fp64 (rounded at the end) by 2.7e-7 (CPU, 2026-11-21).
     """
+    batch, held, n_heads, _ = q_BSHC.shape
     out_BSHC = q_BSHC.new_zeros(q_BSHC.shape, dtype=torch.float32)
-    batch, held, n_heads, _ = out_BSHC.shape
-    lse_HBS = out_BSHC.new_full((n_heads, batch, held), float("-inf"), dtype=torch.float64)  # as FlashAttention has it
+    lse_HBS = q_BSHC.new_full((n_heads, batch, held), float("-inf"), dtype=torch.float64)  # as FlashAttention has it
     lse_BHS = lse_HBS.transpose(0, 1)
     for step in range(axis.degree):
         is_last = step == axis.degree - 1
@@ -138,8 +138,9 @@ def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, work: Work, axis: Axis, terms
             seen = (k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(terms), terms.cap, tile.factors(terms))
             block = attend_block(q_BSHC[:, queries], *seen)
             merge(out_BSHC[:, queries], lse_BHS[:, :, queries], *block)
-        for call in calls:
-            attend_pieces(q_BSHC, k_BSGC, v_BSGC, out_BSHC, lse_HBS, call, work.kernel)
+        for number, call in enumerate(calls):
+            heads = (q_BSHC, k_BSGC, v_BSGC)
+            attend_pieces(*heads, out_BSHC, lse_HBS, call, work.kernel, is_first=step == number == 0)
         if receive is not None:
             kv_2BSGC = receive()
     if terms.sinks_H is not None:
@@ -154,7 +155,7 @@ def merge(out_BQHC: Tensor, lse_BHQ: Tensor, block_BQHC: Tensor, block_lse_BHQ: 
     key seen) where the sum so far is finite, or the other way round, not both: each query meets itself first.
     """
     share_BHQ = torch.sigmoid(block_lse_BHQ - lse_BHQ)
-    out_BQHC += share_BHQ.float().transpose(1, 2)[..., None] * (block_BQHC.float() - out_BQHC)
+    out_BQHC.lerp_(block_BQHC.float(), share_BHQ.float().transpose(1, 2)[..., None])
     lse_BHQ.copy_(torch.logaddexp(lse_BHQ, block_lse_BHQ.to(lse_BHQ.dtype)))
 
 
@@ -166,11 +167,20 @@ def attend_pieces(
     lse_HBS: Tensor,
     call: PieceCall,
     kernel: PiecesKernel,
+    *,
+    is_first: bool,
 ) -> None:
-    """Merges one call's attention into ``out_BSHC`` (fp32) and ``lse_HBS`` (fp64), both contiguous, in place."""
+    """Merges one call's attention into ``out_BSHC`` (fp32) and ``lse_HBS`` (fp64), both contiguous, in place.
+
+    The first call is that of all queries with themselves: there is nothing yet that it would have to be merged with.
+    """
     q_THC, k_TGC, v_TGC = rows_of(q_BSHC, call.queries), rows_of(k_BSGC, call.keys), rows_of(v_BSGC, call.keys)
     block_THC, block_lse_HT = kernel.forward(q_THC, k_TGC, v_TGC, call.pieces)
     out_THC, lse_HT = out_BSHC.view(-1, *out_BSHC.shape[2:]), lse_HBS.view(len(lse_HBS), -1)
+    if is_first:
+        out_THC.copy_(block_THC)
+        lse_HT.copy_(block_lse_HT)
+        return
     sizes = [each.stop - each.start for each in call.queries]
     parts = zip(call.queries, block_THC.split(sizes), block_lse_HT.split(sizes, dim=1), strict=True)
     for places, part_THC, part_lse_HT in parts:
@@ -228,9 +238,9 @@ def ring_backward(
                     dbias_HN += bucket_sums(dscores_BHQS, tile.buckets_BQS(terms), dbias_HN.shape[1])
             else:
                 dq_BQHC, dk_BSGC, dv_BSGC = attend_block_backward(*passed)
-            dq_BSHC[:, queries] += dq_BQHC
-            found_2BSGC[0, :, keys] += dk_BSGC
-            found_2BSGC[1, :, keys] += dv_BSGC
+            dq_BSHC[:, queries].add_(dq_BQHC)  # `+=` would copy the sum onto itself once more
+            found_2BSGC[0, :, keys].add_(dk_BSGC)
+            found_2BSGC[1, :, keys].add_(dv_BSGC)
         for call in calls:
             whole = (grad_BSHC, out_BSHC, lse_BHS.transpose(0, 1))
             attend_pieces_backward(*whole, q_BSHC, k_BSGC, v_BSGC, dq_BSHC, found_2BSGC, call, work.kernel)
@@ -269,7 +279,7 @@ def add_rows(sum_BSHC: Tensor, places: Sequence[slice], found_THC: Tensor) -> No
     """Adds what was found for these places of all rows, in place."""
     sum_THC = sum_BSHC.view(-1, *sum_BSHC.shape[2:])
     for each, part_THC in zip(places, found_THC.split([each.stop - each.start for each in places]), strict=True):
-        sum_THC[each] += part_THC
+        sum_THC[each].add_(part_THC)
 
 
 def send_gradient_on(

@@ -113,10 +113,10 @@ def plant(fault: str | None) -> None:
         case "full pieces called causal":
             whole = pieces.whole_pieces
             pieces.whole_pieces = lambda *arguments: [each._replace(right=0) for each in whole(*arguments)]
-        case "documents begin one token later":
+        case "documents begin one token later":  # within their rows
             of_rank = pieces.documents_of
-            pieces.documents_of = lambda bounds, *rest: of_rank(
-                [0, *(min(bound + 1, bounds[-1]) for bound in bounds[1:])], *rest
+            pieces.documents_of = lambda bounds, seq_len, *rest: of_rank(
+                sorted({bound + (bound % seq_len > 0) for bound in bounds}), seq_len, *rest
             )
         case "windows count from the first key":
             windowed = pieces.windowed_pieces

@@ -133,6 +133,7 @@ def attend_rank(
 ) -> list[tuple[dict[str, Tensor], int, int]]:
     """One rank: for each case its share of outputs and gradients, and the bytes that it sent forward and backward."""
     from cp_faults import plant
+    from kernel_references import like_flash
     from parallel.context_parallel.context import split_context
     from parallel.context_parallel.core import make_core
     from parallel.context_parallel.part import take_share
@@ -143,7 +144,7 @@ def attend_rank(
     sent = count_bytes()
     results = []
     for case in cases:
-        core = make_core(kind, axis, case.tile, kernel=pieces_kernel(case.dtype) if case.by_pieces else None)
+        core = make_core(kind, axis, case.tile, kernel=like_flash() if case.by_pieces else None)
         *heads, grad = (take_share(tensor, axis) for tensor in case.tensors())
         heads = [tensor.requires_grad_() for tensor in heads]
         terms, before = case.terms(), sum(sent)
@@ -153,22 +154,6 @@ def attend_rank(
         results.append((shares, between - before, sum(sent) - between))
     close_mesh()
     return results
-
-
-def pieces_kernel(dtype: torch.dtype) -> Any:
-    """The formula with FlashAttention's signature, and with its results' dtype."""
-    from modeling.kernels import varlen
-
-    forward, backward = varlen.PLAIN
-
-    def rounded_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out_THC, lse_HT = forward(*arguments)
-        return out_THC.to(dtype), lse_HT
-
-    def rounded_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(grad.to(dtype) for grad in backward(*arguments))
-
-    return varlen.PLAIN._replace(forward=rounded_forward, backward=rounded_backward)
 
 
 def open_axis(cp: int) -> Any:

@@ -240,7 +240,9 @@ PLANTED = {
     ),
     "documents begin one token later": (
         "documents_of",
-        lambda made: lambda bounds, *a: made([0, *(min(each + 1, bounds[-1]) for each in bounds[1:])], *a),
+        lambda made: (
+            lambda bounds, seq_len, *a: made(sorted({each + (each % seq_len > 0) for each in bounds}), seq_len, *a)
+        ),
     ),
 }
 
