@@ -76,10 +76,21 @@ def flash_forward(q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, pieces: Pieces) -
     """
     n_channels, scale = v_UGC.shape[-1], q_THC.shape[-1] ** -0.5
     q_THC, k_UGC, v_UGC = (_in_units(heads) for heads in (q_THC, k_UGC, v_UGC))
-    lengths, limits = flash_arguments(pieces)
-    bounds = (pieces.query_bounds, pieces.key_bounds)
+    longest_queries, longest_keys = flash_lengths(pieces)
     out_THC, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-        q_THC, k_UGC, v_UGC, *bounds, *lengths, 0.0, _is_causal(pieces), False, scale=scale, **limits
+        q_THC,
+        k_UGC,
+        v_UGC,
+        pieces.query_bounds,
+        pieces.key_bounds,
+        longest_queries,
+        longest_keys,
+        0.0,
+        _is_causal(pieces),
+        False,
+        scale=scale,
+        window_size_left=pieces.left,
+        window_size_right=pieces.right,
     )
     assert lse_HT.shape == (q_THC.shape[1], q_THC.shape[0])
     return out_THC[..., :n_channels], lse_HT
@@ -94,38 +105,43 @@ def flash_backward(
     ``varlen_attn`` gives them, and no values.
     """
     n_channels, scale = q_THC.shape[-1], q_THC.shape[-1] ** -0.5
-    heads = [_in_units(each) for each in (grad_THC, q_THC, k_UGC, v_UGC, out_THC)]
-    lengths, limits = flash_arguments(pieces)
-    bounds = (pieces.query_bounds, pieces.key_bounds)
+    grad_THC, q_THC, k_UGC, v_UGC, out_THC = (_in_units(each) for each in (grad_THC, q_THC, k_UGC, v_UGC, out_THC))
+    longest_queries, longest_keys = flash_lengths(pieces)
     rng_state = torch.empty(2, dtype=torch.uint64, device=q_THC.device)
     unused = torch.empty(0, device=q_THC.device)
     grads = torch.ops.aten._flash_attention_backward(
-        *heads,
+        grad_THC,
+        q_THC,
+        k_UGC,
+        v_UGC,
+        out_THC,
         lse_HT.contiguous(),
-        *bounds,
-        *lengths,
+        pieces.query_bounds,
+        pieces.key_bounds,
+        longest_queries,
+        longest_keys,
         0.0,
         _is_causal(pieces),
         rng_state,
         unused,
         scale=scale,
-        **limits,
+        window_size_left=pieces.left,
+        window_size_right=pieces.right,
     )
     dq_THC, dk_UGC, dv_UGC = (grad[..., :n_channels] for grad in grads)
     return dq_THC, dk_UGC, dv_UGC
 
 
-def flash_arguments(pieces: Pieces) -> tuple[tuple[int, int], dict[str, int]]:
-    """(longest queries, longest keys) and the limits, as the operators are told of them. The lengths may be too large.
+def flash_lengths(pieces: Pieces) -> tuple[int, int]:
+    """(longest queries, longest keys), as the operators are told of them; they may be larger than any piece.
 
     With one query as the longest, FlashAttention 2 lays grouped heads otherwise (``seqlenq_ngroups_swapped``), so two
     are named. And where the left is limited and the right is not, it takes the longest keys as the limit on the right,
     which would hide keys from the first queries of a piece that has more queries than any has keys.
     """
-    longest_queries, longest_keys = max(2, pieces.longest_queries), pieces.longest_keys
-    if pieces.left >= 0 and pieces.right < 0:
-        longest_keys = max(longest_keys, longest_queries)
-    return (longest_queries, longest_keys), {"window_size_left": pieces.left, "window_size_right": pieces.right}
+    longest_queries = max(2, pieces.longest_queries)
+    is_open_on_the_right = pieces.left >= 0 and pieces.right < 0
+    return longest_queries, max(pieces.longest_keys, longest_queries if is_open_on_the_right else 0)
 
 
 def _is_causal(pieces: Pieces) -> bool:

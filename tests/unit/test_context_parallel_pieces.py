@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modeling.context import PADDING, Context
-from modeling.kernels.varlen import Pieces, flash_arguments, plain_forward
+from modeling.kernels.varlen import Pieces, flash_lengths, plain_forward
 from parallel.context_parallel import pieces as pieces_module
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.part import held_positions
@@ -74,9 +74,8 @@ def within(left: int, right: int, n_queries: int, n_keys: int) -> Tensor:
 
 def flash_2(pieces: Pieces, n_queries: int, n_keys: int) -> Tensor:
     """As FlashAttention 2 has it in torch (flash_api.cpp, mask.h): what it makes of limits and of the longest keys."""
-    (_, longest_keys), limits = flash_arguments(pieces)
-    left, right = limits["window_size_left"], limits["window_size_right"]
-    left, right = (-1 if limit >= longest_keys else limit for limit in (left, right))
+    _, longest_keys = flash_lengths(pieces)
+    left, right = (-1 if limit >= longest_keys else limit for limit in (pieces.left, pieces.right))
     if left < 0 and right == 0:  # causal
         return within(-1, 0, n_queries, n_keys)
     if left >= 0 or right >= 0:  # local
@@ -86,8 +85,7 @@ def flash_2(pieces: Pieces, n_queries: int, n_keys: int) -> Tensor:
 
 def flash_3(pieces: Pieces, n_queries: int, n_keys: int) -> Tensor:
     """As FlashAttention 3 has it: a limit that is not there is the longest length on its side."""
-    (longest_queries, longest_keys), limits = flash_arguments(pieces)
-    left, right = limits["window_size_left"], limits["window_size_right"]
+    (longest_queries, longest_keys), (left, right) = flash_lengths(pieces), (pieces.left, pieces.right)
     if left >= 0 or right >= 0:
         left, right = (longest_keys - 1 if left < 0 else left), (longest_queries - 1 if right < 0 else right)
     return within(left, right, n_queries, n_keys)
@@ -189,12 +187,9 @@ def test_a_long_document_is_the_same_work_on_all_ranks() -> None:
 def test_grouped_heads_of_single_queries_are_not_laid_otherwise() -> None:
     """The longest queries that the operators are told of are never one, nor fewer than the keys where that counts."""
     bounds = torch.tensor([0, 1], dtype=torch.int32)
-    assert flash_arguments(Pieces(bounds, bounds, 1, 1))[0] == (2, 1)
-    assert flash_arguments(Pieces(bounds, bounds, 9, 4, left=3)) == (
-        (9, 9),
-        {"window_size_left": 3, "window_size_right": -1},
-    )
-    assert flash_arguments(Pieces(bounds, bounds, 9, 4, left=3, right=0))[0] == (9, 4)
+    assert flash_lengths(Pieces(bounds, bounds, 1, 1)) == (2, 1)
+    assert flash_lengths(Pieces(bounds, bounds, 9, 4, left=3)) == (9, 9)
+    assert flash_lengths(Pieces(bounds, bounds, 9, 4, left=3, right=0)) == (9, 4)
 
 
 def test_the_formula_knows_the_documented_limits() -> None:
