@@ -63,10 +63,9 @@ def fits_pieces(terms: ScoreTerms) -> bool:
     return terms.alibi is None and not terms.needs_formula
 
 
-def fits_flash(q: Tensor, terms: ScoreTerms) -> bool:
-    """Whether FlashAttention computes it: on CUDA, in half precision, and heads that are not too wide."""
-    halves = q.dtype in (torch.bfloat16, torch.float16)
-    return fits_pieces(terms) and q.is_cuda and halves and q.shape[-1] <= FLASH_CHANNELS
+def fits_flash(q: Tensor) -> bool:
+    """Whether FlashAttention takes such heads: on CUDA, in half precision, and not too wide."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= FLASH_CHANNELS
 
 
 def flash_forward(q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:

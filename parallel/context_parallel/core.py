@@ -23,8 +23,8 @@ def make_core(
 
     It takes the held positions' queries, keys and values and a ``HeldContext``. All ranks of the axis call it, layer by
     layer, forward and backward. ``tile``: queries, and keys, of one kernel call of the ring; ``block``: queries of
-    one of ``attend``'s pieces. ``kernel``: what the ring computes pieces of documents with, whatever the device; None:
-    FlashAttention where it can, otherwise tiles.
+    one of ``attend``'s pieces. ``kernel``: what the ring computes pieces of documents with, whatever the device
+    (``ring_attend``).
     """
     assert axis.degree > 1
     match kind:

@@ -61,7 +61,11 @@ def plan_pieces(
     documents = documents_of(bounds, seq_len, rank, cp)
     longest = max(stop - start for _, start, stop in documents)
     window = None if window is None or window >= longest else window
-    groups = [calls_of(pieces_of(documents, seq_len, window, rank, key_rank, cp)) for key_rank in range(cp)]
+    crossing = [each for each in documents if _begins_before_a_chunk(each, seq_len, rank, cp)]
+    groups = [
+        calls_of(pieces_of(documents if key_rank == rank else crossing, seq_len, window, rank, key_rank, cp))
+        for key_rank in range(cp)
+    ]
     numbers = [side for calls in groups for call in calls for side in (_ends(call, "queries"), _ends(call, "keys"))]
     sizes = [len(side) for side in numbers]
     flat = to_device(torch.tensor([end for side in numbers for end in side], dtype=torch.int32), device)
@@ -98,6 +102,12 @@ def documents_of(bounds: Sequence[int], seq_len: int, rank: int, cp: int) -> lis
         (bounds[each] // seq_len, bounds[each] % seq_len, bounds[each] % seq_len + bounds[each + 1] - bounds[each])
         for each in found
     ]
+
+
+def _begins_before_a_chunk(document: tuple[int, int, int], seq_len: int, rank: int, cp: int) -> bool:
+    """Whether it reaches from before one of the rank's chunks into it: no other one has keys on another rank."""
+    chunk, (_, start, stop) = chunk_length(seq_len, cp), document
+    return any(start < number * chunk < stop for number in (rank, 2 * cp - 1 - rank))
 
 
 def pieces_of(

@@ -54,7 +54,8 @@ def ring_attend(
 ) -> Tensor:
     """Attention's output (B, S, H, C) at the held positions. All ranks of ``axis`` call it.
 
-    ``kernel``: what computes pieces of documents; None: FlashAttention where it can, otherwise tiles.
+    ``kernel``: what computes pieces of documents, where it knows the scores' terms; None: FlashAttention where it can.
+    Everything else goes by tiles.
 
     Each rank holds all heads at its own positions throughout; blocks of keys and values pass by, one at a time, so
     memory grows with S, not with cp * S. Outputs and gradients are summed in fp32 in every dtype.
@@ -67,10 +68,11 @@ def ring_attend(
     assert isinstance(context, HeldContext)
     n_channels = v_BSGC.shape[-1]
     v_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-    if kernel is None and fits_flash(q_BSHC, terms):
+    if not fits_pieces(terms):
+        kernel = None
+    elif kernel is None and fits_flash(q_BSHC):
         kernel = FLASH
     if kernel is not None:
-        assert fits_pieces(terms)
         work = Work(calls=context.pieces(window, axis), kernel=kernel)
     else:
         if window not in context.plans:
