@@ -125,7 +125,9 @@ def in_8_bits() -> Iterator[Case]:
 
 
 def layouts() -> Iterator[Case]:
-    """One rank of each axis alone and of some together."""
+    """One rank of each axis alone and of some together. A ring goes by tiles in fp32, and with slopes."""
+    ring = {"parallel": ParallelConfig(cp=2, cp_attention="ring"), "world_size": 2, "rank": 1}
+    yield Case("llama fp32 cp2 ring tiles", fitting(example_config("llama")), dtype="fp32", most_waits=1, **ring)
     dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))
     latent = fitting(example_config("deepseek_v3"))
     windowed = fitting(example_config("mistral", sliding_window=5, d_head=20))
