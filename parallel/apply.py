@@ -15,6 +15,7 @@ from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
+from modeling.kernels.varlen import PLAIN
 from modeling.loss import Head
 from modeling.moe import Experts, MoE, staying
 from modeling.norm import LayerNorm, RMSNorm
@@ -58,11 +59,14 @@ def build_part(
     make_weights(model, layout_of(config), mesh, dtype, adopt)
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    for number, attention in enumerate(attentions, start=1):
+        attention.core = partial(attend, block=sizes.query_block)
+        if mesh.cp.degree > 1:
+            is_by_pieces = sizes.ring_pieces_every is not None and number % sizes.ring_pieces_every == 0
+            blocks = (sizes.ring_tile, sizes.query_block, PLAIN if is_by_pieces else None)
+            attention.core = make_core(parallel.cp_attention, mesh.cp, *blocks)
     for module in model.modules():
-        if isinstance(module, Attention):
-            module.core = partial(attend, block=sizes.query_block)
-            if mesh.cp.degree > 1:
-                module.core = make_core(parallel.cp_attention, mesh.cp, sizes.ring_tile, sizes.query_block)
         if isinstance(module, MoE):
             connect_experts(module, mesh, sizes.row_multiple, overlap=parallel.ep_overlap, weights_stay=weights_stay)
         if isinstance(module, Head):

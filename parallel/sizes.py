@@ -17,6 +17,9 @@ class Sizes:
     chunk_logits: int | None = None
     query_block: int = QUERY_BLOCK  # queries of one kernel call of attention on CPUs, where no ring is
     ring_tile: int = TILE  # queries, and keys, of one kernel call of ring attention
+    # Of so many attention layers, the last goes around the ring by pieces of documents, as all do where FlashAttention
+    # computes them, and by these pieces' formula. None: where FlashAttention cannot, all go by tiles.
+    ring_pieces_every: int | None = None
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
     # DeepSpeed's, and its own defaults, in elements.

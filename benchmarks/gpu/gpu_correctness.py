@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 from fake_cuda.dry_run import fitting
 from gpu_part import Check, Place
 from gpu_report import ROOT
-from kernel_references import attend_reference, experts_reference
+from gpu_ring import ring_on_one_device
+from kernel_references import attend_reference, experts_reference, like_flash
 from modeling.config import FAMILIES, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder
@@ -27,6 +29,7 @@ from modeling.dropout import Draws, Dropout, ScoreDropout
 from modeling.dtypes import DTYPES
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import ExpertBiases, experts_grouped
+from modeling.kernels.varlen import FLASH, NO_LIMIT, PLAIN, Pieces
 from modeling.loss import IGNORE, Head
 from modeling.router import Router
 from modeling.score_terms import Alibi, ScoreTerms
@@ -73,6 +76,44 @@ ATTENTION = (
 )
 
 
+LONG = ((700, 1, 323), (1024,))  # chunks of 128 over four ranks
+RING = (
+    AttentionCase("plain"),
+    AttentionCase("grouped heads", n_kv_heads=2),
+    AttentionCase("one key-value head, 128 channels", n_kv_heads=1, d_head=128, lengths=LONG),
+    AttentionCase("256 channels", n_heads=2, n_kv_heads=1, d_head=256),
+    AttentionCase("window", n_kv_heads=4, window=17),
+    AttentionCase("window over two chunks", n_kv_heads=4, window=300, lengths=LONG),
+    AttentionCase("window of one", window=1),
+    AttentionCase("one-token documents", n_kv_heads=4, lengths=((1,) * 256, (1, 254, 1))),
+    AttentionCase("one query of a document", n_kv_heads=2, lengths=((33, 64, 64, 95), (97, 159))),
+    AttentionCase("padding and window", n_kv_heads=2, padding=37, window=40),
+    AttentionCase("100 channels", d_head=100, n_kv_heads=2),
+    AttentionCase("sinks and window", n_kv_heads=2, has_sinks=True, window=33),
+)
+RING_CP = 4
+
+
+class PiecesCase(NamedTuple):
+    """Lengths of pieces, and what they see of each other: ``modeling.kernels.varlen.Pieces``."""
+
+    name: str
+    queries: Sequence[int]
+    keys: Sequence[int]
+    left: int = NO_LIMIT
+    right: int = NO_LIMIT
+
+
+OWN = (5, 1, 9, 200)
+PIECES = (
+    PiecesCase("all keys", OWN, (3, 7, 130, 64)),
+    PiecesCase("single queries", (1, 1, 1), (3, 40, 7)),
+    PiecesCase("causal", OWN, OWN, right=0),
+    PiecesCase("window", OWN, OWN, 16, 0),
+    PiecesCase("window of earlier keys", (9, 30, 1, 150), (9, 2, 5, 140), 12),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertCase:
     """How tokens are spread over experts."""
@@ -106,6 +147,11 @@ def checks(n_devices: int, *, dry: bool) -> list[Check]:
     found = [Check("doctor", check_doctor, 180)]
     for dtype in ("bf16", "fp16"):
         found += [Check(f"attention {dtype}: {case.name}", partial(check_attention, case, dtype)) for case in ATTENTION]
+        found += [Check(f"pieces {dtype}: {case.name}", partial(check_pieces, case, dtype)) for case in PIECES]
+        ring = partial(ring_on_one_device, cp=RING_CP)
+        found += [
+            Check(f"ring {dtype}: {case.name}", partial(check_attention, case, dtype, kernel=ring)) for case in RING
+        ]
     for dtype in ("bf16", "fp16", "fp32"):
         cases = [case for case in EXPERTS if case is EXPERTS[0] or dtype == "bf16" or (case.biases and dtype == "fp32")]
         found += [Check(f"experts {dtype}: {case.name}", partial(check_experts, case, dtype)) for case in cases]
@@ -149,6 +195,28 @@ def check_attention(case: AttentionCase, dtype: str, place: Place, kernel: Calla
         # A query that sees one key has no gradient, and neither has that key: differences of rounded numbers are left.
         floor = case.d_head**0.5 if not gradient(reference).any() else 0.0
         compare(f"gradient of {name}", gradient(mine), gradient(reference), BOUNDS[dtype], floor)
+
+
+def check_pieces(case: PiecesCase, dtype: str, place: Place) -> None:
+    """A block's outputs and log-sum-exp, and its part in the gradients where queries see more keys than the block's."""
+    kernel = FLASH if place.device.type == "cuda" else like_flash()
+    bounds = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (case.queries, case.keys)]
+    pieces = Pieces(bounds[0], bounds[1], max(case.queries), max(case.keys), case.left, case.right)
+    there = dataclasses.replace(pieces, query_bounds=bounds[0].to(place.device), key_bounds=bounds[1].to(place.device))
+    generator = torch.Generator().manual_seed(8)
+    shapes = [(sum(case.queries), 8, 64), (sum(case.queries), 8, 64), *[(sum(case.keys), 2, 64)] * 2]
+    grad_THC, *heads = (torch.randn(shape, generator=generator).to(DTYPES[dtype]) for shape in shapes)
+    ours = kernel.forward(*(each.to(place.device) for each in heads), there)
+    theirs = PLAIN.forward(*(each.float() for each in heads), pieces)
+    whole_THC = (theirs[0] + torch.randn(theirs[0].shape, generator=generator)).to(DTYPES[dtype])
+    whole = (whole_THC, theirs[1] + 1.5)
+    given = [each.to(place.device) for each in (grad_THC, *heads, *whole)]
+    exact = [each.float() for each in (grad_THC, *heads, *whole)]
+    ours += kernel.backward(*given, there)
+    theirs += PLAIN.backward(*exact, pieces)
+    names = ("output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values")
+    for name, mine, reference in zip(names, ours, theirs, strict=True):
+        compare(name, mine.cpu().float(), reference, BOUNDS[dtype])
 
 
 def drawn_heads(case: AttentionCase, dtype: torch.dtype) -> list[Tensor]:

@@ -39,15 +39,18 @@ def told_on_host(batch: MicroBatch) -> MicroBatch:
     for context in (batch.context, getattr(batch.context, "whole", None), batch.context.part):
         if context is not None:
             _ = context.cu_seqlens, context.valid_T
+        if isinstance(context, HeldContext):
+            _ = context.bounds
     return batch
 
 
 def plan_on_host(config: RunConfig, batch: MicroBatch, mesh: Mesh) -> None:
-    """Adds to the batch what a ring computes for each sliding window: that follows from values, here at hand."""
+    """Adds to the batch what a ring computes for each window, in both ways: that follows from values, here at hand."""
     context = batch.context
     assert isinstance(context, HeldContext)
     for window in {config.model.window_of(layer) for layer in config.model.all_layers}:
         context.plans[window] = plan_ring(context.whole, window, mesh.cp, DEFAULT_SIZES.ring_tile)
+        context.pieces(window, mesh.cp)
 
 
 def on_device(batch: MicroBatch, mode: FakeTensorMode, device: torch.device) -> MicroBatch:

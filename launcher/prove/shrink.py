@@ -43,12 +43,14 @@ ADAMW_LR = 1e-3
 SGD_LR = 0.1
 WARMUP_STEPS = 3  # the learning rate changes from step to step
 IDLE_CLIP_NORM = 1e3  # far above the gradients' norm: clipping has to leave them alone
-# The shrunk model crosses all of these: several chunks of the loss and tiles of the ring, the last of them smaller;
-# weights larger and smaller than a bucket; under ZeRO 3 matrices that are gathered, and norms that stay whole.
+# The shrunk model crosses all of these: several chunks of the loss and tiles of the ring, the last of them smaller, the
+# ring in every second layer by pieces; weights larger and smaller than a bucket; under ZeRO 3 matrices that are
+# gathered, and norms that stay whole.
 SMALL_SIZES = Sizes(
     chunk_logits=500,
     query_block=5,
     ring_tile=3,
+    ring_pieces_every=2,
     row_multiple=8,
     staging_bytes=4096,
     bucket=2000,

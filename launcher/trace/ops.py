@@ -3,7 +3,7 @@
 An operation whose product nobody has counted raises ``Uncounted``: it would be free otherwise, in silence.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -177,7 +177,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         kind: Kind = "grouped product" if name in GROUPED else "product"
         return Work(name, kind, given[0].dtype, n_bytes, product_flops(name, given))
     if name in ATTENTION:
-        return Work(name, "attention", given[0].dtype, n_bytes, attention_flops(name, given, args, kwargs))
+        return Work(
+            name, "attention", given[0].dtype, n_bytes, attention_flops(name, given, _arguments(func, args, kwargs))
+        )
     if namespace not in NAMESPACES or func._overloadpacket in _known_products():
         raise Uncounted(f"{namespace}::{name} may multiply matrices, and launcher.trace.ops counts no FLOPs for it")
     return Work(name, "other", None, n_bytes, 0)
@@ -201,35 +203,52 @@ def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
     return 2 * many * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-def attention_flops(name: str, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> float:
+def attention_flops(name: str, given: Sequence[torch.Tensor], told: Mapping[str, Any]) -> float:
     """Two for each multiplication of queries with keys and of weights with values.
 
-    Causal kernels leave out half of the pairs; of several documents, the longest's length counts for all. A kernel that
-    is given a mask multiplies all pairs.
+    Kernels that are told of limits multiply no pair beyond them; of several pieces, the longest's lengths count for
+    all. A kernel that is given a mask multiplies all pairs. ``told``: the arguments by their names.
     """
     first = ATTENTION[name]
     query, key, value = given[first : first + 3]
     passes = BACKWARD_PRODUCTS if first else 1.0
     if "varlen" in name or "_flash_attention_" in name[:17]:
         n_queries, n_heads = query.shape[0], query.shape[1]
-        keys = _causal_keys(args, kwargs)
+        keys = _keys_seen(told)
     else:
         n_queries, n_heads = query.shape[0] * query.shape[2], query.shape[1]
         keys = key.shape[2]
     return passes * 2 * n_queries * n_heads * keys * (query.shape[-1] + value.shape[-1])
 
 
-def _causal_keys(args: Any, kwargs: Any) -> float:
-    """Keys that a query sees in the mean, from a variable-length kernel's arguments: its two longest lengths."""
-    flat = [*args, *(kwargs or {}).values()]
-    numbers = [each for each in flat if isinstance(each, int) and not isinstance(each, bool)]
-    window = next((each for each in flat if isinstance(each, list | tuple) and len(each) == 2), (-1, 0))
-    longest = max(numbers)
-    left = window[0]
-    if left is None or left < 0 or left + 1 >= longest:
-        return (longest + 1) / 2
-    width = left + 1
-    return width - width * (width - 1) / (2 * longest)
+def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by their names in the operation's schema."""
+    return dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | (kwargs or {})
+
+
+def _keys_seen(told: Mapping[str, Any]) -> float:
+    """Keys that a query sees in the mean, in a piece of the two longest lengths of a variable-length kernel.
+
+    Query i of Q sees key j of K where ``i + K - Q - left <= j <= i + K - Q + right``; below zero, or None: no limit.
+    """
+    n_queries, n_keys = told["max_q"], told["max_k"]
+    limits = told.get("window_size") or (told.get("window_size_left"), told.get("window_size_right"))
+    left, right = (-1 if limit is None else limit for limit in limits)
+    right = 0 if told.get("is_causal") else right
+    diagonal = n_keys - n_queries
+    up_to = n_queries * n_keys if right < 0 else _clipped_sum(diagonal + right + 1, n_queries, n_keys)
+    before = 0 if left < 0 else _clipped_sum(diagonal - left, n_queries, n_keys)
+    return (up_to - before) / n_queries
+
+
+def _clipped_sum(first: int, count: int, most: int) -> int:
+    """The sum of ``count`` consecutive numbers from ``first`` on, each at least 0 and at most ``most``."""
+
+    def up_to(last: int) -> int:
+        ramp = min(max(last, 0), most)
+        return ramp * (ramp + 1) // 2 + max(last - most, 0) * most
+
+    return up_to(first + count - 1) - up_to(first - 1)
 
 
 def _wire(name: str, args: Any, given: Sequence[torch.Tensor], n_bytes: int) -> Work:

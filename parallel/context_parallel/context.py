@@ -1,12 +1,14 @@
 """What a layer may look at where a rank holds only a part of each sequence."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import torch
 
 from modeling.context import Context
 from parallel.context_parallel.part import held_positions, take_share
+from parallel.context_parallel.pieces import PiecePlan, plan_pieces
 from parallel.context_parallel.plan import RingPlan
 from parallel.mesh import Axis
 
@@ -21,10 +23,27 @@ class HeldContext(Context):
     """
 
     whole: Context = field(kw_only=True)
-    plans: dict[int | None, RingPlan] = field(default_factory=dict)  # sliding window -> what ring attention computes
+    # Sliding window -> what ring attention computes, by tiles or by pieces of documents.
+    plans: dict[int | None, RingPlan] = field(default_factory=dict)
+    piece_plans: dict[int | None, PiecePlan] = field(default_factory=dict)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Where documents begin in the whole flattened batch, and its end; on the host."""
+        return self.whole.cu_seqlens[0].tolist()
+
+    def pieces(self, window: int | None, axis: Axis) -> PiecePlan:
+        """What ring attention computes where a kernel for various lengths does it. Planned once for all layers."""
+        if window not in self.piece_plans:
+            places = (self.whole.positions_BS.shape[1], window, axis.rank, axis.degree)
+            self.piece_plans[window] = plan_pieces(self.bounds, *places, self.positions_BS.device)
+        return self.piece_plans[window]
 
     def to(self, device: torch.device) -> Self:
-        """This context on the device, the whole sequences' too."""
+        """This context on the device, the whole sequences' too; where documents begin is told before."""
+        if device.type == "cpu":
+            return self
+        _ = self.bounds
         moved = super().to(device)
         moved.whole = self.whole.to(device)
         return moved

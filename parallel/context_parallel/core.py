@@ -4,6 +4,7 @@ from functools import partial
 from typing import Literal, assert_never
 
 from modeling.attention import AttentionCore
+from modeling.kernels.varlen import PiecesKernel
 from modeling.pieces import QUERY_BLOCK
 from parallel.context_parallel.plan import TILE
 from parallel.context_parallel.ring import ring_attend
@@ -12,19 +13,24 @@ from parallel.mesh import Axis
 
 
 def make_core(
-    kind: Literal["ulysses", "ring"], axis: Axis, tile: int = TILE, block: int = QUERY_BLOCK
+    kind: Literal["ulysses", "ring"],
+    axis: Axis,
+    tile: int = TILE,
+    block: int = QUERY_BLOCK,
+    kernel: PiecesKernel | None = None,
 ) -> AttentionCore:
     """An attention core over the cp axis (degree above 1), for ``modeling.attention.Attention.core``.
 
     It takes the held positions' queries, keys and values and a ``HeldContext``. All ranks of the axis call it, layer by
     layer, forward and backward. ``tile``: queries, and keys, of one kernel call of the ring; ``block``: queries of
-    one of ``attend``'s pieces.
+    one of ``attend``'s pieces. ``kernel``: what the ring computes pieces of documents with, whatever the device
+    (``ring_attend``).
     """
     assert axis.degree > 1
     match kind:
         case "ulysses":
             return partial(ulysses_attend, axis=axis, block=block)
         case "ring":
-            return partial(ring_attend, axis=axis, tile=tile)
+            return partial(ring_attend, axis=axis, tile=tile, kernel=kernel)
         case _:
             assert_never(kind)

@@ -1,10 +1,14 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889) over zig-zag chunks: keys and values travel, queries stay.
 
-Shape letters: B batch, S positions held, H heads, G key-value heads, C d_head; 2 in front: keys and values.
+Two ways of computing a block: pieces of documents by FlashAttention, on CUDA in half precision, and tiles with masks.
+The latter know everything that scores may have, and are what the former has to equal.
+
+Shape letters: B batch, S positions held, T all rows' positions held (B * S), H heads, G key-value heads, C d_head; 2 in
+front: keys and values.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,12 +18,26 @@ from modeling.context import Context
 from modeling.kernels.attention import widened
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.sinks import join_sinks, sinks_gradient
+from modeling.kernels.varlen import FLASH, PiecesKernel, fits_flash, fits_pieces
 from modeling.score_terms import NO_TERMS, ScoreTerms, bucket_sums
 from parallel.context_parallel.context import HeldContext
-from parallel.context_parallel.plan import TILE, RingPlan, plan_ring
+from parallel.context_parallel.pieces import PieceCall, PiecePlan
+from parallel.context_parallel.plan import TILE, RingPlan, Tile, plan_ring
 from parallel.mesh import Axis
 
 KEYS, GRADIENTS = 0, 1  # tags of the two kinds of messages; both may be under way at once
+
+
+class Work(NamedTuple):
+    """What this rank computes, by the cp rank whose keys they are: tiles, or calls of a kernel, not both."""
+
+    tiles: RingPlan | None = None
+    calls: PiecePlan | None = None
+    kernel: PiecesKernel = FLASH
+
+    def of(self, key_rank: int) -> tuple[Sequence[Tile], Sequence[PieceCall]]:
+        """The tiles, or the calls, for that rank's keys."""
+        return (self.tiles[key_rank] if self.tiles else (), self.calls[key_rank] if self.calls else ())
 
 
 def ring_attend(
@@ -32,8 +50,12 @@ def ring_attend(
     *,
     axis: Axis,
     tile: int = TILE,
+    kernel: PiecesKernel | None = None,
 ) -> Tensor:
     """Attention's output (B, S, H, C) at the held positions. All ranks of ``axis`` call it.
+
+    ``kernel``: what computes pieces of documents, where it knows the scores' terms; None: FlashAttention where it can.
+    Everything else goes by tiles.
 
     Each rank holds all heads at its own positions throughout; blocks of keys and values pass by, one at a time, so
     memory grows with S, not with cp * S. Outputs and gradients are summed in fp32 in every dtype.
@@ -46,11 +68,18 @@ def ring_attend(
     assert isinstance(context, HeldContext)
     n_channels = v_BSGC.shape[-1]
     v_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-    if window not in context.plans:
-        context.plans[window] = plan_ring(context.whole, window, axis, tile)
-    plan = context.plans[window]
+    if not fits_pieces(terms):
+        kernel = None
+    elif kernel is None and fits_flash(q_BSHC):
+        kernel = FLASH
+    if kernel is not None:
+        work = Work(calls=context.pieces(window, axis), kernel=kernel)
+    else:
+        if window not in context.plans:
+            context.plans[window] = plan_ring(context.whole, window, axis, tile)
+        work = Work(tiles=context.plans[window])
     told = terms._replace(sinks_H=None, bias_HN=None)
-    out_BSHC = _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN, plan, axis, told)
+    out_BSHC = _RingAttention.apply(q_BSHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN, work, axis, told)
     return out_BSHC[..., :n_channels]
 
 
@@ -63,15 +92,15 @@ class _RingAttention(torch.autograd.Function):
         v_BSGC: Tensor,
         sinks_H: Tensor | None,
         bias_HN: Tensor | None,
-        plan: RingPlan,
+        work: Work,
         axis: Axis,
         terms: ScoreTerms,
     ) -> Tensor:
         terms = terms._replace(sinks_H=sinks_H, bias_HN=bias_HN)
-        out_BSHC, lse_BHS = ring_forward(q_BSHC, torch.stack([k_BSGC, v_BSGC]), plan, axis, terms)
+        out_BSHC, lse_BHS = ring_forward(q_BSHC, torch.stack([k_BSGC, v_BSGC]), work, axis, terms)
         out_BSHC = out_BSHC.to(q_BSHC.dtype)
         ctx.save_for_backward(q_BSHC, k_BSGC, v_BSGC, sinks_H, bias_HN, out_BSHC, lse_BHS)
-        ctx.plan, ctx.axis, ctx.terms = plan, axis, terms._replace(sinks_H=None, bias_HN=None)
+        ctx.work, ctx.axis, ctx.terms = work, axis, terms._replace(sinks_H=None, bias_HN=None)
         return out_BSHC
 
     @staticmethod
@@ -82,16 +111,14 @@ class _RingAttention(torch.autograd.Function):
         terms = ctx.terms._replace(sinks_H=sinks_H, bias_HN=bias_HN)
         kv_2BSGC = torch.stack([k_BSGC, v_BSGC])
         dq_BSHC, dkv_2BSGC, dbias_HN = ring_backward(
-            grad_BSHC.contiguous(), q_BSHC, kv_2BSGC, out_BSHC, lse_BHS, ctx.plan, ctx.axis, terms
+            grad_BSHC.contiguous(), q_BSHC, kv_2BSGC, out_BSHC, lse_BHS, ctx.work, ctx.axis, terms
         )
         dk_BSGC, dv_BSGC = dkv_2BSGC.to(k_BSGC.dtype)
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BSHC, out_BSHC, lse_BHS, sinks_H)
         return dq_BSHC.to(q_BSHC.dtype), dk_BSGC, dv_BSGC, dsinks_H, dbias_HN, None, None, None
 
 
-def ring_forward(
-    q_BSHC: Tensor, kv_2BSGC: Tensor, plan: RingPlan, axis: Axis, terms: ScoreTerms
-) -> tuple[Tensor, Tensor]:
+def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, work: Work, axis: Axis, terms: ScoreTerms) -> tuple[Tensor, Tensor]:
     """(out_BSHC, lse_BHS) in fp32. At step n this rank works on the keys of rank - n, while the next block arrives.
 
     Sinks join at the end, once: a rank's queries have then met all their keys.
@@ -99,17 +126,23 @@ def ring_forward(
     The log-sum-exp is summed in fp64, one number for C of the output: its rounding is a relative error of the weights,
     and after 256 merges fp32 was off by 2.6e-6, fp64 (rounded at the end) by 2.7e-7 (CPU, 2026-11-21).
     """
-    out_BSHC = torch.zeros_like(q_BSHC, dtype=torch.float32)
-    lse_BHS = out_BSHC.new_full(out_BSHC.transpose(1, 2).shape[:-1], float("-inf"), dtype=torch.float64)
+    batch, held, n_heads, _ = q_BSHC.shape
+    out_BSHC = q_BSHC.new_zeros(q_BSHC.shape, dtype=torch.float32)
+    lse_HBS = q_BSHC.new_full((n_heads, batch, held), float("-inf"), dtype=torch.float64)  # as FlashAttention has it
+    lse_BHS = lse_HBS.transpose(0, 1)
     for step in range(axis.degree):
         is_last = step == axis.degree - 1
         receive = None if is_last else pass_on(kv_2BSGC, axis, KEYS)
         k_BSGC, v_BSGC = kv_2BSGC
-        for tile in plan[(axis.rank - step) % axis.degree]:
+        tiles, calls = work.of((axis.rank - step) % axis.degree)
+        for tile in tiles:
             queries, keys = tile.queries, tile.keys
             seen = (k_BSGC[:, keys], v_BSGC[:, keys], tile.mask(terms), terms.cap, tile.factors(terms))
             block = attend_block(q_BSHC[:, queries], *seen)
             merge(out_BSHC[:, queries], lse_BHS[:, :, queries], *block)
+        for number, call in enumerate(calls):
+            heads = (q_BSHC, k_BSGC, v_BSGC)
+            attend_pieces(*heads, out_BSHC, lse_HBS, call, work.kernel, is_first=step == number == 0)
         if receive is not None:
             kv_2BSGC = receive()
     if terms.sinks_H is not None:
@@ -124,8 +157,42 @@ def merge(out_BQHC: Tensor, lse_BHQ: Tensor, block_BQHC: Tensor, block_lse_BHQ: 
     key seen) where the sum so far is finite, or the other way round, not both: each query meets itself first.
     """
     share_BHQ = torch.sigmoid(block_lse_BHQ - lse_BHQ)
-    out_BQHC += share_BHQ.float().transpose(1, 2)[..., None] * (block_BQHC.float() - out_BQHC)
+    out_BQHC.lerp_(block_BQHC.float(), share_BHQ.float().transpose(1, 2)[..., None])
     lse_BHQ.copy_(torch.logaddexp(lse_BHQ, block_lse_BHQ.to(lse_BHQ.dtype)))
+
+
+def attend_pieces(
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    out_BSHC: Tensor,
+    lse_HBS: Tensor,
+    call: PieceCall,
+    kernel: PiecesKernel,
+    *,
+    is_first: bool,
+) -> None:
+    """Merges one call's attention into ``out_BSHC`` (fp32) and ``lse_HBS`` (fp64), both contiguous, in place.
+
+    The first call is that of all queries with themselves: there is nothing yet that it would have to be merged with.
+    """
+    q_THC, k_TGC, v_TGC = rows_of(q_BSHC, call.queries), rows_of(k_BSGC, call.keys), rows_of(v_BSGC, call.keys)
+    block_THC, block_lse_HT = kernel.forward(q_THC, k_TGC, v_TGC, call.pieces)
+    out_THC, lse_HT = out_BSHC.view(-1, *out_BSHC.shape[2:]), lse_HBS.view(len(lse_HBS), -1)
+    if is_first:
+        out_THC.copy_(block_THC)
+        lse_HT.copy_(block_lse_HT)
+        return
+    sizes = [each.stop - each.start for each in call.queries]
+    parts = zip(call.queries, block_THC.split(sizes), block_lse_HT.split(sizes, dim=1), strict=True)
+    for places, part_THC, part_lse_HT in parts:
+        merge(out_THC[None, places], lse_HT[None, :, places], part_THC[None], part_lse_HT[None])
+
+
+def rows_of(heads_BSHC: Tensor, places: Sequence[slice]) -> Tensor:
+    """The heads (T, H, C) at these places of all rows; a view where it is one slice of contiguous heads."""
+    heads_THC = heads_BSHC.flatten(0, 1)
+    return heads_THC[places[0]] if len(places) == 1 else torch.cat([heads_THC[each] for each in places])
 
 
 def ring_backward(
@@ -134,7 +201,7 @@ def ring_backward(
     kv_2BSGC: Tensor,
     out_BSHC: Tensor,
     lse_BHS: Tensor,
-    plan: RingPlan,
+    work: Work,
     axis: Axis,
     terms: ScoreTerms,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -145,7 +212,7 @@ def ring_backward(
     Keys and values travel again. A block's gradient starts at the first rank that the block visits, follows it one step
     behind, grows at every rank, and ends at the block's home, which adds its own part.
     """
-    dq_BSHC = torch.zeros_like(q_BSHC, dtype=torch.float32)
+    dq_BSHC = q_BSHC.new_zeros(q_BSHC.shape, dtype=torch.float32)
     home_2BSGC = torch.zeros_like(kv_2BSGC, dtype=torch.float32)
     dbias_HN = None if terms.bias_HN is None else torch.zeros_like(terms.bias_HN, dtype=torch.float64)
     receive_gradient: Callable[[], Tensor] | None = None
@@ -154,7 +221,8 @@ def ring_backward(
         receive = None if is_last else pass_on(kv_2BSGC, axis, KEYS)
         found_2BSGC = home_2BSGC if step == 0 else torch.zeros_like(home_2BSGC)
         k_BSGC, v_BSGC = kv_2BSGC
-        for tile in plan[(axis.rank - step) % axis.degree]:
+        tiles, calls = work.of((axis.rank - step) % axis.degree)
+        for tile in tiles:
             queries, keys = tile.queries, tile.keys
             passed = (
                 grad_BSHC[:, queries],
@@ -172,9 +240,12 @@ def ring_backward(
                     dbias_HN += bucket_sums(dscores_BHQS, tile.buckets_BQS(terms), dbias_HN.shape[1])
             else:
                 dq_BQHC, dk_BSGC, dv_BSGC = attend_block_backward(*passed)
-            dq_BSHC[:, queries] += dq_BQHC
-            found_2BSGC[0, :, keys] += dk_BSGC
-            found_2BSGC[1, :, keys] += dv_BSGC
+            dq_BSHC[:, queries].add_(dq_BQHC)  # `+=` would copy the sum onto itself once more
+            found_2BSGC[0, :, keys].add_(dk_BSGC)
+            found_2BSGC[1, :, keys].add_(dv_BSGC)
+        for call in calls:
+            whole = (grad_BSHC, out_BSHC, lse_BHS.transpose(0, 1))
+            attend_pieces_backward(*whole, q_BSHC, k_BSGC, v_BSGC, dq_BSHC, found_2BSGC, call, work.kernel)
         if step > 0:
             receive_gradient = send_gradient_on(found_2BSGC, receive_gradient, axis)
         if receive is not None:
@@ -182,6 +253,35 @@ def ring_backward(
     if receive_gradient is not None:
         home_2BSGC += receive_gradient()
     return dq_BSHC, home_2BSGC, None if dbias_HN is None else dbias_HN.float()
+
+
+def attend_pieces_backward(
+    grad_BSHC: Tensor,
+    out_BSHC: Tensor,
+    lse_HBS: Tensor,
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    dq_BSHC: Tensor,
+    found_2BSGC: Tensor,
+    call: PieceCall,
+    kernel: PiecesKernel,
+) -> None:
+    """Adds one call's contributions to ``dq_BSHC`` and to ``found_2BSGC``, of keys and values; both fp32, in place."""
+    grad_THC, q_THC, out_THC = (rows_of(each, call.queries) for each in (grad_BSHC, q_BSHC, out_BSHC))
+    k_TGC, v_TGC = rows_of(k_BSGC, call.keys), rows_of(v_BSGC, call.keys)
+    lse_HT = torch.cat([lse_HBS.flatten(1)[:, each] for each in call.queries], dim=1)
+    dq_THC, dk_TGC, dv_TGC = kernel.backward(grad_THC, q_THC, k_TGC, v_TGC, out_THC, lse_HT, call.pieces)
+    add_rows(dq_BSHC, call.queries, dq_THC)
+    add_rows(found_2BSGC[0], call.keys, dk_TGC)
+    add_rows(found_2BSGC[1], call.keys, dv_TGC)
+
+
+def add_rows(sum_BSHC: Tensor, places: Sequence[slice], found_THC: Tensor) -> None:
+    """Adds what was found for these places of all rows, in place."""
+    sum_THC = sum_BSHC.view(-1, *sum_BSHC.shape[2:])
+    for each, part_THC in zip(places, found_THC.split([each.stop - each.start for each in places]), strict=True):
+        sum_THC[each].add_(part_THC)
 
 
 def send_gradient_on(

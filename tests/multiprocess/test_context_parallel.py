@@ -34,6 +34,7 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
             lengths[-1] *= -1
         rows.append(tuple(lengths))
     any_heads = [(1, 1), (1, 3), (3, 2), (2, 1)] if kind == "ring" else []
+    by_pieces = kind == "ring" and draw(st.booleans())
     n_kv_heads, groups = draw(st.sampled_from([(1, 4), (2, 2), (2, 4), (4, 1), (4, 3), (8, 1), *any_heads]))
     return Case(
         rows=tuple(rows),
@@ -43,10 +44,11 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
         window=draw(st.none() | st.integers(1, seq_len)),
         seed=draw(st.integers(0, 999)),
         tile=draw(st.sampled_from([1024, 3])),
-        has_slopes=draw(st.booleans()),
+        has_slopes=not by_pieces and draw(st.booleans()),
         has_sinks=draw(st.booleans()),
-        has_bias=draw(st.booleans()),
-        cap=draw(st.sampled_from([None, 0.7])),
+        has_bias=not by_pieces and draw(st.booleans()),
+        cap=None if by_pieces else draw(st.sampled_from([None, 0.7])),
+        by_pieces=by_pieces,
     )
 
 
@@ -55,7 +57,10 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
 )
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_any_documents_equal_one_process(kind: str, cp: int, n_axes: int) -> None:
-    """Outputs and gradients of q, k, v and sinks, for random documents, padding, windows, heads, tiles and slopes."""
+    """Outputs and gradients of q, k, v and sinks, for random documents, padding, windows, heads, tiles and slopes.
+
+    The ring by tiles and by pieces of documents, in turn.
+    """
 
     @MANY
     @given(st.lists(cases(kind, cp), min_size=30, max_size=30))
@@ -76,6 +81,8 @@ def test_long_sequences_equal_one_process(kind: str, cp: int) -> None:
         for n_kv_heads, window, tile in ((1, None, 1024), (2, 100, 100), (4, 300, 64))
         for terms in (False, True)
     ]
+    if kind == "ring":
+        patterns += [replace(case, has_slopes=False, by_pieces=True) for case in patterns[1::2]]
     found = worst(run_cases(kind, patterns, cp), [reference(case) for case in patterns])
     assert max(found.values()) <= BOUND, found
 
@@ -88,6 +95,8 @@ def test_bf16(kind: str, cp: int) -> None:
         for n_kv_heads, window in ((1, None), (2, 30), (8, None))
         for terms in ({}, {"has_slopes": True, "has_sinks": True})
     ]
+    if kind == "ring":
+        patterns += [replace(case, has_slopes=False, by_pieces=True) for case in patterns]
     answers = run_cases(kind, patterns, cp)
     assert {answer.tensors[name].dtype for answer in answers for name in HELD} == {torch.bfloat16}
     assert {answer.tensors["dsinks"].dtype for answer in answers[1::2]} == {torch.float32}
@@ -101,6 +110,7 @@ def test_other_documents_change_nothing(kind: str, cp: int) -> None:
     """Bit for bit: other tokens in one document, and every other token has the outputs and gradients it had."""
     rows = ((3, 10, 1, 7, 11), (32,))
     plain = [Case(rows, window=window, tile=tile) for window in (None, 4) for tile in (1024, 3)]
+    plain += [Case(rows, window=window, by_pieces=True) for window in (None, 4) if kind == "ring"]
     changed = [replace(case, changed_document=number) for case in plain for number in range(5)]
     before, after = (run_cases(kind, patterns, cp) for patterns in (plain, changed))
     for place, (case, ours) in enumerate(zip(changed, after, strict=True)):
@@ -173,6 +183,29 @@ def test_planted_fault_is_seen(kind: str, fault: str, broken: list[str]) -> None
     patterns = [Case(((20, 9, 3), (32,))), Case(((5, 27), (1, 31)), n_heads=8, window=9)]
     references = [reference(case) for case in patterns]
     found = worst(run_cases(kind, patterns, 4, fault=fault), references)
+    for name, error in found.items():
+        assert error > 1e4 * BOUND if name in broken else error <= BOUND, found
+
+
+@pytest.mark.parametrize(
+    ("fault", "broken"),
+    [
+        ("full pieces called causal", ["out", "dq", "dk", "dv"]),
+        ("documents begin one token later", ["out", "dq", "dk", "dv"]),
+        ("windows count from the first key", ["out", "dq", "dk", "dv"]),
+        ("blocks merged without their normalizers", ["out", "dq", "dk"]),
+        ("normalizer of the last block", ["out", "dq", "dk", "dv"]),
+        ("gradients by the pieces' own normalizers", ["dq", "dk", "dv"]),
+        ("key gradients one rank short", ["dk", "dv"]),
+    ],
+)
+def test_planted_fault_in_pieces_is_seen(fault: str, broken: list[str]) -> None:
+    """Each fault breaks the tensors it should, by far more than the bound, and no other."""
+    patterns = [
+        Case(((20, 9, 3), (32,)), by_pieces=True),
+        Case(((5, 27), (1, 31)), n_heads=8, window=9, by_pieces=True),
+    ]
+    found = worst(run_cases("ring", patterns, 4, fault=fault), [reference(case) for case in patterns])
     for name, error in found.items():
         assert error > 1e4 * BOUND if name in broken else error <= BOUND, found
 

@@ -9,7 +9,10 @@ from prove_sizes import read_record, recorded
 
 RUNS = [
     # overrides, and for each size what is seen below it at most, and above it at least
-    (("parallel.cp=2", "parallel.cp_attention=ring"), {"ring_tile": (4, 17), "chunk_logits": (1, 5), "bucket": (1, 5)}),
+    (
+        ("parallel.cp=2", "parallel.cp_attention=ring"),
+        {"ring_tile": (4, 17), "ring_pieces_every": (0, 1), "chunk_logits": (1, 5), "bucket": (1, 5)},
+    ),
     (
         ("parallel.tp=2",),
         {"chunk_logits_under_tp": (1, 5), "row_multiple": (1, 2), "staging_bytes": (None, 2), "query_block": (1, 2)},

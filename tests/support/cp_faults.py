@@ -8,8 +8,8 @@ from torch import Tensor
 
 def plant(fault: str | None) -> None:
     """Breaks the code of this process in the named way; None breaks nothing."""
-    from modeling.kernels import blocks
-    from parallel.context_parallel import plan, ring, ulysses
+    from modeling.kernels import blocks, varlen
+    from parallel.context_parallel import pieces, plan, ring, ulysses
 
     match fault:
         case None:
@@ -110,5 +110,26 @@ def plant(fault: str | None) -> None:
         case "normalizer without sinks":
             join_both = ring.join_sinks
             ring.join_sinks = lambda out, lse, sinks_H: (join_both(out, lse, sinks_H)[0], lse)
+        case "full pieces called causal":
+            whole = pieces.whole_pieces
+            pieces.whole_pieces = lambda *arguments: [each._replace(right=0) for each in whole(*arguments)]
+        case "documents begin one token later":  # within their rows
+            of_rank = pieces.documents_of
+            pieces.documents_of = lambda bounds, seq_len, *rest: of_rank(
+                sorted({bound + (bound % seq_len > 0) for bound in bounds}), seq_len, *rest
+            )
+        case "windows count from the first key":
+            windowed = pieces.windowed_pieces
+            pieces.windowed_pieces = lambda mine, theirs, window: [
+                each._replace(left=window - 1 if each.left >= 0 else each.left)
+                for each in windowed(mine, theirs, window)
+            ]
+        case "gradients by the pieces' own normalizers":  # as if a piece's keys were all that its queries see
+            forward, backward = varlen.PLAIN
+
+            def alone(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any) -> Any:
+                return backward(grad, q, k, v, out, forward(q, k, v, call)[1], call)
+
+            varlen.PLAIN = varlen.PLAIN._replace(backward=alone)
         case _:
             raise AssertionError(f"no fault named {fault!r}")

@@ -31,6 +31,7 @@ class Case:
     has_sinks: bool = False
     has_bias: bool = False
     cap: float | None = None
+    by_pieces: bool = False  # ring attention as where a kernel for various lengths does it, by that kernel's formula
 
     def terms(self) -> ScoreTerms:
         """Sinks and bias are leaves that want their gradients; one of the sinks is above most scores.
@@ -132,6 +133,7 @@ def attend_rank(
 ) -> list[tuple[dict[str, Tensor], int, int]]:
     """One rank: for each case its share of outputs and gradients, and the bytes that it sent forward and backward."""
     from cp_faults import plant
+    from kernel_references import like_flash
     from parallel.context_parallel.context import split_context
     from parallel.context_parallel.core import make_core
     from parallel.context_parallel.part import take_share
@@ -142,7 +144,7 @@ def attend_rank(
     sent = count_bytes()
     results = []
     for case in cases:
-        core = make_core(kind, axis, case.tile)
+        core = make_core(kind, axis, case.tile, kernel=like_flash() if case.by_pieces else None)
         *heads, grad = (take_share(tensor, axis) for tensor in case.tensors())
         heads = [tensor.requires_grad_() for tensor in heads]
         terms, before = case.terms(), sum(sent)

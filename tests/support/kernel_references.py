@@ -5,12 +5,15 @@ D d_model, F d_ff, R the rows of one expert.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.context import Context
+from modeling.kernels import varlen
+from modeling.kernels.varlen import PiecesKernel
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
@@ -49,6 +52,21 @@ def attend_reference(
         weights_BHQS = weights_BHQS * terms.dropout.factors(places_S, 0, len(places_S))
     out_BQHC = torch.einsum("bhqs,bshc->bqhc", weights_BHQS, v_BSHC.float())
     return out_BQHC.to(q_BSHC.dtype)
+
+
+def like_flash() -> PiecesKernel:
+    """Attention of pieces by the formula, with FlashAttention's signature, its results rounded to the inputs' dtype."""
+    plain = varlen.PLAIN
+
+    def forward(q_THC: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out_THC, lse_HT = plain.forward(q_THC, *rest)
+        return out_THC.to(q_THC.dtype), lse_HT
+
+    def backward(grad_THC: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq_THC, dk_UGC, dv_UGC = plain.backward(grad_THC, *rest)
+        return dq_THC.to(grad_THC.dtype), dk_UGC.to(grad_THC.dtype), dv_UGC.to(grad_THC.dtype)
+
+    return PiecesKernel(forward, backward)
 
 
 def experts_reference(

@@ -364,6 +364,8 @@ def plant(title: str) -> None:
             updates.round_masters()
         case "ring: tiles beyond the 16th left out":
             sizes.drop_tiles(16)
+        case "ring: pieces of documents begin one token later":
+            sizes.shift_pieces()
         case "attention: pieces of a document see no earlier ones":
             sizes.forget_earlier_pieces()
         case "loss: gradient of the second chunk lost":

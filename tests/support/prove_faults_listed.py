@@ -252,4 +252,5 @@ FAULTS = [
     Fault("products of 8 bits left in 16", "8 bits are used", "the layout lies", FP8),
     Fault("gradients of 8 bits put back at twice their size", "gradients", FROM_FP32, (*TP, *FP8)),
     Fault("rows of 8 bits put back by their neighbours' scales", "loss", FROM_FP32, FP8),
+    Fault("ring: pieces of documents begin one token later", OUTPUTS, "layers.1.attention, sample", RING),
 ]

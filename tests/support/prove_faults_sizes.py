@@ -14,6 +14,16 @@ def drop_tiles(first: int) -> None:
     ring.plan_ring = lambda *arguments: [tiles[:first] for tiles in plan(*arguments)]
 
 
+def shift_pieces() -> None:
+    """Where the ring goes by pieces of documents, those within a row begin one token later."""
+    import parallel.context_parallel.pieces as pieces
+
+    documents_of = pieces.documents_of
+    pieces.documents_of = lambda bounds, seq_len, *rest: documents_of(
+        sorted({bound + (bound % seq_len > 0) for bound in bounds}), seq_len, *rest
+    )
+
+
 def forget_earlier_pieces() -> None:
     """Of a document's keys, a piece of its queries sees those of these queries alone."""
     import modeling.context as context

@@ -88,6 +88,8 @@ def record(seen: Recorder) -> None:
         return blocks
 
     ring.plan_ring = planned
+    seen.count_calls(ring, "attend_pieces", "ring_pieces_every")
+    ring.ring_forward = seen.around(ring.ring_forward, "ring_pieces_every")  # of a layer
     cut = context.cut_documents
 
     def counted_pieces(documents_BS: Any, *arguments: Any) -> Any:

@@ -6,7 +6,8 @@ The signatures of the other versions are data, read out of their wheels without 
     python tests/support/torch_signatures.py wheels/*.whl
 
 writes tests/data/torch_signatures.json anew. Functions in Python are found where they are defined, those in C++ by
-the stubs (``.pyi``) that torch ships.
+the stubs (``.pyi``) that torch ships, operators (``torch.ops.aten``) by the schemas in its headers. Wheels for other
+systems (macOS', say, which are small) hold the same.
 """
 
 import ast
@@ -33,6 +34,7 @@ STUBS = (
     "torch/_C/_autograd.pyi",
 )
 
+OPERATORS = "torch.ops.aten."
 VARLEN = "torch.nn.attention.varlen.varlen_attn"
 
 Signature = dict[str, Any]  # "positional" and "keyword": names; "rest" and "options": whether more are taken
@@ -194,6 +196,26 @@ def _signature(node: ast.FunctionDef, bound: bool) -> Signature:
     }
 
 
+def operator_signatures(name: str, read: Reader) -> list[Signature]:
+    """Those of an operator's overloads: "torch.ops.aten._flash_attention_forward"."""
+    plain = name.removeprefix(OPERATORS).partition(".")[0]
+    header = read(f"torch/include/ATen/ops/{plain}_ops.h") or ""
+    return [schema_signature(schema) for schema in re.findall(r'schema_str = "([^"]*)"', header)]
+
+
+def schema_signature(schema: str) -> Signature:
+    """Of "name(Tensor a, int b=1, *, float? c=None) -> Tensor"; an out variant is a signature like the others."""
+    parameters = schema[schema.index("(") + 1 : schema.index(") ->")].split(", ")
+    names = [each.split("=")[0].rpartition(" ")[2] for each in parameters if each]
+    end = names.index("*") if "*" in names else len(names)
+    return {"positional": names[:end], "keyword": names[end + 1 :], "rest": False, "options": False}
+
+
+def is_operator(call: Call) -> bool:
+    """Whether it is one of torch's operators."""
+    return call.name.startswith(OPERATORS)
+
+
 def _anything() -> Signature:
     """Of a class that inherits what makes it."""
     return {"positional": [], "keyword": [], "rest": True, "options": True}
@@ -277,8 +299,10 @@ def house_methods() -> set[str]:
 def facts(read: Reader) -> dict[str, Any]:
     """What the test needs to know of one version."""
     homes = sorted({home for call in house_calls() if (home := home_of(call.name)) is not None})
+    operators = sorted({call.name for call in house_calls() if is_operator(call)})
     return {
         "functions": {home: signatures_of(home, read) for home in homes},
+        "operators": {name: operator_signatures(name, read) for name in operators},
         "imports": sorted(f"{module}.{name}" for module, name in house_imports() if is_there(module, name, read)),
         "tensor_methods": sorted(house_methods() & tensor_methods(read)),
     }
@@ -293,9 +317,11 @@ def main(wheels: Sequence[str]) -> None:
 def _lines(of_version: tuple[str, dict[str, Any]]) -> str:
     """One version's facts with a line for each function, so that a change of the file can be read."""
     version, known = of_version
-    functions = (f"{json.dumps(home)}: {json.dumps(known['functions'][home])}" for home in sorted(known["functions"]))
-    rest = (f"{json.dumps(key)}: {json.dumps(known[key])}" for key in ("imports", "tensor_methods"))
-    return f"{json.dumps(version)}: {{{', '.join(rest)},\n" + '"functions": {\n' + ",\n".join(functions) + "\n}}"
+    rest = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in ("imports", "tensor_methods")]
+    for key in ("operators", "functions"):
+        lines = (f"{json.dumps(name)}: {json.dumps(known[key][name])}" for name in sorted(known[key]))
+        rest.append(f"{json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n}")
+    return f"{json.dumps(version)}: {{{rest[0]}, {rest[1]},\n" + ",\n".join(rest[2:]) + "}"
 
 
 if __name__ == "__main__":

@@ -16,8 +16,11 @@ from torch import Tensor
 import gpu_correctness
 import gpu_device
 import gpu_page
+import gpu_ring
 import gpu_wheels
 import hour
+import parallel.context_parallel.pieces as ring_pieces
+import parallel.context_parallel.ring as ring
 from gpu_part import PARTS, Check, Place
 from gpu_report import Report, Skipped
 from modeling.context import Context
@@ -55,6 +58,11 @@ def written(out: Path, part: int) -> dict[str, Any]:
         "attention bf16: padding and window",
         "attention fp16: sinks and window",
         "attention bf16: window of one",
+        "pieces fp16: window of earlier keys",
+        "pieces bf16: single queries",
+        "ring bf16: one query of a document",
+        "ring fp16: padding and window",
+        "ring bf16: sinks and window",
         "experts bf16: no rows at all",
         "experts bf16: biases, empty ones",
         "loss chunks",
@@ -94,6 +102,28 @@ def test_planted_a_wrong_kernel_is_seen(kernel, case, tmp_path):
     (chosen,) = [each for each in gpu_correctness.ATTENTION if each.name == case]
     with pytest.raises(AssertionError, match="output: row"):
         gpu_correctness.check_attention(chosen, "bf16", place_at(tmp_path), kernel)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "replaced", "told"),
+    [
+        (ring_pieces, "whole_pieces", lambda made: lambda *a: [p._replace(right=0) for p in made(*a)], "output: row"),
+        (ring, "merge", lambda _: lambda out, lse, block, block_lse: out.copy_(block), "output: row"),
+        (
+            ring_pieces,
+            "documents_of",
+            lambda made: lambda bounds, size, *a: made(sorted({b + (b % size > 0) for b in bounds}), size, *a),
+            "output: row",
+        ),
+        (gpu_ring, "attend_pieces_backward", lambda _: lambda *a: None, "gradient of queries: row"),
+    ],
+)
+def test_planted_a_wrong_ring_is_seen(monkeypatch, module, name, replaced, told, tmp_path):
+    """A full piece called causal, blocks not merged, documents a token longer, no gradients."""
+    monkeypatch.setattr(module, name, replaced(getattr(module, name)))
+    (check,) = [each for each in gpu_correctness.checks(1, dry=True) if each.name == "ring bf16: grouped heads"]
+    with pytest.raises(AssertionError, match=told):
+        check.run(place_at(tmp_path))
 
 
 def test_planted_a_wrong_expert_is_seen(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from launcher.cli import main
 from launcher.closed_form.again import again_of, core_flops, kind_of
 from launcher.errors import UserError
 from launcher.trace.hardware import FOLDER, known_hardware, read_hardware
-from launcher.trace.ops import Op, Uncounted, Work
+from launcher.trace.ops import Op, Uncounted, Work, attention_flops
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Recorder
 from launcher.trace.regions import Regions
@@ -53,6 +53,21 @@ def op(**changes) -> Op:
 )
 def test_the_longest_of_its_times_bounds_an_operation(changes, least):
     assert least_seconds(op(**changes), RATES) == least
+
+
+@pytest.mark.parametrize("limits", [(-1, -1), (-1, 0), (3, 0), (0, -1), (5, -1), (4, 2), (None, None)])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (7, 7), (9, 4), (3, 12)])
+def test_a_variable_length_kernel_multiplies_the_pairs_within_its_limits(limits, n_queries, n_keys):
+    """Counted one by one, from the diagonal that ends at the last query and the last key."""
+    left, right = (99 if limit is None or limit < 0 else limit for limit in limits)
+    ends = [i + n_keys - n_queries for i in range(n_queries)]
+    pairs = sum(end - left <= j <= end + right for end in ends for j in range(n_keys))
+    told = {"max_q": n_queries, "max_k": n_keys, "is_causal": limits == (-1, 0)}
+    named = {"window_size_left": limits[0], "window_size_right": limits[1]}
+    query, key = torch.empty(n_queries, 4, 8), torch.empty(n_keys, 2, 8)
+    for options in (named, {"window_size": list(limits)}):
+        flops = attention_flops("_flash_attention_forward", [query, key, key], told | options)
+        assert flops == pytest.approx(pairs * 2 * 4 * (8 + 8))
 
 
 def test_planted_operation_without_a_rate_raises():

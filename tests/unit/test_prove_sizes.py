@@ -28,6 +28,7 @@ REASONS = {
     "modeling.init.generator_of": "bits of a seed",
     "modeling.init_config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.kernels.attention.FLASH_": "what flash attention takes; the kernel that takes other heads is proven",
+    "modeling.kernels.varlen.NO_LIMIT": "a mark, not a size",
     "parallel.pipeline.rules.SPLITS_RIGHTLY": "a version of torch",
     "modeling.kernels.experts.CPU_ROW_MULTIPLE": "the default of Sizes.row_multiple on CPUs",
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",

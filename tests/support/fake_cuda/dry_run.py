@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import parallel.context_parallel.pieces as ring_pieces
 import parallel.context_parallel.ring as ring
 import parallel.expert as expert
 from fake_cuda.faults import FAULTS, planted
@@ -46,6 +47,7 @@ from modeling.kernels.products import AS_THEY_ARE, Products
 from parallel.apply import build_part
 from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.config import ParallelConfig
+from parallel.context_parallel.context import HeldContext
 from parallel.mesh import Axis, Mesh, lone_mesh, sum_over_ranks
 from parallel.processes.stop import StopRequest
 from parallel.recompute import Recompute
@@ -58,7 +60,7 @@ LENGTHS = ([7, 1, 24], [32], [3, 9, 20], [30, 2])  # of documents; 32 tokens a s
 # Where the host may wait for the GPU.
 WAITS = {
     "sizes_on_host": "all-to-all is told by the host how many rows go where: once a layer with experts, under ep alone",
-    "plan_ring": "which tiles of a sequence see each other: once a micro-batch and window, under cp by ring alone",
+    "plan_ring": "which tiles of a sequence see each other: once a micro-batch and window, where a ring goes by tiles",
 }
 PLAIN = ParallelConfig()
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "feed_forward", "full")
@@ -123,9 +125,13 @@ def in_8_bits() -> Iterator[Case]:
 
 
 def layouts() -> Iterator[Case]:
-    """One rank of each axis alone and of some together."""
+    """One rank of each axis alone and of some together. A ring goes by tiles in fp32, and with slopes."""
+    ring = {"parallel": ParallelConfig(cp=2, cp_attention="ring"), "world_size": 2, "rank": 1}
+    yield Case("llama fp32 cp2 ring tiles", fitting(example_config("llama")), dtype="fp32", most_waits=1, **ring)
     dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))
     latent = fitting(example_config("deepseek_v3"))
+    windowed = fitting(example_config("mistral", sliding_window=5, d_head=20))
+    sinks, slopes = fitting(example_config("gpt_oss")), fitting(example_config("bloom"))
     for name, config, parallel, world in (
         ("tp2", dense, {"tp": 2}, 2),
         ("tp2", experts, {"tp": 2}, 2),
@@ -133,6 +139,9 @@ def layouts() -> Iterator[Case]:
         ("cp2 ulysses", experts, {"cp": 2, "cp_attention": "ulysses"}, 2),
         ("cp2 ring", experts, {"cp": 2, "cp_attention": "ring"}, 2),
         ("cp2 ring", latent, {"cp": 2, "cp_attention": "ring"}, 2),
+        ("cp4 ring", windowed, {"cp": 4, "cp_attention": "ring"}, 4),
+        ("cp2 ring", sinks, {"cp": 2, "cp_attention": "ring"}, 2),
+        ("cp2 ring tiles", slopes, {"cp": 2, "cp_attention": "ring"}, 2),
         ("ep4", experts, {"ep": 4}, 4),
         ("ep4", latent, {"ep": 4}, 4),
         ("pp2", experts, {"pp": 2}, 2),
@@ -142,7 +151,7 @@ def layouts() -> Iterator[Case]:
         for rank in (0, world - 1) if "pp" in name else (world - 1,):
             for recompute, fuse in (("none", plainly), ("full", compiled))[: 2 if "ep" in name else 1]:
                 waits = (1 + (recompute != "none")) * config.n_layers if parallel.get("ep") else 0
-                waits += parallel.get("cp_attention") == "ring"
+                waits += "tiles" in name
                 yield Case(
                     f"{config.family} {name} rank {rank} recompute={recompute}",
                     config,
@@ -165,8 +174,11 @@ class Waited:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Gives the functions of WAITS results of the right shape: equal parts, all tiles seen in part."""
-        sizes_on_host, plan_ring = expert.sizes_on_host, ring.plan_ring
+        """Gives the functions of WAITS results of the right shape: equal parts, all tiles seen in part.
+
+        Copies from the host are made without page-locked memory, of which fake tensors know nothing.
+        """
+        sizes_on_host, plan_ring, to_device = expert.sizes_on_host, ring.plan_ring, ring_pieces.to_device
 
         def equal_parts(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
             self.times += 1
@@ -179,10 +191,11 @@ class Waited:
             return [_all_tiles(whole, window, axis, rank, *(rest or (TILE,))) for rank in range(axis.degree)]
 
         expert.sizes_on_host, ring.plan_ring = equal_parts, all_tiles
+        ring_pieces.to_device = lambda tensor, device: tensor.to(device)
         try:
             yield
         finally:
-            expert.sizes_on_host, ring.plan_ring = sizes_on_host, plan_ring
+            expert.sizes_on_host, ring.plan_ring, ring_pieces.to_device = sizes_on_host, plan_ring, to_device
 
 
 def batch_on_host(config: ModelConfig, padding: bool, mesh: Mesh) -> MicroBatch:
@@ -292,32 +305,36 @@ LAYERS = {
     ),
 }
 FULL_LENGTH = 8192
+RING, EP8 = ParallelConfig(cp=4, cp_attention="ring"), ParallelConfig(ep=8)
 
 
-def layer_figures(config: ModelConfig, fuse: Fuse = plainly, ep: int = 1) -> dict[str, Figures]:
+def layer_figures(config: ModelConfig, fuse: Fuse = plainly, parallel: ParallelConfig = PLAIN) -> dict[str, Figures]:
     """Launches, bytes and FLOPs of one layer's forward and backward passes over a sequence of FULL_LENGTH.
 
-    With ``ep`` above one on one rank of so many, whose experts are evenly loaded.
+    With ``ep`` or ``cp`` above one on the last rank of so many; experts are evenly loaded.
     """
     with contextlib.ExitStack() as stack:
-        mesh = lone_mesh(GPU)
-        if ep > 1:
-            stack.enter_context(as_rank(ep - 1, ep))
-            mesh = mesh_of(ParallelConfig(ep=ep), ep, ep - 1, GPU)
-        by_depth = [passes(dataclasses.replace(config, n_layers=n_layers), fuse, mesh) for n_layers in (1, 2)]
+        mesh, n_ranks = lone_mesh(GPU), parallel.ep * parallel.cp
+        if n_ranks > 1:
+            stack.enter_context(as_rank(n_ranks - 1, n_ranks))
+            mesh = mesh_of(parallel, n_ranks, n_ranks - 1, GPU)
+        deeper = [dataclasses.replace(config, n_layers=n_layers) for n_layers in (1, 2)]
+        by_depth = [passes(each, fuse, mesh, parallel) for each in deeper]
     return {name: by_depth[1][name] - by_depth[0][name] for name in by_depth[0]}
 
 
-def passes(config: ModelConfig, fuse: Fuse, mesh: Mesh) -> dict[str, Figures]:
+def passes(config: ModelConfig, fuse: Fuse, mesh: Mesh, parallel: ParallelConfig) -> dict[str, Figures]:
     """Those of a whole model."""
     rows = packed_rows(64, 0, [[FULL_LENGTH]])
     batch = cut_micro_batch(
         rows.tokens_BS, rows.tokens_BS, rows.positions_BS, rows.documents_BS, mesh, 1.0, 1.0, has_padding=False
     )
     batch = told_on_host(batch)
+    if isinstance(batch.context, HeldContext):
+        batch.context.pieces(config.window_of(0), mesh.cp)
     with FakeTensorMode() as mode:
         ignore = lambda parameter, place: None  # noqa: E731 -- nobody adopts
-        model = build_part(mesh, config, ParallelConfig(), torch.bfloat16, ignore, DEFAULT_SIZES, "none", fuse)
+        model = build_part(mesh, config, parallel, torch.bfloat16, ignore, DEFAULT_SIZES, "none", fuse)
         spread_evenly(model, batch, mesh)
         batch = on_device(batch, mode, GPU)
         forward, back = (Recorder(Regions(), Axes()) for _ in range(2))
@@ -348,7 +365,12 @@ def micro_batch_ms(name: str) -> float:
 
 
 # Worlds of which one rank, or all stages together, multiply what the whole model does for one micro-batch.
-WORLDS = {"alone": (PLAIN, 1, (0,)), "ep2": (ParallelConfig(ep=2), 2, (1,)), "pp2": (ParallelConfig(pp=2), 2, (0, 1))}
+WORLDS = {
+    "alone": (PLAIN, 1, (0,)),
+    "ep2": (ParallelConfig(ep=2), 2, (1,)),
+    "pp2": (ParallelConfig(pp=2), 2, (0, 1)),
+    "cp4 ring": (RING, 4, (0, 1, 2, 3)),
+}
 
 
 def counted_flops(config: ModelConfig, parallel: ParallelConfig, world_size: int, ranks: tuple[int, ...]) -> Any:
@@ -380,9 +402,9 @@ def main() -> None:
     answer: dict[str, Any] = {
         "cases": {name: problems_of(lambda case=case: run(case)) for name, case in sound.items()},
         "layers": {
-            name + where + suffix: layer_figures(config, fuse, ep)
+            name + where + suffix: layer_figures(config, fuse, parallel)
             for name, config in LAYERS.items()
-            for where, ep in (("", 1), (", ep 8", 8))[: 1 if config.moe is None else 2]
+            for where, parallel in (("", PLAIN), (", cp 4 by ring", RING) if config.moe is None else (", ep 8", EP8))
             for suffix, fuse in (("", plainly), (", compiled", compiled))
         },
         "micro_batch_ms": {name: micro_batch_ms(name) for name in MICRO_BATCHES},

@@ -8,6 +8,7 @@ import torch
 
 import modeling.kernels.experts as experts
 import modeling.moe as moe
+import parallel.context_parallel.context as held
 from launcher.training.step import Sums
 from modeling.feed_forward import FeedForward
 from modeling.norm import RMSNorm
@@ -47,6 +48,21 @@ def _on_host(original: Any) -> Any:
     return lambda self, *given: original(self, *given).cpu()
 
 
+def _bounds_of_device(original: Any) -> Any:
+    """A ring reads where documents begin from the device."""
+
+    def pieces(self: Any, window: int | None, axis: Any) -> Any:
+        self.bounds = self.whole.cu_seqlens[0].tolist()
+        return original(self, window, axis)
+
+    return pieces
+
+
+def _pieces_on_host(original: Any) -> Any:
+    """The bounds of a ring's pieces stay on the host."""
+    return lambda *arguments: original(*arguments[:-1], torch.device("cpu"))
+
+
 class Fault(NamedTuple):
     """What is replaced by what, and the case that shows it."""
 
@@ -57,11 +73,14 @@ class Fault(NamedTuple):
     is_slower: bool = False  # no mistake but a cost
 
 
+RING = "qwen3_moe cp2 ring rank 1 recompute=none"
 FAULTS = {
     "device mix": Fault((RMSNorm,), "forward", _host_tensor, "llama bf16"),
     "item": Fault((FeedForward,), "forward", _item, "llama bf16"),
     "bincount": Fault((experts, moe), "count_pairs", _bincount, "mixtral bf16"),
     "sums on the host": Fault((Sums,), "packed", _on_host, "mixtral bf16"),
+    "ring waits": Fault((held.HeldContext,), "pieces", _bounds_of_device, RING),
+    "pieces on the host": Fault((held,), "plan_pieces", _pieces_on_host, RING),
     "extra copy": Fault((FeedForward,), "forward", _copy, "llama bf16", is_slower=True),
 }
 
