@@ -44,6 +44,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
             fused_sums=False,
             fp32_sums=True,
             buffer_elements=2.0 * DEFAULT_SIZES.bucket,
+            dispatch="all-to-all",
         ),
         gpu=gpu.hardware.name,
         n_gpus=world_size,
