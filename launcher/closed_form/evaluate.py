@@ -185,8 +185,8 @@ def spread_of(found: Sequence[Error]) -> list[float]:
         return [float(tenths[0][0]), float(tenths[0][2])]
     middles = [middle for _, middle, _ in tenths]
     within = [((high - low) / (2 * NORMAL)) ** 2 for low, _, high in tenths if high > low]
-    between = np.var(middles, ddof=1) * (1 + 1 / n)
-    half = student(n - 1) * math.sqrt(between + (np.mean(within) if within else 0.0))
+    between = student(n - 1) ** 2 * np.var(middles, ddof=1) * (1 + 1 / n)
+    half = math.sqrt(between + NORMAL**2 * (np.mean(within) if within else 0.0))
     return [float(np.mean(middles) - half), float(np.mean(middles) + half)]
 
 

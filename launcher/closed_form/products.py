@@ -6,9 +6,8 @@ from dataclasses import dataclass
 TILES = ((128, 256), (128, 128), (256, 128), (64, 128))  # rows and columns that one multiprocessor computes at a time
 ALIGNED = 8  # tensor cores read rows in multiples of 16 bytes
 UNALIGNED_SLOWER = 2.0
-TILE_SECONDS = (
-    0.56e-6  # that a tile spends on beginning and ending: 64 of its k in 16 bits on an H100, more where it is faster
-)
+DEPTH = 64.0  # of k that a tile spends on beginning and ending, on an H100
+DEPTH_RATE = 989.5e12 / 132  # of a multiprocessor of which: a faster one computes more of k in that time
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,17 @@ class Product:
         return Product(self.m, self.k, self.n, self.count), by_weight
 
 
-def product_seconds(one: Product, peak: float, bandwidth: float, multiprocessors: int) -> float:
+def depth_of(peak: float, multiprocessors: int) -> float:
+    """Of k that a tile spends on beginning and ending, on a GPU of this peak in 16 bits."""
+    return DEPTH * peak / multiprocessors / DEPTH_RATE
+
+
+def product_seconds(one: Product, peak: float, bandwidth: float, multiprocessors: int, depth: float = DEPTH) -> float:
     """Seconds at the peak, with tiles that are not full and multiprocessors without one; or of its bytes."""
-    depth = TILE_SECONDS * peak / multiprocessors / (2 * TILES[0][0] * TILES[0][1])
-    return max(one.flops * padding(one, multiprocessors) * (1 + depth / one.k) / peak, one.bytes / bandwidth)
+    return max(one.flops * padding(one, multiprocessors, depth) / peak, one.bytes / bandwidth)
 
 
-def padding(one: Product, multiprocessors: int) -> float:
+def padding(one: Product, multiprocessors: int, depth: float = DEPTH) -> float:
     """How many times the product's own time the best tiles take, at least 1."""
     best = math.inf
     for rows, columns in TILES:
@@ -74,4 +77,4 @@ def padding(one: Product, multiprocessors: int) -> float:
         best = min(best, smaller * waves * multiprocessors * rows * columns / (one.count * one.m * one.n))
     other = one.m if one.sums_rows else one.k
     unaligned = UNALIGNED_SLOWER if one.n % ALIGNED or other % ALIGNED else 1.0
-    return max(1.0, best) * unaligned
+    return max(1.0, best) * unaligned * (1 + depth / one.k)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 
 from launcher.closed_form.gpus import Gpu
-from launcher.closed_form.products import Product, product_seconds
+from launcher.closed_form.products import Product, depth_of, product_seconds
 from launcher.closed_form.rows import Job, Recompute
 
 HALF = 2  # bytes of an element in 16 bits
@@ -50,6 +50,9 @@ FUSED_BYTES = 0.5  # of the bytes between experts' products, where their kernels
 # Of a row's element, forward and backward, where experts' biases are added by kernels of their own: a product with the
 # router's weight in 32 bits, the sum, and the experts' rows joined (Megatron Core, `TEGroupedMLP._apply_bias`).
 BIAS_BYTES = 64
+BIAS_LAUNCHES = (
+    2  # of an expert, over those without a bias: six kernels for it, forward and backward, beside six products
+)
 # Launches of a layer with experts, over those where DeepEP or HybridEP prepare the dispatch: 31 kernels of router and
 # preparation instead of 17 (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization, 2.1.4 and 2.2.1), counts that
 # the host waits for, and sorting rows before they travel.
@@ -198,19 +201,20 @@ class Step:
         peak = gpu.peak(job.precision if self.low else "bf16")
         weights_low = self.low and not job.is_own_fp8
         weights_peak = peak if weights_low else gpu.peak("bf16")
-        sms, bandwidth = int(gpu.hardware.multiprocessors), self.bandwidth
+        sms = int(gpu.hardware.multiprocessors)
+        rest = self.bandwidth, sms, depth_of(gpu.hardware.peak_flops["bf16"], sms)
         for shape in shapes:
             if not shape.empty:
                 by_input, by_weight = shape.backward()
-                seconds = self.forwards * product_seconds(shape, peak, bandwidth, sms)
-                seconds += product_seconds(by_input, peak, bandwidth, sms)
+                seconds = self.forwards * product_seconds(shape, peak, *rest)
+                seconds += product_seconds(by_input, peak, *rest)
                 found[f"low_{into}" if self.low else into] += seconds
-                last = product_seconds(by_weight, weights_peak, bandwidth, sms)
+                last = product_seconds(by_weight, weights_peak, *rest)
                 found[f"low_{into}" if weights_low else into] += last
                 if self.low:
                     cast = shape.cut_bytes if job.is_own_fp8 else shape.cast_bytes
-                    found["casts"] += cast(self.forwards) / bandwidth
-                found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / bandwidth  # summed gradients
+                    found["casts"] += cast(self.forwards) / self.bandwidth
+                found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / self.bandwidth  # summed gradients
 
     def add_attention(self, found: dict[str, float]) -> None:
         """Projections, the core, norms and residual sums, and what tp, cp send."""
@@ -284,12 +288,13 @@ class Step:
         casts = found["casts"]
         self.add_products(found, shapes, "grouped")
         passes = self.forwards + 2
-        found["experts"] += local * passes
+        has_biases = arch.has_expert_biases and not job.system.fused_experts
+        found["experts"] += local * passes * (BIAS_LAUNCHES if has_biases else 1)
         between = rows * (2 * ups + 2) * arch.expert_d_ff * (passes + self.chains)
         if job.system.fused_experts:
             found["casts"], between = casts, FUSED_BYTES * between
         found["memory"] += between / self.bandwidth
-        if arch.has_expert_biases and not job.system.fused_experts:
+        if has_biases:
             found["expert_memory"] += rows * arch.d_model * BIAS_BYTES / self.bandwidth
         sorts = 2 if job.system.dispatch == "all-to-all" else 1  # before rows travel and after, or while they do
         found["expert_memory"] += (sorts * rows * 8 + own * 4) * arch.d_model * passes / self.bandwidth
