@@ -59,6 +59,7 @@ def anchors() -> list[Anchor]:
         "topk": 8,
         "moe_ffn": 2048,
         "shared_experts": 1,
+        "mtp": 1,
         "params": 671e9,
     }
     llama = {
@@ -84,7 +85,16 @@ def anchors() -> list[Anchor]:
                 deepseek,
                 "H800",
                 2048,
-                {"dp": 128, "tp": 1, "pp": 16, "ep": 64, "zero": 1, "precision": "fp8", "schedule": "dualpipe"},
+                {
+                    "dp": 128,
+                    "tp": 1,
+                    "pp": 16,
+                    "ep": 64,
+                    "zero": 1,
+                    "precision": "fp8",
+                    "schedule": "dualpipe",
+                    "recompute": "norm, up_proj",  # section 3.2.3
+                },
                 (15360, 1),
             ),
             14.8e12,

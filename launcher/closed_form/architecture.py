@@ -43,6 +43,8 @@ class Architecture:
     top_k: int = 0
     expert_d_ff: int = 0
     n_shared_experts: int = 0
+    has_expert_biases: bool = False
+    expert_groups: tuple[int, int] | None = None  # groups of experts, and in how many of them those of a token may be
     n_dense_layers: int = 0  # in front of the layers with experts
     window: int | None = None
     window_share: float = 0.5  # of the layers that have it
@@ -110,20 +112,27 @@ class Architecture:
         layers = self.n_layers * self.attention_parameters + dense * self.dense_parameters + moe * experts
         return layers + self.embedding_parameters
 
-    def attended(self, seq_len: int) -> float:
-        """Keys that a query meets on the mean of its places and the layers, under the causal mask."""
-        whole = seq_len / 2
+    def attended(self, seq_len: int, tile: int = 0) -> float:
+        """Keys that a query meets on the mean of its places and the layers, under the causal mask.
+
+        ``tile``: keys that are computed at a time, of which the mask hides half at each of its edges.
+        """
+        whole = (seq_len + tile) / 2
         if self.window is None or self.window >= seq_len:
             return whole
-        near = self.window - self.window**2 / (2 * seq_len)
+        near = min(whole, self.window - self.window**2 / (2 * seq_len) + tile)
         return (1 - self.window_share) * whole + self.window_share * near
 
 
 DEEPSEEK = Latent(query_rank=1536, kv_rank=512, d_nope=128, d_rope=64, d_value=128)
+GROUPS = (8, 4)  # arXiv 2412.19437, sections 2.1.2 and 4.2: eight groups, and a token's experts in at most four
 # What rows cannot say of models whose configurations are public: (beginning of the name, facts); the first one counts.
 KNOWN: list[tuple[str, dict[str, Any]]] = [
-    ("deepseek-v3", {"latent": DEEPSEEK, "n_dense_layers": 3}),  # arXiv 2412.19437, section 4.2
-    ("deepseek-r1", {"latent": DEEPSEEK, "n_dense_layers": 3}),
+    (
+        "deepseek-v3",
+        {"latent": DEEPSEEK, "n_dense_layers": 3, "expert_groups": GROUPS},
+    ),  # arXiv 2412.19437, section 4.2
+    ("deepseek-r1", {"latent": DEEPSEEK, "n_dense_layers": 3, "expert_groups": GROUPS}),
     ("deepseek-v2", {"latent": DEEPSEEK, "n_dense_layers": 1}),  # arXiv 2405.04434, section 3.1.2
     ("kimi-k2", {"latent": DEEPSEEK, "n_dense_layers": 1}),  # config.json of moonshotai/Kimi-K2-Base
     ("qwen3", {"d_head": 128}),  # config.json of Qwen/Qwen3-30B-A3B and -235B-A22B
@@ -131,7 +140,7 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("glm-4-5", {"d_head": 128, "n_dense_layers": 3}),  # config.json of zai-org/GLM-4.5
     ("gemma-2-27b", {"d_head": 128, "window": 4096}),  # config.json of google/gemma-2-27b
     ("gemma-2", {"d_head": 256, "window": 4096}),  # config.json of google/gemma-2-2b and -9b
-    ("gpt-oss", {"d_head": 64, "window": 128}),  # config.json of openai/gpt-oss-120b
+    ("gpt-oss", {"d_head": 64, "window": 128, "has_expert_biases": True}),  # config.json of openai/gpt-oss-120b
 ]
 
 
@@ -188,7 +197,7 @@ def architecture_of(model: Mapping[str, Any], pp: int = 1) -> Architecture:
         "n_kv_heads": positive(model, "kv_heads") or heads,
         "d_ff": d_ff,
         "vocab_size": positive(model, "vocab") or 51200,
-        **{key: facts[key] for key in ("latent", "window") if key in facts},
+        **{key: facts[key] for key in ("latent", "window", "has_expert_biases", "expert_groups") if key in facts},
         **moe,
     }
     stated = stated_parameters(model)

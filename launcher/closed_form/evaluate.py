@@ -18,19 +18,20 @@ from launcher.closed_form.systems import publisher
 from launcher.closed_form.work import Work, work_of
 
 COVERED = 0.8  # of the rows lie in an interval
-FEW = 30  # residuals of a kind, below which those of all kinds are taken
+FEW = 30  # errors of a kind, below which those of all kinds are taken
+NORMAL = 1.2816  # what a normal distribution exceeds in a tenth of its cases
+STUDENT = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.372)  # the same of Student's t, by freedom
 
 
 @dataclass
 class Case:
-    """A row that can be planned, with its amounts as documents tell them and as its publisher's rows tell, too."""
+    """A row that can be planned, with its amounts."""
 
     row: Mapping[str, Any]
     publisher: str
     job: Job
     gpu: Gpu
     work: Work
-    documented: Work
     memory: Memory
     seconds: float | None
     bytes: float | None
@@ -69,7 +70,6 @@ class Evaluation:
     fitted: dict[str, float]
     fitted_memory: dict[str, float]
     told: dict[str, list[float]] = field(default_factory=dict)  # quantiles by kind, and of memory
-    known: list[Error] = field(default_factory=list)  # time, with what the publisher's own rows tell of its system
 
 
 def cases_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Case], list[tuple[str, str]]]:
@@ -77,17 +77,15 @@ def cases_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Case], list[tuple[
     cases, others = [], []
     for row in rows:
         try:
-            job, plain = job_of(row), job_of(row, inferred=False)
+            job = job_of(row)
             gpu = gpu_of(job.gpu, job.per_node, job.interconnect)
-            works = work_of(job, gpu), work_of(plain, gpu)
+            work = work_of(job, gpu)
         except CannotPlan as reason:
             others.append((str(row.get("id")), str(reason)))
             continue
         origin = publisher(str(row.get("source") or ""))
         measured = measured_seconds(row), measured_bytes(row)
-        cases.append(
-            Case(row, origin, job, gpu, *works, memory_of(job), *measured, contradictions(row), miscounts(row))
-        )
+        cases.append(Case(row, origin, job, gpu, work, memory_of(job), *measured, contradictions(row), miscounts(row)))
     return cases, others
 
 
@@ -96,34 +94,29 @@ def evaluate(rows: Sequence[Mapping[str, Any]]) -> Evaluation:
     cases, others = cases_of(rows)
     timed = [case for case in cases if case.seconds is not None and not ran_out(case.row)]
     held = [case for case in cases if case.bytes is not None]
-    time, known, memory = [], [], []
+    time, memory = [], []
     for origin in sorted({case.publisher for case in cases}):
         constants = fit_seconds([case for case in timed if case.publisher != origin])
         mine = [case for case in timed if case.publisher == origin]
-        time += errors(mine, predicted(mine, constants, documented=True), [case.seconds for case in mine])
-        known += errors(mine, predicted(mine, constants), [case.seconds for case in mine])
+        time += errors(mine, predicted(mine, constants), [case.seconds for case in mine])
         constants = fit_memory([case for case in held if case.publisher != origin])
         mine = [case for case in held if case.publisher == origin]
         memory += errors(mine, [case.memory.peak(constants) for case in mine], [case.bytes for case in mine])
     cover(time, by_kind=True)
-    for one, other in zip(time, known, strict=True):
-        other.low, other.high = one.low, one.high
     cover(memory, by_kind=False)
-    found = Evaluation(cases, others, time, memory, fit_seconds(timed), fit_memory(held), known=known)
+    found = Evaluation(cases, others, time, memory, fit_seconds(timed), fit_memory(held))
     found.told = {kind: limits(time, kind) for kind in ("dense", "MoE")} | {"memory": limits(memory, None)}
     return found
 
 
-def batch_of(cases: Sequence[Case], *, documented: bool = False) -> Batch:
+def batch_of(cases: Sequence[Case]) -> Batch:
     """The cases' amounts as arrays."""
-    works = [case.documented if documented else case.work for case in cases]
-    families = [case.gpu.hardware.family for case in cases]
-    return Batch(works, families, [case.job.precision for case in cases], [case.job.system.overlaps for case in cases])
+    return Batch([case.work for case in cases], [case.job for case in cases], [case.gpu for case in cases])
 
 
-def predicted(cases: Sequence[Case], constants: Mapping[str, float], *, documented: bool = False) -> Any:
+def predicted(cases: Sequence[Case], constants: Mapping[str, float]) -> Any:
     """Seconds of each case's step."""
-    return batch_of(cases, documented=documented).seconds(constants) if cases else []
+    return batch_of(cases).seconds(constants) if cases else []
 
 
 def fit_seconds(cases: Sequence[Case]) -> dict[str, float]:
@@ -162,20 +155,44 @@ def cover(found: list[Error], *, by_kind: bool) -> None:
 def limits(found: Sequence[Error], kind: str | None) -> list[float]:
     """The logarithms of measurement over plan between which ``COVERED`` of another publisher's rows should lie.
 
-    Errors differ more between publishers than within one, so each one's own interval is found first, and the edges are
-    those that as many of the publishers do not pass. Without a row nothing is known.
+    Errors differ more between publishers than within one. The middle of another publisher's errors is taken to be drawn
+    like those of the known ones, by Student's t as they are few, and its rows to lie around it as theirs do on the
+    mean. A kind with too few rows takes the interval of all, wider by as much as its own errors are larger.
     """
     mine = [each for each in found if kind is None or each.case.job.kind.startswith(kind)]
-    chosen = mine if len(mine) >= FEW else list(found)
-    if not chosen:
+    if len(mine) >= FEW:
+        return spread_of(mine)
+    wider = max(1.0, size_of(mine) / size_of(found)) if mine else 1.0
+    return [wider * each for each in spread_of(found)]
+
+
+def size_of(found: Sequence[Error]) -> float:
+    """The root of the mean square of errors."""
+    return math.sqrt(sum(each.value**2 for each in found) / len(found))
+
+
+def spread_of(found: Sequence[Error]) -> list[float]:
+    """The interval that errors of some publishers make. Without a row nothing is known."""
+    if not found:
         return [-math.inf, math.inf]
     edge = (1 - COVERED) / 2
-    lows, highs = [], []
-    for origin in sorted({each.case.publisher for each in chosen}):
-        values = [-each.value for each in chosen if each.case.publisher == origin]
-        lows.append(np.quantile(values, edge))
-        highs.append(np.quantile(values, 1 - edge))
-    return [float(np.quantile(lows, edge)), float(np.quantile(highs, 1 - edge))]
+    groups: dict[tuple[str, str], list[float]] = {}
+    for each in found:
+        groups.setdefault((each.case.publisher, each.case.job.kind.split()[0]), []).append(-each.value)
+    tenths = [np.quantile(values, (edge, 0.5, 1 - edge)) for _, values in sorted(groups.items())]
+    n = len(tenths)
+    if n == 1:
+        return [float(tenths[0][0]), float(tenths[0][2])]
+    middles = [middle for _, middle, _ in tenths]
+    within = [((high - low) / (2 * NORMAL)) ** 2 for low, _, high in tenths if high > low]
+    between = student(n - 1) ** 2 * np.var(middles, ddof=1) * (1 + 1 / n)
+    half = math.sqrt(between + NORMAL**2 * (np.mean(within) if within else 0.0))
+    return [float(np.mean(middles) - half), float(np.mean(middles) + half)]
+
+
+def student(freedom: int) -> float:
+    """What a t distribution exceeds in a tenth of its cases: half of what ``COVERED`` leaves."""
+    return STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL + 0.9 / freedom
 
 
 def wrong_verdicts(

@@ -89,7 +89,7 @@ def plan_on(job: Job, gpu: Gpu) -> dict[str, Any]:
 
 def seconds_by_part(job: Job, gpu: Gpu) -> dict[str, float]:
     """Seconds of a step by part."""
-    batch = Batch([work_of(job, gpu)], [gpu.hardware.family], [job.precision], [job.system.overlaps])
+    batch = Batch([work_of(job, gpu)], [job], [gpu])
     return {name: float(value[0]) for name, value in batch.parts(fitted().seconds).items()}
 
 

@@ -70,11 +70,12 @@ def layers_of(job: Job, position: int) -> float:
     n_layers, pp = job.architecture.n_layers, job.pp
     if job.ours is not None:
         return job.ours.layers[position]
+    further = job.system.n_further if position == pp - 1 else 0
     if n_layers % pp == 0:
-        return n_layers / pp
+        return n_layers / pp + further
     if (n_layers + 2) % pp == 0:
-        return (n_layers + 2) // pp - (position in (0, pp - 1))
-    return n_layers // pp + (0 < position <= n_layers % pp)
+        return (n_layers + 2) // pp - (position in (0, pp - 1)) + further
+    return n_layers // pp + (0 < position <= n_layers % pp) + further
 
 
 def own_activations(job: Job, position: int) -> float:
@@ -129,7 +130,8 @@ def state_bytes(job: Job, position: int, layers: float) -> float:
         state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_ranks)
         return state + one * (2 * HALF + FULL) + ends * arch.embedding_parameters / job.tp * (HALF + FULL)
     cut = job.shard if job.zero else 1
-    grads = FULL if job.system.fused_sums else HALF if job.scaled_fp16 else HALF + FULL
+    sums = HALF if job.system.half_sums else FULL
+    grads = sums if job.system.fused_sums else HALF if job.scaled_fp16 else HALF + FULL
     if not job.zero:
         grads = HALF
     held = (HALF + grads) * (dense + experts)

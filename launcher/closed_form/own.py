@@ -1,6 +1,7 @@
 """A config of ours as a job of the closed forms: its dims are stated, so nothing is inferred."""
 
 from functools import lru_cache
+from typing import Any
 
 from launcher.closed_form.architecture import Architecture, Latent
 from launcher.closed_form.budget import modes_of, way_of
@@ -44,6 +45,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
             fused_sums=False,
             fp32_sums=True,
             buffer_elements=2.0 * DEFAULT_SIZES.bucket,
+            dispatch="all-to-all",
         ),
         gpu=gpu.hardware.name,
         n_gpus=world_size,
@@ -113,7 +115,7 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
         latent = Latent(
             query_rank=rank, kv_rank=mla.kv_lora_rank, d_nope=mla.d_nope, d_rope=mla.d_rope, d_value=mla.d_v
         )
-    experts = {}
+    experts: dict[str, Any] = {}
     if moe is not None:
         n_dense = sum(not model.is_moe_layer(layer) for layer in range(model.n_layers))
         experts = {

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 TILES = ((128, 256), (128, 128), (256, 128), (64, 128))  # rows and columns that one multiprocessor computes at a time
 ALIGNED = 8  # tensor cores read rows in multiples of 16 bytes
 UNALIGNED_SLOWER = 2.0
-DEPTH = 64.0  # of k that a tile spends on beginning and ending
+DEPTH = 64.0  # of k that a tile spends on beginning and ending, on an H100
+DEPTH_RATE = 989.5e12 / 132  # of a multiprocessor of which: a faster one computes more of k in that time
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Product:
     n: float
     k: float
     count: float = 1.0
+    sums_rows: bool = False  # k counts rows: of what lies in memory side by side, m and n are the lengths
 
     @classmethod
     def of(cls, m: float, n: float, k: float, count: float = 1.0) -> "Product":
@@ -49,15 +51,21 @@ class Product:
 
     def backward(self) -> tuple["Product", "Product"]:
         """The products for the gradients of the input and of the weight."""
-        return Product(self.m, self.k, self.n, self.count), Product(self.k, self.n, self.m, self.count)
+        by_weight = Product(self.k, self.n, self.m, self.count, sums_rows=True)
+        return Product(self.m, self.k, self.n, self.count), by_weight
 
 
-def product_seconds(one: Product, peak: float, bandwidth: float, multiprocessors: int) -> float:
+def depth_of(peak: float, multiprocessors: int) -> float:
+    """Of k that a tile spends on beginning and ending, on a GPU of this peak in 16 bits."""
+    return DEPTH * peak / multiprocessors / DEPTH_RATE
+
+
+def product_seconds(one: Product, peak: float, bandwidth: float, multiprocessors: int, depth: float = DEPTH) -> float:
     """Seconds at the peak, with tiles that are not full and multiprocessors without one; or of its bytes."""
-    return max(one.flops * padding(one, multiprocessors) / peak, one.bytes / bandwidth)
+    return max(one.flops * padding(one, multiprocessors, depth) / peak, one.bytes / bandwidth)
 
 
-def padding(one: Product, multiprocessors: int) -> float:
+def padding(one: Product, multiprocessors: int, depth: float = DEPTH) -> float:
     """How many times the product's own time the best tiles take, at least 1."""
     best = math.inf
     for rows, columns in TILES:
@@ -67,5 +75,6 @@ def padding(one: Product, multiprocessors: int) -> float:
             1.0 if rows * columns >= 2**15 else 1.08 if rows * columns >= 2**14 else 1.35
         )  # fewer reuses of what is read
         best = min(best, smaller * waves * multiprocessors * rows * columns / (one.count * one.m * one.n))
-    unaligned = UNALIGNED_SLOWER if one.n % ALIGNED or one.k % ALIGNED else 1.0
-    return max(1.0, best) * unaligned * (1 + DEPTH / one.k)
+    other = one.m if one.sums_rows else one.k
+    unaligned = UNALIGNED_SLOWER if one.n % ALIGNED or other % ALIGNED else 1.0
+    return max(1.0, best) * unaligned * (1 + depth / one.k)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from launcher.closed_form.architecture import Architecture, CannotPlan, architecture_of, positive
 from launcher.closed_form.own_memory import Ours
-from launcher.closed_form.systems import System, system_of
+from launcher.closed_form.recipes import recipe_changes
+from launcher.closed_form.systems import System, changes_by_words, system_of
 from launcher.errors import UserError
 
 # selective: attention's core again; elementwise, feed_forward: ours (docs/speed.md)
@@ -49,6 +50,7 @@ class Job:
     natural_routing: bool = False
     scaled_fp16: bool = False
     is_own_fp8: bool = False  # as docs/fp8.md: weights are cut in every pass, and their gradients are made in 16 bits
+    n_flushes: int = 1  # times in a step that the pipeline runs empty
     imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
     waits: float | None = None  # of the pipeline, in micro-batches; None: by the schedule's closed form
     ours: Ours | None = None  # what more is known of a run of ours
@@ -104,11 +106,8 @@ def number(value: Any) -> float | None:
     return float(value) if 0 < value < math.inf else None
 
 
-def job_of(row: Mapping[str, Any], *, inferred: bool = True) -> Job:
-    """The job of a row. Raises CannotPlan, with the reason, where what is missing cannot be inferred.
-
-    ``inferred``: with what only its publisher's rows tell of the system.
-    """
+def job_of(row: Mapping[str, Any]) -> Job:
+    """The job of a row. Raises CannotPlan, with the reason, where what is missing cannot be inferred."""
     model, hw, layout, batch = (part(row, name) for name in ("model", "hw", "layout", "batch"))
     seq_len, n_gpus = positive(model, "seq"), positive(hw, "count")
     size = positive(batch, "global_seqs")
@@ -123,11 +122,10 @@ def job_of(row: Mapping[str, Any], *, inferred: bool = True) -> Job:
     micro = positive(batch, "micro") or positive(layout, "mbs")
     vpp = positive(layout, "vpp") or (1 if micro else usual_vpp(architecture.n_layers, pp))
     zero, shard = zero_of(layout.get("zero"), dp * cp)
-    source = str(row.get("source") or "")
     words = " ".join(str(each or "") for each in (row.get("notes"), layout.get("routing"), layout.get("balance")))
     return Job(
         architecture=architecture,
-        system=system_of(source, str(layout.get("technique") or ""), str(row.get("table") or ""), inferred=inferred),
+        system=system_of_row(row),
         gpu=str(hw.get("gpu") or ""),
         n_gpus=n_gpus,
         per_node=min(positive(hw, "per_node") or 8, n_gpus),
@@ -147,9 +145,29 @@ def job_of(row: Mapping[str, Any], *, inferred: bool = True) -> Job:
         global_batch_size=size,
         micro_batch_size=micro or usual_micro(size / dp, pp, seq_len / tp),
         natural_routing=is_natural(words),
+        n_flushes=flushes_of(str(row.get("notes") or "")),
         imbalance=imbalance_of(layout, words) if architecture.n_experts else 1.0,
         scaled_fp16="fp16" in str(layout.get("precision") or "").lower(),
     )
+
+
+def system_of_row(row: Mapping[str, Any]) -> System:
+    """The system behind a row: its source's, its recipe's, and what the row's own words tell, which counts most."""
+    model, hw, layout = (part(row, name) for name in ("model", "hw", "layout"))
+
+    def text(of: Mapping[str, Any], name: str) -> str:
+        return str(of.get(name) or "")
+
+    source, technique = text(row, "source"), text(layout, "technique")
+    changes = recipe_changes(
+        source, text(row, "table"), text(model, "name"), text(hw, "gpu"), precision_of(layout.get("precision"))
+    )
+    travel = f"{text(layout, 'dispatcher')} {text(layout, 'kernels')}"
+    changes.update(changes_by_words(travel, text(row, "notes"), text(layout, "recompute")))
+    n_further = positive(model, "mtp")
+    if n_further is not None:
+        changes["n_further"] = n_further
+    return system_of(source, technique, changes)
 
 
 def inferred_pp(architecture: Architecture, n_gpus: int, others: int) -> int:
@@ -214,6 +232,12 @@ def schedule_of(value: Any, vpp: int) -> Schedule:
     if text.startswith(("zb", "zero")):
         return "zb-2p" if "2p" in text or "h2" in text or text == "zbv" else "zb-1p"
     return "interleaved" if vpp > 1 or text.endswith("-i") or "interleav" in text else "1f1b"
+
+
+def flushes_of(notes: str) -> int:
+    """Times that a pipeline runs empty in a step: once for each local batch, of which a step has so many."""
+    found = re.search(r"\bGA (\d+), local batch \d+", notes)
+    return int(found[1]) if found else 1
 
 
 def is_natural(words: str) -> bool:

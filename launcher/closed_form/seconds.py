@@ -1,10 +1,12 @@
 """Seconds of a step from its amounts and a few constants, each with a physical meaning; for many jobs at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from launcher.closed_form.gpus import Gpu
+from launcher.closed_form.rows import Job
 from launcher.closed_form.work import AMOUNTS, Work
 
 # name -> (where the fit begins, how far it may be expected to move: the standard deviation of its logarithm, meaning)
@@ -17,16 +19,23 @@ CONSTANTS: dict[str, tuple[float, float, str]] = {
     "low mxfp8": (0.75, 0.15, "the same, scaled by blocks"),
     "low fp4": (0.55, 0.20, "the same, in 4 bits"),
     "grouped": (0.80, 0.15, "of products by experts, over the share of others"),
-    "attention ampere": (0.55, 0.20, "share of the peak that attention in one kernel reaches, on what the mask leaves"),
-    "attention hopper": (0.40, 0.20, "the same"),
-    "attention blackwell": (0.35, 0.20, "the same"),
-    "attention cdna": (0.30, 0.20, "the same"),
+    "attention ampere": (0.65, 0.20, "share of the peak that attention in one kernel reaches, on what the mask leaves"),
+    "attention hopper": (0.50, 0.20, "the same"),
+    "attention blackwell": (0.55, 0.20, "the same"),
+    "attention cdna": (0.35, 0.20, "the same"),
     "memory": (0.75, 0.15, "share of the memory's bandwidth"),
     "eager": (0.80, 0.40, "bytes that kernels move beside, where they are not fused, over the bytes counted"),
     "layer": (60e-6, 0.50, "seconds that a pass over a layer takes beside its work"),
     "moe layer": (300e-6, 0.50, "seconds that a pass over a layer with experts takes beside its work"),
     "expert": (15e-6, 0.50, "seconds that a pass over one expert takes beside its work"),
+    "low launches": (1.7, 0.20, "the two above in 8 or 4 bits, whose casts are kernels, too, over those in 16"),
     "near": (0.70, 0.20, "share of the links' rate within a node or domain"),
+    "dispatch": (
+        0.66,
+        0.15,
+        "share of the links' rate within a node or domain that rows on their way to experts reach",
+    ),
+    "dispatch far": (0.85, 0.15, "share of the network's rate that they reach"),
     "far": (0.65, 0.20, "share of the network's rate"),
     "exposed": (0.60, 0.30, "share of messages within layers that nothing hides"),
     "shards": (0.30, 0.40, "share of the messages of ZeRO 3 that delay the passes although both run at once"),
@@ -48,17 +57,21 @@ def start() -> dict[str, float]:
 class Batch:
     """Many jobs' amounts as arrays, and which constants of family and precision each takes."""
 
-    def __init__(self, works: list[Work], families: list[str], precisions: list[str], overlaps: list[bool]) -> None:
+    def __init__(self, works: Sequence[Work], jobs: Sequence[Job], gpus: Sequence[Gpu]) -> None:
+        families = [gpu.hardware.family for gpu in gpus]
         self.amounts = {name: np.array([getattr(work, name) for work in works]) for name in AMOUNTS}
         self.family = np.array([FAMILIES.index(family if family in FAMILIES else "hopper") for family in families])
-        self.low = np.array([LOW.index(each) if each in LOW else 0 for each in precisions])
-        self.overlaps = np.array(overlaps)
+        self.is_low = np.array([job.precision in LOW for job in jobs])
+        self.low = np.array([LOW.index(job.precision) if job.precision in LOW else 0 for job in jobs])
+        self.overlaps = np.array([job.system.overlaps for job in jobs])
+        self.hides_dispatch = np.array([job.system.hides_dispatch for job in jobs])
 
     def take(self, which: Any) -> "Batch":
         """Some of the jobs, by an index of numpy."""
         part = object.__new__(Batch)
         part.amounts = {name: values[which] for name, values in self.amounts.items()}
-        part.family, part.low, part.overlaps = self.family[which], self.low[which], self.overlaps[which]
+        part.family, part.low, part.is_low = self.family[which], self.low[which], self.is_low[which]
+        part.overlaps, part.hides_dispatch = self.overlaps[which], self.hides_dispatch[which]
         return part
 
     def parts(self, constants: Constants) -> dict[str, Any]:
@@ -69,17 +82,21 @@ class Batch:
         low = products * np.array([c[f"low {each}"] for each in LOW])[self.low]
         far = c["far"]
         exposed = np.where(self.overlaps, c["exposed"], 1.0)
+        launched = np.where(self.is_low, c["low launches"], 1.0)
         one = {
             "products": a["products"] / products + a["low_products"] / low,
             "experts": (a["grouped"] / products + a["low_grouped"] / low) / c["grouped"],
             "attention": a["attention"] / attention,
             "memory": (a["memory"] + a["expert_memory"] + a["casts"] + a["eager_memory"] * c["eager"]) / c["memory"],
-            "launches": a["layers"] * c["layer"] + a["moe_layers"] * c["moe layer"] + a["experts"] * c["expert"],
+            "launches": a["layers"] * c["layer"]
+            + launched * (a["moe_layers"] * c["moe layer"] + a["experts"] * c["expert"]),
             "tp, cp": exposed * (a["tp"] + a["cp"]) / c["near"],
-            "ep": exposed * (a["ep_near"] / c["near"] + a["ep_far"] / far),
             "pp": exposed * a["pp"] / far,
         }
         busy = sum(one.values())
+        dispatch = smooth_max(a["ep_near"] / c["dispatch"], a["ep_far"] / c["dispatch far"])  # both links at once
+        one["ep"] = np.where(self.hides_dispatch, smooth_max(busy, dispatch) - busy + c["shards"] * dispatch, dispatch)
+        busy = busy + one["ep"]
         shards = a["shards"] / far + a["shard_hops"] * c["hop"]
         waits = smooth_max(busy, shards) - busy + c["shards"] * shards
         one["shards: waiting"] = waits

@@ -1,8 +1,16 @@
 """What the code behind published measurements does: facts about each system that its rows have no field for."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+# all-to-all: each copy of a token travels to its expert. nodes: DeepEP and HybridEP, by which a rank receives a token
+# once, and its node does over the network
+Dispatch = Literal["all-to-all", "nodes"]
+
+# part that is computed again -> how rows write it
+PARTS = {"norms": r"norm", "activations": r"\bact|moe_act", "up projection": r"up_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +23,20 @@ class System:
     fused: bool = True  # norms, activations and optimizers in kernels of their own
     fused_sums: bool = True  # gradients are added to their sums where they are computed
     fp32_sums: bool = False  # under ZeRO 3 gradients are summed in 32 bits, as otherwise
+    half_sums: bool = False  # gradients are summed in 16 bits, and sent so
     scatters: bool = True  # what goes to the next pipeline position is cut over tp for the journey
     buffer_elements: float = 0.0  # of 16 bits, that sums over the replicas go through
     balances: bool = False  # the last position has fewer layers, for the head's sake, where pp divides them, too
-    graphs: bool = False  # passes are replayed as a whole, and casts are part of other kernels: no time between kernels
     first_flash: bool = False  # the first FlashAttention, or Triton's version of it
+    dispatch: Dispatch = "nodes"
+    neighbours: bool = False  # a token's experts lie side by side, as where routing is only pretended
+    hides_dispatch: bool = False  # rows of one micro-batch travel while another one is computed
+    graphed: float = 0.0  # share of a layer's launches, but for its experts', that graphs replay; 1: experts', too
+    fused_experts: bool = False  # casts and activations of experts are part of their products' kernels
+    low_head: bool = False  # the head's products are, too
+    low_attention: bool = False  # attention's products are in 8 bits where others are
+    again: frozenset[str] = frozenset()  # parts that are computed again, beside what the row says
+    n_further: int = 0  # modules that predict further tokens: a layer and the head each
 
 
 # (part of the row's source, system, why)
@@ -48,36 +65,49 @@ SYSTEMS: list[tuple[str, System, str]] = [
         System(fused=False, fused_sums=False, first_flash=True),
         "modules of torch without a compiler; ALiBi in Triton's FlashAttention, before the second version",
     ),
-]
-
-
-# Not documented but seen in a publisher's own rows, whose error is therefore told without it: (part of the source and
-# table, versions from and before, changes, what was seen).
-INFERRED: list[tuple[str, str, str, dict[str, Any], str]] = [
+    (
+        "dgxc-benchmarking",
+        System(half_sums=True),
+        "NeMo's recipes for performance set `grad_reduce_in_fp32=False`, and its earlier ones `grad_sync_dtype: bf16`",
+    ),
     (
         "megatron-bridge",
-        "26.06",
-        "99",
-        {"graphs": True},
-        "MoE steps of one layout are 25 to 35% shorter with container 26.06, as if all launches and casts had gone",
+        System(half_sums=True),
+        "performance recipes set `grad_reduce_in_fp32=False` (scripts/performance/configs, `set_..._common_configs`)",
     ),
 ]
 
 
-def system_of(source: str, technique: str = "", table: str = "", *, inferred: bool = True) -> System:
+def system_of(source: str, technique: str = "", changes: Mapping[str, Any] | None = None) -> System:
     """The system of a source, with what the row's ``layout.technique`` says of torch.compile.
 
-    ``inferred``: with what only the publisher's own rows tell.
+    ``changes``: what recipes and the row's own words tell besides.
     """
     found = next((system for part, system, _ in SYSTEMS if part.lower() in source.lower()), None)
     if found is None:
         words = technique.lower()
         found = System(fused="compile" in words or "async" in words) if technique else System()
-    version = re.search(r"\b(\d\d\.\d\d)", table)
-    for part, first, last, changes, _ in INFERRED if inferred and version else ():
-        assert version is not None
-        if part in source.lower() and first <= version[1] < last:
-            found = replace(found, **changes)
+    return replace(found, **changes) if changes else found
+
+
+def changes_by_words(dispatcher: str, notes: str, recompute: str) -> dict[str, Any]:
+    """What a row's own words tell: how tokens travel, whether that is hidden, and which parts are computed again."""
+    found: dict[str, Any] = {}
+    words = dispatcher.lower()
+    if re.search(r"\ba2a\b|all-?to-?all", words):
+        found["dispatch"] = "all-to-all"
+    if "deepep" in words or "hybridep" in words:
+        found["dispatch"] = "nodes"
+    if re.search(r"\b(ep|a2a|1f1b)\b[\w\s-]*overlap", f"{words} {notes}".lower()):
+        found["hides_dispatch"] = True
+    further = re.search(r"\b(w/o|w/|with|without) mtp\b", notes.lower())
+    if further:
+        found["n_further"] = int(further[1] in ("w/", "with"))
+    if "fake balanced gate" in notes.lower():
+        found["neighbours"] = True
+    again = {part for part, sign in PARTS.items() if re.search(sign, recompute.lower())}
+    if again:
+        found["again"] = frozenset(again)
     return found
 
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 
 from launcher.closed_form.gpus import Gpu
-from launcher.closed_form.products import Product, product_seconds
+from launcher.closed_form.products import Product, depth_of, product_seconds
 from launcher.closed_form.rows import Job, Recompute
 
 HALF = 2  # bytes of an element in 16 bits
@@ -28,6 +28,35 @@ FORWARDS: dict[Recompute, tuple[float, float]] = {
     "feed_forward": (1, 2),
     "full": (2, 2),
 }
+LOW_ATTENTION = 2  # times as fast are attention's products in 8 bits; its exponentials stay what they are
+TILE = 128  # queries and keys that attention's kernels take at a time
+# About how long an amount takes, over its seconds at stated rates, to compare pipeline positions.
+ROUGHLY = {
+    "products": 1.4,
+    "low_products": 1.8,
+    "grouped": 1.7,
+    "low_grouped": 2.2,
+    "attention": 2.0,
+    "memory": 1.3,
+    "expert_memory": 1.3,
+    "casts": 1.3,
+    "ep_near": 1.6,
+    "ep_far": 1.5,
+    "layers": 60e-6,
+    "moe_layers": 300e-6,
+    "experts": 15e-6,
+}
+FUSED_BYTES = 0.5  # of the bytes between experts' products, where their kernels are one
+# Of a row's element, forward and backward, where experts' biases are added by kernels of their own: a product with the
+# router's weight in 32 bits, the sum, and the experts' rows joined (Megatron Core, `TEGroupedMLP._apply_bias`).
+BIAS_BYTES = 64
+BIAS_LAUNCHES = (
+    2  # of an expert, over those without a bias: six kernels for it, forward and backward, beside six products
+)
+# Launches of a layer with experts, over those where DeepEP or HybridEP prepare the dispatch: 31 kernels of router and
+# preparation instead of 17 (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization, 2.1.4 and 2.2.1), counts that
+# the host waits for, and sorting rows before they travel.
+ALL_TO_ALL_LAUNCHES = 2.0
 STEP_BYTES = 38  # of an element that the optimizer updates: gradient, two moments and master, and the weight
 
 
@@ -96,14 +125,19 @@ class Step:
         self.bandwidth = gpu.hardware.memory_bytes_per_second
         self.links = Links(gpu.hardware.node_bytes_per_second, gpu.network_bytes_per_second, gpu.node_gpus)
         self.of_attention, self.of_feed_forward = FORWARDS[job.recompute]
-        self.chains = 1.0 if job.recompute == "elementwise" else 0.0  # further passes of elementwise work
+        is_chain = job.recompute == "elementwise" or bool(job.system.again & {"norms", "activations"})
+        self.chains = 1.0 if is_chain else 0.0  # further passes of elementwise work
         if job.ours is not None:
             again = job.ours.again
             self.of_attention, self.of_feed_forward = 1 + again.attention, 1 + again.feed_forward
             self.chains = again.chains
+        self.of_up_projection = self.of_attention  # of a latent attention
+        if job.recompute == "none" and "up projection" in job.system.again:
+            self.of_up_projection += 1
         self.forwards = self.of_attention  # of what is being added
         self.low = job.precision in ("fp8", "mxfp8", "fp4")
-        self.grad_bytes = HALF if job.zero == 3 and not job.system.fp32_sums else FULL
+        is_half = job.system.half_sums or (job.zero == 3 and not job.system.fp32_sums)
+        self.grad_bytes = HALF if is_half else FULL
         self.sum_bytes = 2 * self.grad_bytes + (0 if job.system.fused_sums else 2 * HALF)
 
     def work(self) -> Work:
@@ -118,8 +152,10 @@ class Step:
                 amounts[name] += times * value
         if not job.system.fused:
             amounts["eager_memory"] = amounts["memory"]
-        if job.system.graphs:
-            amounts.update(layers=0.0, moe_layers=0.0, experts=0.0, casts=0.0)
+        left = 1 - job.system.graphed
+        amounts.update(layers=left * amounts["layers"], moe_layers=left * amounts["moe_layers"])
+        if not left:
+            amounts["experts"] = 0.0
         if job.schedule == "dualpipe":  # which computes one micro-batch while another one's rows travel
             amounts.update(ep_near=0.0, ep_far=0.0)
         amounts["pp"] = self.hop() if job.pp > 1 else 0.0
@@ -127,18 +163,22 @@ class Step:
         return Work(**amounts)
 
     def slowest(self, dense: float, moe: float, head: float) -> tuple[float, float, float]:
-        """Layers of each kind and heads of the slowest position: equal parts where pp divides, else the best."""
-        arch, pp = self.arch, self.job.pp
-        share_moe = arch.n_moe_layers / arch.n_layers
+        """Layers of each kind and heads of the slowest position: equal parts where pp divides, else the best.
+
+        A module for further tokens is a layer, and the head once more, of the last position.
+        """
+        arch, pp, n_further = self.arch, self.job.pp, self.job.system.n_further
+        n_layers, heads = arch.n_layers + n_further, 1.0 + n_further
+        share_moe = (arch.n_moe_layers + (n_further if arch.n_experts else 0)) / n_layers
         one = (1 - share_moe) * dense + share_moe * moe
         if pp == 1:
-            return arch.n_layers - arch.n_moe_layers, arch.n_moe_layers, 1.0
-        if arch.n_layers % pp == 0 and not self.job.system.balances:
-            count, has_head = arch.n_layers / pp, 1.0
+            return n_layers * (1 - share_moe), n_layers * share_moe, heads
+        if n_layers % pp == 0 and not self.job.system.balances:
+            count, has_head = n_layers / pp, heads
         else:
-            last = best_last(arch.n_layers, pp, head / one)
-            others = math.ceil((arch.n_layers - last) / (pp - 1))
-            count, has_head = (last, 1.0) if last * one + head >= others * one else (others, 0.0)
+            last = best_last(n_layers, pp, heads * head / one)
+            others = math.ceil((n_layers - last) / (pp - 1))
+            count, has_head = (last, heads) if last * one + heads * head >= others * one else (others, 0.0)
         return count * (1 - share_moe), count * share_moe, has_head
 
     def layer(self, *, moe: bool) -> dict[str, float]:
@@ -151,7 +191,8 @@ class Step:
             self.add_experts(found)
         else:
             self.add_dense(found)
-        found["moe_layers" if moe else "layers"] += 1 + self.forwards
+        launches = ALL_TO_ALL_LAUNCHES if moe and self.job.ep > 1 and self.job.system.dispatch == "all-to-all" else 1
+        found["moe_layers" if moe else "layers"] += launches * (1 + self.forwards)
         return found
 
     def add_products(self, found: dict[str, float], shapes: list[Product], into: str = "products") -> None:
@@ -160,33 +201,34 @@ class Step:
         peak = gpu.peak(job.precision if self.low else "bf16")
         weights_low = self.low and not job.is_own_fp8
         weights_peak = peak if weights_low else gpu.peak("bf16")
-        sms, bandwidth = int(gpu.hardware.multiprocessors), self.bandwidth
+        sms = int(gpu.hardware.multiprocessors)
+        rest = self.bandwidth, sms, depth_of(gpu.hardware.peak_flops["bf16"], sms)
         for shape in shapes:
             if not shape.empty:
                 by_input, by_weight = shape.backward()
-                seconds = self.forwards * product_seconds(shape, peak, bandwidth, sms)
-                seconds += product_seconds(by_input, peak, bandwidth, sms)
+                seconds = self.forwards * product_seconds(shape, peak, *rest)
+                seconds += product_seconds(by_input, peak, *rest)
                 found[f"low_{into}" if self.low else into] += seconds
-                last = product_seconds(by_weight, weights_peak, bandwidth, sms)
+                last = product_seconds(by_weight, weights_peak, *rest)
                 found[f"low_{into}" if weights_low else into] += last
                 if self.low:
                     cast = shape.cut_bytes if job.is_own_fp8 else shape.cast_bytes
-                    found["casts"] += cast(self.forwards) / bandwidth
-                found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / bandwidth  # summed gradients
+                    found["casts"] += cast(self.forwards) / self.bandwidth
+                found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / self.bandwidth  # summed gradients
 
     def add_attention(self, found: dict[str, float]) -> None:
         """Projections, the core, norms and residual sums, and what tp, cp send."""
         arch, job = self.arch, self.job
-        shapes = []
         for inputs, outputs, cuts_outputs in arch.attention_matrices:
             is_latent = arch.latent is not None and inputs == arch.d_model and cuts_outputs
             cut = 1 if is_latent else job.tp  # latent down-projections are whole on each rank
-            shapes.append(
-                Product.of(
-                    self.tokens, outputs / cut if cuts_outputs else outputs, inputs if cuts_outputs else inputs / cut
-                )
+            shape = Product.of(
+                self.tokens, outputs / cut if cuts_outputs else outputs, inputs if cuts_outputs else inputs / cut
             )
-        self.add_products(found, shapes)
+            is_up = arch.latent is not None and inputs in (arch.latent.query_rank, arch.latent.kv_rank)
+            self.forwards = self.of_up_projection if is_up else self.of_attention
+            self.add_products(found, [shape])
+        self.forwards = self.of_attention
         self.add_core(found)
         wide = sum(outputs for _, outputs, cuts in arch.attention_matrices if cuts) / job.tp
         n_bytes = self.tokens * 4 * wide + self.own * 20 * arch.d_model
@@ -206,9 +248,12 @@ class Step:
         width = arch.attention_width / job.tp
         again = self.of_attention if job.recompute != "selective" else 2
         if job.system.flash:
-            flops = 4 * self.tokens * arch.attended(job.seq_len) * width
+            keys = self.tokens * arch.attended(job.seq_len, TILE)
             slower = FIRST_FLASH_SLOWER if job.system.first_flash else 1.0
-            found["attention"] += flops * (again + ATTENTION_BACKWARD) * slower / peak
+            faster = LOW_ATTENTION if job.system.low_attention and self.low else 1
+            products = 4 * keys * width * (again + ATTENTION_BACKWARD) / faster
+            exponentials = keys * arch.n_heads / job.tp * (again + 1) * self.gpu.hardware.flops_of_exponential
+            found["attention"] += (products + exponentials) * slower / peak
             return
         heads = arch.n_heads / job.tp
         flops = 4 * self.tokens * job.seq_len * width
@@ -240,36 +285,60 @@ class Step:
             Product.of(each, ups * arch.expert_d_ff, arch.d_model, local),
             Product.of(each, arch.d_model, arch.expert_d_ff, local),
         ]
+        casts = found["casts"]
         self.add_products(found, shapes, "grouped")
         passes = self.forwards + 2
-        found["experts"] += local * passes
-        found["memory"] += rows * (2 * ups + 2) * arch.expert_d_ff * (passes + self.chains) / self.bandwidth
-        found["expert_memory"] += (rows * 8 + own * 4) * arch.d_model * passes / self.bandwidth
+        has_biases = arch.has_expert_biases and not job.system.fused_experts
+        found["experts"] += local * passes * (BIAS_LAUNCHES if has_biases else 1)
+        between = rows * (2 * ups + 2) * arch.expert_d_ff * (passes + self.chains)
+        if job.system.fused_experts:
+            found["casts"], between = casts, FUSED_BYTES * between
+        found["memory"] += between / self.bandwidth
+        if has_biases:
+            found["expert_memory"] += rows * arch.d_model * BIAS_BYTES / self.bandwidth
+        sorts = 2 if job.system.dispatch == "all-to-all" else 1  # before rows travel and after, or while they do
+        found["expert_memory"] += (sorts * rows * 8 + own * 4) * arch.d_model * passes / self.bandwidth
         if arch.n_shared_experts:
             self.add_dense(found, arch.n_shared_experts * arch.expert_d_ff)
         self.add_dispatch(found, own * job.imbalance)
 
     def add_dispatch(self, found: dict[str, float], own: float) -> None:
-        """Rows to their experts' ranks and back, forward and backward; each node receives a token once."""
+        """Rows to their experts' ranks and back, forward and backward.
+
+        Each copy of a token travels to its expert; or each rank that has some of its experts receives it once, over the
+        network as far as a rank of that node, which hands it on.
+        """
         arch, job = self.arch, self.job
         if job.ep == 1:
             return
-        node = self.links.gpu_nodes
-        row = arch.d_model * HALF
-        times = 2 * (1 + self.forwards)
-        near = own * arch.top_k * row * (job.ep - 1) / job.ep
-        found["ep_near"] += times * near / self.links.near
-        n_nodes = job.ep / node
-        if n_nodes > 1:
-            met = n_nodes * (1 - (1 - 1 / n_nodes) ** arch.top_k) * (n_nodes - 1) / n_nodes
-            found["ep_far"] += times * own * row * met / self.links.far
+        sent = 2 * (1 + self.forwards) * own * arch.d_model * HALF
+        n_nodes = max(1.0, job.ep / self.links.gpu_nodes)
+        far = (n_nodes - 1) / n_nodes
+        if job.system.dispatch == "nodes":
+            near, copies = self.met(job.ep) * (job.ep - 1) / job.ep, self.met(n_nodes)
+        else:
+            near, copies = arch.top_k * ((job.ep - 1) / job.ep - far), float(arch.top_k)
+        found["ep_near"] += sent * near / self.links.near
+        found["ep_far"] += sent * copies * far / self.links.far
+
+    def met(self, places: float) -> float:
+        """In how many of so many places that share the experts evenly those of a token are, on the mean."""
+        top_k = self.arch.top_k
+        if self.job.system.neighbours:
+            return max(1.0, top_k * places / self.arch.n_experts)
+        if self.arch.expert_groups is not None:
+            n_groups, most = self.arch.expert_groups
+            of_place = max(1.0, n_groups / places)  # groups that have experts there
+            missed = math.prod(max(0.0, n_groups - of_place - i) / (n_groups - i) for i in range(most))
+            places = max(1.0, places * (1 - missed))
+        return places * (1 - (1 - 1 / places) ** top_k)
 
     def head(self) -> dict[str, float]:
-        """Logits and their loss. It is not recomputed, and computes in 16 bits."""
+        """Logits and their loss. It is not recomputed, and mostly computes in 16 bits."""
         found = dict.fromkeys(AMOUNTS, 0.0)
         arch, tp = self.arch, self.job.tp
         low, forwards = self.low, self.forwards
-        self.low, self.forwards = False, 1
+        self.low, self.forwards = low and self.job.system.low_head, 1
         self.add_products(found, [Product.of(self.tokens, arch.vocab_size / tp, arch.d_model)])
         self.low, self.forwards = low, forwards
         found["memory"] += self.tokens * arch.vocab_size / tp * LOSS_BYTES / self.bandwidth
@@ -288,14 +357,14 @@ class Step:
         replicas = job.dp * job.cp
         dense = (n_dense + n_moe) * arch.attention_parameters / job.tp + n_dense * arch.dense_parameters / job.tp
         dense += n_moe * arch.n_shared_experts * arch.expert_parameters / job.tp + n_moe * arch.n_experts * arch.d_model
-        dense += arch.embedding_parameters / job.tp * (has_head if job.pp > 1 or arch.tied else 2)
+        dense += arch.embedding_parameters / job.tp * (min(1.0, has_head) if job.pp > 1 or arch.tied else 2)
         experts = n_moe * arch.n_experts / job.ep * arch.expert_parameters
         edp = max(1.0, replicas * job.tp / job.ep)
         rate = self.links.rate(replicas, job.tp)
         far = self.links.rate(int(edp), job.ep)
         moved = dense * (replicas - 1) / replicas / rate + experts * (edp - 1) / edp / far
         n_nodes = max(1.0, job.n_gpus / self.links.gpu_nodes)
-        found = {"passes": job.n_micro_batches + self.waits(), "nodes": math.log2(n_nodes)}
+        found = {"passes": job.n_micro_batches + job.n_flushes * self.waits(), "nodes": math.log2(n_nodes)}
         layers = n_dense + n_moe
         if job.zero == 3:
             found["shards"] = moved * 3 * HALF
@@ -337,8 +406,5 @@ def best_last(n_layers: int, pp: int, head: float) -> int:
 
 
 def cost(part: dict[str, float]) -> float:
-    """About how long a part takes, to compare positions."""
-    return (
-        sum(part[name] for name in ("products", "low_products", "grouped", "low_grouped", "attention", "memory"))
-        or 1e-9
-    )
+    """About how many seconds a part takes, to compare positions."""
+    return sum(part[name] * times for name, times in ROUGHLY.items()) or 1e-9

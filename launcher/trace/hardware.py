@@ -44,6 +44,7 @@ class Hardware:
     # What closed forms read beside (launcher.closed_form.gpus); a file may leave it out.
     family: str = "hopper"
     multiprocessors: float = 132.0
+    flops_of_exponential: float = 256.0  # of products in bf16 at the peak, in the time of an exponential
     watts: float | None = None  # of the board
     nvlink_gpus: float = 8.0  # GPUs that the fast links join
     also: tuple[str, ...] = ()  # other names of it in published tables
@@ -118,7 +119,9 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
     wanted = [each.name for each in fields(Hardware) if each.name not in ("name", "torch_name") and must(each)]
     further = [each.name for each in fields(Hardware) if not must(each)]
     numbers = {key: tree.get(key) for key in wanted if key not in ("efficiency", "peak_flops")}
-    numbers |= {key: tree[key] for key in ("multiprocessors", "watts", "nvlink_gpus") if key in tree}
+    numbers |= {
+        key: tree[key] for key in ("multiprocessors", "flops_of_exponential", "watts", "nvlink_gpus") if key in tree
+    }
     low = tree.get("low_precision_flops") if isinstance(tree.get("low_precision_flops"), Mapping) else {}
     numbers |= {f"low_precision_flops.{key}": value for key, value in low.items()}
     numbers |= {f"efficiency.{each.name}": shares.get(each.name) for each in fields(Efficiency)}

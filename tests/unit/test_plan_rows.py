@@ -3,16 +3,18 @@
 import json
 import math
 from copy import deepcopy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from launcher.cli import main
 from launcher.closed_form.architecture import architecture_of
 from launcher.closed_form.consistency import contradictions
-from launcher.closed_form.evaluate import COVERED, evaluate
+from launcher.closed_form.evaluate import COVERED, evaluate, limits, spread_of
 from launcher.closed_form.forecast import FILE, plan_row
 from launcher.closed_form.gpus import gpu_of, network_of
-from launcher.closed_form.page import page
+from launcher.closed_form.page import MEMORY_TARGET, TARGETS, page
 from launcher.closed_form.products import Product, padding
 from launcher.closed_form.rows import job_of, measured_seconds, read_rows, zero_of
 from launcher.closed_form.work import Step, work_of
@@ -58,13 +60,14 @@ def test_planted_another_measurement_changes_the_page(found):
 
 
 def test_what_the_page_claims(found):
-    """Dense rows and memory reach what was aimed at; MoE does not, and is held to what is published."""
-    dense = sorted(abs(each.relative) for each in found.time if each.case.job.kind == "dense")
-    assert dense[len(dense) // 2] <= 0.10 and dense[len(dense) * 9 // 10] <= 0.25
-    memory = sorted(abs(each.relative) for each in found.memory)
-    assert memory[len(memory) // 2] <= 0.05
-    covered = [each.is_covered for each in found.time if each.case.job.kind == "dense"]
-    assert sum(covered) / len(covered) >= COVERED
+    """Dense and MoE rows and memory reach what was aimed at, and intervals hold what they are made for."""
+    for kind, (median, tenth) in TARGETS.items():
+        rows = [each for each in found.time if each.case.job.kind == kind]
+        sizes = np.abs([each.relative for each in rows])
+        assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= tenth
+        assert np.mean([each.is_covered for each in rows]) >= COVERED
+    assert np.median(np.abs([each.relative for each in found.memory])) <= MEMORY_TARGET
+    assert np.mean([each.is_covered for each in found.memory]) >= COVERED
 
 
 def test_no_publisher_s_rows_are_in_the_fit_that_predicts_them():
@@ -245,6 +248,84 @@ def test_experts_messages_between_nodes_count_each_node_once():
     assert work_of(near, gpu).ep_far == 0 < work_of(wide, gpu).ep_far
     rows = wide.seq_len / wide.tp * wide.architecture.d_model * 2 * 4 * wide.architecture.n_layers
     assert work_of(wide, gpu).ep_far <= rows / 50e9
+
+
+MOE = {"model__experts": 64, "model__topk": 8, "model__moe_ffn": 512, "layout__pp": 1, "layout__dp": 8}
+
+
+def dispatch_of(ep=16, **changes):
+    """Seconds within nodes and between them, and passes over layers, of a job on H100."""
+    work = work_of(job_of(changed(**MOE, layout__ep=ep, **changes)), gpu_of("H100", 8, "NDR"))
+    return work.ep_near, work.ep_far, work.moe_layers
+
+
+def test_all_to_all_sends_every_copy_and_launches_more():
+    near, far, launches = dispatch_of()
+    copied_near, copied_far, copied_launches = dispatch_of(layout__dispatcher="A2A")
+    met = 2 * (1 - 0.5**8)  # nodes that have some of a token's eight experts, of two
+    assert copied_far / far == pytest.approx(8 / met) and copied_launches == 2 * launches
+    ranks = 16 * (1 - (15 / 16) ** 8)
+    assert near / copied_near == pytest.approx(ranks * 15 / 16 / (8 * (15 / 16 - 1 / 2)))
+    assert dispatch_of(layout__kernels="TE+DeepEP") == (near, far, launches)
+
+
+def test_routing_that_is_only_pretended_and_routing_by_groups_meet_fewer_ranks():
+    near, far, _ = dispatch_of()
+    row = changed(**MOE, layout__ep=16)
+    beside = work_of(job_of({**row, "notes": "Mock data, fake balanced gate."}), gpu_of("H100", 8, "NDR"))
+    assert beside.ep_near / near == pytest.approx(2 * 15 / 16 / (16 * (1 - (15 / 16) ** 8) * 15 / 16))
+    assert beside.ep_far < far
+    step = Step(job_of(row), gpu_of("H100", 8, "NDR"))
+    step.arch = replace(step.arch, expert_groups=(8, 4))
+    assert step.met(8.0) == pytest.approx(4 * (1 - (3 / 4) ** 8)) and step.met(1.0) == 1.0
+    nodes = 4 * (1 - (6 * 5 * 4 * 3) / (8 * 7 * 6 * 5))  # of four, each with two groups
+    assert step.met(4.0) == pytest.approx(nodes * (1 - (1 - 1 / nodes) ** 8))
+
+
+def test_dispatch_that_work_hides_delays_less():
+    row = changed(**MOE, layout__ep=16)
+    plain, hidden = plan_row(row), plan_row({**row, "notes": "GA 4. +1f1b EP overlap."})
+    assert hidden["seconds_by_part"]["ep"] < plain["seconds_by_part"]["ep"]
+
+
+def test_recipes_hold_for_their_releases_and_rows_know_better():
+    def system(table, gpu="GB300", **layout):
+        row = changed(**MOE, model__name="qwen3-30b-a3b", hw__gpu=gpu)
+        row["layout"] |= {"precision": "MXFP8", **layout}
+        return job_of({**row, "source": "NVIDIA-NeMo/Megatron-Bridge HEAD", "table": table}).system
+
+    early, late = system("26.04.01 NeMo Container / Qwen3"), system("26.06 NeMo Container / Qwen3")
+    assert early.graphed < late.graphed == 1 and late.hides_dispatch and not early.hides_dispatch
+    assert system("26.06 NeMo Container / Qwen3", precision="BF16").graphed < 1
+    assert system("Qwen3").graphed == 0
+    assert system("26.02 NeMo Container / Qwen3", gpu="B200").dispatch == "all-to-all"
+    assert system("26.02 NeMo Container / Qwen3", gpu="B200", dispatcher="DeepEP").dispatch == "nodes"
+    assert early.half_sums
+
+
+def test_modules_for_further_tokens_and_parts_again_take_time():
+    before = plan_row(changed(**MOE))["step_seconds"]
+    assert plan_row(changed(**MOE, model__mtp=1))["step_seconds"] > before
+    assert plan_row(changed(**MOE, layout__recompute="norm, act"))["step_seconds"] > before
+    flushed = {**changed(layout__vpp=2), "notes": "GA 4, local batch 2."}
+    assert plan_row(flushed)["step_seconds"] > plan_row(changed(layout__vpp=2))["step_seconds"]
+
+
+def test_rows_of_experts_may_be_any_number():
+    """Tensor cores need lengths in memory that are multiples of 8; the number of rows is none of these."""
+    even, odd = (Product.of(rows, 4096, 4096).backward()[1] for rows in (4096, 4095))
+    assert padding(odd, 132) == pytest.approx(padding(even, 132), rel=0.01)
+
+
+def test_intervals_are_wider_for_fewer_publishers_and_for_larger_errors(found):
+    dense = [each for each in found.time if each.case.job.kind == "dense"]
+    names = sorted({each.case.publisher for each in dense})
+    two = [each for each in dense if each.case.publisher in names[:2]]
+    assert np.ptp(spread_of(two)) > np.ptp(spread_of(dense)) > 0
+    assert spread_of([]) == [-math.inf, math.inf]
+    few = [each for each in found.time if each.case.job.kind != "dense"][:4]
+    larger = [replace(each, value=1.0) for each in few]
+    assert np.ptp(limits([*dense, *larger], "MoE")) > np.ptp(limits([*dense, *few], "MoE"))
 
 
 def test_rows_that_contradict_themselves_are_found():

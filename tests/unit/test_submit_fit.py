@@ -34,7 +34,7 @@ MODEL = ModelConfig(vocab_size=16384, d_model=512, n_layers=12, n_heads=8, n_kv_
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A config of 67 million parameters in a folder of its own, and a file of a GPU of 5 GiB."""
+    """A config of 67 million parameters in a folder of its own, and a file of a GPU of 4.6 GiB."""
     for name, text in FAKES.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch) -> Path:
         path.chmod(0o755)
     (tmp_path / "types").write_text("(null)")
     h100 = (Path("configs/hardware") / "H100.yaml").read_text()
-    (tmp_path / "small.yaml").write_text(h100.replace("memory_gb: 80", "memory_gb: 5"))
+    (tmp_path / "small.yaml").write_text(h100.replace("memory_gb: 80", "memory_gb: 4.6"))
     slurm = SlurmConfig(gpus_per_node=4, notice_seconds=60)
     tokens = write_tokens(tmp_path, n_documents=200, longest=2000)
     batch = {"precision": "bf16", "global_batch_size": 32, "micro_batch_size": 8}
