@@ -1,6 +1,6 @@
 """The configuration of the layout: plain values, no torch. dp follows from the number of processes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from annotated_types import Interval
@@ -25,3 +25,15 @@ class ParallelConfig:
     ep_overlap: bool = True
     # what is sharded over the ranks: 0 nothing (fp32 only), 1 optimizer state, 2 gradients too, 3 parameters too
     zero: Annotated[int, Interval(ge=0, le=3)] = 1
+    # how ZeRO 1 reduces gradients over replicas: at the step's end, whole, to every rank; each rank's part alone, in
+    # buckets, during the last backward pass; or during each one, into fp32 sums of that part: no whole ones are held
+    grad_reduce: Literal["step", "last_micro_batch", "micro_batch"] = "step"
+    # how each micro-batch's travel: widened to fp32, or as the bf16 numbers that they are, which receivers sum in fp32
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+
+    def with_zero(self, zero: int) -> "ParallelConfig":
+        """The same under another stage of ZeRO, without what stage 1 alone can do."""
+        return replace(self, zero=zero) if zero == 1 else replace(self, zero=zero, **OF_ZERO_1)
+
+
+OF_ZERO_1 = {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}  # its keys, where they do nothing

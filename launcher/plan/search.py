@@ -91,7 +91,7 @@ def variants(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
     stages = (1,) if alone else (1, 2, 3)
     for zero in stages:
         for schedule in schedules(config):
-            parallel = dataclasses.replace(config.parallel, zero=zero, pipeline=schedule)
+            parallel = dataclasses.replace(config.parallel.with_zero(zero), pipeline=schedule)
             found = dataclasses.replace(config, parallel=parallel)
             if not problems(found, n_gpus):
                 yield found

@@ -117,7 +117,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
         for way in ways:
             for size in sizes:
                 changed = dataclasses.replace(train, micro_batch_size=size, **way)
-                yield dataclasses.replace(config, parallel=dataclasses.replace(parallel, zero=zero), train=changed)
+                yield dataclasses.replace(config, parallel=parallel.with_zero(zero), train=changed)
 
 
 def fits(config: RunConfig, hardware: Hardware) -> float | None:

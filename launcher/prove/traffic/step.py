@@ -26,6 +26,7 @@ from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Degrees
 from parallel.pipeline.stages import Part, keep_parts, rank_parts
 from parallel.recompute import Modes, Recompute, mode_of
+from parallel.sizes import DEFAULT_SIZES
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 FP32_BYTES = 4
@@ -67,6 +68,17 @@ class Step:
     edp_rank: int = 0
     ep_rank: int = 0
     routed: Mapping[int, Sequence[Sequence[int]]] | None = None
+    bucket: int = DEFAULT_SIZES.reduced  # elements of gradients that are reduced at once during a backward pass
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether ZeRO 1 reduces gradients in buckets during backward passes."""
+        return self.parallel.zero == 1 and self.parallel.grad_reduce != "step"
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each micro-batch's gradients are reduced during its backward pass, under ZeRO 1."""
+        return self.parallel.zero == 1 and self.parallel.grad_reduce == "micro_batch"
 
     @property
     def degrees(self) -> Degrees:
