@@ -1,6 +1,6 @@
 """The configuration of the layout: plain values, no torch. dp follows from the number of processes."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Interval
@@ -30,10 +30,3 @@ class ParallelConfig:
     grad_reduce: Literal["step", "last_micro_batch", "micro_batch"] = "step"
     # how each micro-batch's travel: widened to fp32, or as the bf16 numbers that they are, which receivers sum in fp32
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-
-    def with_zero(self, zero: int) -> "ParallelConfig":
-        """The same under another stage of ZeRO, without what stage 1 alone can do."""
-        return replace(self, zero=zero) if zero == 1 else replace(self, zero=zero, **OF_ZERO_1)
-
-
-OF_ZERO_1 = {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}  # its keys, where they do nothing

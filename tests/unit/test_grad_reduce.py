@@ -1,12 +1,16 @@
 """Buckets of gradients: what is in one, and in which order they are reduced."""
 
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from launcher.config.layout_rules import with_zero
+from launcher.config.load import load_config
+from launcher.prove.matrix import Layout, fit
 from parallel.config import ParallelConfig
 from parallel.mesh import Axis
 from parallel.zero.buckets import Bucket, WholeBucket, cut_into_buckets
@@ -124,5 +128,15 @@ def test_two_gradients_of_one_pass_are_an_error():
 
 def test_another_stage_of_zero_leaves_out_what_it_cannot_do():
     given = ParallelConfig(tp=2, grad_reduce="micro_batch", grad_reduce_dtype="bf16")
-    assert given.with_zero(1) == given
-    assert given.with_zero(2) == ParallelConfig(tp=2, zero=2)
+    assert with_zero(given, 1) == given
+    assert with_zero(given, 2) == ParallelConfig(tp=2, zero=2)
+
+
+def test_a_matrix_of_proofs_keeps_the_key_where_it_does_something():
+    config = load_config(Path("configs/quickstart.yaml"), ["parallel.grad_reduce=micro_batch"])
+    kept = {}
+    for zero in range(4):
+        small, refused = fit(config, Layout(ParallelConfig(zero=zero), 2))
+        assert not refused
+        kept[zero] = small.parallel.grad_reduce
+    assert kept == {0: "step", 1: "micro_batch", 2: "step", 3: "step"}
