@@ -2,7 +2,7 @@
 
     python benchmarks/grad_reduce.py [--steps 20]
 
-A MoE model of half a million weights in bf16, four micro-batches a rank, the same tokens for each way of
+A MoE model of 0.76 million weights in bf16, four micro-batches a rank, the same tokens for each way of
 `parallel.grad_reduce`. By way: relative L2 errors of the first step's gradients, and of the worst tensor, against sums
 in fp64 of the micro-batches' own gradients, which are bf16 numbers; the largest relative difference of a loss in
 --steps updates by AdamW from that of `step`; bytes of sums that a rank holds. Beside them, computed from the same
@@ -26,11 +26,11 @@ from torch import Tensor
 
 RANKS, MICRO_BATCHES, BATCH, SEQ_LEN, VOCAB = 4, 4, 2, 128, 1024
 BUCKET = 50_000
-WAYS = {
-    "step": ("step", "fp32"),
-    "last_micro_batch": ("last_micro_batch", "fp32"),
-    "micro_batch": ("micro_batch", "fp32"),
-    "micro_batch, bf16": ("micro_batch", "bf16"),
+WAYS: dict[str, dict[str, Any]] = {
+    "step": {},
+    "last_micro_batch": {"grad_reduce": "last_micro_batch"},
+    "micro_batch": {"grad_reduce": "micro_batch"},
+    "micro_batch, bf16": {"grad_reduce": "micro_batch", "grad_reduce_dtype": "bf16"},
 }
 LR = 1e-3
 
@@ -63,8 +63,8 @@ def measure(steps: int) -> dict[str, Any]:
 
     mesh = open_mesh(ParallelConfig(), 900)
     found: dict[str, Any] = {"passes": passes(mesh)}
-    for name, (when, dtype) in WAYS.items():
-        found[name] = train(mesh, ParallelConfig(grad_reduce=when, grad_reduce_dtype=dtype), steps)
+    for name, how in WAYS.items():
+        found[name] = train(mesh, ParallelConfig(**how), steps)
     return found
 
 
@@ -75,9 +75,16 @@ def build(mesh: Any, parallel: Any) -> Any:
     from parallel.zero.engine import Engine
 
     moe = MoEConfig(n_experts=8, top_k=2, d_ff=64, balance=SequenceAuxBalance(coefficient=1e-3))
-    sizes = {"vocab_size": VOCAB, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 256}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "d_model": 128,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "d_ff": 256,
+    }
     model = ModelConfig(family="qwen3_moe", qk_norm=True, moe=moe, **sizes)
-    how = {"parallel": parallel, "precision": "bf16", "micro_batch_size": BATCH}
+    how: dict[str, Any] = {"parallel": parallel, "precision": "bf16", "micro_batch_size": BATCH}
     engine = Engine(mesh, model, AdamWConfig(lr=LR), **how, sizes=dataclasses.replace(DEFAULT_SIZES, reduced=BUCKET))
     engine.initialize_weights(0)
     return engine
@@ -151,17 +158,18 @@ def passes(mesh: Any) -> list[dict[str, Tensor]]:
 def exact_and_others(by_rank: list[list[dict[str, Tensor]]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Sums over ranks and micro-batches in fp64, and as other wires would make them."""
 
-    def in_bf16(parts: Iterable[Tensor]) -> Tensor:
-        return reduce(lambda total, part: total + part, [part.bfloat16() for part in parts])
+    def added(parts: Iterable[Tensor]) -> Tensor:
+        return reduce(torch.add, list(parts))
 
-    exact, others = {}, {name: {} for name in ("sums_in_bf16", "ring_in_bf16", "each_ring_in_bf16")}
+    exact: dict[str, Tensor] = {}
+    others: dict[str, dict[str, Tensor]] = {name: {} for name in ("sums_in_bf16", "ring_in_bf16", "each_ring_in_bf16")}
     for name in by_rank[0][0]:
-        sums = [sum(made[name].float() for made in passes) for passes in by_rank]
-        exact[name] = sum(made[name].double() for passes in by_rank for made in passes)
-        others["sums_in_bf16"][name] = sum(each.bfloat16().float() for each in sums)
-        others["ring_in_bf16"][name] = in_bf16(sums)
-        rings = [in_bf16(passes[number][name] for passes in by_rank).float() for number in range(MICRO_BATCHES)]
-        others["each_ring_in_bf16"][name] = sum(rings)
+        sums = [added(made[name].float() for made in passes) for passes in by_rank]
+        exact[name] = added(made[name].double() for passes in by_rank for made in passes)
+        others["sums_in_bf16"][name] = added(each.bfloat16().float() for each in sums)
+        others["ring_in_bf16"][name] = added(each.bfloat16() for each in sums)
+        rings = [added(passes[number][name] for passes in by_rank) for number in range(MICRO_BATCHES)]
+        others["each_ring_in_bf16"][name] = added(each.float() for each in rings)
     return exact, others
 
 
