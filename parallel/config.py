@@ -25,3 +25,8 @@ class ParallelConfig:
     ep_overlap: bool = True
     # what is sharded over the ranks: 0 nothing (fp32 only), 1 optimizer state, 2 gradients too, 3 parameters too
     zero: Annotated[int, Interval(ge=0, le=3)] = 1
+    # how ZeRO 1 reduces gradients over replicas: at the step's end, whole, to every rank; each rank's part alone, in
+    # buckets, during the last backward pass; or during each one, into fp32 sums of that part: no whole ones are held
+    grad_reduce: Literal["step", "last_micro_batch", "micro_batch"] = "step"
+    # how each micro-batch's travel: widened to fp32, or as the bf16 numbers that they are, which receivers sum in fp32
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"

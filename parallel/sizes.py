@@ -22,8 +22,10 @@ class Sizes:
     ring_pieces_every: int | None = None
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
-    # DeepSpeed's, and its own defaults, in elements.
+    # DeepSpeed's, and its own defaults but for `reduced`, which is ours; in elements.
     bucket: int = 500_000_000  # gradients reduced by one collective, and updated weights gathered by one (ZeRO 0 to 2)
+    # gradients reduced by one collective during a backward pass (parallel.grad_reduce); Megatron's default
+    reduced: int = 40_000_000
     persistent: int = 100_000  # ZeRO 3 keeps weights of at most so many whole, between steps too
     prefetched: int = 50_000_000  # ZeRO 3 gathers so many ahead of their use
     live: int = 1_000_000_000  # ZeRO 3 holds at most so many whole at once

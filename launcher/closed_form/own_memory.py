@@ -70,17 +70,20 @@ class Ours:
     again: Repeats
     layers: tuple[int, ...]  # of each position
     head_at: int  # the head's position: the first one in a V
+    scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
 
     def state(self, n_weights: float, n_updated: float) -> float:
         """Bytes of weights, sums of gradients, masters and states; ``n_updated``: weights that this rank updates."""
         if self.zero == 0:
             return (self.element + FP32 + FP32 * self.states) * n_weights
         kept = n_updated if self.zero == 3 else n_weights
-        summed = n_updated if self.zero >= 2 and self.pp == 1 else n_weights
+        summed = n_updated if self.scatters or (self.zero >= 2 and self.pp == 1) else n_weights
         return self.element * kept + FP32 * summed + FP32 * (1 + self.states) * n_updated
 
     def buffers(self, n_weights: float, layers: float) -> float:
         """One micro-batch's gradients, and the two buckets that they are reduced through."""
+        if self.scatters:  # buckets on their way, two packed and received, and one whose gradients are being made
+            return (2 * 2 * FP32 + self.element) * min(DEFAULT_SIZES.reduced, n_weights)
         if self.zero == 0 or self.sums_in_place:
             return 0.0
         buckets = 2 * min(FP32 * DEFAULT_SIZES.bucket, FP32 * n_weights)
@@ -88,8 +91,8 @@ class Ours:
 
     def left(self, n_weights: float, n_head: float) -> float:
         """The share of activations that waits while the first bucket of gradients is reduced; the head's come first."""
-        others = n_weights - n_head
-        return 1 - min(1.0, max(0.0, DEFAULT_SIZES.bucket - n_head) / others) if others > 0 else 1.0
+        others, bucket = n_weights - n_head, DEFAULT_SIZES.reduced if self.scatters else DEFAULT_SIZES.bucket
+        return 1 - min(1.0, max(0.0, bucket - n_head) / others) if others > 0 else 1.0
 
     def head(self, tokens: float, n_weights: float, vocab_size: float, *, is_cut: bool) -> tuple[float, float]:
         """The gradient of the head's weights, summed in fp32 over chunks of the tokens; and what the last chunk needs.

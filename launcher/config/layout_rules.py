@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
 from modeling.dims import units_of
+from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF
 from parallel.pipeline.config import splits_backward
 from parallel.pipeline.rules import pipeline_problems
@@ -35,6 +37,12 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         micro_batch_size=max(1, config.train.micro_batch_size),
         dp=dp_of(config, world_size),
     )
+
+
+def with_zero(parallel: ParallelConfig, zero: int) -> ParallelConfig:
+    """The layout under another stage of ZeRO, without what stage 1 alone can do."""
+    alone = {} if zero == 1 else {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}
+    return replace(parallel, zero=zero, **alone)
 
 
 def dp_of(config: RunConfig, world_size: int) -> int:

@@ -44,6 +44,7 @@ def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list
         *_check_expert_widths(config, "bf16" if is_small else config.train.precision),
         *_check_schedule(config),
         *_check_precision(config),
+        *_check_grad_reduce(config),
         *check_one_way(config.train),
         *([] if is_small else check_fp8_widths(config)),
         *_check_evaluation(config),
@@ -255,6 +256,26 @@ def _check_precision(config: RunConfig) -> Iterator[str]:
         yield (
             f"parallel.zero=0 works with train.precision=fp32 only, not train.precision={config.train.precision}; "
             "try parallel.zero=1"
+        )
+
+
+def _check_grad_reduce(config: RunConfig) -> Iterator[str]:
+    """ZeRO 1 alone reduces at one time or another, and only bf16 numbers travel as such without being rounded."""
+    parallel, precision = config.parallel, config.train.precision
+    if parallel.grad_reduce != "step" and parallel.zero != 1:
+        yield (
+            f"parallel.grad_reduce={parallel.grad_reduce} needs parallel.zero=1, not parallel.zero={parallel.zero}, "
+            "whose gradients are reduced at times of its own; try parallel.zero=1, or parallel.grad_reduce=step"
+        )
+    if parallel.grad_reduce_dtype == "bf16" and parallel.grad_reduce != "micro_batch":
+        yield (
+            "parallel.grad_reduce_dtype=bf16 needs parallel.grad_reduce=micro_batch, not "
+            f"parallel.grad_reduce={parallel.grad_reduce}, which would round sums; try parallel.grad_reduce=micro_batch"
+        )
+    if parallel.grad_reduce_dtype == "bf16" and config.train.stored != "bf16":
+        yield (
+            f"parallel.grad_reduce_dtype=bf16 would round the gradients of train.precision={precision}; "
+            "try parallel.grad_reduce_dtype=fp32"
         )
 
 

@@ -153,8 +153,14 @@ def sum_ops(step: Step, n_gradients: int) -> Iterator[Op]:
     Where none is set to zero, a step's first gradients are written over the last step's sums, and no sum is read.
     """
     n_weights, part = sum(step.weights.values()), "gradients: sums"
+    sharding = sharding_for(step.parallel, step.precision)
+    if sharding.scatters:  # packed for the collective; what it gives is read, and added to this rank's part
+        packed = step.element_bytes + (FP32_BYTES if step.parallel.grad_reduce_dtype == "fp32" else step.element_bytes)
+        part_bytes = 3 * FP32_BYTES * n_gradients - FP32_BYTES * n_gradients / step.n_micro_batches
+        yield moved(ACCUMULATE, part, round(n_weights * packed + part_bytes))
+        return
     added = n_weights * (step.element_bytes + 2 * FP32_BYTES)
-    if not sharding_for(step.parallel.zero, step.precision).zeroes_sums:
+    if not sharding.zeroes_sums:
         yield moved(ACCUMULATE, part, round(added - n_weights * FP32_BYTES / step.n_micro_batches))
         return
     yield moved(ACCUMULATE, part, added)

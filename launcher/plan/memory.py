@@ -76,10 +76,13 @@ def _kept_whole(step: Step, n: int, names: list[str]) -> int:
 
 
 def _gradient_elements(step: Step, share: int) -> int:
-    """Elements summed over the micro-batches: under ZeRO 2 and 3 this rank's part, under a pipeline always all."""
+    """Elements summed over the micro-batches: this rank's part under ZeRO 2 and 3, without a pipeline; or all.
+
+    ZeRO 1 sums a part too where it reduces each micro-batch's gradients.
+    """
     zero, whole = step.parallel.zero, sum(step.weights.values())
-    if zero >= 2 and step.parallel.pp == 1:
+    if (zero >= 2 and step.parallel.pp == 1) or step.scatters:
         return share
-    if zero == 1 and step.precision == "bf16":  # DeepSpeed's BF16_Optimizer sums in one flat tensor a group
+    if zero == 1 and (step.precision == "bf16" or step.in_buckets):  # in one flat tensor a group
         return sum(flat_elements(step, n, names) for _, n, names in replicated(step))
     return whole

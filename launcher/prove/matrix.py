@@ -56,7 +56,11 @@ def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
     """The config, shrunk, under the layout; and the rules that it breaks there, in which case it is not to be run."""
     precision = "fp32" if layout.parallel.zero == 0 else config.train.precision
     train = replace(config.train, global_batch_size=32, batch_ramp=None, micro_batch_size=1, precision=precision)
-    wanted = replace(config, parallel=layout.parallel, train=train)
+    parallel = layout.parallel
+    if parallel.zero == 1:  # all other stages reduce in one way
+        ours = config.parallel
+        parallel = replace(parallel, grad_reduce=ours.grad_reduce, grad_reduce_dtype=ours.grad_reduce_dtype)
+    wanted = replace(config, parallel=parallel, train=train)
     problems = check(without_budget(wanted), layout.n_ranks)
     if problems:
         return wanted, problems

@@ -54,6 +54,7 @@ SMALL_SIZES = Sizes(
     row_multiple=8,
     staging_bytes=4096,
     bucket=2000,
+    reduced=2000,
     persistent=100,
     prefetched=2000,
     live=4000,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.closed_form.architecture import CannotPlan
+from launcher.config.layout_rules import with_zero
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
@@ -117,7 +118,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
         for way in ways:
             for size in sizes:
                 changed = dataclasses.replace(train, micro_batch_size=size, **way)
-                yield dataclasses.replace(config, parallel=dataclasses.replace(parallel, zero=zero), train=changed)
+                yield dataclasses.replace(config, parallel=with_zero(parallel, zero), train=changed)
 
 
 def fits(config: RunConfig, hardware: Hardware) -> float | None:

@@ -129,6 +129,12 @@ def keep_parts(model: Decoder, parts: Sequence[Part]) -> None:
         model.mtp.clear()
 
 
+def stage_weights(model: Decoder, parts: Sequence[Part]) -> list[list[nn.Parameter]]:
+    """The weights of each of this rank's stages, in the model's order: of the materialized model."""
+    stages = (model.part_of(part.layers, has_embedding=part.has_embedding, has_head=part.has_head) for part in parts)
+    return [list(stage.parameters()) for stage in stages]
+
+
 def tied_weight(model: Decoder, config: ModelConfig, parts: Sequence[Part], n_ranks: int) -> nn.Parameter | None:
     """The embedding's weight where another rank holds a copy of it, else None. Call it on the materialized model.
 

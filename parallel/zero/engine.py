@@ -29,7 +29,7 @@ from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.run import Pipeline
-from parallel.pipeline.stages import is_second_copy, rank_parts, tied_weight
+from parallel.pipeline.stages import is_second_copy, rank_parts, stage_weights, tied_weight
 from parallel.pipeline.tied import add_other_copy
 from parallel.recompute import Modes, Recompute
 from parallel.sizes import DEFAULT_SIZES, Sizes
@@ -82,7 +82,7 @@ class Engine:
         self.measured: Tensor | None = None  # this step's norm, loss scale included
         self.before_change: list[Callable[[], None]] = []
         stored = stored_as(precision)
-        make_sharding = sharding_for(parallel.zero, stored)
+        make_sharding = sharding_for(parallel, stored)
         self.sharding = make_sharding(mesh, stored, micro_batch_size, optimizer_config.clip_norm, sizes)
         adopt, dtype = self.sharding.adopt, DTYPES[stored]
         held = (mesh, model_config, parallel, dtype, adopt, sizes)
@@ -92,6 +92,8 @@ class Engine:
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )
         groups = optimizer_groups(self.weights.values(), mesh, optimizer_config, widths_of(model_config))
+        tied = tied_weight(self.model, model_config, self.parts, mesh.pp.degree)
+        groups = self.sharding.cut_groups(groups, stage_weights(self.model, self.parts), tied)
         self.base = optimizer_config.build(groups, fused=mesh.device.type == "cuda" or optimizer_config.fused_on_cpu)
         self.sharding.open(self.model, self.base, self.weights)
         matrices = self.sharding.matrices(optimizer_config)

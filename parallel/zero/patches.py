@@ -29,18 +29,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from parallel.processes.device import own_device
-from parallel.zero.norm import CPU_PIECE
+from parallel.zero.buckets import add_in_pieces
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-
-
-def add_in_pieces(total: Tensor, gradient: Tensor) -> None:
-    """Adds a flat gradient to a flat sum of another dtype. On a CPU torch widens it first, whole, in new memory."""
-    if not total.is_cpu:
-        total += gradient
-        return
-    for piece, added in zip(total.split(CPU_PIECE), gradient.split(CPU_PIECE), strict=True):
-        piece += added
 
 
 def print_nothing(*_: Any, **__: Any) -> None:
@@ -108,6 +99,16 @@ class ZeroOptimizer12(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer):
         return self.take_norm()
 
 
+class ScatteredOptimizer(ZeroOptimizer12):
+    """DeepSpeed's ZeRO 1 without its sums of gradients: it is given this rank's part of ours, once a step."""
+
+    def create_gradient_handling_hooks(self) -> None:
+        """None: ``parallel.zero.scattered`` has autograd's hooks."""
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Nothing: a number that is not finite makes the norm so, which the step looks at next, on every rank alike."""
+
+
 class ZeroOptimizer3(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer_Stage3):
     """DeepSpeed's ZeRO 3."""
 
@@ -162,6 +163,7 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
 # For each of our optimizers: the module in which DeepSpeed looks for its own, and under which name.
 LOOKED_UP: dict[type, tuple[Any, str]] = {
     ZeroOptimizer12: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
+    ScatteredOptimizer: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
     Bf16Optimizer: (deepspeed.runtime.engine, "BF16_Optimizer"),
     ZeroOptimizer3: (stage3, "DeepSpeedZeroOptimizer_Stage3"),
 }

@@ -9,11 +9,16 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the scale doubles
 
 
 def deepspeed_config(
-    zero: int, precision: str, micro_batch_size: int, clip_norm: float | None, sizes: Sizes = DEFAULT_SIZES
+    zero: int,
+    precision: str,
+    micro_batch_size: int,
+    clip_norm: float | None,
+    sizes: Sizes = DEFAULT_SIZES,
+    accumulates: str = "fp32",
 ) -> dict[str, Any]:
     """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us.
 
-    ``clip_norm``: what DeepSpeed clips by; None: nothing.
+    ``clip_norm``: what DeepSpeed clips by; None: nothing. ``accumulates``: the dtype of its sums of gradients.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -35,7 +40,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
     }
     if precision != "fp32":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else gradients accumulate in 16 bits
+        config["data_types"] = {"grad_accum_dtype": accumulates}  # left alone, DeepSpeed sums in 16 bits
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
     if precision == "fp16":

@@ -5,7 +5,7 @@ too. Which part of each, and under which of DeepSpeed's names, is the business o
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from parallel.layout import Place
 from parallel.matrices import CutMatrices
 from parallel.mesh import Mesh
 from parallel.sizes import Sizes
+from parallel.zero.buckets import Group
 from parallel.zero.fragments import Share
 from parallel.zero.groups import Mpu, experts_are_separate, mark_parameter, register_expert_groups
 from parallel.zero.loss_scale import LossScale
@@ -48,6 +49,8 @@ class Sharding(ABC):
     weights_stay: ClassVar = True  # whether a weight lies between the passes where it is during them
     rounds_sums: ClassVar = False  # whether DeepSpeed is given a pipeline's fp32 sums in the weights' dtype
     zeroes_sums: ClassVar = True  # whether sums of gradients are set to zero before a step's first are added to them
+    sums_here: ClassVar = False  # whether gradients are summed by us, not by DeepSpeed
+    scatters: ClassVar = False  # whether each micro-batch's gradients are reduced into sums of this rank's part alone
 
     def __init__(
         self, mesh: Mesh, precision: Precision, micro_batch_size: int, clip_norm: float | None, sizes: Sizes
@@ -59,14 +62,24 @@ class Sharding(ABC):
         self.dtype = DTYPES[precision]
         self.clip_norm = clip_norm
         self.bucket = sizes.bucket
-        self.config = deepspeed_config(
-            self.stage, precision, micro_batch_size, clip_norm if self.clips else None, sizes
-        )
+        self.reduced = sizes.reduced
+        clipped_by = clip_norm if self.clips else None
+        sums = precision if self.sums_here else "fp32"
+        self.config = deepspeed_config(self.stage, precision, micro_batch_size, clipped_by, sizes, sums)
         register_expert_groups(mesh)
 
     def adopt(self, parameter: nn.Parameter, place: Place) -> None:
         """Takes a weight that was just made, before DeepSpeed sees the model."""
         mark_parameter(parameter, place, self.mesh)
+
+    def cut_groups(
+        self, groups: list[Group], stages: Sequence[Collection[nn.Parameter]], tied: nn.Parameter | None
+    ) -> list[Group]:
+        """The optimizer's groups, cut further where DeepSpeed's flat tensors are to hold less; here as they are.
+
+        ``stages`` are the weights of each of this rank's stages, ``tied`` the one of which another rank holds a copy.
+        """
+        return groups
 
     def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
         """Hands the model, and torch's optimizer of it, to DeepSpeed."""

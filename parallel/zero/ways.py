@@ -1,17 +1,23 @@
 """Which of DeepSpeed's ways of holding state a run takes."""
 
+from parallel.config import ParallelConfig
 from parallel.zero.replicated import Replicated
+from parallel.zero.scattered import Zero1Exchanged, Zero1OfLastPass, Zero1Scattered
 from parallel.zero.sharding import Precision, Sharding
 from parallel.zero.zero1_bf16 import Zero1Bf16
 from parallel.zero.zero3 import Zero3
 from parallel.zero.zero12 import Zero1, Zero2
 
 
-def sharding_for(zero: int, precision: Precision) -> type[Sharding]:
-    """The way in which DeepSpeed holds state under this ZeRO stage and precision."""
-    match zero, precision:
+def sharding_for(parallel: ParallelConfig, precision: Precision) -> type[Sharding]:
+    """The way in which DeepSpeed holds state under this layout's ZeRO stage and in this precision."""
+    match parallel.zero, precision:
         case 0, _:
             return Replicated
+        case 1, _ if parallel.grad_reduce == "micro_batch":
+            return Zero1Scattered if parallel.grad_reduce_dtype == "fp32" else Zero1Exchanged
+        case 1, _ if parallel.grad_reduce == "last_micro_batch":
+            return Zero1OfLastPass
         case 1, "bf16":
             return Zero1Bf16
         case 1, _:

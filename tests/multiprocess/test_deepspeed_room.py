@@ -19,7 +19,10 @@ def tokens(tmp_path_factory):
 def missed(tokens, kinds, fault=None) -> set[str]:
     """What of our patches DeepSpeed did not come to, on some rank."""
     configs = [
-        run_config(tokens, parallel=ParallelConfig(zero=zero, ep=2), precision=precision) for zero, precision in kinds
+        run_config(
+            tokens, parallel=ParallelConfig(zero=zero, ep=2, grad_reduce="".join(when) or "step"), precision=precision
+        )
+        for zero, precision, *when in kinds
     ]
     expected = [PATCHES[kind] | ({ONCE} if number == 0 else set()) for number, kind in enumerate(kinds)]
     ranks = run_ranks(called_in_rank, 2, configs, fault, timeout_seconds=280, threads=1)

@@ -15,6 +15,7 @@ from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV
 
 ODD_MODEL = dataclasses.replace(MOE_MODEL, n_layers=4, vocab_size=VOCAB_SIZE + 1)  # no group is a multiple of its ranks
+EACH = {"grad_reduce": "micro_batch"}
 LAYOUTS = {
     "zero0": (2, "fp32", ParallelConfig(zero=0)),
     "zero0_tp_ep": (4, "fp32", ParallelConfig(tp=2, ep=2, zero=0)),
@@ -27,6 +28,10 @@ LAYOUTS = {
     "zero1_ep": (4, "bf16", ParallelConfig(zero=1, ep=2)),
     "zero3_ep_tp": (4, "fp32", ParallelConfig(zero=3, ep=4, tp=2)),
     "zero1_pp": (4, "bf16", ParallelConfig(zero=1, pp=2)),
+    "zero1_each_bf16": (3, "bf16", ParallelConfig(zero=1, **EACH)),
+    "zero1_each_fp32_ep": (4, "fp32", ParallelConfig(zero=1, ep=2, **EACH)),
+    "zero1_each_pp": (4, "bf16", ParallelConfig(zero=1, pp=2, **EACH, grad_reduce_dtype="bf16")),
+    "zero1_last_pp": (4, "fp32", ParallelConfig(zero=1, pp=2, grad_reduce="last_micro_batch")),
     "zero1_pp_in_a_v": (2, "bf16", ParallelConfig(zero=1, pp=2, pipeline=ZBV(layers=(1, 1, 1, 1)))),
 }
 
@@ -49,6 +54,7 @@ def measure_rank(config: RunConfig) -> Memory:
         batch = read_micro_batch(dataset, np.arange(2), mesh)
         output = engine.model(batch.tokens_BS, batch.context, batch.targets_BS)
         engine.backward(output.loss, 1.0, last=engine.zero == 2)
+        assert not engine.sharding.scatters or all(weight.grad is None for weight in engine.model.parameters())
     found = dataclasses.replace(found, gradients=gradient_bytes(engine))
     close_mesh()
     return found
@@ -66,6 +72,10 @@ def held(engine: Any) -> Memory:
 def gradient_bytes(engine: Any) -> int:
     """Bytes of the sums over the micro-batches so far."""
     optimizer = engine.sharding.optimizer
+    if engine.sharding.scatters:
+        return bytes_of([bucket.total for bucket in engine.sharding.buckets])
+    if engine.sharding.sums_here:
+        return bytes_of([bucket.whole for bucket in engine.sharding.buckets])
     if engine.zero == 1 and engine.precision == "bf16":
         return bytes_of(optimizer.fp32_groups_gradients_flat)
     if engine.zero == 3:
@@ -80,7 +90,7 @@ def bytes_of(tensors: list[Any]) -> int:
     return sum(storages.values())
 
 
-QUICK = ("zero1_bf16", "zero3_bf16")
+QUICK = ("zero1_bf16", "zero3_bf16", "zero1_each_bf16")
 CASES = [(name, AdamWConfig()) for name in LAYOUTS] + [
     ("zero1_bf16", SGDConfig(momentum=0.9)),
     ("zero0_tp_ep", MuonConfig()),

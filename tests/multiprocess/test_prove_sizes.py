@@ -22,6 +22,7 @@ RUNS = [
         {"persistent": (0, 10), "updated": (0, 3), "reused": (0, 4), "prefetched": (0, 4), "live": (0, 4)},
     ),
     (("train.precision=bf16",), {"bucket": (1, 2)}),
+    (("parallel.grad_reduce=micro_batch",), {"reduced": (6, 20)}),
 ]
 
 

@@ -17,7 +17,7 @@ from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
-from traffic_faults import FAULTS
+from traffic_faults import FAULTS, TWICE
 from traffic_runs import problems, run_counts
 
 assert MOE_MODEL.moe is not None
@@ -72,6 +72,10 @@ FULL, SELECTIVE, HALF = ({"recompute": mode} for mode in ("full", "selective", "
 BUDGET = {"activation_gib": 1.0}  # of which half of what recomputation can save is left: layers differ
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 RING = {"cp_attention": "ring"}
+EACH = {"zero": 1, "grad_reduce": "micro_batch"}  # gradients of each micro-batch, in several buckets
+AS_BF16 = {**EACH, "grad_reduce_dtype": "bf16", "precision": "bf16"}
+LAST = {"zero": 1, "grad_reduce": "last_micro_batch"}
+PARALLEL_KEYS = ("zero", "pipeline", "cp_attention", "grad_reduce", "grad_reduce_dtype")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def tokens(tmp_path_factory):
 def variant(tokens: str, model: ModelConfig, degrees: dict[str, Any], **changes: Any) -> RunConfig:
     """A run under the axes' degrees; ``changes`` are keys of parallel and train."""
     train: dict[str, Any] = {"micro_batch_size": 1 if "pp" in degrees else 2} | changes
-    parallel = {key: train.pop(key) for key in ("zero", "pipeline", "cp_attention") if key in train}
+    parallel = {key: train.pop(key) for key in PARALLEL_KEYS if key in train}
     return run_config(
         tokens,
         model=model,
@@ -107,11 +111,31 @@ def slow(*values: Any) -> Any:
             [
                 {"zero": 0},
                 {"zero": 1, **BF16},
+                {**AS_BF16, "micro_batch_size": 1},
                 {"zero": 2, **FP16, "micro_batch_size": 1},
                 {"zero": 3, **FULL, "micro_batch_size": 1},
             ],
         ),
         (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 1, **BUDGET}]),
+        slow(3, {}, ODD, [{**each, "global_batch_size": 6} for each in (EACH, AS_BF16, {**LAST, **FP16})]),
+        slow(4, {"cp": 2, "tp": 2}, FOUR_LAYERS, [{**EACH, **RING, **FULL}, AS_BF16, {**LAST, **BF16}]),
+        slow(4, {"ep": 2}, ODD, [{**EACH, **SELECTIVE}, AS_BF16, LAST]),
+        slow(4, {"tp": 2, "ep": 4}, MOE_MODEL, [EACH, {**AS_BF16, **FULL}]),
+        slow(
+            8,
+            {"tp": 2, "pp": 2, "cp": 2},
+            FOUR_LAYERS,
+            [
+                EACH,
+                {**AS_BF16, **FULL},
+                {**EACH, "pipeline": Interleaved()},
+                {**EACH, **RING, "pipeline": ZBV()},
+                {**AS_BF16, "pipeline": DualPipeV()},
+                {**LAST, "pipeline": ZBV()},
+            ],
+        ),
+        slow(8, {"tp": 2, "pp": 2, "ep": 4}, FURTHER_UNTIED, [EACH, {**AS_BF16, "pipeline": ZBV()}]),
+        slow(4, {"pp": 2}, FURTHER_TIED, [EACH, {**LAST, **BF16}]),
         slow(2, {"tp": 2}, POST_NORM, [{"zero": 1, **SELECTIVE}, {"zero": 3, **BF16}]),
         slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
         slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),
@@ -213,6 +237,13 @@ def test_bytes_are_those_of_the_closed_forms(tokens, ranks, degrees, model, vari
     for changes, config, seen in zip(variants, configs, run_counts(configs, ranks), strict=True):
         found |= {str(changes): wrong} if (wrong := problems(config, seen)) else {}
     assert not found, found
+
+
+def test_planted_a_bucket_reduced_twice_is_noticed(tokens):
+    config = variant(tokens, MOE_MODEL, {}, **EACH)
+    sound, broken = run_counts([config, config], 2, [None, TWICE])
+    assert problems(config, sound) == []
+    assert any("replicas, gradients, reduce-scatter" in line for line in problems(config, broken))
 
 
 def test_planted_collectives_too_many_or_too_few_are_noticed(tokens):

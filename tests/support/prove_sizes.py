@@ -118,7 +118,9 @@ def record(seen: Recorder) -> None:
 
     saver.staged = staged
     record_deepspeed(seen)
-    loop.accumulate_gradients = seen.around(loop.accumulate_gradients, "bucket", "prefetched", "reused", "live")
+    loop.accumulate_gradients = seen.around(
+        loop.accumulate_gradients, "bucket", "reduced", "prefetched", "reused", "live"
+    )
 
 
 def record_deepspeed(seen: Recorder) -> None:
@@ -130,6 +132,9 @@ def record_deepspeed(seen: Recorder) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from parallel.zero.scattered import Zero1Scattered
+
+    seen.count_calls(Zero1Scattered, "reduce", "reduced")
     seen.count_calls(DeepSpeedZeroOptimizer, "average_tensor", "bucket")
     seen.count_calls(DeepSpeedEngine, "allreduce_bucket", "bucket")
     gather = PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params

@@ -7,7 +7,8 @@ from typing import Any
 
 from launcher.config.tree import RunConfig
 
-PATCHES = {  # (ZeRO stage, precision) -> what DeepSpeed must call in two steps, by the names in parallel.zero.patches
+Kind = tuple[int, str] | tuple[int, str, str]  # ZeRO stage, precision, parallel.grad_reduce
+PATCHES: dict[Kind, set[str]] = {  # what DeepSpeed must call in two steps, by the names in parallel.zero.patches
     (0, "fp32"): {"ExpertsAreHere.set_deepspeed_parallelism"},
     (1, "fp32"): {"ZeroOptimizer12.scaled_global_norm", "ZeroOptimizer12._update_scale"},
     (1, "bf16"): {
@@ -17,6 +18,11 @@ PATCHES = {  # (ZeRO stage, precision) -> what DeepSpeed must call in two steps,
         "Bf16Optimizer.norm_of_dense",
         "Bf16Optimizer.norm_with_experts",
         "bf16_optimizer.see_memory_usage",
+    },
+    (1, "bf16", "micro_batch"): {
+        "ScatteredOptimizer.create_gradient_handling_hooks",
+        "ScatteredOptimizer.check_overflow",
+        "ZeroOptimizer12.scaled_global_norm",
     },
     (2, "fp16"): {
         "ZeroOptimizer12.scaled_global_norm",

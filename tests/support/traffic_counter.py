@@ -44,6 +44,7 @@ ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "gradients",
         ("replicas", "edp"),
     ),
+    "parallel/zero/buckets.py:Flight.__init__": ("gradients", ("replicas", "edp")),
     "deepspeed/runtime/comm/coalesced_collectives.py:*": ("gradients", ("replicas", "edp")),
     "deepspeed/runtime/utils.py:all_gather_into_tensor_dp_groups": ("weights", ("replicas", "edp")),
     "deepspeed/runtime/zero/partition_parameters.py:*": ("weights", ("replicas", "edp")),

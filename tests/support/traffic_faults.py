@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+import grad_reduce_runs
 import parallel.collectives as collectives
 from parallel.zero.engine import Engine
 
@@ -19,6 +20,7 @@ FAULTS = {  # and what the comparison has to say
     "positions gathered once more": "tp, positions, all-gather",
     "gradients reduced twice": "edp, gradients, all-reduce",
 }
+TWICE = "a bucket reduced twice"
 
 
 @contextmanager
@@ -43,6 +45,9 @@ def planted(fault: str | None, engine: Any) -> Iterator[None]:
                 yield
         case "gradients reduced twice":
             with before_step(lambda engine: engine.sharding.deepspeed.allreduce_gradients()):
+                yield
+        case "a bucket reduced twice":
+            with grad_reduce_runs.planted(fault):
                 yield
         case _:
             raise AssertionError(f"no fault named {fault!r}")

@@ -1,5 +1,6 @@
 """What every rank sends in one real training step, and what launcher.prove.traffic says that it sends."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -12,9 +13,11 @@ from launcher.config.tree import RunConfig
 from launcher.prove.traffic.axes import step_traffic
 from launcher.prove.traffic.step import Step
 from parallel.mesh import Degrees
+from parallel.sizes import DEFAULT_SIZES
 from traffic_counter import Counted, Key, TrafficCounter
 
 PRELOAD = ("launcher.training.loop",)
+SIZES = dataclasses.replace(DEFAULT_SIZES, reduced=2000)  # so that there are several buckets
 WARM_UP = 2  # steps; after two forward passes ZeRO 3 knows the order of the modules
 
 
@@ -49,7 +52,7 @@ def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str
     from traffic_faults import planted
 
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-    engine = build_engine(config, mesh)
+    engine = build_engine(config, mesh, SIZES)
     engine.initialize_weights(config.seed)
     state = TrainState()
     for _ in range(WARM_UP):
@@ -110,6 +113,7 @@ def expected(config: RunConfig, ranks: Sequence[RankSent], rank: int) -> dict[Ke
         ep_rank=ranks[rank].ep_rank,
         replica_rank=ranks[rank].replica_rank,
         edp_rank=ranks[rank].edp_rank,
+        sizes=SIZES,
         routed={layer: [ranks[other].routed[layer].tolist() for other in line] for layer in ranks[rank].routed},
     )
     return {(term.axis, term.what, term.collective): term.sent_bytes for term in step_traffic(step)}

@@ -26,7 +26,7 @@ TAKEN = {
         coalesce_grad_reduction has_moe_layers optimizer step zero_grad""",
     "runtime/zero/stage_1_and_2.py": """_fill_param_grad_accum_attribute grad_accum params_in_partition
         averaged_gradients bit16_groups single_partition_of_fp32_groups update_lp_params clear_backward_seen_flag
-        overflow loss_scaler scaled_global_norm _update_scale""",
+        overflow loss_scaler scaled_global_norm _update_scale create_gradient_handling_hooks check_overflow""",
     "runtime/zero/stage3.py": """fp16_groups averaged_gradients fp32_partitioned_groups_flat
         fp16_partitioned_groups_flat grad_position get_param_id persistent_parameters _partition_all_parameters
         _unflatten_partitioned_parameters clear_backward_seen_flag overflow loss_scaler _get_norm_groups
@@ -61,7 +61,7 @@ LOOKED_FOR = {
 }
 # Names of other things too, which the house may use outside the room.
 COMMON = """optimizer step zero_grad overflow loss_scaler numel start name moe all_gather allreduce group_name NAME
-    num_experts"""
+    num_experts check_overflow"""
 PRIVATE = {name for names in (*TAKEN.values(), *LOOKED_FOR.values()) for name in names.split()} - set(COMMON.split())
 # The expressions in the room that end so are DeepSpeed's objects.
 OBJECTS = {"optimizer", "deepspeed", "engine", "scaler", "partition", "mapping", "low", "high", "bf16_optimizer"}

@@ -66,6 +66,7 @@ REASONS = {
     "parallel.checkpoint.scatter.SMALLEST_RUN": CHECKPOINT,
     "parallel.checkpoint.scatter.LARGEST_GAP": CHECKPOINT,
     "parallel.context_parallel.plan.TILE": "the default of Sizes.ring_tile",
+    "parallel.zero.scattered.MOST_FLIGHTS": "buckets on their way at once; a proof has many more",
     "parallel.zero.norm.CPU_PIECE": "pieces of one sum; tests/unit/test_norm.py crosses it",
     "parallel.zero.zero12.Zero2.stage": "DeepSpeed's number for it",
     "parallel.zero.zero3.Zero3.stage": "DeepSpeed's number for it",

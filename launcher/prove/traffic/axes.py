@@ -4,7 +4,7 @@ from fractions import Fraction
 
 from launcher.prove.traffic.matrices import matrices_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
-from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
+from launcher.prove.traffic.zero import PARTITION_UNIT, elements_summed_over_tp, padded, zero_traffic
 from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
 from parallel.pipeline.volume import sent_bytes
@@ -120,6 +120,9 @@ def pp_traffic(step: Step) -> list[Traffic]:
     if parallel.pp == 1:
         return []
     tied = step.model.vocab_size * step.model.d_model // parallel.tp if step.model.embeds_at_end else 0
+    if step.in_buckets:  # this rank's part of it, once the replicas' gradients are added up
+        n = step.degrees.dp * step.degrees.cp
+        tied = padded(tied, PARTITION_UNIT * n) // n
     arguments = (parallel.pipeline, parallel.pp, step.pp_rank, step.n_micro_batches, step.hidden_bytes // parallel.tp)
     hidden = sent_bytes(*arguments)
     return [
@@ -143,7 +146,7 @@ def bookkeeping_traffic(step: Step) -> list[Traffic]:
         term("world", "metrics", FP64_BYTES * (sums + n_layers * n_largest), step.world_size),
         term("world", "gradient norm", FP64_BYTES, step.world_size),
     ]
-    if (step.precision, step.parallel.zero) in FLAGGED:
+    if (step.precision, step.parallel.zero) in FLAGGED and not step.in_buckets:
         terms += [
             term("replicas", "overflow", 1, degrees.dp * degrees.cp),
             term("model", "overflow", 1, degrees.pp * degrees.tp),

@@ -71,6 +71,16 @@ class Step:
     sizes: Sizes = DEFAULT_SIZES
 
     @property
+    def in_buckets(self) -> bool:
+        """Whether ZeRO 1 reduces gradients in buckets during backward passes."""
+        return self.parallel.zero == 1 and self.parallel.grad_reduce != "step"
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each micro-batch's gradients are reduced during its backward pass, under ZeRO 1."""
+        return self.parallel.zero == 1 and self.parallel.grad_reduce == "micro_batch"
+
+    @property
     def degrees(self) -> Degrees:
         """The axes' degrees."""
         return Degrees.of(self.parallel, self.world_size)

@@ -36,6 +36,8 @@ def replicated(step: Step) -> list[tuple[str, int, list[str]]]:
 
 def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
     """Gradients in fp32, once a step, or under ZeRO 2 and 3 without a pipeline after each micro-batch."""
+    if step.in_buckets:
+        return [_bucket_traffic(step, axis, n, names)]
     zero = step.parallel.zero
     times = step.n_micro_batches if zero >= 2 and step.parallel.pp == 1 else 1
     collective: Collective = "reduce-scatter" if zero == 3 else "all-reduce"
@@ -44,6 +46,21 @@ def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> li
     else:
         n_elements = sum(padded(step.weights[name], n if zero == 3 else 1) for name in names)
     return [Traffic(axis, "gradients", collective, around_ring(collective, times * FP32_BYTES * n_elements, n))]
+
+
+def _bucket_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> Traffic:
+    """ZeRO 1's gradients in buckets: once, or for each micro-batch and each of the rank's stages that uses them."""
+    if not step.scatters:
+        whole = FP32_BYTES * flat_elements(step, n, names)
+        return Traffic(axis, "gradients", "reduce-scatter", around_ring("reduce-scatter", whole, n))
+    n_elements = sum(
+        padded(sum(step.weights[name] for name in bucket), PARTITION_UNIT * n) * len(stages_of(step, bucket[0]))
+        for bucket in optimizer_groups(step, names)
+    )
+    exchanges = step.parallel.grad_reduce_dtype != "fp32"  # then they travel in the weights' dtype
+    collective: Collective = "all-to-all" if exchanges else "reduce-scatter"
+    n_bytes = step.n_micro_batches * n_elements * (step.element_bytes if exchanges else FP32_BYTES)
+    return Traffic(axis, "gradients", collective, around_ring(collective, n_bytes, n))
 
 
 def flat_elements(step: Step, n: int, names: Sequence[str]) -> int:
@@ -57,7 +74,7 @@ def elements_summed_over_tp(step: Step) -> int:
     whole = {name for name in step.weights if step.layout[name].is_summed_over_tp}
     (_, n, names), _ = replicated(step)  # all of them are dense
     zero = step.parallel.zero
-    if zero == 0 or (zero == 1 and step.precision == "bf16"):
+    if zero == 0 or (zero == 1 and step.precision == "bf16" and not step.in_buckets):
         return sum(step.weights[name] for name in whole)
     if zero == 3:
         return sum(padded(step.weights[name], n) // n for name in whole)
@@ -73,7 +90,40 @@ def elements_summed_over_tp(step: Step) -> int:
 def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
     """The weights of each optimizer group, in the model's order: flat tensors of ZeRO 1 and 2."""
     keys = sorted({step.group(name) for name in names}, reverse=True)
-    return [[name for name in names if step.group(name) == key] for key in keys]
+    groups = [[name for name in names if step.group(name) == key] for key in keys]
+    return [bucket for group in groups for bucket in _buckets(step, group)] if step.in_buckets else groups
+
+
+def _buckets(step: Step, group: Sequence[str]) -> list[list[str]]:
+    """A group's weights in order, in rows of at most ``step.sizes.reduced`` elements, or of one weight.
+
+    Another row begins with other stages, and around an embedding of which another rank has a copy.
+    """
+    rows: list[list[str]] = []
+    for name in group:
+        fits = bool(rows) and sum(step.weights[each] for each in [*rows[-1], name]) <= step.sizes.reduced
+        if fits and _kind(step, rows[-1][-1]) == _kind(step, name):
+            rows[-1].append(name)
+        else:
+            rows.append([name])
+    return rows
+
+
+def _kind(step: Step, name: str) -> tuple[tuple[int, ...], bool]:
+    """The stages of this rank that compute with a weight, and whether another rank has a copy of it."""
+    is_copied = name == "embed.weight" and step.model.embeds_at_end and step.has_embedding != step.has_head
+    return stages_of(step, name), is_copied
+
+
+def stages_of(step: Step, name: str) -> tuple[int, ...]:
+    """The stages of this rank that compute with a weight: an embedding that works at both ends may have two."""
+    layer = step.tensors[name].layer
+    if layer is not None:
+        return tuple(part.stage for part in step.parts if is_within(step, part, layer, name))
+    at_end = not is_entry(name) or (name == "embed.weight" and step.model.embeds_at_end)
+    return tuple(
+        part.stage for part in step.parts if (is_entry(name) and part.has_embedding) or (at_end and part.has_head)
+    )
 
 
 def places_in_flat(step: Step, group: Sequence[str]) -> list[tuple[str, int, int]]:
