@@ -120,8 +120,11 @@ def sizes_of(rows: Rows) -> list[int]:
 
 
 def turns(sizes_E: list[int], *rows_RX: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
-    """Each expert that has rows, how many, and its rows of each tensor: all are cut at once, which a slice is not."""
-    cut = zip(*(each_RX.split(sizes_E) for each_RX in rows_RX), strict=True)
+    """Each expert that has rows, how many, and its rows of each tensor: all are cut at once, which a slice is not.
+
+    Rows after the last expert's are nobody's; where a step is traced without values, most of them are.
+    """
+    cut = zip(*(each_RX[: sum(sizes_E)].split(sizes_E) for each_RX in rows_RX), strict=True)
     return ((expert, n, parts) for expert, (n, parts) in enumerate(zip(sizes_E, cut, strict=True)) if n)
 
 
