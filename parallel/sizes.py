@@ -19,6 +19,9 @@ class Sizes:
     ring_tile: int = TILE  # queries, and keys, of one kernel call of ring attention
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
+    # Activations on the host: in pages of a power of two; smaller tensors stay on the device.
+    page_bytes: int = 32 << 20
+    least_offloaded_bytes: int = 1 << 20
     # DeepSpeed's, and its own defaults, in elements.
     bucket: int = 500_000_000  # gradients reduced by one collective, and updated weights gathered by one (ZeRO 0 to 2)
     persistent: int = 100_000  # ZeRO 3 keeps weights of at most so many whole, between steps too

@@ -72,6 +72,8 @@ def test_a_traced_micro_batch_takes_less_than_transformers(answer):
         ("item", "DataDependentOutputException"),
         ("bincount", "DynamicOutputShapeException"),
         ("sums on the host", "the step's sums are on the host, made by aten::_to_copy"),
+        ("host waits for a copy", "HostWaits"),
+        ("nobody waits for copies", "is free before copy_ on stream 1"),
     ],
 )
 def test_planted_faults_are_told(answer, fault, told):

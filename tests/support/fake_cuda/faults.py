@@ -11,6 +11,7 @@ import modeling.moe as moe
 from launcher.training.step import Sums
 from modeling.feed_forward import FeedForward
 from modeling.norm import RMSNorm
+from parallel.offload import OnStreams
 
 
 def _host_tensor(original: Any) -> Any:
@@ -47,6 +48,16 @@ def _on_host(original: Any) -> Any:
     return lambda self, *given: original(self, *given).cpu()
 
 
+def _host_waits(_: Any) -> Any:
+    """The host, not the computing stream, waits for a copy."""
+    return lambda self, mark: mark.synchronize()
+
+
+def _waits_for_nothing(_: Any) -> Any:
+    """Nobody waits for copies."""
+    return lambda self, mark: None
+
+
 class Fault(NamedTuple):
     """What is replaced by what, and the case that shows it."""
 
@@ -62,6 +73,8 @@ FAULTS = {
     "item": Fault((FeedForward,), "forward", _item, "llama bf16"),
     "bincount": Fault((experts, moe), "count_pairs", _bincount, "mixtral bf16"),
     "sums on the host": Fault((Sums,), "packed", _on_host, "mixtral bf16"),
+    "host waits for a copy": Fault((OnStreams,), "wait", _host_waits, "qwen3 offloads recompute=none"),
+    "nobody waits for copies": Fault((OnStreams,), "wait", _waits_for_nothing, "qwen3 offloads recompute=full"),
     "extra copy": Fault((FeedForward,), "forward", _copy, "llama bf16", is_slower=True),
 }
 
