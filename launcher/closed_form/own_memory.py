@@ -24,6 +24,7 @@ LOGIT = 2  # tensors of a chunk's logits: they, and their gradient
 LOGIT_CUT = 4  # the same where tp cuts the vocabulary: in fp32 besides
 WORKING = 0.5  # of a layer's bytes: the gradients of the one whose backward pass runs
 AGAIN = 1.5  # the same where it is computed again
+ON_ITS_WAY = 2.0  # of what a layer keeps, where that goes to the host: its own, and that of the layer beside it
 PUT_OFF = 2.0  # of a layer's bytes: what it kept and computed again, and gradients, until those of its weights are made
 
 
@@ -34,6 +35,7 @@ class Way:
     tp: int
     exchanges: bool  # experts' rows come from other ranks of ep; rows of the rank's own are picked again
     weights_stay: bool  # not ZeRO 3, under which keys and values are kept
+    offloads: bool = False  # what layers keep waits on the host
 
 
 class Repeats(NamedTuple):
@@ -69,6 +71,7 @@ class Ours:
     moments: tuple[tuple[Moment, ...], ...]  # of each position
     again: Repeats
     layers: tuple[int, ...]  # of each position
+    sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
 
     def state(self, n_weights: float, n_updated: float) -> float:
@@ -107,9 +110,29 @@ class Ours:
 @lru_cache(maxsize=1024)
 def layer_held(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool) -> LayerHeld:
     """Elements that one token of a micro-batch leaves in a layer, and the room that its backward pass needs."""
-    whole = layer_width(model, "none", way, is_moe=is_moe)
+    whole, kept = layer_width(model, "none", way, is_moe=is_moe), layer_width(model, mode, way, is_moe=is_moe)
     working = (AGAIN if mode == "full" else WORKING) * whole
-    return LayerHeld(layer_width(model, mode, way, is_moe=is_moe), working, PUT_OFF * whole)
+    if way.offloads:
+        return LayerHeld(0.0, working + ON_ITS_WAY * kept, PUT_OFF * whole)
+    return LayerHeld(kept, working, PUT_OFF * whole)
+
+
+@lru_cache(maxsize=1024)
+def sent_by_position(
+    model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way
+) -> tuple[float, ...]:
+    """Elements that one token of each position's layers sends to the host; the last layer before the head has none."""
+    stages = layers_of_stages(model, pipeline, pp)
+    last = max(model.all_layers)
+    return tuple(
+        sum(
+            layer_width(model, modes[layer], way, is_moe=model.is_moe_layer(layer))
+            for stage in own
+            for layer in stage
+            if way.offloads and layer != last
+        )
+        for own in stages
+    )
 
 
 def layer_width(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool) -> float:

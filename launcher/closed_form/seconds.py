@@ -80,6 +80,9 @@ class Batch:
             "pp": exposed * a["pp"] / far,
         }
         busy = sum(one.values())
+        copies = a["host"] / c["near"]  # beside a forward pass, a third of the work, and beside the backward pass
+        one["host"] = np.maximum(0.0, copies - busy / 3) + np.maximum(0.0, copies - 2 * busy / 3)
+        busy = sum(one.values())
         shards = a["shards"] / far + a["shard_hops"] * c["hop"]
         waits = smooth_max(busy, shards) - busy + c["shards"] * shards
         one["shards: waiting"] = waits

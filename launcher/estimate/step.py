@@ -2,7 +2,8 @@
 
 Nothing counts as overlapped: what a rank sends and the optimizer's update come on top of the passes. So this is what
 the step takes as it is written, on kernels of the stated efficiency, but for what parallel.ep_overlap hides of the
-tokens' travel; it is no measurement.
+tokens' travel; it is no measurement. Activations that go to the host and back (train.offload_activations) take time
+where that is longer than the pass that they go beside.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from launcher.prove.traffic.axes import pp_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
 from launcher.trace.hardware import Hardware
-from launcher.trace.ops import Op, Work
-from launcher.trace.parts import AXES, BUBBLE
+from launcher.trace.ops import Op, Phase, Work
+from launcher.trace.parts import AXES, BUBBLE, COPIES
 from launcher.trace.recorder import Memory
 from launcher.trace.roofline import Rates, Sum, least_seconds, sums_by, sums_by_name
 from modeling.optimizers.muon import MuonConfig
@@ -94,6 +95,7 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
         return seconds[0]
 
     traced = trace_rank(config, world_size, rank, clock)
+    traced.ops.extend(copies_left(traced, rates))
     states = rank_memory(step)
     update = [*update_ops(step, states), *wire_ops(step, traced.mesh)]
     repeated = [*traced.ops, *(op for op in update if op.work.name == ACCUMULATE)]
@@ -119,6 +121,19 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
         tops=sums_by_name(ops, rates),
         states=states,
     )
+
+
+def copies_left(traced: Traced, rates: Rates) -> Iterator[Op]:
+    """Of the copies to the host and back, which run beside a micro-batch's passes, what takes longer than its pass.
+
+    None where the hardware has no rate for them.
+    """
+    passes: dict[Phase, tuple[Phase, ...]] = {"forward": ("forward",), "backward": ("recompute", "backward")}
+    for phase, theirs in passes.items() if COPIES in rates.wires else ():
+        seconds = sum(least_seconds(op, rates)[0] for op in traced.ops if op.phase in theirs)
+        left = traced.host_bytes.get(phase, 0) - seconds * rates.wire_rate(COPIES)
+        if left > 0:
+            yield Op(Work("copies that nothing hides", "wire", None, 0, 0, left, "copy", 0), COPIES, phase)
 
 
 def near(degrees: Degrees, rank: int, n_per_node: int) -> dict[str, bool]:

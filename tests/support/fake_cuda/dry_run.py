@@ -136,6 +136,7 @@ def on_the_host() -> Iterator[Case]:
         waits = {"none": 1, "selective": 1, "feed_forward": 2, "full": 2}[recompute] * experts.n_layers
         layout: dict[str, Any] = {"parallel": ParallelConfig(tp=2, ep=4), "world_size": 4, "rank": 3}
         yield Case(f"qwen3_moe offloads tp2 ep4 recompute={recompute}", experts, **shared, **layout, most_waits=waits)
+    yield Case("qwen3 fp8 offloads", dense, products=Fp8Products(plainly), offloads=True)
 
 
 def layouts() -> Iterator[Case]:
