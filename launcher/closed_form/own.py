@@ -89,6 +89,7 @@ def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
         moments=worst_moments(pipeline, pp, n_micro_batches),
         again=Repeats.of(modes, layers_of_stages(model, pipeline, pp)),
         layers=layers_by_position(model, pipeline, pp),
+        updates_on_host=parallel.offload_optimizer,
         sent=sent_by_position(model, pipeline, pp, modes, way_of(config)),
         head_at=stage_ranks(pipeline, pp)[-1],
     )

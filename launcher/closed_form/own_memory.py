@@ -71,6 +71,7 @@ class Ours:
     moments: tuple[tuple[Moment, ...], ...]  # of each position
     again: Repeats
     layers: tuple[int, ...]  # of each position
+    updates_on_host: bool  # masters and optimizer states are the host's
     sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
 
@@ -80,6 +81,8 @@ class Ours:
             return (self.element + FP32 + FP32 * self.states) * n_weights
         kept = n_updated if self.zero == 3 else n_weights
         summed = n_updated if self.zero >= 2 and self.pp == 1 else n_weights
+        if self.updates_on_host:
+            return self.element * kept + FP32 * (0.0 if self.element == FP32 and self.pp == 1 else summed)
         return self.element * kept + FP32 * summed + FP32 * (1 + self.states) * n_updated
 
     def buffers(self, n_weights: float, layers: float) -> float:

@@ -313,8 +313,15 @@ class Step:
             found["replicas"] = moved * (self.grad_bytes + (HALF if job.zero else self.grad_bytes))
             found["replica_hops"] = float(replicas if replicas > 1 else 0)
             updated = dense / cut + experts / max(1.0, min(edp, cut))
-        found["update"] = updated * STEP_BYTES / self.bandwidth
+        found["update"] = self.update(updated)
         return found
+
+    def update(self, updated: float) -> float:
+        """The optimizer; on the host, whose cores have no rate here, what goes there and comes back."""
+        ours, rate = self.job.ours, self.gpu.hardware.host_bytes_per_second
+        if ours is None or not ours.updates_on_host:
+            return updated * STEP_BYTES / self.bandwidth
+        return 0.0 if rate is None else updated * (FULL + ours.element) / rate
 
     def waits(self) -> float:
         """What the pipeline waits at its ends, in micro-batches of one position."""

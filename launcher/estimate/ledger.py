@@ -41,10 +41,10 @@ HOLDERS = (*LASTING, BUFFERS, *dict.fromkeys(SHORT[each] for each in NAMES if SH
 class Ledger(TorchDispatchMode):
     """Counts while it is entered, from before the engine is built until its step has ended.
 
-    ``device``: the kind of device whose memory counts; None: all tensors do.
+    ``device``: the kind of device whose memory is looked at; the host's counts where that is the device.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.device = device
         self.regions: Regions | None = None  # None: while the engine is built
@@ -77,7 +77,7 @@ class Ledger(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor, holder: str) -> None:
         """Counts a tensor's storage, once."""
-        if self.device not in (None, tensor.device.type):
+        if tensor.device.type == "cpu" != self.device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -58,7 +58,7 @@ def trace_rank(
         dtype = DTYPES[config.train.stored]
         adopt = lambda parameter, place: None  # noqa: E731 -- nobody adopts
         train, fuse = config.train, fuse_of(config.train.compile, GPU.type)
-        stay = sharding_for(config.parallel.zero, train.stored).weights_stay
+        stay = sharding_for(config.parallel, train.stored).weights_stay
         ways = (modes_of(config, world_size), fuse, products_of(train.precision, fuse))
         made_of = (config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, *ways)
         model = build_part(mesh, *made_of, weights_stay=stay, copies=AtOnce() if train.offload_activations else None)

@@ -14,7 +14,7 @@ from launcher.errors import UserError
 from launcher.estimate.pass_over import Traced, trace_rank
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
-from launcher.plan.memory import rank_memory
+from launcher.plan.memory import rank_memory, updated_elements
 from launcher.prove.traffic.axes import pp_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
@@ -98,6 +98,7 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
     traced.ops.extend(copies_left(traced, rates))
     states = rank_memory(step)
     update = [*update_ops(step, states), *wire_ops(step, traced.mesh)]
+    update = [op for op in update if op.part != COPIES or COPIES in rates.wires]
     repeated = [*traced.ops, *(op for op in update if op.work.name == ACCUMULATE)]
     once = [op for op in update if op.work.name != ACCUMULATE]
     ops = [*((op, step.n_micro_batches) for op in repeated), *((op, 1) for op in once)]
@@ -152,6 +153,8 @@ ACCUMULATE = "a micro-batch's gradients added up"
 def update_ops(step: Step, states: States) -> list[Op]:
     """What ZeRO and the optimizer read and write in a step, each number once: a lower bound, as of fused kernels."""
     n_gradients = states.gradients // FP32_BYTES
+    if step.parallel.offload_optimizer:
+        return [*sum_ops(step, n_gradients), *host_ops(step)]
     share = (states.masters or states.weights) // (FP32_BYTES if states.masters else step.element_bytes)
 
     return [
@@ -162,6 +165,13 @@ def update_ops(step: Step, states: States) -> list[Op]:
     ]
 
 
+def host_ops(step: Step) -> Iterator[Op]:
+    """What goes to an optimizer on the host and comes back. The update itself is the host's: nobody knows its time."""
+    updated = updated_elements(step)
+    for name, n_bytes in (("gradients to the host", FP32_BYTES), ("weights from the host", step.element_bytes)):
+        yield Op(Work(name, "wire", None, 0, 0, float(updated * n_bytes), "copy", 0), COPIES, "update")
+
+
 def sum_ops(step: Step, n_gradients: int) -> Iterator[Op]:
     """One micro-batch's gradients into their fp32 sums, in the mean of a step's; and the sums set to zero before.
 
@@ -169,7 +179,7 @@ def sum_ops(step: Step, n_gradients: int) -> Iterator[Op]:
     """
     n_weights, part = sum(step.weights.values()), "gradients: sums"
     added = n_weights * (step.element_bytes + 2 * FP32_BYTES)
-    if not sharding_for(step.parallel.zero, step.precision).zeroes_sums:
+    if not sharding_for(step.parallel, step.precision).zeroes_sums:
         yield moved(ACCUMULATE, part, round(added - n_weights * FP32_BYTES / step.n_micro_batches))
         return
     yield moved(ACCUMULATE, part, added)

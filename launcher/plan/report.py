@@ -39,6 +39,8 @@ def report_of(found: Forecast, price: float | None = None) -> dict[str, Any]:
         "offload_activations": train.offload_activations,
         "host_bytes": most.host,
         "host_copy_bytes": dict(found.fullest.time.traced.host_bytes),
+        "offload_optimizer": config.parallel.offload_optimizer,
+        "host_state_bytes": found.fullest.time.states.host,
         "host_rate": found.fullest.time.rates.wires.get(COPIES),
         "routing_imbalance": found.imbalance,
         "fits": most.peak <= room,
@@ -116,6 +118,12 @@ def print_plan(plan: dict[str, Any]) -> None:
         say(f"within train.activation_gib={plan['activation_gib']:g} layers compute again: {plan['recompute']}")
     if plan["offload_activations"]:
         say(offload_line(plan))
+    if plan["offload_optimizer"]:
+        host, n = plan["host_state_bytes"], plan["gpus_per_node"]
+        say(
+            f"fp32 masters and optimizer states are the host's ({gb(host)} GB a rank with their gradients, "
+            f"{gb(host * n)} a node); the update on its cores takes no time in this plan"
+        )
     table = plain_table(f"memory of rank {position['rank']}", ">GB", ">share")
     for holder, count in sorted(position["held_bytes"].items(), key=lambda each: -each[1]):
         table.add_row(holder, gb(count), f"{count / position['peak_bytes']:.1%}")

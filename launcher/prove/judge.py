@@ -353,7 +353,7 @@ def check_accumulation(proof: Proof, phase: str) -> list[Check]:
         return [failed]
     repeated = list(all_boxes(seen, lambda each: each.repeated))
     parallel = proof.config.parallel
-    if parallel.pp > 1 and sharding_for(parallel.zero, proof.config.train.stored).rounds_sums:
+    if parallel.pp > 1 and sharding_for(parallel, proof.config.train.stored).rounds_sums:
         ours, failed = checks.whole_or_failed(phase, name, repeated, shapes)
         if ours is None:
             assert failed is not None

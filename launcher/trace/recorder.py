@@ -43,8 +43,9 @@ class Memory:
 class Recorder(TorchDispatchMode):
     """Records while it is entered. ``clock`` gives the seconds by which memory is drawn, after an operation's work.
 
-    ``device`` is the kind of device whose memory counts; None: all tensors do. ``held`` says what the storages that are
-    there already hold; others are found as operations meet them, and count as "other" from the beginning on.
+    ``device`` is the kind of device whose memory counts; the host's does where that is the device. ``held`` says
+    what the storages that are there already hold; others are found as operations meet them, and count as "other" from
+    the beginning on.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Recorder(TorchDispatchMode):
         axes: Axes,
         clock: Callable[[Op | None], float] | None = None,
         held: Mapping[str, Iterable[torch.Tensor]] | None = None,
-        device: str | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__()
         self.device = device
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, tensor: torch.Tensor, holder: str) -> bool:
         """Counts a tensor's storage, once; returns whether it was new."""
-        if self.device not in (None, tensor.device.type):
+        if tensor.device.type == "cpu" != self.device:
             return False
         try:
             storage = tensor.untyped_storage()

@@ -85,7 +85,7 @@ class Engine:
         self.measured: Tensor | None = None  # this step's norm, loss scale included
         self.before_change: list[Callable[[], None]] = []
         stored = stored_as(precision)
-        make_sharding = sharding_for(parallel.zero, stored)
+        make_sharding = sharding_for(parallel, stored)
         self.sharding = make_sharding(mesh, stored, micro_batch_size, optimizer_config.clip_norm, sizes)
         adopt, dtype = self.sharding.adopt, DTYPES[stored]
         held = (mesh, model_config, parallel, dtype, adopt, sizes)
@@ -183,7 +183,7 @@ class Engine:
         if self.mesh.tp.degree > 1:
             held = self.sharding.gradients()
             whole = [part for parameter, part, _ in held if self.weights[parameter].place.is_summed_over_tp]
-            sum_together(whole, self.mesh.tp)
+            sum_together(whole, self.mesh.tp, self.mesh.device)
 
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.

@@ -9,11 +9,19 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the scale doubles
 
 
 def deepspeed_config(
-    zero: int, precision: str, micro_batch_size: int, clip_norm: float | None, sizes: Sizes = DEFAULT_SIZES
+    zero: int,
+    precision: str,
+    micro_batch_size: int,
+    clip_norm: float | None,
+    sizes: Sizes = DEFAULT_SIZES,
+    *,
+    offload: bool = False,
+    pin_memory: bool = False,
 ) -> dict[str, Any]:
     """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us.
 
-    ``clip_norm``: what DeepSpeed clips by; None: nothing.
+    ``clip_norm``: what DeepSpeed clips by; None: nothing. ``offload``: the optimizer is the host's, in page-locked
+    memory with ``pin_memory``.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -34,6 +42,9 @@ def deepspeed_config(
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
     }
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+        config["zero_force_ds_cpu_optimizer"] = False  # else torch's is refused
     if precision != "fp32":
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else gradients accumulate in 16 bits
     if precision == "bf16":

@@ -47,6 +47,9 @@ class Sharding(ABC):
     needs_equal_graphs: ClassVar = False
     weights_stay: ClassVar = True  # whether a weight lies between the passes where it is during them
     rounds_sums: ClassVar = False  # whether DeepSpeed is given a pipeline's fp32 sums in the weights' dtype
+    masters_on_host: ClassVar = (
+        False  # whether masters, optimizer states and reduced gradients are in the host's memory
+    )
     zeroes_sums: ClassVar = True  # whether sums of gradients are set to zero before a step's first are added to them
 
     def __init__(
@@ -60,7 +63,13 @@ class Sharding(ABC):
         self.clip_norm = clip_norm
         self.bucket = sizes.bucket
         self.config = deepspeed_config(
-            self.stage, precision, micro_batch_size, clip_norm if self.clips else None, sizes
+            self.stage,
+            precision,
+            micro_batch_size,
+            clip_norm if self.clips else None,
+            sizes,
+            offload=self.masters_on_host,
+            pin_memory=mesh.device.type == "cuda",
         )
         register_expert_groups(mesh)
 

@@ -1,15 +1,20 @@
 """Which of DeepSpeed's ways of holding state a run takes."""
 
+from parallel.config import ParallelConfig
 from parallel.zero.replicated import Replicated
 from parallel.zero.sharding import Precision, Sharding
 from parallel.zero.zero1_bf16 import Zero1Bf16
+from parallel.zero.zero2_on_host import Zero2OnHost
 from parallel.zero.zero3 import Zero3
 from parallel.zero.zero12 import Zero1, Zero2
 
 
-def sharding_for(zero: int, precision: Precision) -> type[Sharding]:
-    """The way in which DeepSpeed holds state under this ZeRO stage and precision."""
-    match zero, precision:
+def sharding_for(parallel: ParallelConfig, precision: Precision) -> type[Sharding]:
+    """The way in which DeepSpeed holds state under this layout and precision."""
+    if parallel.offload_optimizer:
+        assert parallel.zero == 2, "refused by launcher.config.layout_rules"
+        return Zero2OnHost
+    match parallel.zero, precision:
         case 0, _:
             return Replicated
         case 1, "bf16":

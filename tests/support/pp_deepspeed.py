@@ -31,6 +31,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
     """One rank of pp x 2: steps of SGD through DeepSpeed."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    from parallel.config import ParallelConfig
     from parallel.layout import layout_of
     from parallel.mesh import close_mesh, open_mesh
     from parallel.pipeline.config import stage_ranks
@@ -44,7 +45,9 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
 
     mesh = open_mesh(SimpleNamespace(pp=case.pp), 60)
     parts = rank_parts(case.model, case.pipeline, case.pp, mesh.pp.rank)
-    sharding = sharding_for(zero, precision)(mesh, precision, case.micro_batch_size, clip_norm, DEFAULT_SIZES)
+    sharding = sharding_for(ParallelConfig(zero=zero), precision)(
+        mesh, precision, case.micro_batch_size, clip_norm, DEFAULT_SIZES
+    )
     if precision == "fp16":
         sharding.config["fp16"]["initial_scale_power"] = 10
     model = build_model(case, parts, DTYPES[precision], sharding.adopt)
