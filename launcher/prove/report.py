@@ -49,7 +49,8 @@ def layout_words(config: RunConfig, n_ranks: int) -> str:
     if config.train.activation_gib is not None:
         recompute = told(modes_of(config, n_ranks))
     offloaded = ", activations on the host" * config.train.offload_activations
-    state = f"ZeRO {config.parallel.zero}, {precision}, recompute {recompute}{offloaded}"
+    stage = f"ZeRO {config.parallel.zero}{' with its optimizer on the host' * config.parallel.offload_optimizer}"
+    state = f"{stage}, {precision}, recompute {recompute}{offloaded}"
     return f"{n_ranks} processes: {', '.join(shown)}, {state}"
 
 
