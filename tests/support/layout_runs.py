@@ -131,7 +131,9 @@ def train_rank(config: RunConfig, fault: str | None = None, *, small_sizes: bool
     state = TrainState()
     rows = [run_step(config, engine, dataset, state).row for _ in range(config.train.steps)]
     offloader = offloader_in(engine.model)
-    assert (offloader is not None and offloader.pool.n_pages > 0) == (config.train.offload_activations and small_sizes)
+    sends = offloader is not None and any(int(name) != offloader.stays for name in engine.model.layers)
+    assert (offloader is not None and offloader.pool.n_pages > 0) == (sends and small_sizes)
+    assert (offloader is not None) == config.train.offload_activations
     result = rank_result(engine, rows)
     close_mesh()
     return result
