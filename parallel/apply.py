@@ -26,6 +26,7 @@ from parallel.context_parallel.core import make_core
 from parallel.expert import make_dispatch
 from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Mesh
+from parallel.offload import Copies, offloader_of
 from parallel.pipeline.stages import keep_parts, rank_parts
 from parallel.recompute import Modes, Recompute, apply_recompute
 from parallel.sizes import Sizes
@@ -44,6 +45,7 @@ def build_part(
     products: Products = AS_THEY_ARE,
     *,
     weights_stay: bool = True,
+    copies: Copies | None = None,
 ) -> Decoder:
     """This rank's part of the decoder, its weights zero. All ranks call it.
 
@@ -52,6 +54,7 @@ def build_part(
     attention core, context parallelism's where there is some; 5. expert parallelism, and sums over the ranks that share
     sequences; 6. how layers multiply by their weights, and how chains of elementwise work are computed; 7.
     recomputation. ``sizes`` cut the work of 3. to 5. ``weights_stay``: as ``apply_recompute`` has it.
+    ``copies``: how what layers keep for their backward passes goes to the host; None: it stays on the device.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -74,7 +77,8 @@ def build_part(
         if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
             module.fuse = fuse
     multiply_by(model, products)
-    apply_recompute(model, recompute, weights_stay=weights_stay)
+    offloader = None if copies is None else offloader_of(model, copies, sizes)
+    apply_recompute(model, recompute, weights_stay=weights_stay, offloader=offloader)
     return model
 
 

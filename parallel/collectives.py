@@ -122,14 +122,16 @@ def exchange_elements(flat: Tensor, sent: list[int], received: list[int], axis: 
 
 
 @torch.no_grad()
-def sum_together(tensors: Sequence[Tensor], axis: Axis) -> None:
+def sum_together(tensors: Sequence[Tensor], axis: Axis, device: torch.device) -> None:
     """Replaces each tensor by its sum over the axis, in place; added up in fp32, by one collective for all of them.
+
+    ``device`` is the axis's, on which they are added up, wherever they lie.
 
     Every rank of the axis calls it with tensors of the same shapes, in the same order. Bytes: 2 x (n-1)/n, x in fp32.
     """
     if axis.degree == 1 or not tensors:
         return
-    total = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    total = torch.cat([tensor.reshape(-1).float() for tensor in tensors]).to(device)
     dist.all_reduce(total, group=axis.group)
     for tensor, part in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -23,6 +23,8 @@ class ParallelConfig:
     ep: Degree = 1  # expert parallelism: cuts the experts, folded over dp x cp x tp
     # tokens on their way to their experts, while the balance loss and the shared expert (not with zero 3) are computed
     ep_overlap: bool = True
+    # fp32 masters and optimizer states are the host's, and so is the update (DeepSpeed's ZeRO-Offload; zero 2 alone)
+    offload_optimizer: bool = False
     # what is sharded over the ranks: 0 nothing (fp32 only), 1 optimizer state, 2 gradients too, 3 parameters too
     zero: Annotated[int, Interval(ge=0, le=3)] = 1
     # how ZeRO 1 reduces gradients over replicas: at the step's end, whole, to every rank; each rank's part alone, in

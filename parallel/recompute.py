@@ -8,6 +8,7 @@ each of their parts. A layer that runs again keeps what its router chose, so tha
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal, assert_never
 
 from torch import Tensor
@@ -20,18 +21,22 @@ from modeling.kv_cache import LayerCache
 from modeling.moe import Experts, RoutingStats
 from modeling.norm import LayerNorm, RMSNorm
 from modeling.router import Router
-from parallel.remake import Remaker, remade
+from parallel.offload import Offloader
+from parallel.remake import Keep, Remaker, remade
 
 Recompute = Literal["none", "selective", "feed_forward", "full"]
 Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
 
-def apply_recompute(model: Decoder, recompute: Recompute | Modes, *, weights_stay: bool = True) -> None:
+def apply_recompute(
+    model: Decoder, recompute: Recompute | Modes, *, weights_stay: bool = True, offloader: Offloader | None = None
+) -> None:
     """Puts layers that recompute what ``recompute`` names, for all or for each of them, in the layers' places.
 
     Changes no value. Ranks that share a stage must name the same: under ZeRO 3 they gather weights in one order.
     ``weights_stay``: whether weights stay in memory from the forward to the backward pass (not under ZeRO 3).
+    ``offloader``: what takes the tensors that layers keep to the host; None: they stay on the device.
     """
     modes: dict[str, Recompute] = {name: mode_of(recompute, int(name)) for name in model.layers}
     if "selective" in modes.values() and model.final_norm is not None:
@@ -41,15 +46,22 @@ def apply_recompute(model: Decoder, recompute: Recompute | Modes, *, weights_sta
         mode = modes[number]
         match mode:
             case "none":
-                continue
+                if offloader is not None:
+                    model.layers[number] = TwinLayer(layer, offloader)
             case "selective":
-                model.layers[number] = ProductsKeptLayer(layer, weights_stay=weights_stay)
+                model.layers[number] = ProductsKeptLayer(layer, offloader, weights_stay=weights_stay)
             case "feed_forward":
-                model.layers[number] = HalfRecomputedLayer(layer)
+                model.layers[number] = HalfRecomputedLayer(layer, offloader)
             case "full":
-                model.layers[number] = FullyRecomputedLayer(layer)
+                model.layers[number] = FullyRecomputedLayer(layer, offloader)
             case _:
                 assert_never(mode)
+
+
+def offloader_in(model: Decoder) -> Offloader | None:
+    """What takes to the host what a model's layers keep; None: it stays on the device."""
+    twins = [layer for layer in model.layers.values() if isinstance(layer, TwinLayer)]
+    return twins[0].offloader if twins else None
 
 
 def mode_of(recompute: Recompute | Modes, layer: int) -> Recompute:
@@ -57,10 +69,10 @@ def mode_of(recompute: Recompute | Modes, layer: int) -> Recompute:
     return recompute[layer] if isinstance(recompute, tuple) else recompute
 
 
-class RecomputedLayer(DecoderLayer):
-    """A layer of another's modules; its kinds below say what of it is computed again."""
+class TwinLayer(DecoderLayer):
+    """A layer of another's modules, which keeps on the host what it would keep on the device."""
 
-    def __init__(self, layer: DecoderLayer) -> None:
+    def __init__(self, layer: DecoderLayer, offloader: Offloader | None = None) -> None:
         super().__init__(
             layer.layer,
             layer.attention_norm,
@@ -74,6 +86,25 @@ class RecomputedLayer(DecoderLayer):
             residual_scale=layer.residual_scale,
             residual_dropout=layer.residual_dropout,
         )
+        self.offloader = offloader
+
+    @property
+    def keep(self) -> Keep:
+        """What becomes of a tensor that is needed in the backward pass."""
+        return Tensor.detach if self.offloader is None else self.offloader.keep
+
+    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
+        """As DecoderLayer."""
+        with nullcontext() if self.offloader is None else self.offloader.during(self, context):
+            return self.compute(hidden_BSD, context, cache)
+
+    def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
+        """``forward`` of the layer in whose place this one is."""
+        return super().forward(hidden_BSD, context, cache)
+
+
+class RecomputedLayer(TwinLayer):
+    """Its kinds below say what of it is computed again."""
 
     def run(self, function: Callable[..., Passed], *hidden: Tensor, context: Context) -> Passed:
         """What ``function`` makes of ``hidden``. The second run takes the experts that the first one chose."""
@@ -85,15 +116,15 @@ class RecomputedLayer(DecoderLayer):
                 chosen[self.layer] = stats.choice_TK
             return passed_BSD, stats
 
-        return remade(choosing_once)(*hidden)
+        return remade(choosing_once, self.keep)(*hidden)
 
 
 class FullyRecomputedLayer(RecomputedLayer):
     """Keeps its input alone."""
 
-    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
-        """As DecoderLayer."""
-        whole = super().forward
+    def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
+        """As TwinLayer."""
+        whole = super().compute
         return self.run(lambda hidden_BSD, context: whole(hidden_BSD, context, cache), hidden_BSD, context=context)
 
 
@@ -112,9 +143,9 @@ class ProductsKeptLayer(RecomputedLayer):
     not there when attention's backward pass wants them.
     """
 
-    def __init__(self, layer: DecoderLayer, *, weights_stay: bool) -> None:
-        super().__init__(layer)
-        self.remaker = Remaker(weights_stay=weights_stay)
+    def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
+        super().__init__(layer, offloader)
+        self.remaker = Remaker(weights_stay=weights_stay, keep=self.keep)
         for module in self.modules():
             if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
@@ -122,7 +153,7 @@ class ProductsKeptLayer(RecomputedLayer):
             for projection in (layer.attention.k, layer.attention.v):
                 projection.fuse = self.remaker.around(projection.fuse)
 
-    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
-        """As DecoderLayer."""
+    def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
+        """As TwinLayer."""
         with self.remaker.within(self):
-            return super().forward(hidden_BSD, context, cache)
+            return super().compute(hidden_BSD, context, cache)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,15 +74,43 @@ class HeldWeight(NamedTuple):
 
     weight: nn.Parameter
     view: View
+    version: int  # torch's count of what was written into the weight
 
     def bring(self) -> Tensor:
-        """The view, of the weight as it is now."""
+        """The view, of the weight as it is now. As autograd's own check, it fails where the weight has changed."""
+        assert self.weight._version == self.version, "a weight was written to between a forward and its backward pass"
         return self.view.of(self.weight.detach())
+
+
+class Brings(Protocol):
+    """Memory that can be away."""
+
+    def bring(self) -> Tensor:
+        """All of it."""
+        ...
+
+
+class Parked(NamedTuple):
+    """A tensor in memory that may be elsewhere until the backward pass."""
+
+    memory: Brings
+    view: View
+
+    def bring(self) -> Tensor:
+        """The tensor."""
+        return self.view.of(self.memory.bring())
+
+    def part(self, view: View) -> "Parked":
+        """A view of it."""
+        return Parked(self.memory, view._replace(offset=self.view.offset + view.offset))
+
+
+Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backward pass, as ``brought`` takes it
 
 
 def brought(packed: Any) -> Tensor:
     """The tensor of what a hook gave to autograd in its place."""
-    return packed.bring() if isinstance(packed, Place | HeldWeight) else packed
+    return packed.bring() if isinstance(packed, Place | HeldWeight | Parked) else packed
 
 
 class Call:
@@ -93,7 +121,7 @@ class Call:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], kept: Sequence[Any]) -> None:
-        """``kept``: the arguments for the second run, tensors or places of other calls."""
+        """``kept``: the arguments for the second run, tensors or what stands for them."""
         self.function, self.kept = function, list(kept)
         self.wants_gradient = [isinstance(each, Tensor) and each.requires_grad for each in arguments]
         self.saved: list[weakref.ref[Place] | None] = []  # None: it was an argument
@@ -101,20 +129,23 @@ class Call:
 
     def first_run(self, arguments: Sequence[Any]) -> Any:
         """The function's value."""
-        given = [(mine, kept) for mine, kept in zip(arguments, self.kept, strict=True) if isinstance(kept, Tensor)]
+        pairs = zip(arguments, self.kept, strict=True)
+        given = [(mine, kept) for mine, kept in pairs if isinstance(kept, Tensor | Parked)]
 
-        def drop(tensor: Tensor) -> Place | Tensor:
+        def drop(tensor: Tensor) -> Place | Parked | Tensor:
             for mine, kept in given:
                 view = view_within(tensor, mine)
                 if view is not None:
                     self.saved.append(None)
-                    return view.of(kept)
+                    return kept.part(view) if isinstance(kept, Parked) else view.of(kept)
             place = Place(self)
             self.saved.append(weakref.ref(place))
             return place
 
         with saved_tensors_hooks(drop, brought):
-            return self.function(*arguments)
+            made = self.function(*arguments)
+        given.clear()  # autograd holds the hook as long as the graph, and would hold what was given with it
+        return made
 
     def output(self, number: int, view: View) -> Place:
         """A place for a view of the function's value of that number."""
@@ -125,7 +156,7 @@ class Call:
     def make(self) -> None:
         """Runs the function again, up to the last tensor that is needed, and fills the places that are still there."""
         arguments = [
-            brought(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place) else each
+            brought(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place | Parked) else each
             for each, wants in zip(self.kept, self.wants_gradient, strict=True)
         ]
         n_saved = 0
@@ -153,8 +184,10 @@ class Call:
                 place.value = view.of(values[number].detach())
 
 
-def remade(function: Callable[..., Any]) -> Callable[..., Any]:
+def remade(function: Callable[..., Any], keep: Keep = Tensor.detach) -> Callable[..., Any]:
     """``function``, whose intermediate results are not kept for the backward pass but computed again in it.
+
+    ``keep`` is what becomes of the tensors that it is given.
 
     One second run serves every part of the backward pass. torch computes a pipeline stage's weight gradients by one
     backward pass for each group of weights, and its own checkpoint runs the forward pass anew for each of them: 16
@@ -162,7 +195,7 @@ def remade(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*arguments: Any) -> Any:
-        kept = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
+        kept = [keep(each) if isinstance(each, Tensor) else each for each in arguments]
         return Call(function, arguments, kept).first_run(arguments)
 
     return run
@@ -172,11 +205,12 @@ class Remaker:
     """Makes chains of elementwise work again, within the modules that it is put around, and what they put out.
 
     A module's ``fuse`` is to be ``around`` what it was, and its passes ``within`` it: then of its norms, say, only what
-    they were given is kept. ``weights_stay``: a weight lies between the passes where it is during them (not ZeRO 3).
+    they were given is kept, as ``keep`` has it. ``weights_stay``: a weight lies between the passes where it is during
+    them (not ZeRO 3).
     """
 
-    def __init__(self, *, weights_stay: bool) -> None:
-        self.weights_stay = weights_stay
+    def __init__(self, *, weights_stay: bool, keep: Keep = Tensor.detach) -> None:
+        self.weights_stay, self.keep = weights_stay, keep
         self.is_open = False
         # storage -> a tensor that a chain has put out, the chain's call, and the tensor's number in it
         self.made: dict[int, tuple[weakref.ref[Tensor], Call, int]] = {}
@@ -185,9 +219,10 @@ class Remaker:
     def within(self, module: nn.Module) -> Iterator[None]:
         """While it lasts, chains keep what they are given, and autograd keeps all but what they put out."""
 
-        def keep(tensor: Tensor) -> Place | HeldWeight | Tensor:
+        def keep(tensor: Tensor) -> Place | HeldWeight | Parked | Tensor:
             # Detached: a graph that held its own tensors would hold itself, and stay where a pass retains it.
-            return self.place_of(tensor) or held_weight(module, tensor) or tensor.detach()
+            found = self.place_of(tensor) or held_weight(module, tensor)
+            return self.keep(tensor) if found is None else found
 
         if not torch.is_grad_enabled():
             yield
@@ -228,11 +263,12 @@ class Remaker:
 
         return run
 
-    def kept(self, tensor: Tensor) -> Place | Tensor:
+    def kept(self, tensor: Tensor) -> Place | Parked | Tensor:
         """What a chain keeps of what it is given. Weights are small there: where they do not stay, a copy."""
-        if tensor.is_leaf and tensor.requires_grad and not self.weights_stay:
-            return tensor.detach().clone()
-        return self.place_of(tensor) or tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            return tensor.detach() if self.weights_stay else tensor.detach().clone()
+        place = self.place_of(tensor)
+        return self.keep(tensor) if place is None else place
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """A place for the tensor, where a chain has put it out."""
@@ -249,7 +285,7 @@ def held_weight(module: nn.Module, tensor: Tensor) -> HeldWeight | None:
     for weight in module.parameters():
         view = view_within(tensor, weight)
         if view is not None:
-            return HeldWeight(weight, view)
+            return HeldWeight(weight, view, weight._version)
     return None
 
 

@@ -22,6 +22,9 @@ class Sizes:
     ring_pieces_every: int | None = None
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
+    # Activations on the host: in pages of a power of two; smaller tensors stay on the device.
+    page_bytes: int = 32 << 20
+    least_offloaded_bytes: int = 1 << 20
     # DeepSpeed's, and its own defaults but for `reduced`, which is ours; in elements.
     bucket: int = 500_000_000  # gradients reduced by one collective, and updated weights gathered by one (ZeRO 0 to 2)
     # gradients reduced by one collective during a backward pass (parallel.grad_reduce); Megatron's default

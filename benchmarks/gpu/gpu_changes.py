@@ -36,6 +36,7 @@ CHANGES = (
     Change("FlashAttention 4", flash="FA4"),
     Change("ZeRO 2", parallel={"zero": 2}),
     Change("ZeRO 3", parallel={"zero": 3}),
+    Change("activations on the host", train={"recompute": "feed_forward", "offload_activations": True}),
 )
 
 

@@ -68,7 +68,8 @@ def within(config: RunConfig, world_size: int, gib: float) -> Budgeted:
 def way_of(config: RunConfig) -> Way:
     """What of the layout decides how much a layer leaves."""
     parallel = config.parallel
-    return Way(parallel.tp, exchanges=parallel.ep > 1, weights_stay=parallel.zero < 3)
+    offloads = config.train.offload_activations
+    return Way(parallel.tp, exchanges=parallel.ep > 1, weights_stay=parallel.zero < 3, offloads=offloads)
 
 
 @lru_cache(maxsize=1024)

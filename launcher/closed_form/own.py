@@ -14,6 +14,7 @@ from launcher.closed_form.own_memory import (
     layers_by_position,
     layers_of_stages,
     mean_states,
+    sent_by_position,
 )
 from launcher.closed_form.rows import Job
 from launcher.closed_form.systems import System
@@ -91,6 +92,8 @@ def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
         moments=worst_moments(pipeline, pp, n_micro_batches),
         again=Repeats.of(modes, layers_of_stages(model, pipeline, pp)),
         layers=layers_by_position(model, pipeline, pp),
+        updates_on_host=parallel.offload_optimizer,
+        sent=sent_by_position(model, pipeline, pp, modes, way_of(config)),
         head_at=stage_ranks(pipeline, pp)[-1],
     )
 

@@ -24,6 +24,7 @@ LOGIT = 2  # tensors of a chunk's logits: they, and their gradient
 LOGIT_CUT = 4  # the same where tp cuts the vocabulary: in fp32 besides
 WORKING = 0.5  # of a layer's bytes: the gradients of the one whose backward pass runs
 AGAIN = 1.5  # the same where it is computed again
+ON_ITS_WAY = 2.0  # of what a layer keeps, where that goes to the host: its own, and that of the layer beside it
 PUT_OFF = 2.0  # of a layer's bytes: what it kept and computed again, and gradients, until those of its weights are made
 
 
@@ -34,6 +35,7 @@ class Way:
     tp: int
     exchanges: bool  # experts' rows come from other ranks of ep; rows of the rank's own are picked again
     weights_stay: bool  # not ZeRO 3, under which keys and values are kept
+    offloads: bool = False  # what layers keep waits on the host
 
 
 class Repeats(NamedTuple):
@@ -69,6 +71,8 @@ class Ours:
     moments: tuple[tuple[Moment, ...], ...]  # of each position
     again: Repeats
     layers: tuple[int, ...]  # of each position
+    updates_on_host: bool  # masters and optimizer states are the host's
+    sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
     scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
 
@@ -78,6 +82,8 @@ class Ours:
             return (self.element + FP32 + FP32 * self.states) * n_weights
         kept = n_updated if self.zero == 3 else n_weights
         summed = n_updated if self.scatters or (self.zero >= 2 and self.pp == 1) else n_weights
+        if self.updates_on_host:
+            return self.element * kept + FP32 * (0.0 if self.element == FP32 and self.pp == 1 else summed)
         return self.element * kept + FP32 * summed + FP32 * (1 + self.states) * n_updated
 
     def buffers(self, n_weights: float, layers: float) -> float:
@@ -110,9 +116,29 @@ class Ours:
 @lru_cache(maxsize=1024)
 def layer_held(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool) -> LayerHeld:
     """Elements that one token of a micro-batch leaves in a layer, and the room that its backward pass needs."""
-    whole = layer_width(model, "none", way, is_moe=is_moe)
+    whole, kept = layer_width(model, "none", way, is_moe=is_moe), layer_width(model, mode, way, is_moe=is_moe)
     working = (AGAIN if mode == "full" else WORKING) * whole
-    return LayerHeld(layer_width(model, mode, way, is_moe=is_moe), working, PUT_OFF * whole)
+    if way.offloads:
+        return LayerHeld(0.0, working + ON_ITS_WAY * kept, PUT_OFF * whole)
+    return LayerHeld(kept, working, PUT_OFF * whole)
+
+
+@lru_cache(maxsize=1024)
+def sent_by_position(
+    model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way
+) -> tuple[float, ...]:
+    """Elements that one token of each position's layers sends to the host; the last layer before the head has none."""
+    stages = layers_of_stages(model, pipeline, pp)
+    last = max(model.all_layers)
+    return tuple(
+        sum(
+            layer_width(model, modes[layer], way, is_moe=model.is_moe_layer(layer))
+            for stage in own
+            for layer in stage
+            if way.offloads and layer != last
+        )
+        for own in stages
+    )
 
 
 def layer_width(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool) -> float:

@@ -94,6 +94,9 @@ class Batch:
             "pp": exposed * a["pp"] / far,
         }
         busy = sum(one.values())
+        copies = a["host"] / c["near"]  # beside a forward pass, a third of the work, and beside the backward pass
+        one["host"] = np.maximum(0.0, copies - busy / 3) + np.maximum(0.0, copies - 2 * busy / 3)
+        busy = busy + one["host"]
         dispatch = smooth_max(a["ep_near"] / c["dispatch"], a["ep_far"] / c["dispatch far"])  # both links at once
         one["ep"] = np.where(self.hides_dispatch, smooth_max(busy, dispatch) - busy + c["shards"] * dispatch, dispatch)
         busy = busy + one["ep"]

@@ -81,6 +81,7 @@ class Work:
     ep_far: float = 0.0
     cp: float = 0.0
     pp: float = 0.0  # of one hop
+    host: float = 0.0  # of activations to the host; as many come back
     shards: float = 0.0  # weights gathered and gradients cut, of ZeRO 3
     shard_hops: float = 0.0  # ranks that a message passes, times messages
     # of a step
@@ -159,6 +160,7 @@ class Step:
         if job.schedule == "dualpipe":  # which computes one micro-batch while another one's rows travel
             amounts.update(ep_near=0.0, ep_far=0.0)
         amounts["pp"] = self.hop() if job.pp > 1 else 0.0
+        amounts["host"] = self.host()
         amounts.update(self.of_step(n_dense, n_moe, has_head))
         return Work(**amounts)
 
@@ -351,6 +353,11 @@ class Step:
         stride = self.job.tp * self.job.cp * self.job.dp
         return rows / self.links.rate(self.job.pp, min(stride, self.links.gpu_nodes * 8))
 
+    def host(self) -> float:
+        """Activations to the host, beside a forward pass; nothing where the GPU's file has no rate for them."""
+        ours, rate = self.job.ours, self.gpu.hardware.host_bytes_per_second
+        return 0.0 if ours is None or rate is None else self.tokens * ours.element * max(ours.sent) / rate
+
     def of_step(self, n_dense: float, n_moe: float, has_head: float) -> dict[str, float]:
         """Passes, sums over the replicas, the optimizer."""
         job, arch = self.job, self.arch
@@ -375,8 +382,15 @@ class Step:
             found["replicas"] = moved * (self.grad_bytes + (HALF if job.zero else self.grad_bytes))
             found["replica_hops"] = float(replicas if replicas > 1 else 0)
             updated = dense / cut + experts / max(1.0, min(edp, cut))
-        found["update"] = updated * STEP_BYTES / self.bandwidth
+        found["update"] = self.update(updated)
         return found
+
+    def update(self, updated: float) -> float:
+        """The optimizer; on the host, whose cores have no rate here, what goes there and comes back."""
+        ours, rate = self.job.ours, self.gpu.hardware.host_bytes_per_second
+        if ours is None or not ours.updates_on_host:
+            return updated * STEP_BYTES / self.bandwidth
+        return 0.0 if rate is None else updated * (FULL + ours.element) / rate
 
     def waits(self) -> float:
         """What the pipeline waits at its ends, in micro-batches of one position."""

@@ -7,6 +7,12 @@ from launcher.config.tree import RunConfig, TrainConfig
 
 def check_one_way(train: TrainConfig) -> Iterator[str]:
     """Recomputation is chosen for all layers alike, or for each of them."""
+    if train.activation_gib is not None and train.offload_activations:
+        yield (
+            f"train.activation_gib={train.activation_gib:g} must be null where train.offload_activations=true (a "
+            "budget is of activations that stay on the device); try train.activation_gib=null, or "
+            "train.offload_activations=false"
+        )
     if train.activation_gib is not None and train.recompute != "none":
         yield (
             f"train.recompute={train.recompute} must be none where train.activation_gib={train.activation_gib:g} "

@@ -28,6 +28,7 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     if parallel.ep > 1:
         yield from _check_ep(config, world_size)
     yield from _check_split_backward(config)
+    yield from _check_offload(config)
     yield from pipeline_problems(
         parallel.pipeline,
         pp=parallel.pp,
@@ -40,9 +41,27 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def with_zero(parallel: ParallelConfig, zero: int) -> ParallelConfig:
-    """The layout under another stage of ZeRO, without what stage 1 alone can do."""
+    """The layout under another stage of ZeRO, without what only stage 1, or only stage 2, can do."""
     alone = {} if zero == 1 else {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}
-    return replace(parallel, zero=zero, **alone)
+    offload_optimizer = parallel.offload_optimizer and zero == 2
+    return replace(parallel, zero=zero, offload_optimizer=offload_optimizer, **alone)
+
+
+def _check_offload(config: RunConfig) -> Iterator[str]:
+    """Which ways of holding state have their masters on the host, and which optimizers update them there."""
+    parallel = config.parallel
+    if not parallel.offload_optimizer:
+        return
+    if parallel.zero != 2:
+        yield (
+            f"parallel.offload_optimizer=true works with parallel.zero=2 only, not parallel.zero={parallel.zero}; "
+            "try parallel.zero=2"
+        )
+    if config.optimizer.name == "muon":
+        yield (
+            "parallel.offload_optimizer=true does not work with optimizer.name=muon, whose matrices are made whole on "
+            "the device; try optimizer.name=adamw, or parallel.offload_optimizer=false"
+        )
 
 
 def dp_of(config: RunConfig, world_size: int) -> int:

@@ -38,6 +38,9 @@ class TrainConfig:
     # GiB of activations that a rank may hold for its micro-batches in flight: each layer computes again as little as
     # that allows; None: what `recompute` says, in all layers
     activation_gib: Annotated[float, Interval(ge=1e-9, le=2**20)] | None = field(default=None, metadata={"usual": 16.0})
+    # what layers keep for the backward pass waits on the host: copied there while the next layer computes, and fetched
+    # back while the one behind it goes backward
+    offload_activations: bool = False
     # norms, rotations, gates and the loss as one kernel each: auto on GPUs that have a compiler, on always, off never
     compile: Literal["auto", "on", "off"] = "auto"
     # steps between held-out evaluations; None: none

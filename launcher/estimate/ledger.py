@@ -39,10 +39,14 @@ HOLDERS = (*LASTING, BUFFERS, *dict.fromkeys(SHORT[each] for each in NAMES if SH
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is entered, from before the engine is built until its step has ended."""
+    """Counts while it is entered, from before the engine is built until its step has ended.
 
-    def __init__(self) -> None:
+    ``device``: the kind of device whose memory is looked at; the host's counts where that is the device.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
         self.regions: Regions | None = None  # None: while the engine is built
         self.holders: dict[int, str] = {}  # storage -> what it is for
         self.live: Counter[str] = Counter()  # bytes
@@ -73,6 +77,8 @@ class Ledger(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor, holder: str) -> None:
         """Counts a tensor's storage, once."""
+        if tensor.device.type == "cpu" != self.device:
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.holders:
@@ -94,7 +100,7 @@ class Ledger(TorchDispatchMode):
             for tensor in tensors:
                 self.see(tensor, "other")
                 storage = tensor.untyped_storage()
-                if storage._cdata not in sorted_already:
+                if storage._cdata in self.holders and storage._cdata not in sorted_already:
                     sorted_already.add(storage._cdata)
                     self.live[self.holders[storage._cdata]] -= storage.nbytes()
                     self.live[holder] += storage.nbytes()

@@ -1,7 +1,7 @@
 """One micro-batch forward and backward through a rank's part of the model, at its true size, without memory."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import batch_of, on_device
 from launcher.estimate.ranks import as_rank, mesh_of
-from launcher.trace.ops import Op
+from launcher.trace.ops import Op, Phase
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Memory, Recorder
 from launcher.trace.regions import Regions
@@ -25,6 +25,7 @@ from parallel.apply import build_part
 from parallel.batch import MicroBatch
 from parallel.expert import RowSizes, make_dispatch
 from parallel.mesh import Mesh
+from parallel.offload import AtOnce
 from parallel.sizes import DEFAULT_SIZES
 from parallel.zero.ways import sharding_for
 
@@ -38,6 +39,7 @@ class Traced:
     ops: list[Op]
     memory: Memory
     mesh: Mesh
+    host_bytes: Mapping[Phase, int]  # copied to the host and back, beside the operations
 
 
 def trace_rank(
@@ -59,17 +61,17 @@ def trace_rank(
         stay = sharding_for(config.parallel, train.stored).weights_stay
         ways = (modes_of(config, world_size), fuse, products_of(train.precision, fuse))
         made_of = (config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, *ways)
-        model = build_part(mesh, *made_of, weights_stay=stay)
+        model = build_part(mesh, *made_of, weights_stay=stay, copies=AtOnce() if train.offload_activations else None)
         spread_evenly(model, batch, mesh, overlap=config.parallel.ep_overlap)
         batch = on_device(batch, mode, GPU)
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(take_gradient)
         regions = stack.enter_context(Regions().of(model))
-        recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, {"weights": model.parameters()})
+        recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, {"weights": model.parameters()}, GPU.type)
         with recorder:
             there_and_back(model, batch, inputs)
-        return Traced(recorder.ops, recorder.finish(), mesh)
+        return Traced(recorder.ops, recorder.finish(), mesh, recorder.host_bytes)
 
 
 def inputs_of(model: Decoder, batch: MicroBatch, d_model: int, dtype: torch.dtype) -> Tensor:

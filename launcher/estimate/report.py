@@ -67,12 +67,13 @@ def says(estimate: Estimate, tokens: int, mfu: float, peak_bytes: int) -> list[s
     where = f", pipeline position {estimate.pp_rank} (the slowest)" if config.parallel.pp > 1 else ""
     launches = sum(each.launches for each in estimate.sums.values())
     fits = "fits in" if peak_bytes < hardware.memory_gb * GB else "does NOT fit in"
+    beside = ", but activations go to the host and back beside the passes" * config.train.offload_activations
     stages = "; a pipeline holds the activations of several" if config.parallel.pp > 1 else ""
     return [
         f"ESTIMATE, no measurement: {config.name} on {gpus} {hardware.name}{'s' if gpus > 1 else ''}, "
         f"{config.train.precision}{where}",
         f"from one micro-batch traced at true size, {estimate.n_micro_batches} of them, one document a sequence, "
-        "experts evenly loaded, and nothing overlapped",
+        f"experts evenly loaded, and nothing overlapped{beside}",
         f"rates: data sheet x assumed shares (products {reached.products:g}, grouped {reached.grouped_products:g}, "
         f"attention {reached.attention_forward:g} and {reached.attention_backward:g}, memory {reached.memory:g}, "
         f"links {reached.links:g}), at least {hardware.launch_seconds * 1e6:g} us a kernel",

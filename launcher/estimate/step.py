@@ -2,7 +2,8 @@
 
 Nothing counts as overlapped: what a rank sends and the optimizer's update come on top of the passes. So this is what
 the step takes as it is written, on kernels of the stated efficiency, but for what parallel.ep_overlap hides of the
-tokens' travel; it is no measurement.
+tokens' travel; it is no measurement. Activations that go to the host and back (train.offload_activations) take time
+where that is longer than the pass that they go beside.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +14,13 @@ from launcher.errors import UserError
 from launcher.estimate.pass_over import Traced, trace_rank
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
-from launcher.plan.memory import rank_memory
+from launcher.plan.memory import rank_memory, updated_elements
 from launcher.prove.traffic.axes import pp_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
 from launcher.trace.hardware import Hardware
-from launcher.trace.ops import Op, Work
-from launcher.trace.parts import AXES, BUBBLE
+from launcher.trace.ops import Op, Phase, Work
+from launcher.trace.parts import AXES, BUBBLE, COPIES
 from launcher.trace.recorder import Memory
 from launcher.trace.roofline import Rates, Sum, least_seconds, sums_by, sums_by_name
 from modeling.optimizers.muon import MuonConfig
@@ -94,8 +95,10 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
         return seconds[0]
 
     traced = trace_rank(config, world_size, rank, clock)
+    traced.ops.extend(copies_left(traced, rates))
     states = rank_memory(step)
     update = [*update_ops(step, states), *wire_ops(step, traced.mesh)]
+    update = [op for op in update if op.part != COPIES or COPIES in rates.wires]
     repeated = [*traced.ops, *(op for op in update if op.work.name == ACCUMULATE)]
     once = [op for op in update if op.work.name != ACCUMULATE]
     ops = [*((op, step.n_micro_batches) for op in repeated), *((op, 1) for op in once)]
@@ -121,6 +124,19 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
     )
 
 
+def copies_left(traced: Traced, rates: Rates) -> Iterator[Op]:
+    """Of the copies to the host and back, which run beside a micro-batch's passes, what takes longer than its pass.
+
+    None where the hardware has no rate for them.
+    """
+    passes: dict[Phase, tuple[Phase, ...]] = {"forward": ("forward",), "backward": ("recompute", "backward")}
+    for phase, theirs in passes.items() if COPIES in rates.wires else ():
+        seconds = sum(least_seconds(op, rates)[0] for op in traced.ops if op.phase in theirs)
+        left = traced.host_bytes.get(phase, 0) - seconds * rates.wire_rate(COPIES)
+        if left > 0:
+            yield Op(Work("copies that nothing hides", "wire", None, 0, 0, left, "copy", 0), COPIES, phase)
+
+
 def near(degrees: Degrees, rank: int, n_per_node: int) -> dict[str, bool]:
     """Part -> whether the rank's partners on its axis are on its own node."""
     found = {"communication: metrics": degrees.world_size <= n_per_node}
@@ -137,6 +153,8 @@ ACCUMULATE = "a micro-batch's gradients added up"
 def update_ops(step: Step, states: States) -> list[Op]:
     """What ZeRO and the optimizer read and write in a step, each number once: a lower bound, as of fused kernels."""
     n_gradients = states.gradients // FP32_BYTES
+    if step.parallel.offload_optimizer:
+        return [*sum_ops(step, n_gradients), *host_ops(step)]
     share = (states.masters or states.weights) // (FP32_BYTES if states.masters else step.element_bytes)
 
     return [
@@ -145,6 +163,13 @@ def update_ops(step: Step, states: States) -> list[Op]:
         moved("update", "optimizer", share * 3 * FP32_BYTES + 2 * states.optimizer),
         moved("weights from masters", "optimizer", share * (FP32_BYTES + step.element_bytes)),
     ]
+
+
+def host_ops(step: Step) -> Iterator[Op]:
+    """What goes to an optimizer on the host and comes back. The update itself is the host's: nobody knows its time."""
+    updated = updated_elements(step)
+    for name, n_bytes in (("gradients to the host", FP32_BYTES), ("weights from the host", step.element_bytes)):
+        yield Op(Work(name, "wire", None, 0, 0, float(updated * n_bytes), "copy", 0), COPIES, "update")
 
 
 def sum_ops(step: Step, n_gradients: int) -> Iterator[Op]:

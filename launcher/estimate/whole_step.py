@@ -32,6 +32,8 @@ from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.moe import MoE
 from parallel.expert import RowSizes, make_dispatch
 from parallel.mesh import Mesh
+from parallel.offload import AtOnce
+from parallel.recompute import offloader_in
 from parallel.sizes import DEFAULT_SIZES, Sizes
 
 ON_GPU = dataclasses.replace(DEFAULT_SIZES, row_multiple=1, chunk_logits=CUDA_CHUNK_LOGITS)  # what CUDA takes
@@ -44,6 +46,7 @@ class StepMemory:
     at_peak: dict[str, int]  # by what they are for
     phase: str  # in which that is
     between_steps: int
+    host: int = 0  # of the host, that activations wait in
 
     @property
     def peak(self) -> int:
@@ -59,9 +62,10 @@ def measure_memory(
     To be called in a process without a process group. The step's batch is the config's largest one.
     """
     samples, state, known = WholeSequences(config), TrainState(), KnownValues()
-    with fake_rank(config, world_size, rank, device, known) as mesh, Ledger() as ledger:
+    with fake_rank(config, world_size, rank, device, known) as mesh, Ledger(device.type) as ledger:
         fuse = fuse_of(config.train.compile, device.type)
-        engine = build_engine(config, mesh, sizes, WatchedEngine, fuse)
+        copies = AtOnce() if config.train.offload_activations else None
+        engine = build_engine(config, mesh, sizes, WatchedEngine, fuse, copies)
         assert isinstance(engine, WatchedEngine)
         route(engine, config, mesh, sizes, imbalance)
         engine.publish_weights()
@@ -72,7 +76,10 @@ def measure_memory(
             between = ledger.total
             ledger.begin()
             run_step(config, engine, samples, state)  # type: ignore[arg-type]
-    return StepMemory({name: count for name, count in ledger.at_peak.items() if count}, ledger.peak_phase, between)
+        offloader = offloader_in(engine.model)
+        host = offloader.pool.n_bytes if offloader is not None else 0
+    at_peak = {name: count for name, count in ledger.at_peak.items() if count}
+    return StepMemory(at_peak, ledger.peak_phase, between, host)
 
 
 @contextlib.contextmanager

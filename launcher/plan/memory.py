@@ -22,10 +22,11 @@ class Memory:
     masters: int  # the fp32 weights that the optimizer updates
     optimizer: int  # its states, fp32
     gradients: int  # fp32 sums over the micro-batches
+    host: int = 0  # in the host's memory: masters and optimizer states that are offloaded, and their gradients
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """All parts of the device's memory."""
         return self.weights + self.masters + self.optimizer + self.gradients
 
 
@@ -37,7 +38,15 @@ def rank_memory(step: Step) -> Memory:
     states = FP32_BYTES * _state_elements(step)
     if step.parallel.zero == 0:
         return Memory(weights, 0, states, FP32_BYTES * whole)
+    if step.parallel.offload_optimizer:  # in fp32 DeepSpeed adds gradients up on the host
+        n_summed = 0 if step.precision == "fp32" and step.parallel.pp == 1 else _gradient_elements(step, share)
+        return Memory(weights, 0, 0, FP32_BYTES * n_summed, 2 * FP32_BYTES * share + states)
     return Memory(weights, FP32_BYTES * share, states, FP32_BYTES * _gradient_elements(step, share))
+
+
+def updated_elements(step: Step) -> int:
+    """Elements that a rank's optimizer updates under ZeRO 1 to 3, padding included."""
+    return sum(_share(step, n, names) for _, n, names in replicated(step))
 
 
 def _state_elements(step: Step) -> int:

@@ -9,7 +9,7 @@ from launcher.estimate.forecast import Forecast, Position
 from launcher.estimate.order import Simulated
 from launcher.plan.costs import costs_line, run_costs, tokens_of
 from launcher.tables import plain_table, wide_console
-from launcher.trace.parts import BUBBLE
+from launcher.trace.parts import BUBBLE, COPIES
 from modeling.counts import flops_per_token
 
 GB = 1e9
@@ -36,6 +36,12 @@ def report_of(found: Forecast, price: float | None = None) -> dict[str, Any]:
         "precision": train.precision,
         "recompute": told(modes_of(config, found.world_size)),
         "activation_gib": train.activation_gib,
+        "offload_activations": train.offload_activations,
+        "host_bytes": most.host,
+        "host_copy_bytes": dict(found.fullest.time.traced.host_bytes),
+        "offload_optimizer": config.parallel.offload_optimizer,
+        "host_state_bytes": found.fullest.time.states.host,
+        "host_rate": found.fullest.time.rates.wires.get(COPIES),
         "routing_imbalance": found.imbalance,
         "fits": most.peak <= room,
         "memory_bytes": room,
@@ -110,6 +116,14 @@ def print_plan(plan: dict[str, Any]) -> None:
     )
     if plan["activation_gib"] is not None:
         say(f"within train.activation_gib={plan['activation_gib']:g} layers compute again: {plan['recompute']}")
+    if plan["offload_activations"]:
+        say(offload_line(plan))
+    if plan["offload_optimizer"]:
+        host, n = plan["host_state_bytes"], plan["gpus_per_node"]
+        say(
+            f"fp32 masters and optimizer states are the host's ({gb(host)} GB a rank with their gradients, "
+            f"{gb(host * n)} a node); the update on its cores takes no time in this plan"
+        )
     table = plain_table(f"memory of rank {position['rank']}", ">GB", ">share")
     for holder, count in sorted(position["held_bytes"].items(), key=lambda each: -each[1]):
         table.add_row(holder, gb(count), f"{count / position['peak_bytes']:.1%}")
@@ -132,6 +146,17 @@ def print_plan(plan: dict[str, Any]) -> None:
     table.add_row("a step", f"{plan['step_seconds'] * 1e3:,.2f}", "100.0%")
     console.print(table)
     say(f"\n{speed_line(plan)}\n{costs_line(plan, plan['tokens'])}\n{verdict(plan)}")
+
+
+def offload_line(plan: dict[str, Any]) -> str:
+    """What activations on the host take there, and of the time."""
+    host, sent = plan["host_bytes"], max(plan["host_copy_bytes"].values(), default=0)
+    whole = f"{gb(host)} GB of page-locked memory a rank, {gb(host * plan['gpus_per_node'])} a node"
+    rate = plan["host_rate"]
+    counted = "takes no time in this plan: the GPU's file has no host_bytes_per_second"
+    if rate is not None:
+        counted = f"takes {sent / rate * 1e3:,.2f} ms at {rate / GB:,.1f} GB/s beside each pass: the longer one counts"
+    return f"activations wait on the host ({whole}); {gb(sent)} GB a micro-batch each way, which {counted}"
 
 
 def speed_line(plan: dict[str, Any]) -> str:

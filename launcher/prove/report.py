@@ -48,7 +48,10 @@ def layout_words(config: RunConfig, n_ranks: int) -> str:
     precision, recompute = config.train.precision, config.train.recompute
     if config.train.activation_gib is not None:
         recompute = told(modes_of(config, n_ranks))
-    return f"{n_ranks} processes: {', '.join(shown)}, ZeRO {config.parallel.zero}, {precision}, recompute {recompute}"
+    offloaded = ", activations on the host" * config.train.offload_activations
+    stage = f"ZeRO {config.parallel.zero}{' with its optimizer on the host' * config.parallel.offload_optimizer}"
+    state = f"{stage}, {precision}, recompute {recompute}{offloaded}"
+    return f"{n_ranks} processes: {', '.join(shown)}, {state}"
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:

@@ -26,6 +26,7 @@ LAYOUT_KEYS = (
     "train.micro_batch_size",
     "train.recompute",
     "train.activation_gib",
+    "train.offload_activations",
     "train.compile",
     "train.timeout_seconds",
     "train.deterministic",

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
+from launcher.trace.parts import COPIES
 from launcher.trace.roofline import Rates
 from modeling.precision_config import Precision
 
@@ -46,6 +47,7 @@ class Hardware:
     multiprocessors: float = 132.0
     flops_of_exponential: float = 256.0  # of products in bf16 at the peak, in the time of an exponential
     watts: float | None = None  # of the board
+    host_bytes_per_second: float | None = None  # between its memory and the host's, one way
     nvlink_gpus: float = 8.0  # GPUs that the fast links join
     also: tuple[str, ...] = ()  # other names of it in published tables
     low_precision_flops: Mapping[str, float] = field(default_factory=dict)  # fp8, fp4 -> FLOP/s
@@ -61,6 +63,8 @@ class Hardware:
         reached = self.efficiency
         links = {True: self.node_bytes_per_second, False: self.network_bytes_per_second}
 
+        host = {} if self.host_bytes_per_second is None else {COPIES: reached.links * self.host_bytes_per_second}
+
         def of_peak(share: float) -> dict[str, float]:
             return {dtype: share * flops for dtype, flops in {**self.peak_flops, **self.low_precision_flops}.items()}
 
@@ -72,7 +76,7 @@ class Hardware:
             attention_backward=of_peak(reached.attention_backward),
             bandwidth=reached.memory * self.memory_bytes_per_second,
             launch_seconds=self.launch_seconds,
-            wires={part: reached.links * links[is_near] for part, is_near in wires.items()},
+            wires={part: reached.links * links[is_near] for part, is_near in wires.items()} | host,
             peak=self.peak_flops,
         )
 
@@ -120,7 +124,9 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
     further = [each.name for each in fields(Hardware) if not must(each)]
     numbers = {key: tree.get(key) for key in wanted if key not in ("efficiency", "peak_flops")}
     numbers |= {
-        key: tree[key] for key in ("multiprocessors", "flops_of_exponential", "watts", "nvlink_gpus") if key in tree
+        key: tree[key]
+        for key in ("multiprocessors", "flops_of_exponential", "watts", "nvlink_gpus", "host_bytes_per_second")
+        if key in tree
     }
     low = tree.get("low_precision_flops") if isinstance(tree.get("low_precision_flops"), Mapping) else {}
     numbers |= {f"low_precision_flops.{key}": value for key, value in low.items()}

@@ -164,6 +164,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     namespace, name = func._schema.name.split("::")
     if name in VIEWS or namespace == "profiler":
         return None
+    if host_copy(func, args):
+        return None
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     n_bytes = sum(each.nbytes for each in (*given, *made))
@@ -183,6 +185,14 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     if namespace not in NAMESPACES or func._overloadpacket in _known_products():
         raise Uncounted(f"{namespace}::{name} may multiply matrices, and launcher.trace.ops counts no FLOPs for it")
     return Work(name, "other", None, n_bytes, 0)
+
+
+def host_copy(func: Any, args: Any) -> int:
+    """The bytes of a copy between the memory of a device and the host's, which no kernel makes; 0 of all else."""
+    if func._schema.name != "aten::copy_":
+        return 0
+    target, source = args[:2]
+    return target.nbytes if target.device.type != source.device.type else 0
 
 
 def _known_products() -> dict[Any, Any]:

@@ -48,11 +48,13 @@ NAMES: dict[Region, tuple[str, str, str]] = {
     "other": ("other", "other", "other"),
 }
 AXES = ("tp", "cp", "ep", "pp", "ZeRO", "metrics")
+COPIES = "communication: host"  # activations that go to the host and back, where nothing hides it
 BUBBLE = "pipeline: bubble"
 HOST = "waiting for the host"  # a GPU without work
 PARTS = (
     *dict.fromkeys(name for names in NAMES.values() for name in names if name != "other"),
     *(f"communication: {axis}" for axis in AXES),
+    COPIES,
     BUBBLE,
     HOST,
     "other",

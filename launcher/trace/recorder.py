@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.trace.ops import Op, Work, work_of
+from launcher.trace.ops import Op, Phase, Work, host_copy, work_of
 from launcher.trace.parts import Axes, part_of, wire_part
 from launcher.trace.regions import Regions
 
@@ -43,8 +43,9 @@ class Memory:
 class Recorder(TorchDispatchMode):
     """Records while it is entered. ``clock`` gives the seconds by which memory is drawn, after an operation's work.
 
-    ``held`` says what the storages that are there already hold; others are found as operations meet them, and count
-    as "other" from the beginning on.
+    ``device`` is the kind of device whose memory counts; the host's does where that is the device. ``held`` says
+    what the storages that are there already hold; others are found as operations meet them, and count as "other" from
+    the beginning on.
     """
 
     def __init__(
@@ -53,10 +54,13 @@ class Recorder(TorchDispatchMode):
         axes: Axes,
         clock: Callable[[Op | None], float] | None = None,
         held: Mapping[str, Iterable[torch.Tensor]] | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__()
+        self.device = device
         self.regions, self.axes = regions, axes
         self.ops: list[Op] = []
+        self.host_bytes: Counter[Phase] = Counter()  # copied between the device and the host, beside the operations
         self.memory = Memory()
         self.live: Counter[str] = Counter()
         self.known: dict[int, int] = {}  # storage -> its bytes
@@ -73,6 +77,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         work = work_of(func, args, kwargs, out)
         region, phase = self.regions.now()
+        self.host_bytes[phase] += host_copy(func, args)
         op = None
         if work is not None:
             op = Op(work, self.part(work, region), phase)
@@ -96,6 +101,8 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, tensor: torch.Tensor, holder: str) -> bool:
         """Counts a tensor's storage, once; returns whether it was new."""
+        if tensor.device.type == "cpu" != self.device:
+            return False
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a tensor without one

@@ -51,6 +51,7 @@ from parallel.batch import MicroBatch
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Saved
 from parallel.mesh import Mesh, close_mesh, open_mesh
+from parallel.offload import Copies, copies_for
 from parallel.processes.stop import STOPPED, StopRequest
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.engine import Engine, StepResult
@@ -231,15 +232,19 @@ def build_engine(
     sizes: Sizes = DEFAULT_SIZES,
     engine_class: type[Engine] = Engine,
     fuse: Fuse | None = None,
+    copies: Copies | None = None,
 ) -> Engine:
     """The model under its layout and precision, weights not yet set. All ranks call it.
 
-    ``fuse``: how chains of elementwise work are computed; None: as train.compile says, and this machine can. Raises
-    UserError where the device lacks train.precision.
+    ``fuse``: how chains of elementwise work are computed; None: as train.compile says, and this machine can.
+    ``copies``: how activations go to the host, where they do; None: as the device copies. Raises UserError where the
+    device lacks train.precision.
     """
     check_precision(config.train.precision, mesh.device)
     if fuse is None:
         fuse = usable_fuse(config.train.compile, mesh.device, tell if mesh.rank == 0 else lambda line: None)
+    if copies is None and config.train.offload_activations:
+        copies = copies_for(mesh.device)
     engine = engine_class(
         mesh,
         config.model,
@@ -249,6 +254,7 @@ def build_engine(
         micro_batch_size=config.train.micro_batch_size,
         sizes=sizes,
         recompute=modes_of(config, mesh.world_size),
+        copies=copies,
         fuse=fuse,
         products=products_of(config.train.precision, fuse),
     )

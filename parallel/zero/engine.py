@@ -27,6 +27,7 @@ from parallel.collectives import sum_together
 from parallel.config import ParallelConfig
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
+from parallel.offload import Copies
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.stages import is_second_copy, rank_parts, stage_weights, tied_weight
@@ -65,9 +66,11 @@ class Engine:
         micro_batch_size: int,
         sizes: Sizes = DEFAULT_SIZES,
         recompute: Recompute | Modes = "none",
+        copies: Copies | None = None,
         fuse: Fuse = plainly,
         products: Products = AS_THEY_ARE,
     ) -> None:
+        """``copies``: how what layers keep for their backward passes goes to the host; None: it stays here."""
         self.mesh = mesh
         self.sizes = sizes
         self.zero = parallel.zero  # for records; what follows from it is the sharding's
@@ -87,7 +90,7 @@ class Engine:
         adopt, dtype = self.sharding.adopt, DTYPES[stored]
         held = (mesh, model_config, parallel, dtype, adopt, sizes)
         stay = self.sharding.weights_stay
-        self.model = build_part(*held, recompute, fuse, products, weights_stay=stay)
+        self.model = build_part(*held, recompute, fuse, products, weights_stay=stay, copies=copies)
         self.weights = describe_weights(
             self.model, logical_tensors(model_config), self.layout, mesh, holds_second_copy=self.holds_second_copy
         )
@@ -182,7 +185,7 @@ class Engine:
         if self.mesh.tp.degree > 1:
             held = self.sharding.gradients()
             whole = [part for parameter, part, _ in held if self.weights[parameter].place.is_summed_over_tp]
-            sum_together(whole, self.mesh.tp)
+            sum_together(whole, self.mesh.tp, self.mesh.device)
 
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.

@@ -95,8 +95,8 @@ class ZeroOptimizer12(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO 1 and 2."""
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> Tensor:
-        """What the step clips by."""
-        return self.take_norm()
+        """What the step clips by, where its masters are."""
+        return self.take_norm().to(self.single_partition_of_fp32_groups[0].device)
 
 
 class ScatteredOptimizer(ZeroOptimizer12):

@@ -15,10 +15,14 @@ def deepspeed_config(
     clip_norm: float | None,
     sizes: Sizes = DEFAULT_SIZES,
     accumulates: str = "fp32",
+    *,
+    offload: bool = False,
+    pin_memory: bool = False,
 ) -> dict[str, Any]:
     """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us.
 
     ``clip_norm``: what DeepSpeed clips by; None: nothing. ``accumulates``: the dtype of its sums of gradients.
+    ``offload``: the optimizer is the host's, in page-locked memory with ``pin_memory``.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -39,6 +43,9 @@ def deepspeed_config(
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
     }
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+        config["zero_force_ds_cpu_optimizer"] = False  # else torch's is refused
     if precision != "fp32":
         config["data_types"] = {"grad_accum_dtype": accumulates}  # left alone, DeepSpeed sums in 16 bits
     if precision == "bf16":

@@ -48,6 +48,9 @@ class Sharding(ABC):
     needs_equal_graphs: ClassVar = False
     weights_stay: ClassVar = True  # whether a weight lies between the passes where it is during them
     rounds_sums: ClassVar = False  # whether DeepSpeed is given a pipeline's fp32 sums in the weights' dtype
+    masters_on_host: ClassVar = (
+        False  # whether masters, optimizer states and reduced gradients are in the host's memory
+    )
     zeroes_sums: ClassVar = True  # whether sums of gradients are set to zero before a step's first are added to them
     sums_here: ClassVar = False  # whether gradients are summed by us, not by DeepSpeed
     scatters: ClassVar = False  # whether each micro-batch's gradients are reduced into sums of this rank's part alone
@@ -63,9 +66,16 @@ class Sharding(ABC):
         self.clip_norm = clip_norm
         self.bucket = sizes.bucket
         self.reduced = sizes.reduced
-        clipped_by = clip_norm if self.clips else None
-        sums = precision if self.sums_here else "fp32"
-        self.config = deepspeed_config(self.stage, precision, micro_batch_size, clipped_by, sizes, sums)
+        self.config = deepspeed_config(
+            self.stage,
+            precision,
+            micro_batch_size,
+            clip_norm if self.clips else None,
+            sizes,
+            precision if self.sums_here else "fp32",
+            offload=self.masters_on_host,
+            pin_memory=mesh.device.type == "cuda",
+        )
         register_expert_groups(mesh)
 
     def adopt(self, parameter: nn.Parameter, place: Place) -> None:

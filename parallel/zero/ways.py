@@ -5,12 +5,16 @@ from parallel.zero.replicated import Replicated
 from parallel.zero.scattered import Zero1Exchanged, Zero1OfLastPass, Zero1Scattered
 from parallel.zero.sharding import Precision, Sharding
 from parallel.zero.zero1_bf16 import Zero1Bf16
+from parallel.zero.zero2_on_host import Zero2OnHost
 from parallel.zero.zero3 import Zero3
 from parallel.zero.zero12 import Zero1, Zero2
 
 
 def sharding_for(parallel: ParallelConfig, precision: Precision) -> type[Sharding]:
-    """The way in which DeepSpeed holds state under this layout's ZeRO stage and in this precision."""
+    """The way in which DeepSpeed holds state under this layout and precision."""
+    if parallel.offload_optimizer:
+        assert parallel.zero == 2, "refused by launcher.config.layout_rules"
+        return Zero2OnHost
     match parallel.zero, precision:
         case 0, _:
             return Replicated

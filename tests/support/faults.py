@@ -17,6 +17,10 @@ def plant(fault: str | None) -> None:
             import deepspeed.comm as comm
 
             comm.all_reduce = skip_for_large(comm.all_reduce)
+        case "host gradients lack a weight":
+            patch_host_gradients(lambda held: held[:-1])
+        case "host gradients are of a copy":
+            patch_host_gradients(lambda held: [(weight, part.clone(), holders) for weight, part, holders in held])
         case "loss divided by the local count":
             import launcher.training.step as step
 
@@ -155,6 +159,14 @@ def patch_batches(change: Any) -> None:
         return batch
 
     step.read_micro_batch = changed
+
+
+def patch_host_gradients(change: Any) -> None:
+    """Changes what is told of gradients on the host."""
+    from parallel.zero.zero2_on_host import Zero2OnHost
+
+    original = Zero2OnHost.gradients
+    Zero2OnHost.gradients = lambda self: change(original(self))  # type: ignore[method-assign]
 
 
 def skip_for_large(all_reduce: Any) -> Any:

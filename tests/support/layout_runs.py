@@ -3,6 +3,7 @@ process."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +110,30 @@ def run_config(
     )
 
 
-def train_rank(config: RunConfig, fault: str | None = None) -> RankResult:
-    """One rank: train.steps updates from step 0 by the real loop's step. ``fault`` breaks something on purpose."""
+def train_rank(config: RunConfig, fault: str | None = None, *, small_sizes: bool = False) -> RankResult:
+    """One rank: train.steps updates from step 0 by the real loop's step. ``fault`` breaks something on purpose.
+
+    ``small_sizes``: as a proof has them, so that tensors of a small model are worth a way to the host.
+    """
     from faults import plant
+    from launcher.prove.shrink import SMALL_SIZES
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
     from parallel.mesh import close_mesh, open_mesh
+    from parallel.recompute import offloader_in
+    from parallel.sizes import DEFAULT_SIZES
 
     plant(fault)
     mesh = open_mesh(config.parallel, 120)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-    engine = build_engine(config, mesh)
+    engine = build_engine(config, mesh, SMALL_SIZES if small_sizes else DEFAULT_SIZES)
     engine.initialize_weights(config.seed)
     state = TrainState()
     rows = [run_step(config, engine, dataset, state).row for _ in range(config.train.steps)]
+    offloader = offloader_in(engine.model)
+    sends = offloader is not None and any(int(name) != offloader.stays for name in engine.model.layers)
+    assert (offloader is not None and offloader.pool.n_pages > 0) == (sends and small_sizes)
+    assert (offloader is not None) == config.train.offload_activations
     result = rank_result(engine, rows)
     close_mesh()
     return result
@@ -139,11 +150,12 @@ def rank_result(engine: Any, rows: list[dict[str, Any]]) -> RankResult:
     return RankResult(rows, pieces, logical_shapes(engine.model_config), buffers)
 
 
-def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None) -> LayoutResult:
+def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None, *, small_sizes: bool = False) -> LayoutResult:
     """Trains under the config's layout on ``n_ranks`` gloo processes."""
     from parallel.processes.start import run_ranks
 
-    return merge(run_ranks(train_rank, n_ranks, config, fault, timeout_seconds=240, threads=1))
+    train = partial(train_rank, small_sizes=small_sizes)
+    return merge(run_ranks(train, n_ranks, config, fault, timeout_seconds=240, threads=1))
 
 
 def merge(results: list[RankResult]) -> LayoutResult:

@@ -20,7 +20,14 @@ from parallel.sizes import Sizes
 
 # One row for each pair: the CPU's rounded-up rows have numbers that no trace knows. Small buffers of DeepSpeed's: of
 # its own, 2 GB, every error would be a small share.
-SIZES = Sizes(row_multiple=1, bucket=1 << 18, persistent=1 << 10, prefetched=1 << 16)
+SIZES = Sizes(
+    row_multiple=1,
+    bucket=1 << 18,
+    persistent=1 << 10,
+    prefetched=1 << 16,
+    page_bytes=1 << 14,
+    least_offloaded_bytes=1 << 12,
+)
 
 
 @dataclass

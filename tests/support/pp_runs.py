@@ -61,6 +61,7 @@ class Case:
     steps: int = 2
     lr: float = 0.2
     recompute: Any = "none"  # of all layers, or of each
+    offload: bool = False  # what layers keep waits on the host
     padded: bool = False
     fault: str | None = None
 
@@ -77,6 +78,7 @@ class Seen:
     orders: list[list[str]] = field(default_factory=list)  # by rank: actions of the last step
     peaks: list[int] = field(default_factory=list)  # by rank: stage activations alive at once
     sent: list[int] = field(default_factory=list)  # by rank: bytes sent to other ranks in the last step
+    pages: list[int] = field(default_factory=list)  # by rank: of the host, that activations have taken
     copies: list[dict[str, Tensor]] = field(default_factory=list)  # by rank: weights at the end
 
 
@@ -140,6 +142,8 @@ def micro_batches(parts: list[ReferenceBatch], scale: float = 1.0) -> tuple[list
 
 def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any, Any, list[Any]]:
     """This rank's decoder with its weights at step 0, its pipeline, and its parts."""
+    from launcher.prove.shrink import SMALL_SIZES
+    from parallel.offload import copies_for, offloader_of
     from parallel.pipeline.stages import keep_parts, rank_parts
     from parallel.recompute import apply_recompute
 
@@ -149,7 +153,8 @@ def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any,
     keep_parts(model, parts)
     seed = SEED + mesh.pp.rank if case.fault == "stage initialized like another" else SEED
     materialize(model, case.model, seed, "cpu", DTYPES[precision])
-    apply_recompute(model, case.recompute)
+    offloader = offloader_of(model, copies_for(mesh.device), SMALL_SIZES) if case.offload else None
+    apply_recompute(model, case.recompute, offloader=offloader)
     return model, make_pipeline(case, mesh, model, parts, DTYPES[precision]), parts
 
 
@@ -174,6 +179,7 @@ def run_rank(case: Case) -> Seen:
     from parallel.pipeline.config import stage_ranks
     from parallel.pipeline.stages import is_second_copy, tied_weight
     from parallel.pipeline.tied import add_other_copy
+    from parallel.recompute import offloader_in
 
     mesh = open_mesh(SimpleNamespace(pp=case.pp), 60)
     model, pipeline, parts = build_pipeline(case, mesh)
@@ -202,6 +208,8 @@ def run_rank(case: Case) -> Seen:
     ready, n_targets = micro_batches(batch_of(case, 99)[:3])
     seen.eval_loss = sum(float(output.loss or 0.0) for output in pipeline.evaluate(ready)) / n_targets
     seen.orders, seen.peaks = [recorder.order], [recorder.peak]
+    offloader = offloader_in(model)
+    seen.pages = [0 if offloader is None else offloader.pool.n_pages]
     seen.copies = [{name: weight.detach() for name, weight in model.named_parameters()}]
     close_mesh()
     return seen
@@ -318,6 +326,7 @@ def merge(results: list[Seen], steps: int) -> Seen:
         merged.orders += result.orders
         merged.peaks += result.peaks
         merged.sent += result.sent
+        merged.pages += result.pages
         merged.copies += result.copies
     return merged
 

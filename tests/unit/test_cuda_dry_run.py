@@ -74,6 +74,8 @@ def test_a_traced_micro_batch_takes_less_than_transformers(answer):
         ("sums on the host", "the step's sums are on the host, made by aten::_to_copy"),
         ("ring waits", "DataDependentOutputException"),
         ("pieces on the host", "found at least two devices, cuda:0 and cpu"),
+        ("host waits for a copy", "HostWaits"),
+        ("nobody waits for copies", "is free before copy_ on stream 1"),
     ],
 )
 def test_planted_faults_are_told(answer, fault, told):

@@ -49,10 +49,12 @@ from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.config import ParallelConfig
 from parallel.context_parallel.context import HeldContext
 from parallel.mesh import Axis, Mesh, lone_mesh, sum_over_ranks
+from parallel.offload import OnStreams
 from parallel.processes.stop import StopRequest
 from parallel.recompute import Recompute
 from parallel.sizes import DEFAULT_SIZES
 from small_models import IGNORE, example_config, packed_rows
+from stream_races import Races
 
 GPU = torch.device("cuda", 0)
 SEQ_LEN = 32  # of what is compared with closed forms
@@ -63,6 +65,7 @@ WAITS = {
     "plan_ring": "which tiles of a sequence see each other: once a micro-batch and window, where a ring goes by tiles",
 }
 PLAIN = ParallelConfig()
+SIZES = dataclasses.replace(DEFAULT_SIZES, page_bytes=1 << 12, least_offloaded_bytes=1 << 9)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "feed_forward", "full")
 
 
@@ -81,6 +84,7 @@ class Case:
     most_waits: int = 0
     fuse: Fuse = plainly
     products: Products = AS_THEY_ARE
+    offloads: bool = False  # activations go to the host, on streams of their own
 
 
 def fitting(config: ModelConfig) -> ModelConfig:
@@ -109,6 +113,7 @@ def cases() -> Iterator[Case]:
     yield Case("fp32", tied, dtype="fp32")
     yield from in_8_bits()
     yield from layouts()
+    yield from on_the_host()
 
 
 def in_8_bits() -> Iterator[Case]:
@@ -122,6 +127,18 @@ def in_8_bits() -> Iterator[Case]:
         yield Case(f"qwen3 fp8 {fuse.__name__}", dense, **shared)
         yield Case(f"qwen3_moe fp8 {fuse.__name__}", experts, **shared)
         yield Case(f"qwen3_moe fp8 {fuse.__name__} ep4", experts, **shared, **ep4)
+
+
+def on_the_host() -> Iterator[Case]:
+    """Activations that go to the host and back, of what each mode of recomputation keeps, and under ep and tp."""
+    dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))
+    for recompute, fuse in zip(RECOMPUTE, itertools.cycle((plainly, compiled)), strict=False):
+        shared: dict[str, Any] = {"recompute": recompute, "fuse": fuse, "offloads": True}
+        yield Case(f"qwen3 offloads recompute={recompute}", dense, **shared)
+        waits = {"none": 1, "selective": 1, "feed_forward": 2, "full": 2}[recompute] * experts.n_layers
+        layout: dict[str, Any] = {"parallel": ParallelConfig(tp=2, ep=4), "world_size": 4, "rank": 3}
+        yield Case(f"qwen3_moe offloads tp2 ep4 recompute={recompute}", experts, **shared, **layout, most_waits=waits)
+    yield Case("qwen3 fp8 offloads", dense, products=Fp8Products(plainly), offloads=True)
 
 
 def layouts() -> Iterator[Case]:
@@ -223,8 +240,10 @@ def run(case: Case) -> list[str]:
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(waited.watching())
         dtype = DTYPES[case.dtype]
-        arguments = (case.config, case.parallel, dtype, lambda parameter, place: None, DEFAULT_SIZES, case.recompute)
-        model = build_part(mesh, *arguments, case.fuse, case.products)
+        races = stack.enter_context(Races().streams()) if case.offloads else None
+        copies = OnStreams(GPU) if case.offloads else None
+        arguments = (case.config, case.parallel, dtype, lambda parameter, place: None, SIZES, case.recompute)
+        model = build_part(mesh, *arguments, case.fuse, case.products, copies=copies)
         batch = on_device(batch, mode, GPU)
         hidden_BSD = None
         if model.embed is None:
@@ -233,6 +252,7 @@ def run(case: Case) -> list[str]:
             hidden_BSD = torch.empty(*part, case.config.d_model, dtype=dtype, device=GPU, requires_grad=True)
         output = backward(model, batch, hidden_BSD)
         problems = [*gradient_problems(model, dtype), *wait_problems(case, waited)]
+        problems += [] if races is None else [*races.found, *stream_problems(races)]
         return problems + sums_problems(case.config, output, mesh)
 
 
@@ -245,6 +265,13 @@ def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None
     assert end is not None and end.device == GPU
     torch.autograd.backward(end, None if has_head else torch.empty_like(end))
     return out
+
+
+def stream_problems(races: Races) -> list[str]:
+    """Copies to the host and back have to be there, each on a stream of its own."""
+    if len(races.operations) == 3 and races.operations["stream 1"] >= races.operations["stream 2"] > 0:
+        return []
+    return [f"copies are not on two streams: {dict(races.operations)}"]
 
 
 def gradient_problems(model: Decoder, dtype: torch.dtype) -> list[str]:

@@ -12,6 +12,7 @@ import parallel.context_parallel.context as held
 from launcher.training.step import Sums
 from modeling.feed_forward import FeedForward
 from modeling.norm import RMSNorm
+from parallel.offload import OnStreams
 
 
 def _host_tensor(original: Any) -> Any:
@@ -63,6 +64,16 @@ def _pieces_on_host(original: Any) -> Any:
     return lambda *arguments: original(*arguments[:-1], torch.device("cpu"))
 
 
+def _host_waits(_: Any) -> Any:
+    """The host, not the computing stream, waits for a copy."""
+    return lambda self, mark: mark.synchronize()
+
+
+def _waits_for_nothing(_: Any) -> Any:
+    """Nobody waits for copies."""
+    return lambda self, mark: None
+
+
 class Fault(NamedTuple):
     """What is replaced by what, and the case that shows it."""
 
@@ -81,6 +92,8 @@ FAULTS = {
     "sums on the host": Fault((Sums,), "packed", _on_host, "mixtral bf16"),
     "ring waits": Fault((held.HeldContext,), "pieces", _bounds_of_device, RING),
     "pieces on the host": Fault((held,), "plan_pieces", _pieces_on_host, RING),
+    "host waits for a copy": Fault((OnStreams,), "wait", _host_waits, "qwen3 offloads recompute=none"),
+    "nobody waits for copies": Fault((OnStreams,), "wait", _waits_for_nothing, "qwen3 offloads recompute=full"),
     "extra copy": Fault((FeedForward,), "forward", _copy, "llama bf16", is_slower=True),
 }
 
