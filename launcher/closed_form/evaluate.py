@@ -1,6 +1,7 @@
 """The error of the closed forms on published rows, each publisher left out of the fit that predicts its rows."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,7 +186,7 @@ def spread_of(found: Sequence[Error]) -> list[float]:
         return [float(tenths[0][0]), float(tenths[0][2])]
     middles = [middle for _, middle, _ in tenths]
     within = [((high - low) / (2 * NORMAL)) ** 2 for low, _, high in tenths if high > low]
-    between = student(n - 1) ** 2 * np.var(middles, ddof=1) * (1 + 1 / n)
+    between = student(n - 1) ** 2 * statistics.variance(middles) * (1 + 1 / n)
     half = math.sqrt(between + NORMAL**2 * (np.mean(within) if within else 0.0))
     return [float(np.mean(middles) - half), float(np.mean(middles) + half)]
 

@@ -236,9 +236,8 @@ def build_engine(
 ) -> Engine:
     """The model under its layout and precision, weights not yet set. All ranks call it.
 
-    ``fuse``: how chains of elementwise work are computed; None: as train.compile says, and this machine can.
-    ``copies``: how activations go to the host, where they do; None: as the device copies. Raises UserError where the
-    device lacks train.precision.
+    ``fuse``: how chains of elementwise work are computed (None: as train.compile says, and this machine can);
+    ``copies``: how activations go to the host. Raises UserError where the device lacks train.precision.
     """
     check_precision(config.train.precision, mesh.device)
     if fuse is None:
