@@ -87,12 +87,14 @@ class Ours:
         return self.element * kept + FP32 * summed + FP32 * (1 + self.states) * n_updated
 
     def buffers(self, n_weights: float, layers: float) -> float:
-        """One micro-batch's gradients, and the two buckets that they are reduced through."""
+        """One micro-batch's gradients, where they wait, and the two buckets that they are reduced through."""
         if self.scatters:  # buckets on their way, two packed and received, and one whose gradients are being made
             return (2 * 2 * FP32 + self.element) * min(DEFAULT_SIZES.reduced, n_weights)
         if self.zero == 0 or self.sums_in_place:
             return 0.0
         buckets = 2 * min(FP32 * DEFAULT_SIZES.bucket, FP32 * n_weights)
+        if self.zero == 2 and self.pp == 1:  # what has come is in the buckets
+            return buckets
         return buckets + self.element * n_weights / (max(1.0, layers) if self.zero == 3 else 1)
 
     def left(self, n_weights: float, n_head: float) -> float:

@@ -76,8 +76,8 @@ class Ledger(TorchDispatchMode):
         return SHORT[region]
 
     def see(self, tensor: torch.Tensor, holder: str) -> None:
-        """Counts a tensor's storage, once."""
-        if tensor.device.type == "cpu" != self.device:
+        """Counts a tensor's storage, once. Those on the meta device have a size and no memory."""
+        if tensor.device.type == "meta" or tensor.device.type == "cpu" != self.device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -55,7 +55,11 @@ def start(config: Path, ranks: int, *overrides: str) -> subprocess.Popen:
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
     """The exit code, and what it wrote to stderr; returns when its last process has ended."""
-    _, errors = process.communicate(timeout=200)
+    try:
+        _, errors = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # else its ranks would keep the cores busy under later tests
+        raise
     return process.returncode, errors
 
 
@@ -140,7 +144,7 @@ def test_a_second_request_ends_at_once(tmp_path, tokens):
     ranks = rank_pids(process.pid)
     time.sleep(5)  # the ledger is there shortly before the first step: a request in between would end the run with 75
     to_launcher(process, signal.SIGTERM)
-    time.sleep(REPEAT_SECONDS + 0.2)
+    time.sleep(REPEAT_SECONDS + 2)  # it counts from when the first is heard, which on a busy machine takes a while
     assert process.poll() is None
     to_launcher(process, signal.SIGTERM)
     assert end(process) == (KILLED + signal.SIGTERM, "")

@@ -39,7 +39,7 @@ class Measured:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operations have met and that something still refers to."""
+    """Bytes of all storages that operations have met and that something still refers to; of those that have memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs, out)):
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and each.device.type != "meta":
                 storage = each.untyped_storage()
                 if storage._cdata not in self.sizes:
                     self.sizes[storage._cdata] = storage.nbytes()

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from launcher.prove.traffic.step import Step
+from modeling.logical import Half
 from parallel.recompute import mode_of
 from parallel.sizes import Sizes
 
@@ -139,11 +140,15 @@ class Coordinator:
 
 
 class Node(NamedTuple):
-    """A module: the names of its own weights, and the modules within it in the order of the forward pass."""
+    """A module: the names of its own weights, and the modules within it in the order of the forward pass.
+
+    ``half``: of its layer, which the norms around it belong to.
+    """
 
     path: str
     names: tuple[str, ...] = ()
     children: tuple["Node", ...] = ()
+    half: Half | None = None
 
 
 def pass_events(step: Step) -> Iterator[Event]:
@@ -195,13 +200,16 @@ def backward_of_layer(step: Step, layer: int, node: Node) -> Iterator[Event]:
     That comes once the backward pass of its last product or norm has begun, and ends where that one's inputs are
     there; or before any, where the layer ends in something else that keeps a tensor.
     """
-    repeats = {"full": node.children, "feed_forward": [each for each in node.children if ".feed_forward" in each.path]}
+    repeats = {"full": node.children, "feed_forward": [each for each in node.children if each.half == "feed_forward"]}
     repeated = [event for each in repeats.get(mode_of(step.recompute, layer), ()) for event in forward(each)]
     if not repeated:
         yield from backward(step, node)
         return
     last = next(leaf for leaf in leaves_backwards(node) if not leaf.path.endswith("_bias"))  # a bias keeps nothing
-    begins_before = last.path.endswith((".experts", ".shared_gate"))
+    begins_before = step.tensors[last.names[0]].weight.dims[0] in (
+        "experts",
+        "one",
+    )  # experts, or the shared one's gate
     if not begins_before:
         repeated = repeated[: repeated.index(Event("fetch", last.names)) + 1]
     is_done = False
@@ -244,18 +252,17 @@ def nodes_of(step: Step) -> tuple[list[Node], dict[int, Node], list[Node]]:
 def layer_node(step: Step, path: str, names: Mapping[str, tuple[str, ...]]) -> Node:
     """A layer: its norms, attention and feed-forward half."""
     children = []
-    for half in ("attention", "feed_forward"):
-        norms = {
-            each: Node(each, names[each])
+    halves: tuple[Half, ...] = ("attention", "feed_forward")
+    for half in halves:
+        norms = [
+            Node(each, names[each], half=half)
             for each in (f"{path}.{half}_norm", f"{path}.{half}_post_norm")
             if each in names
-        }
+        ]
         within = [Node(each, own) for each, own in names.items() if each.startswith(f"{path}.{half}.")]
-        if step.model.norm_placement == "post":
-            children += [Node(f"{path}.{half}", (), arranged(step, f"{path}.{half}", within)), *norms.values()]
-        else:
-            first, rest = list(norms.values())[:1], list(norms.values())[1:]
-            children += [*first, Node(f"{path}.{half}", (), arranged(step, f"{path}.{half}", within)), *rest]
+        node = Node(f"{path}.{half}", (), arranged(step, f"{path}.{half}", within), half)
+        n_before = 0 if step.model.norm_placement == "post" else 1
+        children += [*norms[:n_before], node, *norms[n_before:]]
     return Node(path, (), tuple(children))
 
 
