@@ -12,12 +12,13 @@ from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.prove.shrink import shrink_budget
 from layout_runs import MOE_MODEL, run_config, write_tokens
-from modeling.config import MLAConfig, ModelConfig
+from modeling.config import ModelConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
 from traffic_faults import FAULTS, TWICE
+from traffic_models import LATENT, PLAIN, POST_NORM
 from traffic_runs import problems, run_counts
 
 assert MOE_MODEL.moe is not None
@@ -31,35 +32,6 @@ LARGE = dataclasses.replace(
 )
 LARGE_UNTIED = dataclasses.replace(
     LARGE, tie_embeddings=False, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=800, n_shared_experts=0)
-)
-LATENT = dataclasses.replace(
-    MOE_MODEL,
-    family="deepseek_v3",
-    n_kv_heads=MOE_MODEL.n_heads,
-    d_head=None,
-    qk_norm=False,
-    mla=MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=7),
-)
-POST_NORM = dataclasses.replace(  # norms over all heads, whose means cross tp
-    MOE_MODEL, family="olmo2", moe=None, d_head=None, norm_placement="post", qk_norm_over="all_heads", o_bias=True
-)
-PLAIN = dataclasses.replace(  # weights before the layers besides the embedding, biases everywhere, parallel blocks
-    MOE_MODEL,
-    family="gpt2",
-    moe=None,
-    d_head=None,
-    n_layers=4,
-    n_kv_heads=MOE_MODEL.n_heads,
-    qk_norm=False,
-    norm="layer",
-    embedding_norm=True,
-    parallel_block=True,
-    qkv_bias=True,
-    o_bias=True,
-    ff_gated=False,
-    ff_bias=True,
-    positions="learned",
-    max_positions=27,
 )
 LARGE_PLAIN = dataclasses.replace(PLAIN, vocab_size=3501, d_ff=3300, max_positions=3200)
 # Modules that predict further tokens: the embedding and the head work there, too.

@@ -16,45 +16,24 @@ from launcher.prove.traffic.gathers import Passes, gathers_by_weight, pass_event
 from launcher.prove.traffic.step import Step
 from launcher.prove.traffic.zero import gathers_of
 from layout_runs import MOE_MODEL, run_config, write_tokens
-from modeling.config import MLAConfig, ModelConfig
+from modeling.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.processes.start import run_ranks
 from parallel.sizes import Sizes
+from traffic_models import LATENT, PLAIN, POST_NORM
 
 assert MOE_MODEL.moe is not None
 FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
 NO_SHARED = dataclasses.replace(
     FOUR_LAYERS, tie_embeddings=False, moe=dataclasses.replace(MOE_MODEL.moe, n_shared_experts=0)
 )
-LATENT = dataclasses.replace(
-    FOUR_LAYERS,
-    family="deepseek_v3",
-    n_kv_heads=MOE_MODEL.n_heads,
-    d_head=None,
-    qk_norm=False,
-    mla=MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=7),
-)
-POST_NORM = dataclasses.replace(
-    FOUR_LAYERS, family="olmo2", moe=None, d_head=None, norm_placement="post", qk_norm_over="all_heads", o_bias=True
-)
-PLAIN = dataclasses.replace(
-    FOUR_LAYERS,
-    family="gpt2",
-    moe=None,
-    d_head=None,
-    n_kv_heads=MOE_MODEL.n_heads,
-    qk_norm=False,
-    norm="layer",
-    embedding_norm=True,
-    parallel_block=True,
-    qkv_bias=True,
-    o_bias=True,
-    ff_gated=False,
-    ff_bias=True,
-    positions="learned",
-    max_positions=27,
-)
-MODELS = {"tied": FOUR_LAYERS, "no shared": NO_SHARED, "latent": LATENT, "post": POST_NORM, "plain": PLAIN}
+MODELS = {
+    "tied": FOUR_LAYERS,
+    "no shared": NO_SHARED,
+    "latent": dataclasses.replace(LATENT, n_layers=4),
+    "post": dataclasses.replace(POST_NORM, n_layers=4),
+    "plain": PLAIN,
+}
 MODES = ("none", "selective", "feed_forward", "full")
 # Between them every rule decides: what is used soon, what the prefetcher has passed, what may be whole at once.
 CASES = [
