@@ -92,23 +92,20 @@ class Coordinator:
         wanted = {name for name in names if self.seen.get(name, -1) < self.number}
         found: set[str] = set()
         while self.queue and len(found) < len(wanted):
-            name, self.seen[name] = self.next_in_queue()
+            name, number = self.queue.popleft()
+            self.seen[name] = number
             found.add(name)
         room = min(self.sizes.live - self.n_gathered, self.sizes.prefetched)
         ahead: dict[str, None] = {}
         n_ahead = 0
         while self.queue and n_ahead < room:
-            name, number = self.next_in_queue()
+            name, number = self.queue.popleft()
             self.seen[name] = max(self.seen.get(name, -1), number)
             if name not in self.whole and name not in ahead:
                 ahead[name] = None
                 n_ahead += self.n_elements[name]
         self.gather(tuple(ahead))
         self.number += 1
-
-    def next_in_queue(self) -> tuple[str, int]:
-        """The next weight that is to be used, and the number of that use."""
-        return self.queue.popleft()
 
     def gather(self, names: tuple[str, ...]) -> None:
         """Those that are not whole."""
@@ -189,9 +186,19 @@ def backward(step: Step, node: Node) -> Iterator[Event]:
 def outputs_of(step: Step, node: Node) -> int:
     """How many outputs of a module take a gradient: of a router's the weights, and what its losses are made of."""
     moe = step.model.moe
-    if not node.path.endswith(".router") or moe is None:
+    if moe is None or not is_router(step, node):
         return 1
     return 1 + (moe.balance_coefficient > 0) + (moe.z_loss > 0)
+
+
+def is_router(step: Step, node: Node) -> bool:
+    """Whether a module scores the experts."""
+    return first_dim(step, node) == "scores"
+
+
+def first_dim(step: Step, node: Node) -> str | None:
+    """What the rows of a module's first weight are; None where it has no weights of its own."""
+    return step.tensors[node.names[0]].weight.dims[0] if node.names else None
 
 
 def backward_of_layer(step: Step, layer: int, node: Node) -> Iterator[Event]:
@@ -273,13 +280,12 @@ def arranged(step: Step, path: str, nodes: Sequence[Node]) -> tuple[Node, ...]:
     found = sorted(nodes, key=lambda node: late.get(node.path.removeprefix(f"{path}."), 0))
     shared = [node for node in found if node.path.startswith(f"{path}.shared.")]
     rest = [node for node in found if node not in shared]
-    arranged = []
+    children = []
     for node in rest:
-        if node.path.endswith(".shared_gate"):
-            arranged += [Node(f"{path}.shared", (), tuple(shared)), node]
+        if first_dim(step, node) == "one":  # the shared expert's gate
+            children.append(Node(f"{path}.shared", (), tuple(shared)))
             shared = []
-        else:
-            arranged.append(node)
-        if node.path.endswith(".router"):
-            arranged.append(Node(f"{path}.sender"))
-    return (*arranged, *([Node(f"{path}.shared", (), tuple(shared))] if shared else []))
+        children.append(node)
+        if is_router(step, node):
+            children.append(Node(f"{path}.sender"))
+    return (*children, *([Node(f"{path}.shared", (), tuple(shared))] if shared else []))
