@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from modeling.config import MoEConfig
 from modeling.families.family import Key, moe_of
 from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
@@ -195,12 +196,18 @@ def without_experts(layers: Any) -> Mapping[str, Any]:
     return {"moe.dense_layers": tuple(sorted({*layers}))}
 
 
+def listed_without_experts(moe: MoEConfig) -> list[int]:
+    """The list of layers without experts, of those that ``every_n_layers`` leaves with some: each is told once."""
+    layers = {*range(moe.n_dense_layers), *moe.dense_layers}
+    return sorted(layer for layer in layers if (layer + 1) % moe.every_n_layers == 0)
+
+
 # `modeling.families.config_json` tells the leading ones of the list by their number.
 EXPERT_LAYER_KEYS: dict[str, str | Key] = {
     "decoder_sparse_step": "moe.every_n_layers",
     "mlp_only_layers": Key(
         ours=("moe.n_dense_layers", "moe.dense_layers"),
-        write=lambda config: sorted({*range(moe_of(config).n_dense_layers), *moe_of(config).dense_layers}),
+        write=lambda config: listed_without_experts(moe_of(config)),
         read=without_experts,
     ),
 }

@@ -275,6 +275,9 @@ def test_layers_without_experts_are_those_of_the_class(family: FamilyName, liste
     config = from_config_json(content)
     assert config.moe is not None and not [*config.problems()]
     assert (config.moe.n_dense_layers, config.moe.every_n_layers, config.moe.dense_layers) == fields
+    again = from_config_json(written(config))
+    assert again.moe == config.moe and written(again)["mlp_only_layers"] == written(config)["mlp_only_layers"]
+    assert all((layer + 1) % fields[1] == 0 for layer in written(config)["mlp_only_layers"])
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
     has_router = [hasattr(layer.mlp, "gate") for layer in theirs.model.layers]
