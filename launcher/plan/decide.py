@@ -58,7 +58,8 @@ def decide(
     each layout, in the new order.
     """
     chosen = found.best[:n_traces]
-    plans = traced(chosen, path, overrides, gpu, n_gpus, seconds)
+    changes = [overrides_of(each.config, found.given) for each in chosen]
+    plans = traced(changes, path, overrides, gpu, n_gpus, seconds)
     verdicts = [judged(plan, found.best[0].config, part) for plan in plans]
     verdicts += [Verdict(reason="not among the first")] * (len(found.best) - len(verdicts))
     found.best, verdicts = in_order(found.best, verdicts)
@@ -93,17 +94,17 @@ def seconds_of(verdict: Verdict) -> float:
 
 
 def traced(
-    layouts: Sequence[Found], path: Path, overrides: Sequence[str], gpu: str, n_gpus: int, seconds: float
+    changes: Sequence[list[str]], path: Path, overrides: Sequence[str], gpu: str, n_gpus: int, seconds: float
 ) -> list[Verdict]:
     """Each layout's plan by a process of its own, ``AT_ONCE`` beside each other, none beyond ``seconds`` from now."""
-    began, waiting, running = time.monotonic(), list(range(len(layouts))), list[Child]()
-    found = [Verdict(reason=f"no time was left of {WHOLE_SECONDS:g} s") for _ in layouts]
+    began, waiting, running = time.monotonic(), list(range(len(changes))), list[Child]()
+    found = [Verdict(reason=f"no time was left of {WHOLE_SECONDS:g} s") for _ in changes]
     try:
         while waiting or running:
             left = seconds - (time.monotonic() - began)
             while waiting and len(running) < AT_ONCE and left > 0:
                 number = waiting.pop(0)
-                running.append(started(number, layouts[number].config, path, overrides, gpu, n_gpus))
+                running.append(started(number, [*overrides, *changes[number]], path, gpu, n_gpus))
             if left <= 0:
                 for child in running:
                     took = time.monotonic() - child.began
@@ -121,9 +122,9 @@ def traced(
     return found
 
 
-def started(number: int, config: RunConfig, path: Path, overrides: Sequence[str], gpu: str, n_gpus: int) -> Child:
+def started(number: int, overrides: Sequence[str], path: Path, gpu: str, n_gpus: int) -> Child:
     """A process that traces one layout."""
-    request = {"config": str(path), "overrides": [*overrides, *overrides_of(config)], "gpu": gpu, "imbalance": 1.0}
+    request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": 1.0}
     text = json.dumps({**request, "world_size": n_gpus, "price": None, "sampled": True})
     command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
     answer = tempfile.TemporaryFile()  # noqa: SIM115 -- closed with the answer

@@ -24,6 +24,7 @@ FEWEST_POSITIONS = 2048  # of a sequence on a rank of cp: fewer leave attention 
 MOST_CHUNKS = 4
 SAME = 1e-3  # times that differ by less are alike
 RECOMPUTE = MODES  # what each costs grows in this order, and what it holds falls
+OF_A_STAGE = ("grad_reduce", "grad_reduce_dtype", "offload_optimizer")  # switches that some stages of ZeRO do not have
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Found:
 
 @dataclass
 class Searched:
-    """The best layouts, the fastest first; how many were planned, and how many of them did not fit."""
+    """The best layouts of the config ``given``, the fastest first; how many were planned, how many did not fit."""
 
+    given: RunConfig
     best: list[Found]
     n_planned: int
     n_unfit: int
@@ -64,7 +66,7 @@ def search(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int, n_best: int 
             best.append(each)
             if len(best) == n_best:
                 break
-    return Searched(best, n_planned, n_unfit)
+    return Searched(config, best, n_planned, n_unfit)
 
 
 def layouts(config: RunConfig, n_gpus: int, per_node: int) -> Iterator[RunConfig]:
@@ -76,13 +78,11 @@ def layouts(config: RunConfig, n_gpus: int, per_node: int) -> Iterator[RunConfig
         for pp in divisors(n_gpus // tp, min(MOST_PP, config.model.n_layers)):
             for cp in divisors(n_gpus // (tp * pp), longest_cp):
                 for ep in eps:
-                    plain = dataclasses.replace(
-                        config.parallel, tp=tp, pp=pp, cp=cp, ep=ep, zero=1, pipeline=OneFOneB()
-                    )
-                    first = dataclasses.replace(config, parallel=plain, train=train)
-                    if n_gpus // pp % ep or problems(first, n_gpus):
+                    asked = dataclasses.replace(config.parallel, tp=tp, pp=pp, cp=cp, ep=ep, pipeline=OneFOneB())
+                    plain = dataclasses.replace(config, parallel=with_zero(asked, 1), train=train)
+                    if n_gpus // pp % ep or problems(plain, n_gpus):
                         continue
-                    yield from variants(first, n_gpus)
+                    yield from variants(dataclasses.replace(plain, parallel=asked), n_gpus)
 
 
 def variants(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
@@ -159,7 +159,7 @@ def searched_json(
         speed = figures["tokens_per_second_per_gpu"] * n_gpus
         costs = run_costs(tokens_of(each.config), speed, n_gpus, gpu.hardware.watts, price)
         trace = traces[number] if traces is not None else {"trace": None, "not_traced": "--traces=0"}
-        rows.append({"overrides": overrides_of(each.config), **figures, **costs, **trace})
+        rows.append({"overrides": overrides_of(each.config, found.given), **figures, **costs, **trace})
     return {
         "gpus": n_gpus,
         "gpu": gpu.hardware.name,
@@ -186,14 +186,17 @@ def scaled(plan: dict[str, Any], factors: Factors) -> dict[str, Any]:
     return {**plan, **times, **held, **speed, "seconds_by_part": parts}
 
 
-def overrides_of(config: RunConfig) -> list[str]:
-    """What gives a config this layout, as overrides of the command line."""
+def overrides_of(config: RunConfig, given: RunConfig) -> list[str]:
+    """What turns the layout of ``given`` into that of ``config``, as overrides of the command line."""
     parallel, train = config.parallel, config.train
     found = [f"parallel.{name}={getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep", "zero")]
     if parallel.pp > 1:
         found.append(f"parallel.pipeline.name={parallel.pipeline.name}")
         if isinstance(parallel.pipeline, Interleaved):
             found.append(f"parallel.pipeline.n_chunks={parallel.pipeline.n_chunks}")
+    before = given.parallel
+    switched = [name for name in OF_A_STAGE if getattr(parallel, name) != getattr(before, name)]
+    found += [f"parallel.{name}={str(getattr(parallel, name)).lower()}" for name in switched]
     if train.activation_gib is not None:
         found.append(f"train.activation_gib={train.activation_gib:g}")
     return [*found, f"train.micro_batch_size={train.micro_batch_size}", f"train.recompute={train.recompute}"]

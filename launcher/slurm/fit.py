@@ -19,6 +19,8 @@ REFUSED_BELOW = 0.1  # chance to fit: the whole interval of the plan lies above 
 WARNED_BELOW = 0.5
 MOST_TIMES = 8  # the nodes asked for, that a remedy may name
 STAGES = (0, 1, 2, 3)
+# What a rank holds less by, under a stage of ZeRO.
+LIGHTER: dict[int, list[dict[str, Any]]] = {1: [{"grad_reduce": "micro_batch"}], 2: [{"offload_optimizer": True}]}
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.125)  # parts of a budget of activations that a remedy may leave
 
 
@@ -106,6 +108,7 @@ def nearest(config: RunConfig, n_gpus: int, hardware: Hardware) -> RunConfig | N
 def variants(config: RunConfig) -> Iterator[RunConfig]:
     """The config with a larger stage of ZeRO, more recomputation, smaller micro-batches, or several of these.
 
+    Under ZeRO 1 gradients may be reduced after each micro-batch, and under ZeRO 2 optimizer states may go to the host.
     More recomputation is a heavier ``train.recompute``, or a part of the budget where there is one.
     """
     parallel, train = config.parallel, config.train
@@ -115,10 +118,13 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
         ways = [{"activation_gib": float(f"{part * train.activation_gib:.3g}")} for part in BUDGETS]
     sizes = [each for each in range(1, train.micro_batch_size + 1) if train.micro_batch_size % each == 0]
     for zero in STAGES[parallel.zero :]:
+        staged = with_zero(parallel, zero)
+        held = [staged, *(dataclasses.replace(staged, **lighter) for lighter in LIGHTER.get(zero, []))]
         for way in ways:
             for size in sizes:
                 changed = dataclasses.replace(train, micro_batch_size=size, **way)
-                yield dataclasses.replace(config, parallel=with_zero(parallel, zero), train=changed)
+                for each in held:
+                    yield dataclasses.replace(config, parallel=each, train=changed)
 
 
 def fits(config: RunConfig, hardware: Hardware) -> float | None:
@@ -129,5 +135,5 @@ def fits(config: RunConfig, hardware: Hardware) -> float | None:
 
 def changes(before: RunConfig, after: RunConfig) -> list[str]:
     """The overrides that lead from one to the other."""
-    had = set(overrides_of(before))
-    return [each for each in overrides_of(after) if each not in had]
+    had = set(overrides_of(before, before))
+    return [each for each in overrides_of(after, before) if each not in had]

@@ -44,7 +44,7 @@ def test_a_real_trace_is_told_beside_the_closed_form(path, capsys):
 def test_planted_disagreement_the_traces_win(path, tmp_path, capsys, monkeypatch):
     """The closed forms' first is by its trace the slowest, and their second does not fit: the third is written."""
     found = search(load_config(path, []), 2, gpu_of("H100", 8, ""), 2)
-    before = [overrides_of(each.config) for each in found.best]
+    before = [overrides_of(each.config, found.given) for each in found.best]
     verdicts = [plan_of(3.0), plan_of(1.0, peak=1e12), plan_of(2.0)]
     monkeypatch.setattr(decide_module, "traced", lambda *arguments: verdicts)
     out = tmp_path / "best.yaml"
@@ -52,7 +52,8 @@ def test_planted_disagreement_the_traces_win(path, tmp_path, capsys, monkeypatch
     told = json.loads(capsys.readouterr().out)
     after = [row["overrides"] for row in told["layouts"]]
     assert after == [before[2], before[0], *before[3:], before[1]]
-    assert overrides_of(load_config(out, [])) == before[2]
+    written = load_config(out, [])
+    assert overrides_of(written, written) == before[2]
     assert told["why"].startswith("by their traces the first takes 1.000 s less")
     assert told["layouts"][-1]["trace"]["fits"] is False
     assert main(["plan", str(path), "--search", "--gpus", "2", "--traces", "3"]) == 0

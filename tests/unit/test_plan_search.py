@@ -81,13 +81,31 @@ def test_waits_of_few_micro_batches_are_those_of_many(schedule):
     assert max(order.ends) / 3 - n == pytest.approx(waits_of(schedule, pp, n), rel=0.02)
 
 
+OFFLOADED = ("parallel.zero=2", "parallel.offload_optimizer=true")
+
+
+@pytest.mark.parametrize("given", [("parallel.grad_reduce=micro_batch",), OFFLOADED], ids=" ".join)
+def test_what_a_stage_of_zero_cannot_do_is_switched_off_with_it(path, given):
+    """A layout's overrides, after those that were given, lead to the config that was planned, which is legal."""
+    config = load_config(path, [*given])
+    found = search(config, 16, gpu_of("H100", 8, ""), 8, n_best=200)
+    stages = {each.config.parallel.zero for each in found.best}
+    assert stages == {1, 2, 3}
+    for each in found.best:
+        parallel = each.config.parallel
+        assert parallel.offload_optimizer == (given == OFFLOADED and parallel.zero == 2)
+        assert (parallel.grad_reduce == "micro_batch") == (given != OFFLOADED and parallel.zero == 1)
+        assert load_config(path, [*given, *overrides_of(each.config, config)]) == each.config
+
+
 def test_the_command_explains_and_writes(path, tmp_path, capsys):
     out = tmp_path / "best.yaml"
     assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0", "--write", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layouts"][0]["fits"] and found["why"].startswith("the first takes ")
     assert not check(load_config(out, []), 16)
-    assert overrides_of(load_config(out, [])) == found["layouts"][0]["overrides"]
+    written = load_config(out, [])
+    assert overrides_of(written, written) == found["layouts"][0]["overrides"]
     assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0"]) == 0
     told = capsys.readouterr().out
     assert "legal layouts" in told and "the first takes" in told

@@ -190,12 +190,29 @@ def test_the_quick_plan_counts_each_layer_by_its_own_mode(job, gib, traced):
     assert plan["bytes_by_part"]["activations"] <= gib * 2**30
 
 
+@pytest.mark.parametrize("given", ["grad_reduce=micro_batch", "offload_optimizer=true"])
+def test_a_remedy_takes_back_what_its_stage_of_zero_cannot_do(folder, given):
+    overrides = ["parallel.zero=2"] if given == "offload_optimizer=true" else []
+    config = load_config(Path("config.yaml"), [*overrides, f"parallel.{given}"])
+    of_stage_3 = [each for each in variants(config) if each.parallel.zero == 3]
+    assert of_stage_3
+    for each in of_stage_3:
+        assert f"parallel.{given.partition('=')[0]}=" in " ".join(changes(config, each))
+        assert load_config(Path("config.yaml"), [*overrides, f"parallel.{given}", *changes(config, each)]) == each
+
+
+def test_gradients_reduced_by_micro_batch_are_a_remedy_and_so_are_states_on_the_host(folder):
+    config = load_config(Path("config.yaml"), [])
+    told = {word for each in variants(config) for word in changes(config, each)}
+    assert {"parallel.grad_reduce=micro_batch", "parallel.offload_optimizer=true"} <= told
+
+
 def test_a_budget_that_is_too_large_is_lowered(folder):
     config = load_config(Path("config.yaml"), ["slurm.gpu=small.yaml", "train.activation_gib=30"])
     (line,) = check_fit(config)
     found = line.partition("the nearest that fits: ")[2].partition(", or --skip-plan")[0].split()
     assert len(found) == 1  # the quickest of one change
-    assert any("train.activation_gib=7.5" in overrides_of(each) for each in variants(config))
+    assert any("train.activation_gib=7.5" in overrides_of(each, config) for each in variants(config))
     assert check_fit(load_config(Path("config.yaml"), ["slurm.gpu=small.yaml", *found])) == []
 
 
