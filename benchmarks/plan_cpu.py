@@ -4,13 +4,15 @@
 
 The model and the batch are quickstart's. The layouts were chosen and written down before any figure of them was seen:
 one, two and four processes over gloo, every axis, each stage of ZeRO, each way to recompute, micro-batches of 1 to 8
-sequences, both precisions. The plans are made first (``roundtable plan --as cpu``: traces, and rates measured apart
-from the layouts). Each layout's steps then run in processes of its own, one thread each, in rounds, so that whatever
-else the machine does hits all alike; the first step of a run is not counted. ``spearman`` is the correlation of the
-ranks of the planned and of the measured seconds, medians over all steps of all rounds; ``spearman_processor`` that of
-a process's processor seconds in a step, the mean over the processes, which other work on the machine moves less.
-``shares_of_a_core``: what each of so many processes got of a core while rates were measured; far below 1, or below a
-half with four processes on two cores, the machine was busy with other work, and wall seconds say little.
+sequences, both precisions; where a processor has no products for bf16, and a step in it takes minutes, all are in fp32
+(``precision`` says so), as the demo is. The plans are made first (``roundtable plan --as cpu``: traces, and rates
+measured apart from the layouts). Each layout's steps then run in processes of its own, one thread each, in rounds, so
+that whatever else the machine does hits all alike; the first step of a run is not counted. ``spearman`` is the
+correlation of the ranks of the planned and of the measured seconds, medians over all steps of all rounds;
+``spearman_processor`` that of a process's processor seconds in a step, the mean over the processes, which other work
+on the machine moves less. ``shares_of_a_core``: what each of so many processes got of a core while rates were
+measured; far below 1, or below a half with four processes on two cores, the machine was busy with other work, and wall
+seconds say little.
 """
 
 import argparse
@@ -23,8 +25,8 @@ from typing import Any
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 TIMEOUT_SECONDS = 600
 
-# name -> processes, overrides
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+Layout = tuple[int, tuple[str, ...]]  # processes, overrides
+LAYOUTS: dict[str, Layout] = {
     "alone": (1, ("parallel.zero=1", "train.micro_batch_size=8")),
     "alone_full": (1, ("parallel.zero=1", "train.micro_batch_size=4", "train.recompute=full")),
     "alone_fp32": (1, ("parallel.zero=0", "train.micro_batch_size=2", "train.precision=fp32")),
@@ -49,16 +51,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
-    plans = plan_all()
-    measured: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    used: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    from launcher.commands.demo import SLOW, bf16_cost
+
+    precision = ("train.precision=fp32",) if bf16_cost() >= SLOW else ()
+    layouts = {name: (n_ranks, (*overrides, *precision)) for name, (n_ranks, overrides) in LAYOUTS.items()}
+    plans = plan_all(layouts)
+    measured: dict[str, list[float]] = {name: [] for name in layouts}
+    used: dict[str, list[float]] = {name: [] for name in layouts}
     for _ in range(arguments.rounds):
-        for name in LAYOUTS:
-            ranks = measure_steps(name, arguments.steps)
+        for name, layout in layouts.items():
+            ranks = measure_steps(layout, arguments.steps)
             measured[name] += ranks[0][0]
             used[name] += [seconds for _, rank in ranks for seconds in rank]
     rows: dict[str, dict[str, Any]] = {
-        name: {"processes": LAYOUTS[name][0], "overrides": LAYOUTS[name][1], "planned": plans[name]}
+        name: {"processes": layouts[name][0], "overrides": layouts[name][1], "planned": plans[name]}
         | {"measured_seconds": median(seconds), "all_seconds": [round(each, 4) for each in seconds]}
         | {"processor_seconds": median(used[name])}
         for name, seconds in measured.items()
@@ -70,6 +76,7 @@ def main() -> None:
     planned, real = found["step_seconds"]
     answer = {
         "benchmark": "plan_cpu",
+        "precision": "fp32 in all" if precision else "as the layouts have it",
         "spearman": spearman(planned, real),
         "spearman_processor": spearman(*found["processor_seconds"]),
         "shares_of_a_core": {plan["processes"]: plan["share_of_a_core"] for plan in plans.values()},
@@ -79,18 +86,18 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def plan_all() -> dict[str, dict[str, Any]]:
+def plan_all(layouts: dict[str, Layout]) -> dict[str, dict[str, Any]]:
     """Each layout's plan; rates are measured once for each number of processes, and the host's once for each engine."""
     from launcher.config.checked import load_checked
     from launcher.processor.plan import as_json, measure, measure_host, trace
 
     configs, traces, hosts, plans = {}, {}, {}, {}
-    for name, (n_ranks, overrides) in LAYOUTS.items():
+    for name, (n_ranks, overrides) in layouts.items():
         configs[name] = load_checked(CONFIG, overrides, world_size=n_ranks, data=False)
         traces[name] = trace(CONFIG, overrides, n_ranks)
         assert traces[name] is not None, name
-    for n_ranks in sorted({each for each, _ in LAYOUTS.values()}):
-        own = [name for name, (each, _) in LAYOUTS.items() if each == n_ranks]
+    for n_ranks in sorted({each for each, _ in layouts.values()}):
+        own = [name for name, (each, _) in layouts.items() if each == n_ranks]
         machine = measure([traces[name] for name in own], n_ranks)
         for name in own:
             engine = (configs[name].parallel.zero, configs[name].train.precision)
@@ -100,12 +107,12 @@ def plan_all() -> dict[str, dict[str, Any]]:
     return plans
 
 
-def measure_steps(name: str, steps: int) -> list[tuple[list[float], list[float]]]:
+def measure_steps(layout: Layout, steps: int) -> list[tuple[list[float], list[float]]]:
     """By rank, seconds and processor seconds of some steps of a layout, on processes that are started for them."""
     from launcher.config.checked import load_checked
     from parallel.processes.start import run_ranks
 
-    n_ranks, overrides = LAYOUTS[name]
+    n_ranks, overrides = layout
     config = load_checked(CONFIG, overrides, world_size=n_ranks, data=False)
     return run_ranks(run_steps, n_ranks, config, steps, timeout_seconds=TIMEOUT_SECONDS, threads=1)
 
