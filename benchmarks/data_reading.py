@@ -190,9 +190,10 @@ def time_side(args: argparse.Namespace) -> float:
         return time_copy(args, dataset)
     if args.side in {"thread", "step"}:
         return time_training(args, dataset)
+    samples = [samples_of(args, step) for step in range(count_batches(args))]
     start = time.process_time()
-    for step in range(count_batches(args)):
-        batch = dataset.read(samples_of(args, step))
+    for of_step in samples:
+        batch = dataset.read(of_step)
         if args.side == "read":
             _ = batch.tokens_BS
         if args.side == "all":
@@ -207,16 +208,19 @@ def time_training(args: argparse.Namespace, dataset: Dataset) -> float:
 
     from launcher.training.batches import narrow
 
-    device, seconds = torch.device("cpu"), {"thread": 0.0, "step": 0.0}
-    for step in range(count_batches(args)):
-        begin = time.process_time()
-        kept = narrow(dataset.read(samples_of(args, step)), device)
-        read = time.process_time()
-        if args.side == "step":
-            kept.spread(device)
-        seconds["thread"] += read - begin
-        seconds["step"] += time.process_time() - read
-    return seconds[args.side]
+    device, seconds = torch.device("cpu"), 0.0
+    samples = [samples_of(args, step) for step in range(count_batches(args))]
+    if args.side == "thread":
+        start = time.process_time()
+        for of_step in samples:
+            narrow(dataset.read(of_step), device)
+        return time.process_time() - start
+    for of_step in samples:
+        kept = narrow(dataset.read(of_step), device)
+        start = time.process_time()
+        kept.spread(device)
+        seconds += time.process_time() - start
+    return seconds
 
 
 def time_copy(args: argparse.Namespace, dataset: Dataset) -> float:

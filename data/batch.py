@@ -17,7 +17,7 @@ NOTHING = np.empty((3, 0), np.int64)  # no parts of documents
 FindFragments = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Batch:
     """Packed samples as numpy arrays, all of shape [B, S].
 
@@ -30,50 +30,36 @@ class Batch:
     are left out are padding, wherever they lie; the other documents keep their numbers.
     """
 
-    window_BW: (
-        np.ndarray
-    )  # the ids as the token file's type has them, with the one after the last position; 0 in padding
+    # the ids as the token file's type has them, with the one after the last position; 0 past the window's length
+    window_BW: np.ndarray
     length_B: np.ndarray  # int64: how many tokens of each window are real, at least 2
     # (row_F, offset_F): each fragment's window and its first token in it, sorted by both; the first of a window is at 0
     find_fragments: FindFragments
-    left_out_L: np.ndarray = field(default_factory=NOTHING.copy)  # int64 [3, L]: window, first token, the one after
+    # int64 [3, L]: window, first token, the one after the last, of parts of documents that are padding instead
+    left_out_L: np.ndarray = field(default_factory=NOTHING.copy)
     is_target_BW: np.ndarray | None = None  # bool: whether predicting each token of a window counts; None: each does
-
-    @classmethod
-    def of(
-        cls,
-        window_BW: np.ndarray,
-        length_B: np.ndarray,
-        find_fragments: FindFragments,
-        left_out_L: np.ndarray = NOTHING,
-        is_target_BW: np.ndarray | None = None,
-    ) -> "Batch":
-        """The batch of these windows, which are zero past their lengths.
-
-        ``left_out_L``: parts of documents (window, first token, the one after the last) that are padding instead.
-        ``is_target_BW``: whether predicting each token counts, where a source has a mask.
-        """
-        return cls(window_BW, length_B, find_fragments, left_out_L, is_target_BW)
+    _room: np.ndarray | None = field(default=None, init=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(samples, positions of each)."""
         return self.window_BW.shape[0], self.window_BW.shape[1] - 1
 
-    @cached_property
-    def _room(self) -> np.ndarray:
-        """int64 [2, B, S], not yet filled: where the tokens and targets will lie.
+    def _half_of_room(self, number: int) -> np.ndarray:
+        """int64 [B, S], not yet filled: where the tokens (0) or the targets (1) will lie.
 
         They are cut from one allocation: freeing two of a megabyte each makes the C library return their pages to the
         system, and fetching them again cost more than filling them (539 us against 124 us at 64 x 2048 tokens,
         2026-11-20, one EPYC core). Until targets are asked for, their half is address space alone.
         """
-        return np.empty((2, *self.shape), np.int64)
+        if self._room is None:
+            self._room = np.empty((2, *self.shape), np.int64)
+        return self._room[number]
 
     @cached_property
     def tokens_BS(self) -> np.ndarray:
         """int64: input token ids; 0 in padding."""
-        tokens_BS = self._room[0]
+        tokens_BS = self._half_of_room(0)
         tokens_BS[...] = self.window_BW[:, :-1]
         for row, first, stop in self.left_out_L.T.tolist():
             tokens_BS[row, first:stop] = 0
@@ -82,7 +68,7 @@ class Batch:
     @cached_property
     def targets_BS(self) -> np.ndarray:
         """int64: the next token of the same document; IGNORED where there is none, or where it is no target."""
-        targets_BS = self._fill_next(self._room[1])
+        targets_BS = self._fill_next(self._half_of_room(1))
         if self.is_target_BW is not None:
             targets_BS[~self.is_target_BW[:, 1:]] = IGNORED
         return targets_BS
@@ -93,7 +79,7 @@ class Batch:
 
         None where every such token is a target: then these are the targets.
         """
-        return self._fill_next(np.empty_like(self._room[1])) if self.is_target_BW is not None else None
+        return self._fill_next(np.empty_like(self._half_of_room(1))) if self.is_target_BW is not None else None
 
     def _fill_next(self, targets_BS: np.ndarray) -> np.ndarray:
         targets_BS[...] = self.window_BW[:, 1:]

@@ -3,7 +3,7 @@
 A source is a list of token files. Its samples are windows of seq_len + 1 tokens at stride seq_len within one file, so
 each token but a file's first is predicted once an epoch; or they are made of the pieces of documents that a packing
 names (data/packing.py). Training samples come in a mixture of the sources, each
-source in a new permutation every epoch (data/order.py); held-out samples come in plain order.
+source in a new permutation every epoch (data/shuffle.py); held-out samples come in plain order.
 
 Shape letters: B samples, S positions (seq_len), P pieces (the ranges of tokens that samples are made of), F fragments
 (a document's part in a sample).
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.batch import Batch
+from data.batch import NOTHING, Batch
 from data.boundaries import Boundaries
 from data.config import DataConfig
 from data.document_names import DocumentNames
@@ -26,10 +26,11 @@ from data.foreign import id_problem
 from data.masks import ROWS_AT_ONCE, Masks, count_ahead
 from data.mixture import weight_fraction
 from data.opened import Source, Split, check_not_empty, open_heldout, open_source, packings_of
-from data.order import hopped_ranges, permutation_key, permute, unpermute
+from data.order import hopped_ranges
 from data.pieces import Pieces, pieces_of, samples_with, shares_of
 from data.prepared import locate, source_names
 from data.remote_index import token_prefix
+from data.shuffle import Shuffle
 from data.stages import Stages, stages_of
 from data.tokenfile import TokenFile
 from data.tokenizer import PREPARE
@@ -81,16 +82,15 @@ class Dataset:
         self.document_names = DocumentNames(self.names, self._files, self.file_sources)
         self._left_out = LeftOutParts(self._files)
         self.masks, self.fim = Masks(self._files), fim
-        self._place_block = lru_cache(maxsize=4)(
-            lambda block: self._place(self._shuffle(np.arange(block * BLOCK, self._stop_of_block(block))))
-        )
+        self._place_block = lru_cache(maxsize=4)(self._placed_block)
+        self._windows_of = lru_cache(maxsize=1024)(self._all_windows)
         self._measure = lru_cache(maxsize=2)(self._fragment_lengths)
         self._count_masked = lru_cache(maxsize=2)(self._targets_by_distance)
-        self._keys: dict[tuple[int, int], np.ndarray] = {}
         self._source_samples = np.diff(self._source_bounds).tolist()
         self.n_samples = int(self._source_bounds[-1])
         weights = tuple(weight_fraction(source.weight) for source in sources)
         self.stages = stages_of(config, self._source_samples) if config is not None else Stages([(0, weights)])
+        self._shuffle = Shuffle(seed, self.stages, self._source_samples)
 
     @property
     def source_samples(self) -> list[int]:
@@ -137,11 +137,12 @@ class Dataset:
             self._check_ids(window_BW, file_B)
         if self.fim is not None:
             window_BW = self._rearrange(window_BW, self.fim, indices)
-        left_out_L = self._parts_left_out(file_B, start_B, length_B, pieces)
-        is_target_BW = None
+        left_out_L, is_target_BW = NOTHING, None
+        if self._left_out.documents:
+            left_out_L = self._parts_left_out(file_B, start_B, length_B, pieces)
         if self.masks.any:
             is_target_BW = self.masks.of_windows(window_BW.shape[1], file_B, start_B, length_B, pieces)
-        return Batch.of(window_BW, length_B, finder, left_out_L, is_target_BW)
+        return Batch(window_BW, length_B, finder, left_out_L, is_target_BW)
 
     def _rearrange(self, window_BW: np.ndarray, fim: FillInTheMiddle, indices: np.ndarray) -> np.ndarray:
         """The windows of these samples with the middle of some documents' parts last."""
@@ -286,7 +287,7 @@ class Dataset:
         sample_W, first_W, stop_W = self._samples_with(file, first, stop)
         given, found = self.stages.given(consumed)[source], []
         for epoch in range(-(-given // max(1, n_samples))):
-            place_W = unpermute(in_source + sample_W, n_samples, self._key(source, epoch))
+            place_W = self._shuffle.places(source, epoch, in_source + sample_W)
             for place, *tokens in zip(place_W.tolist(), first_W.tolist(), stop_W.tolist(), strict=True):
                 nth = epoch * n_samples + place
                 number = self.stages.number_of(source, nth) if nth < given else None
@@ -387,12 +388,10 @@ class Dataset:
             for file, start, length in zip(file_B.tolist(), start_B.tolist(), length_B.tolist(), strict=True):
                 self._files[file].prefetch(start, start + length)
         shape = len(file_B), self.seq_len + 1
-        all_full = length_B.min(initial=shape[1]) == shape[1]
+        all_full = min(length_B.tolist(), default=shape[1]) == shape[1]
         is_local = not self._has_remote_file
         if all_full and is_local and shape[0] and (len(self._files) == 1 or (file_B == file_B[0]).all()):
-            tokens = self._tokens[file_B[0]]
-            windows = (len(tokens) - self.seq_len, shape[1])
-            return np.ndarray(windows, tokens.dtype, tokens, strides=(tokens.itemsize, tokens.itemsize))[start_B]
+            return self._windows_of(int(file_B[0]))[start_B]
         window_BW = (np.empty if all_full else np.zeros)(shape, self._window_dtype)
         stop_B = start_B + length_B
         for window, file, start, stop in zip(
@@ -400,6 +399,12 @@ class Dataset:
         ):
             window[: stop - start] = self._tokens[file][start:stop]
         return window_BW
+
+    def _all_windows(self, file: int) -> np.ndarray:
+        """A view of a file that has every window of seq_len + 1 tokens as a row."""
+        tokens = self._tokens[file]
+        windows = (len(tokens) - self.seq_len, self.seq_len + 1)
+        return np.ndarray(windows, tokens.dtype, tokens, strides=(tokens.itemsize, tokens.itemsize))
 
     def _locate(self, indices: np.ndarray) -> np.ndarray:
         """int64 [3, B]: each sample's file, the token in it that the sample begins with, and the tokens it reads.
@@ -412,15 +417,22 @@ class Dataset:
         if self.stages.end is not None and indices.max() >= self.stages.end:
             rule = f"leaves {self.stages.end} sequences in all, and the run has come to their end"
             raise refuse("data.sources.max_epochs", rule, "raise it for a source, or set it to null, in another run")
-        block_B = indices // BLOCK
-        if (block_B == block_B[0]).all():
-            return self._place_block(int(block_B[0]))[:, indices - block_B[0] * BLOCK]
-        return self._place(self._shuffle(indices))
+        numbers = indices.tolist()
+        block, at = divmod(numbers[0], BLOCK)
+        first, n = block * BLOCK, len(numbers)
+        if at + n <= BLOCK and numbers == list(range(numbers[0], numbers[0] + n)):
+            return self._place_block(block)[:, at : at + n]
+        if min(numbers) >= first and max(numbers) < first + BLOCK:
+            return self._place_block(block).take(indices - first, axis=1)
+        return self._place(self._shuffle.samples(indices))
 
-    def _stop_of_block(self, block: int) -> int:
-        """One past the last sample of a block; the last block ends where the order does."""
+    def _placed_block(self, block: int) -> np.ndarray:
+        """As ``_locate``, for all samples of a block, which ends where the order does; nobody may write into it."""
         stop = (block + 1) * BLOCK
-        return stop if self.stages.end is None else min(stop, self.stages.end)
+        stop = stop if self.stages.end is None else min(stop, self.stages.end)
+        placed = self._place(self._shuffle.samples(np.arange(block * BLOCK, stop)))
+        placed.flags.writeable = False
+        return placed
 
     def _place(self, sample_B: np.ndarray) -> np.ndarray:
         """As ``_locate``, for samples as they are numbered through all sources."""
@@ -432,22 +444,6 @@ class Dataset:
             return np.array((file_B, own_B, pieces_of(self._packings, file_B, own_B).tokens_B(len(file_B))))
         start_B = (sample_B - self._first_sample[file_B]) * self.seq_len
         return np.array((file_B, start_B, np.minimum(self._file_tokens[file_B] - start_B, self.seq_len + 1)))
-
-    def _shuffle(self, indices: np.ndarray) -> np.ndarray:
-        """From places in the training order to samples numbered through all sources."""
-        source_B, nth_B = self.stages.deal(indices)
-        sizes_B = np.diff(self._source_bounds)[source_B]
-        epoch_B, sample_B = np.divmod(nth_B, sizes_B)
-        visit_B = source_B << 40 | epoch_B
-        visits = sorted(set(visit_B.tolist()))
-        keys = np.array([self._key(visit >> 40, visit & (1 << 40) - 1) for visit in visits])
-        key_B = keys.T[:, np.searchsorted(visits, visit_B)] if len(visits) > 1 else keys.T
-        return self._source_bounds[source_B] + permute(sample_B, sizes_B, key_B)
-
-    def _key(self, source: int, epoch: int) -> np.ndarray:
-        if (source, epoch) not in self._keys:
-            self._keys[source, epoch] = permutation_key(self.seed, source, epoch)
-        return self._keys[source, epoch]
 
     def _check_ids(self, window_BW: np.ndarray, file_B: np.ndarray) -> None:
         is_unsigned = window_BW.dtype.kind == "u"

@@ -84,7 +84,9 @@ def _shift(value_N: np.ndarray, other_N: np.ndarray, key: np.ndarray, modulus: n
     mixed_N *= _MIX_2
     mixed_N >>= _HALF
     mixed_N += value_N
-    mixed_N %= modulus
+    whole_N = mixed_N // modulus  # by one number numpy divides by multiplying; what is left of it, it does not
+    whole_N *= modulus
+    mixed_N -= whole_N
     return mixed_N
 
 

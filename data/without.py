@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from data.batch import NOTHING
 from data.document_names import DocumentNames
 from data.errors import DataError, problem, reason_of, refuse
 from data.tokenfile import TokenFile
@@ -158,7 +159,7 @@ class LeftOutParts:
         Sorted by window and token. Window b holds ``length_B[b]`` tokens of file ``file_B[b]`` from ``start_B[b]`` on.
         """
         if not len(self._first_L):
-            return np.empty((3, 0), np.int64)
+            return NOTHING
         start_B = self._base[file_B] + start_B
         low_B = self._stop_L.searchsorted(start_B, side="right")
         count_B = np.maximum(self._first_L.searchsorted(start_B + length_B, side="left") - low_B, 0)

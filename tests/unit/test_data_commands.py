@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import data.dataset
 from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
@@ -84,10 +83,10 @@ def test_planted_faults_of_the_way_back_are_noticed(
     dataset = open_files(tmp_path)
     match fault:
         case "identity":
-            monkeypatch.setattr(data.dataset, "unpermute", lambda image_N, n, key: image_N)
+            monkeypatch.setattr("data.shuffle.unpermute", lambda image_N, n, key: image_N)
         case "one epoch":
-            key = dataset._key
-            monkeypatch.setattr(dataset, "_key", lambda source, epoch: key(source, 0))
+            shuffle, key = dataset._shuffle, dataset._shuffle._key
+            monkeypatch.setattr(shuffle, "_key", lambda source, epoch: key(source, 0))
             dataset.read(np.arange(60))
         case _:
             inner = Dataset.numbers_of

@@ -326,7 +326,7 @@ def _padding_is_routed(of):
     "fault", [_shift_labels, _positions_run_on, _boundary_off_by_one, _crossings_count, _padding_is_routed]
 )
 def test_planted_packing_fault_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault) -> None:
-    monkeypatch.setattr(Batch, "of", fault(Batch.of))
+    monkeypatch.setattr("data.dataset.Batch", fault(Batch))
     with pytest.raises(AssertionError):
         compare_with_reference(tmp_path)
 
@@ -353,7 +353,7 @@ def test_planted_order_that_depends_on_the_batch_size_is_noticed(
 def test_planted_epoch_that_repeats_the_first_order_is_noticed(
     three: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.dataset.permutation_key", lambda seed, source, epoch: permutation_key(seed, source, 0))
+    monkeypatch.setattr("data.shuffle.permutation_key", lambda seed, source, epoch: permutation_key(seed, source, 0))
     with pytest.raises(AssertionError):
         test_sources_keep_their_shares_and_visit_everything_once_an_epoch(three)
 

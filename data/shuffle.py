@@ -1,0 +1,47 @@
+"""The training order: which sample each of its places has, and at which place of an epoch a sample comes.
+
+Stages deal the places to the sources (data/stages.py), and each source gives its samples in a new permutation every
+epoch (data/order.py). Shape letters: N places or samples.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.order import permutation_key, permute, unpermute
+from data.stages import Stages
+
+EPOCHS = 1 << 40  # more than a source has
+
+
+class Shuffle:
+    """The order that follows from a seed, from stages and from how many samples each source has."""
+
+    def __init__(self, seed: int, stages: Stages, source_samples: Sequence[int]) -> None:
+        self.seed, self.stages, self.source_samples = seed, stages, list(source_samples)
+        self._first_sample = np.cumsum([0, *source_samples])  # of each source
+        self._keys: dict[tuple[int, int], np.ndarray] = {}
+
+    def samples(self, index_N: np.ndarray) -> np.ndarray:
+        """int64 [N]: the samples at these places, numbered through all sources."""
+        source_N, nth_N = self.stages.deal(index_N)
+        sizes_N = np.array(self.source_samples)[source_N]
+        epoch_N, sample_N = np.divmod(nth_N, sizes_N)
+        visit_N = source_N * EPOCHS + epoch_N
+        if len(visit_N) and visit_N.min() == visit_N.max():  # numpy divides faster by a number than by an array of it
+            source, epoch = divmod(int(visit_N[0]), EPOCHS)
+            permuted_N = permute(sample_N, self.source_samples[source], self._key(source, epoch))
+            return int(self._first_sample[source]) + permuted_N
+        visits = sorted(set(visit_N.tolist()))
+        keys = np.array([self._key(*divmod(visit, EPOCHS)) for visit in visits])
+        key_N = keys.T[:, np.searchsorted(visits, visit_N)]
+        return self._first_sample[source_N] + permute(sample_N, sizes_N, key_N)
+
+    def places(self, source: int, epoch: int, sample_N: np.ndarray) -> np.ndarray:
+        """int64 [N]: after how many others of the source's epoch these of its samples come."""
+        return unpermute(sample_N, self.source_samples[source], self._key(source, epoch))
+
+    def _key(self, source: int, epoch: int) -> np.ndarray:
+        if (source, epoch) not in self._keys:
+            self._keys[source, epoch] = permutation_key(self.seed, source, epoch)
+        return self._keys[source, epoch]
