@@ -71,7 +71,14 @@ def build_part(
             attention.core = make_core(parallel.cp_attention, mesh.cp, *blocks)
     for module in model.modules():
         if isinstance(module, MoE):
-            connect_experts(module, mesh, sizes.row_multiple, overlap=parallel.ep_overlap, weights_stay=weights_stay)
+            connect_experts(
+                module,
+                mesh,
+                sizes.row_multiple,
+                overlap=parallel.ep_overlap,
+                chunks=parallel.ep_chunks,
+                weights_stay=weights_stay,
+            )
         if isinstance(module, Head):
             module.chunk_logits = sizes.chunk_logits
         if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
@@ -96,14 +103,17 @@ def make_weights(
     fill(model, zeros, mesh.device)
 
 
-def connect_experts(moe: MoE, mesh: Mesh, row_multiple: int | None, *, overlap: bool, weights_stay: bool) -> None:
+def connect_experts(
+    moe: MoE, mesh: Mesh, row_multiple: int | None, *, overlap: bool, chunks: int = 1, weights_stay: bool
+) -> None:
     """Dispatch over ep, and balance losses summed over the ranks that share sequences.
 
     ``overlap``: the shared expert is computed while tokens travel; not under ZeRO 3, where it is the last of a layer
     for its weights' sake: what was gathered for it last in the forward pass is there when recomputation begins.
+    ``chunks``: into so many a rank's experts are cut.
     """
     if mesh.ep.degree > 1:
-        moe.sender.dispatch = make_dispatch(mesh.ep, row_multiple, overlap=overlap)
+        moe.sender.dispatch = make_dispatch(mesh.ep, row_multiple, overlap=overlap, chunks=chunks)
         if overlap and weights_stay:
             moe.compute_shared_early()
     else:

@@ -4,7 +4,8 @@ n is the degree of the axis and x the bytes of the larger of input and output; a
 Shape letters: B batch, S sequence, D d_model, R rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,55 +44,121 @@ def sum_both_ways(values: Tensor, axis: Axis) -> Tensor:
     return values if axis.degree == 1 else _SumBothWays.apply(values, axis)
 
 
-def exchange_rows(rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """All-to-all of rows: the first ``sent[0]`` go to the axis's rank 0, and so on; ``received`` says what comes.
-
-    Backward reverses. Bytes: those of the rows that leave this rank, each way.
-    """
-    return rows_RD if axis.degree == 1 else _ExchangeRows.apply(rows_RD, sent, received, axis)
+Watch = Callable[["RowExchange", Literal["begun", "waited for"]], None]
 
 
 class RowExchange:
-    """``exchange_rows`` in two calls, between which other work is done while the rows are on their way.
+    """One all-to-all of rows in two calls, between which other work is done while the rows are on their way.
 
-        exchange = RowExchange(sent, received, axis)
-        rows_RD = exchange.begin(rows_RD)  # nobody may read them yet
-        ...                                # in the backward pass, gradients travel while this is differentiated
-        rows_RD = exchange.end(rows_RD)
-
-    Autograd goes through nodes that are ready in the opposite order of their making, so the backward pass begins the
-    way back at ``end``, goes on with what lies between, and waits at ``begin``. ``async_op`` false: both passes wait at
-    once. What travels is held until then; on NCCL a wait is one of the current stream, not of the host.
+    The first ``sent[0]`` rows go to the axis's rank 0, and so on; ``received`` says what comes. The same object takes
+    rows there in one pass and their gradients back in the other one. ``async_op`` false: ``start`` waits at once. What
+    travels is held until ``wait``; on NCCL that is a wait of the current stream, not of the host. ``watch`` is called
+    when rows have begun their way, and when they are waited for. Bytes: those of the rows that leave this rank, each
+    way.
     """
 
-    def __init__(self, sent: list[int], received: list[int], axis: Axis, *, async_op: bool = True) -> None:
+    def __init__(
+        self,
+        sent: list[int],
+        received: list[int],
+        axis: Axis,
+        *,
+        async_op: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
         self.sent, self.received, self.axis, self.async_op = sent, received, axis, async_op
+        self.watch: Watch = watch or (lambda exchange, moment: None)
         self.under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
 
-    def begin(self, rows_RD: Tensor) -> Tensor:
-        """Memory into which the rows will come."""
-        return rows_RD if self.axis.degree == 1 else _BeginExchange.apply(rows_RD, self)
-
-    def end(self, rows_RD: Tensor) -> Tensor:
-        """What ``begin`` gave, once the rows are there."""
-        return rows_RD if self.axis.degree == 1 else _EndExchange.apply(rows_RD, self)
-
-    def start(self, rows_RD: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Begins one way of the two, and gives the memory into which the rows will come."""
+    def start(self, rows_RD: Tensor, result_RD: Tensor, *, back: bool = False) -> None:
+        """Begins the way of ``rows_RD`` into ``result_RD``, both contiguous. ``back``: to the ranks whose rows came."""
         assert self.under_way is None, "rows begin their way before others have ended theirs"
-        given = rows_RD.contiguous()
-        result = given.new_empty(sum(received), *given.shape[1:])
-        work = dist.all_to_all_single(result, given, received, sent, group=self.axis.group, async_op=self.async_op)
-        self.under_way = work, given, result
-        return result
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        work = dist.all_to_all_single(result_RD, rows_RD, received, sent, group=self.axis.group, async_op=self.async_op)
+        self.under_way = work, rows_RD, result_RD
+        if work is not None:
+            self.watch(self, "begun")
 
     def wait(self) -> Tensor:
         """Ends the way that was begun last, and gives the rows."""
         assert self.under_way is not None, "rows end their way before they have begun it"
-        (work, _, result), self.under_way = self.under_way, None
+        (work, _, result_RD), self.under_way = self.under_way, None
         if work is not None:
+            self.watch(self, "waited for")
             work.wait()
-        return result
+        return result_RD
+
+
+class RowExchanges:
+    """Rows that go to other ranks in parts, one all-to-all after another, so that work on one part hides the others.
+
+        there = RowExchanges(sent, received, axis)  # of each part, and in it of each rank
+        back = RowExchanges(received, sent, axis)
+        rows_RD = there.begin(rows_RD)              # all parts begin their way; nobody may read them yet
+        ...                                         # gradients travel while this is differentiated
+        parts = [back.begin_part(work(there.end_part(rows_RD, part)), part) for part in range(n_parts)]
+        rows_RD = back.end(parts)
+
+    Before and after the two ways a rank's rows lie part by part, as do those that it receives. Autograd goes through
+    nodes that are ready in the opposite order of their making, so the backward pass is the mirror image: the gradients
+    of all parts begin their way at ``back.end``, the last part's first; each part's are waited for at
+    ``begin_part``, begin their way home at ``end_part``, and all of them are waited for at ``there.begin``. What goes
+    from node to node meanwhile has the right shape and no values.
+    """
+
+    def __init__(
+        self,
+        sent: list[list[int]],
+        received: list[list[int]],
+        axis: Axis,
+        *,
+        async_op: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
+        sizes = zip(sent, received, strict=True)
+        self.parts = [RowExchange(*each, axis, async_op=async_op, watch=watch) for each in sizes]
+        self.n_sent, self.n_received = [sum(part) for part in sent], [sum(part) for part in received]
+        self.joined: Tensor | None = None  # memory for the parts of a whole that come one by one
+
+    def begin(self, rows_RD: Tensor) -> Tensor:
+        """Memory into which the rows of all parts will come."""
+        return _BeginParts.apply(rows_RD, self)
+
+    def end_part(self, rows_RD: Tensor, part: int) -> Tensor:
+        """Of what ``begin`` gave, the rows of one part, once they are there."""
+        return _EndPart.apply(rows_RD, self, part)
+
+    def begin_part(self, rows_RD: Tensor, part: int) -> Tensor:
+        """Sends one part; what comes back stands for it in ``end``."""
+        return _BeginPart.apply(rows_RD, self, part)
+
+    def end(self, parts: Sequence[Tensor]) -> Tensor:
+        """The rows of all parts, once they are there."""
+        return _EndParts.apply(self, *parts)
+
+    def start_all(self, rows_RD: Tensor, order: Sequence[int], *, back: bool) -> Tensor:
+        """Begins the way of the parts of ``rows_RD``; gives the memory into which they will come."""
+        n_given, n_found = (self.n_received, self.n_sent) if back else (self.n_sent, self.n_received)
+        found_RD = rows_RD.new_empty(sum(n_found), *rows_RD.shape[1:])
+        given, found = rows_RD.contiguous().split(n_given), found_RD.split(n_found)
+        for part in order:
+            self.parts[part].start(given[part], found[part], back=back)
+        return found_RD
+
+    def start_one(self, part: int, rows_RD: Tensor, *, back: bool) -> None:
+        """Begins the way of one part into its place among all."""
+        n_found = self.n_sent if back else self.n_received
+        if self.joined is None:
+            self.joined = rows_RD.new_empty(sum(n_found), *rows_RD.shape[1:])
+        self.parts[part].start(rows_RD.contiguous(), self.joined.split(n_found)[part], back=back)
+
+    def wait_all(self) -> Tensor:
+        """Ends the ways that ``start_one`` began, and gives the rows of all parts."""
+        for part in self.parts:
+            part.wait()
+        assert self.joined is not None
+        joined, self.joined = self.joined, None
+        return joined
 
 
 @torch.no_grad()
@@ -202,42 +269,55 @@ class _SumBothWays(Function):
         return total, None
 
 
-class _ExchangeRows(Function):
+class _BeginParts(Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:  # type: ignore[override]
-        ctx.sent, ctx.received, ctx.axis = sent, received, axis
-        return _all_to_all(rows_RD, sent, received, axis)
-
-    @staticmethod
-    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _all_to_all(grad_RD, ctx.received, ctx.sent, ctx.axis), None, None, None
-
-
-class _BeginExchange(Function):
-    @staticmethod
-    def forward(ctx, rows_RD: Tensor, exchange: RowExchange) -> Tensor:  # type: ignore[override]
-        ctx.exchange = exchange
-        return exchange.start(rows_RD, exchange.sent, exchange.received)
+    def forward(ctx, rows_RD: Tensor, exchanges: RowExchanges) -> Tensor:  # type: ignore[override]
+        ctx.exchanges = exchanges
+        return exchanges.start_all(rows_RD, range(len(exchanges.parts)), back=False)
 
     @staticmethod
     def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.exchange.wait(), None
+        return ctx.exchanges.wait_all(), None
 
 
-class _EndExchange(Function):
+class _EndPart(Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, exchange: RowExchange) -> Tensor:  # type: ignore[override]
-        ctx.exchange = exchange
-        exchange.wait()
-        return rows_RD.view_as(rows_RD)
+    def forward(ctx, rows_RD: Tensor, exchanges: RowExchanges, part: int) -> Tensor:  # type: ignore[override]
+        ctx.exchanges, ctx.part, ctx.shape = exchanges, part, rows_RD.shape
+        exchanges.parts[part].wait()
+        return rows_RD.narrow(0, sum(exchanges.n_received[:part]), exchanges.n_received[part])
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.exchange.start(grad_RD, ctx.exchange.received, ctx.exchange.sent)
-        return grad_RD, None  # of the shape that autograd expects; what came of it is not there yet
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        ctx.exchanges.start_one(ctx.part, grad_RD, back=True)
+        return valueless(grad_RD, ctx.shape) if ctx.part == 0 else None, None, None  # of the parts one is enough
 
 
-def _all_to_all(rows_RD: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    result = rows_RD.new_empty(sum(received), *rows_RD.shape[1:])
-    dist.all_to_all_single(result, rows_RD.contiguous(), received, sent, group=axis.group)
-    return result
+class _BeginPart(Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, exchanges: RowExchanges, part: int) -> Tensor:  # type: ignore[override]
+        ctx.exchanges, ctx.part = exchanges, part
+        exchanges.start_one(part, rows_RD, back=False)
+        return valueless(rows_RD, (exchanges.n_received[part], *rows_RD.shape[1:]))
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.exchanges.parts[ctx.part].wait(), None, None
+
+
+class _EndParts(Function):
+    @staticmethod
+    def forward(ctx, exchanges: RowExchanges, *parts: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.exchanges = exchanges
+        return exchanges.wait_all()
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        exchanges = ctx.exchanges
+        exchanges.start_all(grad_RD, range(len(exchanges.parts))[::-1], back=True)
+        return None, *grad_RD.split(exchanges.n_received)
+
+
+def valueless(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of a shape and next to no memory, that nobody reads."""
+    return like.new_empty([1] * len(shape)).expand(shape)

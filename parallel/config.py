@@ -8,6 +8,7 @@ from annotated_types import Interval
 from parallel.pipeline.config import OneFOneB, PipelineConfig
 
 Degree = Annotated[int, Interval(ge=1, le=2**16)]
+EpChunks = Annotated[int, Interval(ge=1, le=64)]  # each one is a message of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class ParallelConfig:
     ep: Degree = 1  # expert parallelism: cuts the experts, folded over dp x cp x tp
     # tokens on their way to their experts, while the balance loss and the shared expert (not with zero 3) are computed
     ep_overlap: bool = True
+    # a rank's experts are cut into so many parts, and tokens of one travel while another's are multiplied (ep above 1)
+    ep_chunks: EpChunks = 1
     # fp32 masters and optimizer states are the host's, and so is the update (DeepSpeed's ZeRO-Offload; zero 2 alone)
     offload_optimizer: bool = False
     # what is sharded over the ranks: 0 nothing (fp32 only), 1 optimizer state, 2 gradients too, 3 parameters too

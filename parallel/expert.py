@@ -1,14 +1,21 @@
 """Expert parallelism: tokens travel to the ranks that hold their experts, and back. Dropless.
 
-Shape letters: T tokens, K top_k, R rows (token-expert pairs), E experts, D d_model, F d_ff.
+A rank's experts may be cut into chunks, so that the rows of one chunk travel while another's are multiplied (pipelined
+all-to-all: Tutel, arXiv:2206.03382, section 3.3; FasterMoE, He et al. 2022, PPoPP). Both cut the tokens; here experts
+are cut, so each expert's rows stay one product, and every gradient is the same sum, bit for bit.
+
+Shape letters: T tokens, K top_k, R rows (token-expert pairs), E experts, D d_model, F d_ff, N ranks of the axis, C
+chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
+from modeling.kernels.expert_turns import Rows
 from modeling.kernels.experts import (
     ExpertBiases,
     ToRows,
@@ -22,15 +29,22 @@ from modeling.kernels.experts import (
 from modeling.kernels.fuse import Fuse
 from modeling.kernels.products import Products
 from modeling.moe import ComputeExperts, ExpertDispatch
-from parallel.collectives import RowExchange, exchange_rows
+from parallel.collectives import RowExchanges, Watch
 from parallel.mesh import Axis
 
-# (counts_E, theirs_NE) -> the rows sent to each rank of the axis, and those received from each.
-RowSizes = Callable[[Tensor, Tensor], list[list[int]]]
+# (counts_E, theirs_NE, experts of a rank in each chunk) -> for each chunk the rows sent to each rank of the axis; and
+# those received from each.
+RowSizes = Callable[[Tensor, Tensor, list[int]], list[list[list[int]]]]
 
 
 def make_dispatch(
-    axis: Axis, row_multiple: int | None = None, sizes: RowSizes | None = None, *, overlap: bool = True
+    axis: Axis,
+    row_multiple: int | None = None,
+    sizes: RowSizes | None = None,
+    *,
+    overlap: bool = True,
+    chunks: int = 1,
+    watch: Watch | None = None,
 ) -> ExpertDispatch:
     """The twin of modeling.moe.staying, for experts cut over ``axis`` in equal, consecutive parts.
 
@@ -38,17 +52,23 @@ def make_dispatch(
     expert's rank and its output back: 2 x top_k x d_model elements a token in each direction, less those that stay; and
     once the counts, 8 n_experts bytes. ``sizes`` tells the numbers of rows where no values are at hand (None: the
     counts'). ``overlap``: hidden states are still on their way when it returns, as their gradients are when the
-    backward pass goes on with what was computed until the experts were.
+    backward pass goes on with what was computed until the experts were. ``chunks``: into so many a rank's experts are
+    cut, at most one for each; all begin their way at once, and each comes back while later ones are multiplied.
+    ``watch``: as RowExchange has it.
     """
 
     def dispatch(hidden_TD: Tensor, indices_TK: Tensor, n_experts: int, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+        parts = chunks_of(n_experts // axis.degree, chunks)
         counts_E = count_pairs(indices_TK, n_experts)
         theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
-        sent, received = (sizes or sizes_on_host)(counts_E, theirs_NE)
-        rows = place_rows(indices_TK, counts_E, 1)
-        exchange = RowExchange(sent, received, axis, async_op=overlap)
-        theirs_RD, dtype = exchange.begin(ToRows.apply(hidden_TD, rows, fuse)), hidden_TD.dtype
-        blocks = place_blocks(theirs_NE, sum(received), row_multiple or row_multiple_of(theirs_RD.device))
+        sent, received = (sizes or sizes_on_host)(counts_E, theirs_NE, parts)
+        rows = rows_by_chunk(indices_TK, counts_E, axis.degree, parts)
+        there = RowExchanges(sent, received, axis, async_op=overlap, watch=watch)
+        back = RowExchanges(received, sent, axis, async_op=overlap, watch=watch)
+        theirs_RD, dtype = there.begin(ToRows.apply(hidden_TD, rows, fuse)), hidden_TD.dtype
+        multiple = row_multiple or row_multiple_of(theirs_RD.device)
+        came = zip(theirs_NE.split(parts, 1), received, strict=True)
+        blocks = [place_blocks(counts_NE, sum(ranks), multiple) for counts_NE, ranks in came]
 
         def compute(
             theirs_RD: Tensor,
@@ -61,22 +81,32 @@ def make_dispatch(
             fuse: Fuse,
             products: Products,
         ) -> Tensor:
-            experts = (gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products)
-            out_RD = experts_over_rows(exchange.end(theirs_RD), blocks, None, *experts)
-            back_RD = exchange_rows(out_RD, received, sent, axis)
-            return WeightedSumRows.apply(back_RD, weights_TK.to(dtype), rows, fuse)
+            given = [WeightChunks(each, parts) for each in (gate_EFD, up_EFD, down_EDF, *(biases or ()))]
+            coming = []
+            for chunk, placed in enumerate(blocks):
+                gate, up, down, *added = (each.take(chunk) for each in given)
+                experts = (gate, up, down, ExpertBiases(*added) if added else None, swiglu_limit, fuse, products)
+                out_RD = experts_over_rows(there.end_part(theirs_RD, chunk), placed, None, *experts)
+                coming.append(back.begin_part(out_RD, chunk))
+            return WeightedSumRows.apply(back.end(coming), weights_TK.to(dtype), rows, fuse)
 
         return theirs_RD, compute
 
     return dispatch
 
 
-def sizes_on_host(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
-    """The rows that this rank sends to each rank of the axis, and those that it receives from each.
+def chunks_of(n_experts: int, chunks: int) -> list[int]:
+    """How many of a rank's experts are in each chunk: numbers that differ by one at most, the larger ones first."""
+    return [n_experts // chunks + (chunk < n_experts % chunks) for chunk in range(chunks)]
+
+
+def sizes_on_host(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
+    """The rows of each chunk that this rank sends to each rank of the axis; and those that it receives from each.
 
     All-to-all is told them by the host, which waits here for the GPU: the one wait of a layer.
     """
-    return torch.stack([counts_E.view(len(theirs_NE), -1).sum(1), theirs_NE.sum(1)]).tolist()
+    both_2NE = torch.stack([counts_E.view_as(theirs_NE), theirs_NE])
+    return torch.stack([part.sum(2) for part in both_2NE.split(parts, 2)], 1).tolist()
 
 
 def exchange_counts(counts_E: Tensor, axis: Axis) -> Tensor:
@@ -84,3 +114,52 @@ def exchange_counts(counts_E: Tensor, axis: Axis) -> Tensor:
     theirs = torch.empty_like(counts_E)
     dist.all_to_all_single(theirs, counts_E, group=axis.group)
     return theirs.view(axis.degree, -1)
+
+
+def rows_by_chunk(indices_TK: Tensor, counts_E: Tensor, n_ranks: int, parts: list[int]) -> Rows:
+    """The rows that this rank sends: chunk by chunk, within a chunk rank by rank, and there expert by expert."""
+    if len(parts) == 1:
+        return place_rows(indices_TK, counts_E, 1)
+    numbers_E = torch.arange(len(counts_E), device=counts_E.device)
+    order_E = torch.cat([part_NX.flatten() for part_NX in numbers_E.view(n_ranks, -1).split(parts, 1)])
+    places_E = torch.empty_like(order_E).index_copy_(0, order_E, numbers_E)
+    return place_rows(places_E[indices_TK], counts_E[order_E], 1)
+
+
+class WeightChunks:
+    """The chunks of a weight of all experts. Their gradients are written into one tensor, each once.
+
+    Slices would each have a gradient of the whole's size, zeros but for their own, and autograd would add them up; by
+    ``split`` all of the gradient would be there twice.
+    """
+
+    def __init__(self, weight_EX: Tensor, parts: Sequence[int]) -> None:
+        self.weight_EX, self.parts = weight_EX, parts
+        self.grad_EX: Tensor | None = None
+        self.n_missing = 0
+
+    def take(self, chunk: int) -> Tensor:
+        """The weights of a chunk's experts."""
+        return self.weight_EX if len(self.parts) == 1 else _TakeChunk.apply(self.weight_EX, self, chunk)
+
+    def add(self, chunk: int, grad: Tensor) -> Tensor | None:
+        """Takes the gradient of a chunk; with the last one that is missing, gives the whole."""
+        if self.grad_EX is None:
+            self.grad_EX, self.n_missing = grad.new_empty(sum(self.parts), *grad.shape[1:]), len(self.parts)
+        self.grad_EX.split(self.parts)[chunk].copy_(grad)
+        self.n_missing -= 1
+        if self.n_missing:
+            return None
+        whole_EX, self.grad_EX = self.grad_EX, None
+        return whole_EX
+
+
+class _TakeChunk(Function):
+    @staticmethod
+    def forward(ctx, weight_EX: Tensor, chunks: WeightChunks, chunk: int) -> Tensor:  # type: ignore[override]
+        ctx.add, ctx.chunk = chunks.add, chunk
+        return weight_EX.narrow(0, sum(chunks.parts[:chunk]), chunks.parts[chunk])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        return ctx.add(ctx.chunk, grad), None, None

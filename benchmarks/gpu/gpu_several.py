@@ -39,6 +39,7 @@ LAYOUTS = (
     Layout("tp 2, dense", 2, ParallelConfig(tp=2), is_dense=True),
     Layout("ep 2", 2, ParallelConfig(ep=2)),
     Layout("ep 2, no overlap", 2, ParallelConfig(ep=2, ep_overlap=False)),
+    Layout("ep 2, 2 chunks", 2, ParallelConfig(ep=2, ep_chunks=2)),
     Layout("tp 2, ep 2", 2, ParallelConfig(tp=2, ep=2)),
     Layout("cp 2, ulysses", 2, ParallelConfig(cp=2)),
     Layout("cp 2, ring", 2, ParallelConfig(cp=2, cp_attention="ring")),

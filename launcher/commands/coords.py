@@ -84,7 +84,7 @@ def refuse(lines: list[str]) -> None:
 def check_model(config: RunConfig, model: ModelConfig) -> list[str]:
     """The rules that a widened model breaks; those of the sequence's length are none of its own."""
     data = replace(config.data, seq_len=SEQ_LEN)
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, zero=1)
+    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, ep_chunks=1, zero=1)
     lines = check(replace(config, model=model, data=data, parallel=parallel), 1)
     return [line for line in lines if line.startswith("model.")]
 

@@ -27,6 +27,7 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from _check_cp(config)
     if parallel.ep > 1:
         yield from _check_ep(config, world_size)
+    yield from _check_ep_chunks(config)
     yield from _check_split_backward(config)
     yield from _check_offload(config)
     yield from pipeline_problems(
@@ -138,6 +139,28 @@ def _check_ep(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"parallel.ep={ep} must divide the number of processes={world_size} / parallel.pp={config.parallel.pp} = "
             f"{stage}; {_try(legal)}"
+        )
+
+
+def _check_ep_chunks(config: RunConfig) -> Iterator[str]:
+    """Only experts that tokens travel to are cut into chunks, of one expert at least; and only to hide messages."""
+    parallel, moe = config.parallel, config.model.moe
+    chunks, told = parallel.ep_chunks, f"parallel.ep_chunks={parallel.ep_chunks}"
+    if chunks <= 1:
+        return
+    if parallel.ep == 1 or moe is None:
+        yield f"{told} must be 1 where parallel.ep=1 (no tokens travel to experts); try parallel.ep_chunks=1"
+        return
+    held = moe.n_experts // parallel.ep
+    if chunks > held >= 1:
+        yield (
+            f"{told} must be at most model.moe.n_experts={moe.n_experts} / parallel.ep={parallel.ep} = {held}, the "
+            f"experts of a rank; try parallel.ep_chunks={held}"
+        )
+    if not parallel.ep_overlap:
+        yield (
+            f"{told} needs parallel.ep_overlap=true, without which each message is waited for at once; "
+            "try parallel.ep_overlap=true, or parallel.ep_chunks=1"
         )
 
 

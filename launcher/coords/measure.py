@@ -55,7 +55,7 @@ def small_relative(config: RunConfig) -> ModelConfig:
 
     Nothing is dropped: sizes are those of what is computed outside training, and updates need no noise.
     """
-    alone = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, zero=1)
+    alone = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, ep_chunks=1, zero=1)
     small = replace(shrink(replace(config, parallel=alone), 1).model, **dict.fromkeys(DROPOUTS, 0.0))
     if small.moe is None or config.model.moe is None:
         return small

@@ -1,8 +1,8 @@
 """One micro-batch forward and backward through a rank's part of the model, at its true size, without memory."""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import batch_of, on_device
+from launcher.estimate.messages import Messages
 from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.trace.ops import Op, Phase
 from launcher.trace.parts import Axes
@@ -23,6 +24,8 @@ from modeling.moe import MoE
 from modeling.precision import products_of
 from parallel.apply import build_part
 from parallel.batch import MicroBatch
+from parallel.collectives import Watch
+from parallel.config import ParallelConfig
 from parallel.expert import RowSizes, make_dispatch
 from parallel.mesh import Mesh
 from parallel.offload import AtOnce
@@ -40,6 +43,8 @@ class Traced:
     memory: Memory
     mesh: Mesh
     host_bytes: Mapping[Phase, int]  # copied to the host and back, beside the operations
+    # a message that runs beside operations, and the one before which it is waited for
+    waits: list[tuple[int, int]] = field(default_factory=list)
 
 
 def trace_rank(
@@ -62,16 +67,18 @@ def trace_rank(
         ways = (modes_of(config, world_size), fuse, products_of(train.precision, fuse))
         made_of = (config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, *ways)
         model = build_part(mesh, *made_of, weights_stay=stay, copies=AtOnce() if train.offload_activations else None)
-        spread_evenly(model, batch, mesh, overlap=config.parallel.ep_overlap)
+        messages = Messages()
+        spread_evenly(model, batch, mesh, config.parallel, messages.watch)
         batch = on_device(batch, mode, GPU)
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(take_gradient)
         regions = stack.enter_context(Regions().of(model))
         recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, {"weights": model.parameters()}, GPU.type)
+        messages.ops = recorder.ops
         with recorder:
             there_and_back(model, batch, inputs)
-        return Traced(recorder.ops, recorder.finish(), mesh, recorder.host_bytes)
+        return Traced(recorder.ops, recorder.finish(), mesh, recorder.host_bytes, messages.waits)
 
 
 def inputs_of(model: Decoder, batch: MicroBatch, d_model: int, dtype: torch.dtype) -> Tensor:
@@ -97,7 +104,9 @@ def take_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh, *, overlap: bool = True) -> None:
+def spread_evenly(
+    model: Decoder, batch: MicroBatch, mesh: Mesh, parallel: ParallelConfig, watch: Watch | None = None
+) -> None:
     """Has each rank of ep send the same number of rows to each other: no router's choices are at hand."""
     if mesh.ep.degree == 1:
         return
@@ -106,15 +115,32 @@ def spread_evenly(model: Decoder, batch: MicroBatch, mesh: Mesh, *, overlap: boo
         moe = model.layer_of(name).feed_forward
         if isinstance(moe, MoE):
             rows = even(n_tokens * moe.router.top_k)
-            moe.sender.dispatch = make_dispatch(mesh.ep, DEFAULT_SIZES.row_multiple, rows, overlap=overlap)
+            moe.sender.dispatch = make_dispatch(
+                mesh.ep,
+                DEFAULT_SIZES.row_multiple,
+                rows,
+                overlap=parallel.ep_overlap,
+                chunks=parallel.ep_chunks,
+                watch=watch,
+            )
 
 
 def even(n_rows: int) -> RowSizes:
-    """Equal numbers of rows from and to each rank, which sum to ``n_rows`` each."""
+    """Equal numbers of rows from and to each rank, which sum to ``n_rows`` each; and for each of its experts."""
 
-    def sizes(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
-        n = len(theirs_NE)
-        rows = [n_rows // n + (rank < n_rows % n) for rank in range(n)]
-        return [rows, list(rows)]
+    def sizes(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
+        rows = [evenly(each, len(theirs_NE)) for each in shares(n_rows, parts)]
+        return [rows, rows]
 
     return sizes
+
+
+def shares(n_rows: int, parts: Sequence[int]) -> list[int]:
+    """Of ``n_rows``, which are dealt evenly to experts, those of each chunk: ``parts`` says how many experts it has."""
+    ends = [n_rows * sum(parts[: number + 1]) // sum(parts) for number in range(len(parts))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def evenly(n_rows: int, n_ranks: int) -> list[int]:
+    """Parts that differ by one at most."""
+    return [n_rows // n_ranks + (rank < n_rows % n_ranks) for rank in range(n_ranks)]

@@ -67,7 +67,10 @@ def says(estimate: Estimate, tokens: int, mfu: float, peak_bytes: int) -> list[s
     where = f", pipeline position {estimate.pp_rank} (the slowest)" if config.parallel.pp > 1 else ""
     launches = sum(each.launches for each in estimate.sums.values())
     fits = "fits in" if peak_bytes < hardware.memory_gb * GB else "does NOT fit in"
-    beside = ", but activations go to the host and back beside the passes" * config.train.offload_activations
+    hidden = ["activations go to the host and back beside the passes"] * config.train.offload_activations
+    travels = config.parallel.ep > 1 and config.parallel.ep_overlap
+    hidden += ["tokens travel to experts while others are computed with"] * travels
+    beside = f", but {' and '.join(hidden)}" if hidden else ""
     stages = "; a pipeline holds the activations of several" if config.parallel.pp > 1 else ""
     return [
         f"ESTIMATE, no measurement: {config.name} on {gpus} {hardware.name}{'s' if gpus > 1 else ''}, "

@@ -1,9 +1,11 @@
 """What one training step takes on GPUs that are not there: traced passes, closed forms for the rest, and stated rates.
 
-Nothing counts as overlapped: what a rank sends and the optimizer's update come on top of the passes. So this is what
-the step takes as it is written, on kernels of the stated efficiency, but for what parallel.ep_overlap hides of the
-tokens' travel; it is no measurement. Activations that go to the host and back (train.offload_activations) take time
-where that is longer than the pass that they go beside.
+What a rank sends and the optimizer's update come on top of the passes, but for two things. Tokens on their way to
+experts take time where they are waited for (launcher.estimate.messages): with parallel.ep_overlap what is computed
+meanwhile hides them, with parallel.ep_chunks the experts of other chunks do. Activations that go to the host and back
+(train.offload_activations) take time where that is longer than the pass that they go beside. What runs beside each
+other is taken to slow nothing down. So this is what the step takes as it is written, on kernels of the stated
+efficiency; it is no measurement.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
+from launcher.estimate.messages import hide
 from launcher.estimate.pass_over import Traced, trace_rank
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
@@ -95,6 +98,7 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
         return seconds[0]
 
     traced = trace_rank(config, world_size, rank, clock)
+    traced.ops = hide(traced.ops, traced.waits, rates)
     traced.ops.extend(copies_left(traced, rates))
     states = rank_memory(step)
     update = [*update_ops(step, states), *wire_ops(step, traced.mesh)]

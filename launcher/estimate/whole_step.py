@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.config.tree import RunConfig
 from launcher.estimate.ledger import Ledger
+from launcher.estimate.pass_over import evenly, shares
 from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.estimate.samples import WholeSequences
 from launcher.estimate.values import KnownAnswers, KnownValues
@@ -145,19 +146,19 @@ def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, im
     for module in engine.model.modules():
         if isinstance(module, MoE):
             module.sender.dispatch = make_dispatch(
-                mesh.ep, sizes.row_multiple, rows, overlap=config.parallel.ep_overlap
+                mesh.ep,
+                sizes.row_multiple,
+                rows,
+                overlap=config.parallel.ep_overlap,
+                chunks=config.parallel.ep_chunks,
             )
 
 
 def row_sizes(n_rows: int, imbalance: float) -> RowSizes:
     """``n_rows`` rows sent evenly, and ``imbalance`` times as many received."""
 
-    def sizes(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
-        return [evenly(n_rows, len(theirs_NE)), evenly(round(imbalance * n_rows), len(theirs_NE))]
+    def sizes(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
+        both = (n_rows, round(imbalance * n_rows))
+        return [[evenly(each, len(theirs_NE)) for each in shares(total, parts)] for total in both]
 
     return sizes
-
-
-def evenly(n_rows: int, n_ranks: int) -> list[int]:
-    """Parts that differ by one at most."""
-    return [n_rows // n_ranks + (rank < n_rows % n_ranks) for rank in range(n_ranks)]

@@ -60,6 +60,9 @@ def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
     if parallel.zero == 1:  # all other stages reduce in one way
         ours = config.parallel
         parallel = replace(parallel, grad_reduce=ours.grad_reduce, grad_reduce_dtype=ours.grad_reduce_dtype)
+    if parallel.ep > 1 and config.model.moe is not None:
+        held = max(1, config.model.moe.n_experts // parallel.ep)
+        parallel = replace(parallel, ep_chunks=min(config.parallel.ep_chunks, held))
     wanted = replace(config, parallel=parallel, train=train)
     problems = check(without_budget(wanted), layout.n_ranks)
     if problems:

@@ -43,6 +43,7 @@ def layout_words(config: RunConfig, n_ranks: int) -> str:
     """The layout in one line: "4 processes: pp=2 (zbv), cp=2 (ring), ZeRO 1, bf16, recompute none"."""
     degrees = Degrees.of(config.parallel, n_ranks)
     kinds = {"pp": f" ({config.parallel.pipeline.name})", "cp": f" ({config.parallel.cp_attention})"}
+    kinds |= {"ep": f" ({config.parallel.ep_chunks} chunks)"} if config.parallel.ep_chunks > 1 else {}
     axes = {name: getattr(degrees, name) for name in ("pp", "dp", "cp", "tp", "ep")}
     shown = [f"{name}={degree}{kinds.get(name, '')}" for name, degree in axes.items() if degree > 1] or ["no axis"]
     precision, recompute = config.train.precision, config.train.recompute

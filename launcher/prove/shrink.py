@@ -22,6 +22,7 @@ from parallel.pipeline.config import Interleaved, PipelineConfig, chunks
 from parallel.sizes import Sizes
 
 CUT_AXES = ("tp", "pp", "cp")  # with dp they make up the world; ep folds over them
+FEW_CHUNKS = 3  # of a rank's experts: a first, a middle and a last one
 FEW_RANKS = 8  # where nobody says how many: degrees are lowered, not below 2, to fit into so many
 SEQ_LEN = 32
 D_MODEL = 32
@@ -88,7 +89,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
     few = few_layers(config.model)
     parallel = replace(parallel, pipeline=shrink_pipeline(parallel, few))
     n_layers = sum(parallel.pipeline.layers or (min(config.model.n_layers, max(few, _n_stages(parallel))),))
-    model = shrink_model(config.model, degrees, n_layers)
+    model = shrink_model(config.model, degrees, n_layers, parallel.ep_chunks)
     seq_len = _up_to(SEQ_LEN, 2 * degrees.cp * degrees.tp)
     micro_batch_size = min(2, config.train.micro_batch_size)
     n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
@@ -167,7 +168,7 @@ def shrink_expert_layers(model: ModelConfig, n_layers: int) -> dict[str, Any]:
     return {"n_dense_layers": n_dense, "every_n_layers": step, "dense_layers": listed}
 
 
-def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelConfig:
+def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks: int = 1) -> ModelConfig:
     """The same kind of decoder, ``n_layers`` deep, of small dims that the axes divide.
 
     What goes by the sequence's length is not set here: its window, and rows for its positions.
@@ -177,7 +178,9 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int) -> ModelCo
     has_own_d_head = model.d_head is not None and model.d_head * model.n_heads != model.d_model
     sections = {name: shrink_section(value) for name in section_types() if (value := getattr(model, name)) is not None}
     if model.moe is not None:
-        sections["moe"] = replace(shrink_experts(model.moe, degrees), **shrink_expert_layers(model, n_layers))
+        sections["moe"] = replace(
+            shrink_experts(model.moe, degrees, ep_chunks), **shrink_expert_layers(model, n_layers)
+        )
     if model.mtp is not None:
         sections["mtp"] = replace(sections["mtp"], coefficient=max(model.mtp.coefficient, MTP_COEFFICIENT))
     small = replace(
@@ -272,11 +275,11 @@ def shrink_heads(model: ModelConfig, unit: int) -> tuple[int, int]:
     return n_kv_heads * small, n_kv_heads
 
 
-def shrink_experts(moe: MoEConfig, degrees: Degrees) -> MoEConfig:
-    """Few and narrow experts that ep divides; the same router and the same balancing rule, strengthened."""
+def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1) -> MoEConfig:
+    """Few and narrow experts, some for each chunk of ep; the same router and the same balancing rule, strengthened."""
     small: MoEConfig = shrink_section(moe)
-    least = max(4, 2 * small.top_k)
-    sizes = (replace(small, n_experts=number) for number in count(degrees.ep, degrees.ep))
+    least, step = max(4, 2 * small.top_k), degrees.ep
+    sizes = (replace(small, n_experts=number) for number in count(step * ep_chunks, step))
     few = next(each for each in sizes if each.choosable >= least and not [*each.problems()])
     if moe.top_k == moe.n_experts <= few.n_experts:  # all are chosen
         few = replace(few, top_k=few.choosable)
@@ -336,7 +339,8 @@ def shrink_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig
     small_ep = max((number for number in range(2, ep + 1) if world_size // cut["pp"] % number == 0), default=1)
     if world_size % unit or (ep > 1 and small_ep == 1):
         raise UserError([_ranks_problem(cut, ep, world_size, unit)])
-    return replace(parallel, tp=cut["tp"], pp=cut["pp"], cp=cut["cp"], ep=small_ep)
+    chunks = min(parallel.ep_chunks, FEW_CHUNKS) if small_ep > 1 else 1
+    return replace(parallel, tp=cut["tp"], pp=cut["pp"], cp=cut["cp"], ep=small_ep, ep_chunks=chunks)
 
 
 def _ranks_problem(cut: dict[str, int], ep: int, world_size: int, unit: int) -> str:

@@ -123,6 +123,7 @@ class Work:
     sent_bytes: float = 0.0  # to other ranks
     collective: str | None = None
     launches: int = 1  # kernels
+    hidden: float = 0.0  # the share of its time in which other operations run
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Rates:
 
 
 def least_seconds(op: Op, rates: Rates) -> tuple[float, Bound]:
-    """The least time of one operation, and what bounds it."""
+    """The least time of one operation, without what other operations hide of it; and what bounds it."""
     work = op.work
     times: dict[Bound, float] = {
         "memory": work.bytes / rates.bandwidth,
@@ -71,7 +71,7 @@ def least_seconds(op: Op, rates: Rates) -> tuple[float, Bound]:
     if work.collective is not None:
         times["wire"] = work.sent_bytes / rates.wire_rate(op.part) if work.sent_bytes else 0.0
     bound: Bound = max(times, key=lambda each: times[each])
-    return times[bound], bound
+    return (1 - work.hidden) * times[bound], bound
 
 
 @dataclass

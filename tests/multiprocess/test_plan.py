@@ -27,6 +27,7 @@ CASES = {
     "tp": (2, {"tp": 2}, {"precision": "bf16"}),
     "tp_full": (2, {"tp": 2}, {"precision": "bf16", "recompute": "full"}),
     "ep": (2, {"ep": 2}, {"precision": "bf16"}),
+    "ep_chunks": (2, {"ep": 2, "ep_chunks": 2}, {"precision": "bf16"}),
     "ep_selective": (2, {"ep": 2}, {"precision": "bf16", "recompute": "selective"}),
     "ep_feed_forward": (2, {"ep": 2}, {"precision": "bf16", "recompute": "feed_forward"}),
     "zero3_selective": (2, {"zero": 3}, {"precision": "bf16", "recompute": "selective"}),

@@ -43,11 +43,11 @@ LARGE_FURTHER_TWO = dataclasses.replace(LARGE_FURTHER, mtp=MTPConfig(depth=2))
 FULL, SELECTIVE, HALF = ({"recompute": mode} for mode in ("full", "selective", "feed_forward"))
 BUDGET = {"activation_gib": 1.0}  # of which half of what recomputation can save is left: layers differ
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
-RING = {"cp_attention": "ring"}
+RING, CHUNKS = {"cp_attention": "ring"}, {"ep_chunks": 2}
 EACH = {"zero": 1, "grad_reduce": "micro_batch"}  # gradients of each micro-batch, in several buckets
 AS_BF16 = {**EACH, "grad_reduce_dtype": "bf16", "precision": "bf16"}
 LAST = {"zero": 1, "grad_reduce": "last_micro_batch"}
-PARALLEL_KEYS = ("zero", "pipeline", "cp_attention", "grad_reduce", "grad_reduce_dtype")
+PARALLEL_KEYS = ("zero", "pipeline", "cp_attention", "ep_chunks", "grad_reduce", "grad_reduce_dtype")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,8 @@ def slow(*values: Any) -> Any:
             [{"zero": 1, **FULL}, {"zero": 2, **RING, **BF16, **FULL}, {"zero": 3, **RING, **SELECTIVE}],
         ),
         slow(2, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **FP16}, {"zero": 3, **SELECTIVE}]),
+        slow(2, {"ep": 2}, ODD, [{"zero": 1, **CHUNKS, **FULL}, {"zero": 3, **CHUNKS, **BF16}]),
+        slow(4, {"tp": 2, "pp": 2, "ep": 2}, FOUR_LAYERS, [{"zero": 1, **CHUNKS, "pipeline": ZBV()}]),
         slow(4, {"ep": 4}, ODD, [{"zero": 0}, {"zero": 2, **BF16, **FULL}, {"zero": 3, **FP16}]),
         slow(4, {"ep": 2}, ODD, [{"zero": 0}, {"zero": 1, **BF16}, {"zero": 2, **FULL}, {"zero": 3, **FP16}]),
         slow(4, {"cp": 2, "tp": 2}, FOUR_LAYERS, [{"zero": 1, **BUDGET}, {"zero": 2, **RING, **BUDGET}]),

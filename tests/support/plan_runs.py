@@ -75,9 +75,9 @@ def measure_rank(config: RunConfig) -> Measured:
     mesh = open_mesh(config.parallel, 240)
     shares = [1.0]
 
-    def told(counts_E: Any, theirs_NE: Any) -> list[list[int]]:
-        sent, received = sizes_on_host(counts_E, theirs_NE)
-        shares.append(sum(received) / sum(sent))
+    def told(counts_E: Any, theirs_NE: Any, parts: list[int]) -> list[list[list[int]]]:
+        sent, received = sizes_on_host(counts_E, theirs_NE, parts)
+        shares.append(sum(map(sum, received)) / sum(map(sum, sent)))
         return [sent, received]
 
     samples: Any = WholeSequences(config)
@@ -87,7 +87,9 @@ def measure_rank(config: RunConfig) -> Measured:
         engine, state = build_engine(config, mesh, SIZES), TrainState()
         for module in engine.model.modules():
             if isinstance(module, MoE) and mesh.ep.degree > 1:
-                module.sender.dispatch = make_dispatch(mesh.ep, SIZES.row_multiple, told)
+                module.sender.dispatch = make_dispatch(
+                    mesh.ep, SIZES.row_multiple, told, chunks=config.parallel.ep_chunks
+                )
         engine.initialize_weights(config.seed)
         run_step(config, engine, samples, state)
         live.most, shares[:] = live.now, [1.0]

@@ -225,9 +225,22 @@ def plant(title: str) -> None:
         case "rows that ep has brought stay in the order in which they came":
             gradients.keep_order_of_arrival()
         case "tokens are read before ep has brought them":
-            gradients.read_too_early("_EndExchange", "forward")
+            gradients.read_too_early("_EndPart", "forward")
         case "gradients are read before ep has brought them":
-            gradients.read_too_early("_BeginExchange", "backward")
+            gradients.read_too_early("_BeginParts", "backward")
+        case "chunks of ep: outputs are read before they have come back":
+            gradients.read_too_early("_EndParts", "forward")
+        case "chunks of ep: the outputs' gradients are read before they are there":
+            gradients.read_too_early("_BeginPart", "backward")
+        case "chunks of ep: the first and the last one's outputs are swapped":
+            gradients.swap_returning_chunks()
+        case "chunks of ep: rows lie as without chunks":
+            import parallel.expert as expert
+            from modeling.kernels.experts import place_rows
+
+            expert.rows_by_chunk = lambda indices_TK, counts_E, n_ranks, parts: place_rows(indices_TK, counts_E, 1)
+        case "chunks of ep: the first and the last one's weights take each other's gradients":
+            gradients.swap_gradients_of_chunks()
         case "attention across documents under cp (all-to-all)" | "attention across documents under cp (ring)":
             import parallel.batch as batch
 

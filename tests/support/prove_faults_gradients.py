@@ -110,6 +110,32 @@ def read_too_early(function: str, direction: str) -> None:
     setattr(owner, direction, staticmethod(without_wait))
 
 
+def swap_returning_chunks() -> None:
+    """Of what has come back from the experts, the first and the last chunk's rows are taken for each other's."""
+    from parallel.collectives import RowExchanges
+
+    def swapped(self: RowExchanges, parts: Any) -> Tensor:
+        rows_RD = whole(self, parts)
+        first, *others, last = rows_RD.split(self.n_received)
+        return torch.cat([last, *others, first])
+
+    whole = RowExchanges.end
+    RowExchanges.end = swapped  # type: ignore[method-assign]
+
+
+def swap_gradients_of_chunks() -> None:
+    """The gradients of the first and the last chunk, of as many experts, are written into each other's place."""
+    from parallel.expert import WeightChunks
+
+    add = WeightChunks.add
+
+    def swapped(self: WeightChunks, chunk: int, grad: Tensor) -> Tensor | None:
+        last = len(self.parts) - 1
+        return add(self, {0: last, last: 0}.get(chunk, chunk), grad)
+
+    WeightChunks.add = swapped  # type: ignore[method-assign]
+
+
 def leave_gradients_unset(engine: Any) -> None:
     """Experts without rows keep what their gradient's memory held."""
 

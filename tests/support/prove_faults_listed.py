@@ -26,6 +26,7 @@ FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
 FP8, FROM_FP32 = ("train.precision=fp8",), "from fp32, one process"
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
+EP_CHUNKS = (*EP, "parallel.ep_chunks=2")
 HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zero=3")
@@ -106,6 +107,31 @@ FAULTS = [
     ),
     Fault("tokens are read before ep has brought them", "modules' outputs", "layers.1.feed_forward, sample", EP),
     Fault("gradients are read before ep has brought them", "gradients", "the last is layers.2", EP),
+    Fault(
+        "chunks of ep: outputs are read before they have come back",
+        "modules' outputs",
+        "layers.1.feed_forward, sample",
+        EP_CHUNKS,
+    ),
+    Fault(
+        "chunks of ep: the outputs' gradients are read before they are there",
+        "gradients",
+        "the last is layers.2.feed_forward",
+        EP_CHUNKS,
+    ),
+    Fault(
+        "chunks of ep: the first and the last one's outputs are swapped",
+        "modules' outputs",
+        "layers.1.feed_forward, sample",
+        EP_CHUNKS,
+    ),
+    Fault("chunks of ep: rows lie as without chunks", "modules' outputs", "layers.1.feed_forward, sample", EP_CHUNKS),
+    Fault(
+        "chunks of ep: the first and the last one's weights take each other's gradients",
+        "gradients",
+        "feed_forward.experts.",
+        EP_CHUNKS,
+    ),
     Fault("attention across documents under cp (all-to-all)", "modules' outputs", "layers.0.attention, sample", CP),
     Fault("attention across documents under cp (ring)", "modules' outputs", "layers.0.attention, sample", RING),
     Fault("positions of the wrong chunk under cp", "modules' outputs", "layers.0.attention, sample", CP),

@@ -31,7 +31,6 @@ ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel/collectives.py:_SumForward.forward": ("balance sums", ("tp", "cp")),
     "parallel/collectives.py:_SumBothWays.forward": ("means of cut norms", ("tp",)),
     "parallel/collectives.py:_SumBothWays.backward": ("means of cut norms", ("tp",)),
-    "parallel/collectives.py:_all_to_all": ("tokens", ("ep",)),
     "parallel/collectives.py:RowExchange.start": ("tokens", ("ep",)),
     "parallel/tensor.py:losses_and_gradient": ("loss over the vocabulary", ("tp",)),
     "parallel/expert.py:exchange_counts": ("counts", ("ep",)),

@@ -202,6 +202,23 @@ def test_few_experts_of_the_same_kind(n_experts, top_k, ep, small):
 
 
 @pytest.mark.parametrize(
+    ("given_axes", "ranks", "small"),
+    [
+        ({"ep": 2, "ep_chunks": 2}, 2, (2, 4)),
+        ({"ep": 4, "ep_chunks": 8}, 4, (3, 12)),
+        ({"ep": 8, "ep_chunks": 8}, 2, (3, 6)),
+        ({"tp": 2, "ep": 4, "ep_chunks": 3}, 4, (3, 12)),
+    ],
+)
+def test_every_chunk_has_an_expert(given_axes, ranks, small):
+    """Three chunks at most: a first, a middle and a last one."""
+    overrides = ["model.moe.n_experts=64", *(f"parallel.{key}={value}" for key, value in given_axes.items())]
+    shrunk = shrink(load_config("configs/quickstart.yaml", overrides), ranks)
+    assert (shrunk.parallel.ep_chunks, shrunk.model.moe.n_experts) == small
+    assert check(shrunk, ranks) == []
+
+
+@pytest.mark.parametrize(
     ("groups", "ep", "small"),
     [((256, 8, 4, 8), 2, (16, 4, 2, 4)), ((6, 3, 1, 2), 1, (6, 3, 1, 2)), ((12, 6, 1, 2), 3, (12, 4, 1, 2))],
 )

@@ -26,7 +26,7 @@ from fake_cuda.faults import FAULTS, planted
 from fake_cuda.host import on_host
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import on_device, told_on_host
-from launcher.estimate.pass_over import spread_evenly, trace_rank
+from launcher.estimate.pass_over import even, spread_evenly, trace_rank
 from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.prove.shrink import WIDTH_UNIT
 from launcher.trace.hardware import read_hardware
@@ -161,6 +161,8 @@ def layouts() -> Iterator[Case]:
         ("cp2 ring tiles", slopes, {"cp": 2, "cp_attention": "ring"}, 2),
         ("ep4", experts, {"ep": 4}, 4),
         ("ep4", latent, {"ep": 4}, 4),
+        ("ep4 in 2 chunks", experts, {"ep": 4, "ep_chunks": 2}, 4),
+        ("tp2 ep2 in 3 chunks", sinks, {"tp": 2, "ep": 2, "ep_chunks": 3}, 2),
         ("pp2", experts, {"pp": 2}, 2),
         ("tp2 cp2 ep4", experts, {"tp": 2, "cp": 2, "ep": 4}, 4),
         ("tp2 pp2 ep2", latent, {"tp": 2, "pp": 2, "ep": 2}, 4),
@@ -197,9 +199,9 @@ class Waited:
         """
         sizes_on_host, plan_ring, to_device = expert.sizes_on_host, ring.plan_ring, ring_pieces.to_device
 
-        def equal_parts(counts_E: Tensor, theirs_NE: Tensor) -> list[list[int]]:
+        def equal_parts(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
             self.times += 1
-            return [[self.n_pairs // len(theirs_NE)] * len(theirs_NE)] * 2
+            return even(self.n_pairs)(counts_E, theirs_NE, parts)
 
         def all_tiles(whole: Any, window: int | None, axis: Axis, *rest: Any) -> Any:
             from parallel.context_parallel.plan import TILE, _all_tiles
@@ -362,7 +364,7 @@ def passes(config: ModelConfig, fuse: Fuse, mesh: Mesh, parallel: ParallelConfig
     with FakeTensorMode() as mode:
         ignore = lambda parameter, place: None  # noqa: E731 -- nobody adopts
         model = build_part(mesh, config, parallel, torch.bfloat16, ignore, DEFAULT_SIZES, "none", fuse)
-        spread_evenly(model, batch, mesh)
+        spread_evenly(model, batch, mesh, parallel)
         batch = on_device(batch, mode, GPU)
         forward, back = (Recorder(Regions(), Axes()) for _ in range(2))
         with forward:
