@@ -52,6 +52,10 @@ def test_sound_layout_is_proven(tmp_path, overrides):
     [
         pytest.param(("parallel.tp=2", "parallel.ep=4", "model.z_loss=1e-4"), marks=pytest.mark.slow),
         pytest.param(
+            ("parallel.ep=2", "parallel.ep_chunks=3", "parallel.pp=2", "parallel.pipeline.name=zbv"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("parallel.cp=2", "parallel.ep=2", "parallel.cp_attention=ring", "parallel.zero=3"), marks=pytest.mark.slow
         ),
         ("parallel.pp=2", "parallel.ep=2", "parallel.zero=2", "train.precision=bf16", "model.z_loss=1e-4"),

@@ -73,7 +73,7 @@ CASES = [
     ("llama", "parallel.ep=2", 2, "parallel.ep=2 must be 1 where model.moe=null (there are no experts to cut); try parallel.ep=1", "parallel.ep=1"),
     ("glm4_moe", "parallel.ep=3 train.global_batch_size=12", 6, "parallel.ep=3 must divide model.moe.n_experts=4; try 1 or 2", "parallel.ep=2"),
     ("glm4_moe", "parallel.ep=4", 2, "parallel.ep=4 must divide the number of processes=2 / parallel.pp=1 = 2; try 1 or 2", "parallel.ep=2"),
-    ("glm4_moe", "parallel.ep=2 parallel.ep_chunks=3", 2, "parallel.ep_chunks=3 must be at most model.moe.n_experts=4 / parallel.ep=2 = 2, the experts of a rank; try 2", "parallel.ep_chunks=2"),
+    ("glm4_moe", "parallel.ep=2 parallel.ep_chunks=3", 2, "parallel.ep_chunks=3 must be at most model.moe.n_experts=4 / parallel.ep=2 = 2, the experts of a rank; try parallel.ep_chunks=2", "parallel.ep_chunks=2"),
     ("glm4_moe", "parallel.ep_chunks=2", 2, "parallel.ep_chunks=2 must be 1 where parallel.ep=1 (no tokens travel to experts); try parallel.ep_chunks=1", "parallel.ep_chunks=1"),
     ("glm4_moe", "parallel.ep=2 parallel.ep_chunks=2 parallel.ep_overlap=false", 2, "parallel.ep_chunks=2 needs parallel.ep_overlap=true, without which each message is waited for at once; try parallel.ep_overlap=true, or parallel.ep_chunks=1", "parallel.ep_overlap=true"),
     ("glm4_moe", "parallel.ep_chunks=0", 1, "parallel.ep_chunks=0 must be at least 1; try 1", "parallel.ep_chunks=1"),
