@@ -5,12 +5,13 @@
 Prints one JSON line. Measured: milliseconds of wall and of processor time, forward and backward, of a MoE layer with
 a shared expert over 4096 tokens of d_model 384 in bf16 a process: overlap off, on, and on with 2 and with 4 chunks, in
 turn within the same processes; medians of rank 0; which is the first one goes around. There the exchange is work of
-the same processors. Traced: for one rank of ep 8 and a layer of DeepSeek-V3's shape at an H200's stated rates, in
-milliseconds of a micro-batch: what its messages take, how much of that is waited for, and the whole, as the estimate
-counts them. That is no measurement.
+the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer of DeepSeek-V3's
+shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of that is waited
+for, and the whole, as the estimate counts them. That is no measurement.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -25,7 +26,7 @@ WARM_UP = 3
 MODEL = Path(__file__).parents[1] / "configs/models/deepseek-v3.yaml"
 OVERRIDES = [
     *("model.n_layers=2", "model.moe.n_dense_layers=1", "data.seq_len=4096", "train.micro_batch_size=1"),
-    *("train.precision=bf16", "train.recompute=none", "train.global_batch_size=8"),
+    *("train.precision=bf16", "train.recompute=none", "train.global_batch_size=64"),
 ]
 WAYS = {"off": "ep_overlap: false", "on": "ep_chunks: 1", **{f"{n} chunks": f"ep_chunks: {n}" for n in (2, 4, 8)}}
 FIGURES = ("messages_ms", "waited_for_ms", "micro_batch_ms")
@@ -101,16 +102,18 @@ def traced() -> dict[str, Any]:
     from parallel.mesh import Degrees
 
     found: dict[str, Any] = {}
-    for name, ways in WAYS.items():
-        config = load_config(MODEL, [*OVERRIDES, f"parallel={{ep: 8, {ways}}}"])
-        rates = read_hardware("H200").rates(near(Degrees.of(config.parallel, 8), 0, n_per_node=8))
-        rank = trace_rank(config, 8, 0)
+    for ep, (name, ways) in itertools.product((8, 64), WAYS.items()):
+        if ep == 64 and name == "8 chunks":  # a rank has four experts
+            continue
+        config = load_config(MODEL, [*OVERRIDES, f"parallel={{ep: {ep}, {ways}}}"])
+        rates = read_hardware("H200").rates(near(Degrees.of(config.parallel, ep), 0, n_per_node=8))
+        rank = trace_rank(config, ep, 0)
         seconds = [
             sum(least_seconds(op, rates)[0] for op in ops) for ops in (rank.ops, hide(rank.ops, rank.waits, rates))
         ]
         sent = sum(least_seconds(op, rates)[0] for op in rank.ops if op.part == "communication: ep")
         waited = sent - (seconds[0] - seconds[1])
-        found[name] = {
+        found[f"ep {ep}, {name}"] = {
             key: round(1e3 * value, 2) for key, value in zip(FIGURES, (sent, waited, seconds[1]), strict=True)
         }
     return {"layers": config.model.n_layers - 1, **found}
