@@ -10,7 +10,8 @@ from launcher.cli import main
 from launcher.estimate.ledger import BUFFERS, Ledger
 from launcher.estimate.order import Passes, simulate
 from launcher.estimate.values import KnownAnswers, KnownValues, unknown
-from launcher.estimate.whole_step import evenly, row_sizes
+from launcher.estimate.pass_over import evenly
+from launcher.estimate.whole_step import row_sizes
 from launcher.plan.report import verdict
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 
@@ -90,7 +91,7 @@ def test_the_ledger_counts_a_storage_once_until_it_is_gone():
 
 def test_rows_are_dealt_evenly_with_the_imbalance_on_top():
     assert evenly(7, 3) == [3, 2, 2]
-    sent, received = row_sizes(100, 1.5)(torch.empty(4), torch.empty(4, 2))
+    (sent,), (received,) = row_sizes(100, 1.5)(torch.empty(4), torch.empty(4, 2), [2])
     assert sum(sent) == 100 and sum(received) == 150
 
 
