@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from launcher.cli import main
 from launcher.estimate.ledger import BUFFERS, Ledger
 from launcher.estimate.order import Passes, simulate
-from launcher.estimate.values import KnownAnswers, KnownValues, unknown
 from launcher.estimate.pass_over import evenly
+from launcher.estimate.values import KnownAnswers, KnownValues, unknown
 from launcher.estimate.whole_step import row_sizes
 from launcher.plan.report import verdict
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
