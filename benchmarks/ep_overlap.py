@@ -1,12 +1,12 @@
 """What `parallel.ep_overlap` and `ep_chunks` hide: a layer on two gloo processes, and a micro-batch at stated rates.
 
-    python benchmarks/ep_overlap.py [--steps 20] [--traced]
+    python benchmarks/ep_overlap.py [--steps 20] [--dtype fp32] [--traced]
 
 Prints one JSON line. Measured: milliseconds of wall and of processor time, forward and backward, of a MoE layer with
-a shared expert over 4096 tokens of d_model 384 in bf16 a process: overlap off, on, and on with 2 and with 4 chunks, in
-turn within the same processes; medians of rank 0; which is the first one goes around. There the exchange is work of
-the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer of DeepSeek-V3's
-shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of that is waited
+a shared expert over 4096 tokens of d_model 384 a process, in bf16 or as told: overlap off, on, and on with 2 and with
+4 chunks, in turn within the same processes; medians of rank 0; which is the first one goes around. There the exchange
+is work of the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer of
+DeepSeek-V3's shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of that is waited
 for, and the whole, as the estimate counts them. That is no measurement.
 """
 
@@ -35,6 +35,7 @@ FIGURES = ("messages_ms", "waited_for_ms", "micro_batch_ms")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")  # processors without AVX-512 crawl in bf16
     parser.add_argument("--traced", action="store_true")
     arguments = parser.parse_args()
     if arguments.traced:
@@ -42,16 +43,17 @@ def main() -> None:
         return
     from parallel.processes.start import run_ranks
 
-    found = run_ranks(measure, 2, arguments.steps, timeout_seconds=500, threads=1)[0]
-    print(json.dumps({"benchmark": "ep_overlap", **found}))
+    found = run_ranks(measure, 2, arguments.steps, arguments.dtype, timeout_seconds=500, threads=1)[0]
+    print(json.dumps({"benchmark": "ep_overlap", "dtype": arguments.dtype, **found}))
 
 
-def measure(steps: int) -> dict[str, float]:
-    """Of one process: milliseconds with and without."""
+def measure(steps: int, dtype: str) -> dict[str, float]:
+    """Of one process: milliseconds of each way."""
     import torch
 
     from modeling.config import MoEConfig
     from modeling.context import Context
+    from modeling.dtypes import DTYPES
     from modeling.moe import MoE, build_moe
     from parallel.apply import connect_experts
     from parallel.config import ParallelConfig
@@ -68,14 +70,14 @@ def measure(steps: int) -> dict[str, float]:
         for weight in moe.parameters():
             torch.nn.init.normal_(weight, std=0.02)
         connect_experts(moe, mesh, None, overlap=overlap, chunks=chunks, weights_stay=True)
-        return moe.bfloat16()
+        return moe.to(DTYPES[dtype])
 
     positions_BS = torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN)
     context = Context(torch.zeros(BATCH, SEQ_LEN, dtype=torch.int32), positions_BS, balance_scale=0.1, z_scale=0.1)
     layers = {"off": built(False, 1), "on": built(True, 1), "2 chunks": built(True, 2), "4 chunks": built(True, 4)}
     times: dict[str, list[float]] = {name + of: [] for name in layers for of in ("", ", processor")}
     for step in range(WARM_UP + steps):
-        hidden_BSD = torch.randn(BATCH, SEQ_LEN, D_MODEL).bfloat16().requires_grad_()
+        hidden_BSD = torch.randn(BATCH, SEQ_LEN, D_MODEL).to(DTYPES[dtype]).requires_grad_()
         first = step % len(layers)  # which pays for new memory
         for name, moe in [*layers.items()][first:] + [*layers.items()][:first]:
             torch.distributed.barrier()
