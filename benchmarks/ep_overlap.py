@@ -6,8 +6,8 @@ Prints one JSON line. Measured: milliseconds of wall and of processor time, forw
 a shared expert over 4096 tokens of d_model 384 a process, in bf16 or as told: overlap off, on, and on with 2 and with
 4 chunks, in turn within the same processes; medians of rank 0; which is the first one goes around. There the exchange
 is work of the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer of
-DeepSeek-V3's shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of that is waited
-for, and the whole, as the estimate counts them. That is no measurement.
+DeepSeek-V3's shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of
+that is waited for, and the whole, as the estimate counts them. That is no measurement.
 """
 
 import argparse
