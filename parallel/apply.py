@@ -31,6 +31,7 @@ from parallel.pipeline.stages import keep_parts, rank_parts
 from parallel.recompute import Modes, Recompute, apply_recompute
 from parallel.sizes import Sizes
 from parallel.tensor import apply_tensor_parallelism
+from parallel.tensor_overlap import overlap_sums
 
 
 def build_part(
@@ -50,18 +51,21 @@ def build_part(
     """This rank's part of the decoder, its weights zero. All ranks call it.
 
     1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
-    made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. tensor parallelism; 4. the
-    attention core, context parallelism's where there is some; 5. expert parallelism, and sums over the ranks that share
-    sequences; 6. how layers multiply by their weights, and how chains of elementwise work are computed; 7.
-    recomputation. ``sizes`` cut the work of 3. to 5. ``weights_stay``: as ``apply_recompute`` has it.
+    made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. how layers multiply by their
+    weights; 4. tensor parallelism; 5. the attention core, context parallelism's where there is some; 6. expert
+    parallelism, and sums over the ranks that share sequences; 7. how chains of elementwise work are computed; 8.
+    recomputation. ``sizes`` cut the work of 4. to 6. ``weights_stay``: as ``apply_recompute`` has it.
     ``copies``: how what layers keep for their backward passes goes to the host; None: it stays on the device.
     """
     with torch.device("meta"):
         model = build_decoder(config)
     keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
     make_weights(model, layout_of(config), mesh, dtype, adopt)
+    multiply_by(model, products)
     if mesh.tp.degree > 1:
         apply_tensor_parallelism(model, mesh.tp)
+        if parallel.tp_overlap:
+            overlap_sums(model, mesh.tp)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     for number, attention in enumerate(attentions, start=1):
         attention.core = partial(attend, block=sizes.query_block)
@@ -83,7 +87,6 @@ def build_part(
             module.chunk_logits = sizes.chunk_logits
         if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
             module.fuse = fuse
-    multiply_by(model, products)
     offloader = None if copies is None else offloader_of(model, copies, sizes)
     apply_recompute(model, recompute, weights_stay=weights_stay, offloader=offloader)
     return model

@@ -47,6 +47,48 @@ def sum_both_ways(values: Tensor, axis: Axis) -> Tensor:
 Watch = Callable[["RowExchange", Literal["begun", "waited for"]], None]
 
 
+UnderWay = tuple[dist.Work | None, Tensor, Tensor]  # a collective, what it was given, and the memory for what comes
+
+
+class SequenceGather:
+    """``gather_sequence`` in two calls: what is made between them is differentiated while gradients are on their way.
+
+        gather = SequenceGather(axis)
+        hidden_BSD = gather.begin(hidden_BSD)  # all positions
+        ...                                    # nodes that have nothing to do with the hidden states
+        hidden_BSD = gather.end(hidden_BSD)
+
+    Autograd goes through nodes that are ready in the opposite order of their making, so the backward pass begins the
+    reduce-scatter at ``end``, goes on with what lies between where that is ready, and waits at ``begin``. The forward
+    pass gathers at ``begin``, where it waits. Once for each forward pass, on an axis of degree 2 or more.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.under_way: UnderWay | None = None
+
+    def begin(self, part_BSD: Tensor) -> Tensor:
+        """From this rank's part of the positions to all of them."""
+        return _BeginGather.apply(part_BSD, self)
+
+    def end(self, whole_BSD: Tensor) -> Tensor:
+        """What ``begin`` gave, for those who differentiate by it."""
+        return _EndGather.apply(whole_BSD, self)
+
+    def start(self, grad_BSD: Tensor) -> None:
+        """Begins to sum and cut the gradient."""
+        assert self.under_way is None, "a gradient begins its way twice"
+        self.under_way = _begin_reduce_scatter(grad_BSD.contiguous(), self.axis, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The sum at this rank's part of the positions. On NCCL the current stream waits, not the host."""
+        assert self.under_way is not None, "a gradient ends its way before it has begun it"
+        (work, _, result), self.under_way = self.under_way, None
+        if work is not None:
+            work.wait()
+        return result
+
+
 class RowExchange:
     """One all-to-all of rows in two calls, between which other work is done while the rows are on their way.
 
@@ -68,7 +110,7 @@ class RowExchange:
     ) -> None:
         self.sent, self.received, self.axis, self.async_op = sent, received, axis, async_op
         self.watch: Watch = watch or (lambda exchange, moment: None)
-        self.under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
+        self.under_way: UnderWay | None = None
 
     def start(self, rows_RD: Tensor, result_RD: Tensor, *, back: bool = False) -> None:
         """Begins the way of ``rows_RD`` into ``result_RD``, both contiguous. ``back``: to the ranks whose rows came."""
@@ -212,12 +254,15 @@ def _all_gather(part_BSD: Tensor, axis: Axis) -> Tensor:
 
 
 def _reduce_scatter(whole_BSD: Tensor, axis: Axis) -> Tensor:
+    return _begin_reduce_scatter(whole_BSD, axis, async_op=False)[2]
+
+
+def _begin_reduce_scatter(whole_BSD: Tensor, axis: Axis, *, async_op: bool) -> UnderWay:
     batch, length, width = whole_BSD.shape
     part = length // axis.degree
     by_rank = whole_BSD.view(batch, axis.degree, part, width).transpose(0, 1).reshape(axis.degree * batch, part, width)
-    result = whole_BSD.new_empty(batch, part, width)
-    dist.reduce_scatter_tensor(result, by_rank.contiguous(), group=axis.group)
-    return result
+    given, result = by_rank.contiguous(), whole_BSD.new_empty(batch, part, width)
+    return dist.reduce_scatter_tensor(result, given, group=axis.group, async_op=async_op), given, result
 
 
 class _GatherSequence(Function):
@@ -229,6 +274,29 @@ class _GatherSequence(Function):
     @staticmethod
     def backward(ctx, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return _reduce_scatter(grad_BSD.contiguous(), ctx.axis), None
+
+
+class _BeginGather(Function):
+    @staticmethod
+    def forward(ctx, part_BSD: Tensor, gather: SequenceGather) -> Tensor:  # type: ignore[override]
+        ctx.halves = gather
+        return _all_gather(part_BSD, gather.axis)
+
+    @staticmethod
+    def backward(ctx, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.halves.wait(), None
+
+
+class _EndGather(Function):
+    @staticmethod
+    def forward(ctx, whole_BSD: Tensor, gather: SequenceGather) -> Tensor:  # type: ignore[override]
+        ctx.halves = gather
+        return whole_BSD.view_as(whole_BSD)
+
+    @staticmethod
+    def backward(ctx, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.halves.start(grad_BSD)
+        return grad_BSD.new_empty(()).expand_as(grad_BSD), None  # of the shape that autograd expects, and no memory
 
 
 class _ScatterSumSequence(Function):

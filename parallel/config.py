@@ -16,6 +16,8 @@ class ParallelConfig:
     """Degrees of the axes, and what ZeRO shards over dp: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
     tp: Degree = 1  # tensor parallelism: cuts heads, d_ff and the vocabulary; between layers, positions
+    # gradients by hidden states are summed over tp while those of the weights are computed (not zero 3, zbv, dualpipev)
+    tp_overlap: bool = False
     pp: Degree = 1  # pipeline parallelism: cuts the layers into stages
     pipeline: PipelineConfig = field(default_factory=OneFOneB)  # how micro-batches pass through the stages of pp
     cp: Degree = 1  # context parallelism: cuts each sequence's positions

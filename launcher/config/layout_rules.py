@@ -9,7 +9,7 @@ from launcher.config.words import join_or
 from modeling.dims import units_of
 from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF
-from parallel.pipeline.config import splits_backward
+from parallel.pipeline.config import PipelineConfig, splits_backward
 from parallel.pipeline.rules import pipeline_problems
 
 LARGEST_DEGREE = 1024  # that a remedy names
@@ -30,6 +30,7 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _check_ep_chunks(config)
     yield from _check_split_backward(config)
     yield from _check_offload(config)
+    yield from _check_tp_overlap(parallel)
     yield from pipeline_problems(
         parallel.pipeline,
         pp=parallel.pp,
@@ -42,10 +43,33 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def with_zero(parallel: ParallelConfig, zero: int) -> ParallelConfig:
-    """The layout under another stage of ZeRO, without what only stage 1, or only stage 2, can do."""
+    """The layout under another stage of ZeRO, without what only stage 1, only stage 2, or not stage 3, can do."""
     alone = {} if zero == 1 else {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}
     offload_optimizer = parallel.offload_optimizer and zero == 2
-    return replace(parallel, zero=zero, offload_optimizer=offload_optimizer, **alone)
+    overlap = parallel.tp_overlap and zero != 3
+    return replace(parallel, zero=zero, offload_optimizer=offload_optimizer, tp_overlap=overlap, **alone)
+
+
+def with_schedule(parallel: ParallelConfig, pipeline: PipelineConfig) -> ParallelConfig:
+    """The layout under another schedule, without what its backward passes cannot do."""
+    return replace(parallel, pipeline=pipeline, tp_overlap=parallel.tp_overlap and not splits_backward(pipeline))
+
+
+def _check_tp_overlap(parallel: ParallelConfig) -> Iterator[str]:
+    """Where a weight's gradient may wait until the reduce-scatter has begun."""
+    if not parallel.tp_overlap:
+        return
+    if parallel.zero == 3:
+        yield (
+            "parallel.tp_overlap=true does not work with parallel.zero=3, whose weights are there during the passes of "
+            "their modules alone; try parallel.tp_overlap=false, or parallel.zero=2"
+        )
+    if parallel.pp > 1 and splits_backward(parallel.pipeline):
+        yield (
+            f"parallel.tp_overlap=true does not work with parallel.pipeline.name={parallel.pipeline.name}, which "
+            "computes weights' gradients in a part of its own of the backward pass; try parallel.tp_overlap=false, or "
+            "parallel.pipeline.name=interleaved"
+        )
 
 
 def _check_offload(config: RunConfig) -> Iterator[str]:

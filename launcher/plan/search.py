@@ -11,7 +11,7 @@ from launcher.closed_form.gpus import Gpu, capacity
 from launcher.closed_form.memory import memory_of
 from launcher.closed_form.own import job_of_config
 from launcher.config.batch_rules import check_batch
-from launcher.config.layout_rules import check_layout, with_zero
+from launcher.config.layout_rules import check_layout, with_schedule, with_zero
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.plan.corrections import Factors, factors_for
@@ -91,7 +91,7 @@ def variants(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
     stages = (1,) if alone else (1, 2, 3)
     for zero in stages:
         for schedule in schedules(config):
-            parallel = dataclasses.replace(with_zero(config.parallel, zero), pipeline=schedule)
+            parallel = with_schedule(with_zero(config.parallel, zero), schedule)
             found = dataclasses.replace(config, parallel=parallel)
             if not problems(found, n_gpus):
                 yield found

@@ -44,6 +44,7 @@ def layout_words(config: RunConfig, n_ranks: int) -> str:
     degrees = Degrees.of(config.parallel, n_ranks)
     kinds = {"pp": f" ({config.parallel.pipeline.name})", "cp": f" ({config.parallel.cp_attention})"}
     kinds |= {"ep": f" ({config.parallel.ep_chunks} chunks)"} if config.parallel.ep_chunks > 1 else {}
+    kinds["tp"] = " (overlapped)" * config.parallel.tp_overlap
     axes = {name: getattr(degrees, name) for name in ("pp", "dp", "cp", "tp", "ep")}
     shown = [f"{name}={degree}{kinds.get(name, '')}" for name, degree in axes.items() if degree > 1] or ["no axis"]
     precision, recompute = config.train.precision, config.train.recompute

@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.kernels.fuse import Fuse, in_parts, plainly
+from modeling.kernels.products import weight_grad
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # E4M3's largest number, 1.75 * 2^8
@@ -49,6 +50,11 @@ class Fp8Products:
         out = Fp8Linear.apply(inputs.flatten(0, -2), weight_OI, self.fuse).view(*inputs.shape[:-1], weight_OI.shape[0])
         return out if bias_O is None else out + bias_O
 
+    def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        """As Products.linear_grad."""
+        grad_RI = product(grad.flatten(0, -2), weight_OI, self.fuse, across=True)
+        return grad_RI.view(*grad.shape[:-1], weight_OI.shape[1])
+
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """As Products.grouped."""
         return Fp8Grouped.apply(rows_RI, ends_E, weight_EOI, self.fuse)
@@ -68,7 +74,7 @@ class Fp8Linear(Function):
         rows_RI, weight_OI = ctx.saved_tensors
         wants_rows, wants_weight, _ = ctx.needs_input_grad
         grad_rows_RI = product(grad_RO, weight_OI, ctx.fuse, across=True) if wants_rows else None
-        return grad_rows_RI, grad_RO.t() @ rows_RI if wants_weight else None, None
+        return grad_rows_RI, weight_grad(grad_RO, rows_RI) if wants_weight else None, None
 
 
 class Fp8Grouped(Function):

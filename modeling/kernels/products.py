@@ -10,10 +10,14 @@ from torch.nn import functional as F
 
 
 class Products(Protocol):
-    """How a layer multiplies by its weights. Both can be differentiated by rows and weights."""
+    """How a layer multiplies by its weights. ``linear`` and ``grouped`` can be differentiated by rows and weights."""
 
     def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """``inputs @ weight.T + bias``, from (..., I) to (..., O), of the inputs' dtype."""
+        ...
+
+    def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        """``linear``'s gradient by its inputs (..., I), from that by its outputs (..., O)."""
         ...
 
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
@@ -28,9 +32,18 @@ class AsTheyAre:
         """As Products.linear."""
         return F.linear(inputs, weight_OI, bias_O)
 
+    def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        """As Products.linear_grad."""
+        return (grad.flatten(0, -2) @ weight_OI).view(*grad.shape[:-1], weight_OI.shape[1])
+
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """As Products.grouped."""
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+
+def weight_grad(grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
+    """The gradient of a product by its weight (O, I). In every precision it is a product of rows as they are."""
+    return grad_RO.t() @ rows_RI
 
 
 AS_THEY_ARE = AsTheyAre()

@@ -24,7 +24,7 @@ Key = tuple[str, str, Collective]  # axis, what, collective
 # moves, and over which axes it may be. A name that stands for a whole file ends with "*".
 ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel/collectives.py:_all_gather": ("positions", ("tp",)),
-    "parallel/collectives.py:_reduce_scatter": ("positions", ("tp",)),
+    "parallel/collectives.py:_begin_reduce_scatter": ("positions", ("tp",)),
     "parallel/collectives.py:sum_together": ("gradients of what tp does not cut", ("tp",)),
     "parallel/collectives.py:gather_parts": ("matrices that the update needs whole", ("tp",)),
     "parallel/collectives.py:exchange_elements": ("matrices that the update needs whole", ("replicas", "edp")),

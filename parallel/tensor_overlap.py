@@ -1,0 +1,165 @@
+"""Tensor parallelism's sums of gradients, on their way while weights' gradients are computed.
+
+Megatron-LM (arXiv:2205.05198) does so in its LinearWithGradAccumulationAndAsyncCommunication. A block (attention, a
+dense feed-forward layer, a shared expert) gathers hidden states and multiplies them by several weights. Once each
+product has given its part of the gradient by the hidden states, that is summed over the ranks of tp, and cut; nothing
+that follows needs the weights' gradients, which take as many products. So a product's backward pass computes the
+gradient by its inputs alone, and leaves what its weight's needs to a node of that weight. Autograd goes through nodes
+that are ready in the opposite order of their making, which is:
+
+1. the gather's beginning, whose backward pass waits for the reduce-scatter;
+2. a node of each weight, whose backward pass computes its gradient;
+3. the gather's end, whose backward pass begins the reduce-scatter;
+4. the products.
+
+The same products of the same numbers are computed in another order, so gradients are equal bit for bit. What products
+leave is held until the reduce-scatter has begun: the hidden states, and the gradients by all their outputs.
+
+Shape letters: B batch, S sequence, D d_model, O what comes out of a product.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from modeling.attention import Attention
+from modeling.decoder import Decoder
+from modeling.feed_forward import FeedForward
+from modeling.kernels.products import Products, weight_grad
+from modeling.linear import Linear
+from parallel.collectives import SequenceGather, gather_sequence
+from parallel.mesh import Axis
+from parallel.tensor import SharedPositions
+
+
+def overlap_sums(model: Decoder, axis: Axis) -> None:
+    """Has the blocks of a decoder that tensor parallelism was applied to sum their gradients while others are computed.
+
+    Call it once it is known how layers multiply; changes no value. Weights must stay in memory from the forward to the
+    backward pass, and a backward pass must come in one part.
+    """
+    for block in model.modules():
+        if isinstance(block, Attention | FeedForward):
+            readers = [layer for layer in block.modules() if isinstance(layer, Linear) and reads_hidden_states(layer)]
+            block.positions = positions = OverlappedPositions(axis, readers)
+            for reader in readers:
+                reader.products = LateProducts(reader.products, positions)
+
+
+def reads_hidden_states(layer: Linear) -> bool:
+    """Whether its inputs are what its block has gathered."""
+    return layer.stated["weight"].dims[1] == "d_model"
+
+
+class Left:
+    """What a product's backward pass leaves to that of its weight: the gradient by its outputs, and its inputs."""
+
+    def __init__(self) -> None:
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def put(self, grad: Tensor, inputs: Tensor) -> None:
+        """Leaves them."""
+        assert self.held is None, "a product is differentiated twice before its weight is"
+        self.held = grad, inputs
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Takes them."""
+        assert self.held is not None, "a weight is differentiated before its product is"
+        held, self.held = self.held, None
+        return held
+
+
+Late = tuple[tuple[Tensor, ...], Left]  # a weight, and its bias if there is one, as they leave their node
+
+
+class OverlappedPositions(SharedPositions):
+    """``SharedPositions`` of one block. ``readers`` multiply what it gathers, each once."""
+
+    def __init__(self, axis: Axis, readers: Sequence[Linear]) -> None:
+        super().__init__(axis)
+        self.readers = readers
+        self.late: dict[nn.Parameter, Late] = {}  # by weight, what its reader has not taken yet
+
+    def gather(self, hidden_BSD: Tensor) -> Tensor:
+        """As SharedPositions. All ranks of tp call it."""
+        self.late = {}
+        if not (torch.is_grad_enabled() and hidden_BSD.requires_grad):
+            return gather_sequence(hidden_BSD, self.axis)
+        gather = SequenceGather(self.axis)
+        whole_BSD = gather.begin(hidden_BSD)
+        for reader in self.readers:
+            left = Left()
+            weights = (reader.weight,) if reader.bias is None else (reader.weight, reader.bias)
+            self.late[reader.weight] = _LateWeights.apply(left, *weights), left
+        return gather.end(whole_BSD)
+
+
+class LateProducts:
+    """``products`` whose weights' gradients are computed by the nodes that ``positions`` has made for them.
+
+    A product without such a node computes them at once: that of a second run under recomputation, whose graph is for
+    the tensors alone that it saves. Those are the same in both kinds.
+    """
+
+    def __init__(self, products: Products, positions: OverlappedPositions) -> None:
+        self.products, self.positions = products, positions
+
+    def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """As Products.linear."""
+        if not torch.is_grad_enabled():
+            return self.products.linear(inputs, weight_OI, bias_O)
+        weights, left = (weight_OI,) if bias_O is None else (weight_OI, bias_O), None
+        if isinstance(weight_OI, nn.Parameter) and weight_OI in self.positions.late:
+            weights, left = self.positions.late.pop(weight_OI)
+        return _Product.apply(self.products, left, inputs, *weights)
+
+    def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        """As Products.linear_grad."""
+        return self.products.linear_grad(grad, weight_OI)
+
+    def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """As Products.grouped."""
+        return self.products.grouped(rows_RI, ends_E, weight_EOI)
+
+
+def weights_grads(grad: Tensor, inputs: Tensor, n_weights: int) -> tuple[Tensor, ...]:
+    """The gradients of a product by its weight and, where ``n_weights`` is 2, its bias."""
+    grad_RO = grad.flatten(0, -2)
+    return weight_grad(grad_RO, inputs.flatten(0, -2)), *([grad_RO.sum(0)] if n_weights == 2 else [])
+
+
+class _LateWeights(Function):
+    """(left, weight_OI, perhaps bias_O) -> views of the weights. Their gradients are of what is left."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Left, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.left, ctx.n_weights = left, len(weights)
+        ctx.set_materialize_grads(False)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad, inputs = ctx.left.take()
+        return None, *weights_grads(grad, inputs, ctx.n_weights)
+
+
+class _Product(Function):
+    """(products, left, inputs, weight_OI, perhaps bias_O) -> outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Products, left: Left | None, inputs: Tensor, *weights: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(inputs, weights[0])
+        ctx.products, ctx.left, ctx.n_weights = products, left, len(weights)
+        return products.linear(inputs, weights[0], weights[1] if len(weights) == 2 else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, weight_OI = ctx.saved_tensors
+        grad_inputs = ctx.products.linear_grad(grad, weight_OI) if ctx.needs_input_grad[2] else None
+        if ctx.left is None:
+            return None, None, grad_inputs, *weights_grads(grad, inputs, ctx.n_weights)
+        ctx.left.put(grad, inputs)
+        return None, None, grad_inputs, *([None] * ctx.n_weights)
