@@ -2,10 +2,10 @@
 
 What a rank sends and the optimizer's update come on top of the passes, but for two things. Tokens on their way to
 experts take time where they are waited for (launcher.estimate.messages): with parallel.ep_overlap what is computed
-meanwhile hides them, with parallel.ep_chunks the experts of other chunks do. What parallel.tp_overlap hides counts. Activations that go to the host and back
+meanwhile hides them, with parallel.ep_chunks the experts of other chunks do. Activations that go to the host and back
 (train.offload_activations) take time where that is longer than the pass that they go beside. What runs beside each
-other is taken to slow nothing down. So this is what the step takes as it is written, on kernels of the stated
-efficiency; it is no measurement.
+other is taken to slow nothing down; what parallel.tp_overlap hides counts. So this is what the step takes as it is
+written, on kernels of the stated efficiency; it is no measurement.
 """
 
 from collections.abc import Callable, Iterator

@@ -241,6 +241,12 @@ def plant(title: str) -> None:
             expert.rows_by_chunk = lambda indices_TK, counts_E, n_ranks, parts: place_rows(indices_TK, counts_E, 1)
         case "chunks of ep: the first and the last one's weights take each other's gradients":
             gradients.swap_gradients_of_chunks()
+        case "tp_overlap: gradients are read before tp has summed them":
+            gradients.read_sum_too_early()
+        case "tp_overlap: weights' gradients dropped":
+            gradients.weigh_late_gradients(0.0)
+        case "tp_overlap: weights' gradients taken twice":
+            gradients.weigh_late_gradients(2.0)
         case "attention across documents under cp (all-to-all)" | "attention across documents under cp (ring)":
             import parallel.batch as batch
 

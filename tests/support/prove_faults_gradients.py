@@ -136,6 +136,22 @@ def swap_gradients_of_chunks() -> None:
     WeightChunks.add = swapped  # type: ignore[method-assign]
 
 
+def read_sum_too_early() -> None:
+    """The wait for a gradient on its way over tp is left out: its memory is read as it was before, zeros here."""
+    from parallel.collectives import SequenceGather
+
+    finish = SequenceGather.wait
+    SequenceGather.wait = lambda self: finish(self).zero_()
+
+
+def weigh_late_gradients(factor: float) -> None:
+    """Gradients of weights that are computed late come so many times."""
+    import parallel.tensor_overlap as tensor_overlap
+
+    grads = tensor_overlap.weights_grads
+    tensor_overlap.weights_grads = lambda *arguments: tuple(factor * each for each in grads(*arguments))
+
+
 def leave_gradients_unset(engine: Any) -> None:
     """Experts without rows keep what their gradient's memory held."""
 

@@ -27,6 +27,7 @@ BF16 = ("train.precision=bf16",)
 FP8, FROM_FP32 = ("train.precision=fp8",), "from fp32, one process"
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 EP_CHUNKS = (*EP, "parallel.ep_chunks=2")
+TP_OVERLAP = (*TP, "parallel.tp_overlap=true")
 HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zero=3")
@@ -279,4 +280,7 @@ FAULTS = [
     Fault("gradients of 8 bits put back at twice their size", "gradients", FROM_FP32, (*TP, *FP8)),
     Fault("rows of 8 bits put back by their neighbours' scales", "loss", FROM_FP32, FP8),
     Fault("ring: pieces of documents begin one token later", OUTPUTS, "layers.1.attention, sample", RING),
+    Fault("tp_overlap: gradients are read before tp has summed them", "gradients", EVERY_GRADIENT, TP_OVERLAP),
+    Fault("tp_overlap: weights' gradients dropped", "gradients", "layers.0.attention.q.weight", TP_OVERLAP),
+    Fault("tp_overlap: weights' gradients taken twice", "gradients", "2.0000 x one process's gradient", TP_OVERLAP),
 ]
