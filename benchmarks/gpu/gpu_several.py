@@ -37,6 +37,8 @@ LAYOUTS = (
     Layout("dp 2, ZeRO 3", 2, ParallelConfig(zero=3)),
     Layout("tp 2", 2, ParallelConfig(tp=2)),
     Layout("tp 2, dense", 2, ParallelConfig(tp=2), is_dense=True),
+    Layout("tp 2, overlap", 2, ParallelConfig(tp=2, tp_overlap=True)),
+    Layout("tp 2, dense, overlap", 2, ParallelConfig(tp=2, tp_overlap=True), is_dense=True),
     Layout("ep 2", 2, ParallelConfig(ep=2)),
     Layout("ep 2, no overlap", 2, ParallelConfig(ep=2, ep_overlap=False)),
     Layout("ep 2, 2 chunks", 2, ParallelConfig(ep=2, ep_chunks=2)),

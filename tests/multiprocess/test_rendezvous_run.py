@@ -49,6 +49,12 @@ def check(config: RunConfig, n_ranks: int) -> None:
     [
         (4, ParallelConfig(tp=2, pp=2, ep=2, zero=1), {"precision": "bf16"}),
         pytest.param(8, ParallelConfig(tp=2, pp=2, ep=2, zero=1), {"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            ParallelConfig(tp=2, pp=2, ep=2, tp_overlap=True, grad_reduce="micro_batch"),
+            {"recompute": "selective"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(8, ParallelConfig(pp=2, cp=2, ep=4, zero=2), {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param(
             8, ParallelConfig(tp=2, pp=2, cp=2, cp_attention="ring", pipeline=ZBV()), {}, marks=pytest.mark.slow

@@ -47,7 +47,8 @@ RING, CHUNKS = {"cp_attention": "ring"}, {"ep_chunks": 2}
 EACH = {"zero": 1, "grad_reduce": "micro_batch"}  # gradients of each micro-batch, in several buckets
 AS_BF16 = {**EACH, "grad_reduce_dtype": "bf16", "precision": "bf16"}
 LAST = {"zero": 1, "grad_reduce": "last_micro_batch"}
-PARALLEL_KEYS = ("zero", "pipeline", "cp_attention", "ep_chunks", "grad_reduce", "grad_reduce_dtype")
+PARALLEL_KEYS = ("zero", "pipeline", "cp_attention", "ep_chunks", "grad_reduce", "grad_reduce_dtype", "tp_overlap")
+BEHIND = {"tp_overlap": True}  # sums of gradients behind products
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,9 @@ def slow(*values: Any) -> Any:
                 {"zero": 3, **FULL, "micro_batch_size": 1},
             ],
         ),
-        (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 1, **BUDGET}]),
+        (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 1, **BUDGET}, BEHIND]),
+        slow(2, {"tp": 2}, MOE_MODEL, [{**BEHIND, **mode} for mode in (FULL, SELECTIVE, HALF, BUDGET)]),
+        slow(4, {"tp": 2, "ep": 4}, LATENT, [{**BEHIND, "zero": 2, **BF16}, {**BEHIND, **EACH, **SELECTIVE}]),
         slow(3, {}, ODD, [{**each, "global_batch_size": 6} for each in (EACH, AS_BF16, {**LAST, **FP16})]),
         slow(4, {"cp": 2, "tp": 2}, FOUR_LAYERS, [{**EACH, **RING, **FULL}, AS_BF16, {**LAST, **BF16}]),
         slow(4, {"ep": 2}, ODD, [{**EACH, **SELECTIVE}, AS_BF16, LAST]),

@@ -138,6 +138,8 @@ def on_the_host() -> Iterator[Case]:
         waits = {"none": 1, "selective": 1, "feed_forward": 2, "full": 2}[recompute] * experts.n_layers
         layout: dict[str, Any] = {"parallel": ParallelConfig(tp=2, ep=4), "world_size": 4, "rank": 3}
         yield Case(f"qwen3_moe offloads tp2 ep4 recompute={recompute}", experts, **shared, **layout, most_waits=waits)
+        layout = {"parallel": ParallelConfig(tp=2, tp_overlap=True), "world_size": 2, "rank": 1}
+        yield Case(f"qwen3 offloads tp2 overlap recompute={recompute}", dense, **shared, **layout)
     yield Case("qwen3 fp8 offloads", dense, products=Fp8Products(plainly), offloads=True)
 
 
@@ -153,6 +155,9 @@ def layouts() -> Iterator[Case]:
         ("tp2", dense, {"tp": 2}, 2),
         ("tp2", experts, {"tp": 2}, 2),
         ("tp2", latent, {"tp": 2}, 2),
+        ("tp2 overlap", dense, {"tp": 2, "tp_overlap": True}, 2),
+        ("tp2 overlap ep2", latent, {"tp": 2, "ep": 2, "tp_overlap": True}, 2),
+        ("tp2 overlap", sinks, {"tp": 2, "tp_overlap": True}, 2),
         ("cp2 ulysses", experts, {"cp": 2, "cp_attention": "ulysses"}, 2),
         ("cp2 ring", experts, {"cp": 2, "cp_attention": "ring"}, 2),
         ("cp2 ring", latent, {"cp": 2, "cp_attention": "ring"}, 2),

@@ -1,0 +1,136 @@
+"""What `parallel.tp_overlap` hides: a layer on two gloo processes, and a traced micro-batch at an H200's stated rates.
+
+    python benchmarks/tp_overlap.py [--steps 20] [--traced]
+
+Prints one JSON line. Measured: milliseconds of wall and of processor time, forward and backward, of a dense layer over
+4096 tokens of d_model 512 in fp32, cut over two processes, on and off in turn within the same processes; medians of
+rank 0; each is the first one every second time. There the reduce-scatter is work of the same processors. Traced: for
+one rank of tp 8 and the layers of Llama 3 8B, what the reduce-scatters take that weights' gradients are computed
+beside, and those, both as the estimate counts them; the smaller one can be hidden. That is no measurement.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+BATCH, SEQ_LEN, D_MODEL = 8, 512, 512
+WARM_UP = 3
+LAYERS = 2  # of the traced model
+MODEL = Path(__file__).parents[1] / "configs/models/llama-3-8b.yaml"
+OVERRIDES = [
+    *(f"model.n_layers={LAYERS}", "data.seq_len=8192", "train.micro_batch_size=1", "train.precision=bf16"),
+    *("train.recompute=none", "train.global_batch_size=8", "parallel={tp: 8, tp_overlap: true}"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--traced", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.traced:
+        print(json.dumps({"benchmark": "tp_overlap traced", **traced()}))
+        return
+    from parallel.processes.start import run_ranks
+
+    found = run_ranks(measure, 2, arguments.steps, timeout_seconds=500, threads=1)[0]
+    print(json.dumps({"benchmark": "tp_overlap", **found}))
+
+
+def measure(steps: int) -> dict[str, float]:
+    """Of one process: milliseconds with and without."""
+    import torch
+
+    from modeling.config import ModelConfig
+    from modeling.context import Context
+    from modeling.decoder import Decoder
+    from parallel.apply import build_part
+    from parallel.config import ParallelConfig
+    from parallel.mesh import close_mesh, open_mesh
+    from parallel.sizes import DEFAULT_SIZES
+
+    config = ModelConfig(vocab_size=256, d_model=D_MODEL, n_layers=1, n_heads=8, n_kv_heads=4, d_ff=4 * D_MODEL)
+    mesh = open_mesh(ParallelConfig(tp=2), 240)
+
+    def built(overlap: bool) -> Decoder:
+        parallel = ParallelConfig(tp=2, tp_overlap=overlap)
+        model = build_part(mesh, config, parallel, torch.float32, lambda *_: None, DEFAULT_SIZES, "none")
+        torch.manual_seed(mesh.rank)
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        return model
+
+    positions_BS = torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN)
+    context = Context(positions_BS, torch.zeros(BATCH, SEQ_LEN, dtype=torch.int32))
+    models = {"on": built(True), "off": built(False)}
+    times: dict[str, list[float]] = {name + of: [] for name in models for of in ("", ", processor")}
+    for step in range(WARM_UP + steps):
+        hidden_BSD = torch.randn(BATCH, SEQ_LEN // 2, D_MODEL).requires_grad_()
+        for name, model in sorted(models.items(), reverse=step % 2 == 1):  # which one is first pays for new memory
+            torch.distributed.barrier()
+            started, busy = time.perf_counter(), time.process_time()
+            out_BSD, _ = model.own_layers[0](hidden_BSD, context)
+            out_BSD.backward(hidden_BSD.detach())
+            times[name].append(1e3 * (time.perf_counter() - started))
+            times[f"{name}, processor"].append(1e3 * (time.process_time() - busy))
+    close_mesh()
+    return {name: round(median(each[WARM_UP:]), 1) for name, each in times.items()}
+
+
+def traced() -> dict[str, Any]:
+    """Milliseconds of one micro-batch: what a reduce-scatter of each kind of block takes, and what is beside it."""
+    from launcher.estimate.device import open_device
+
+    open_device()
+    from launcher.config.load import load_config
+    from launcher.estimate.pass_over import trace_rank
+    from launcher.estimate.step import near
+    from launcher.trace.hardware import read_hardware
+    from launcher.trace.ops import Op
+    from launcher.trace.roofline import least_seconds
+    from parallel.collectives import SequenceGather
+    from parallel.mesh import Degrees
+    from parallel.zero.patches import replaced
+
+    config = load_config(MODEL, OVERRIDES)
+    rates = read_hardware("H200").rates(near(Degrees.of(config.parallel, 8), 0, n_per_node=8))
+    now, sent, over_tp, found = [0.0], [0.0], [0.0], []
+
+    def clock(op: Op | None) -> float:
+        seconds = 0.0 if op is None else least_seconds(op, rates)[0]
+        now[0] += seconds
+        if op is not None and op.work.collective is not None:
+            sent[0] = seconds
+            over_tp[0] += seconds
+        return now[0]
+
+    begun: list[tuple[float, float]] = []
+    start, wait = SequenceGather.start, SequenceGather.wait
+
+    def starting(self: SequenceGather, *arguments: Any) -> None:
+        start(self, *arguments)
+        begun.append((now[0], sent[0]))
+
+    def waiting(self: SequenceGather) -> Any:
+        at, seconds = begun.pop()
+        found.append({"sends": round(1e3 * seconds, 3), "beside it": round(1e3 * (now[0] - at), 3)})
+        return wait(self)
+
+    with replaced(SequenceGather, start=starting, wait=waiting):
+        trace_rank(config, 8, 0, clock)
+    return {
+        "micro_batch_ms": round(1e3 * now[0], 2),
+        "collectives_ms": round(1e3 * over_tp[0], 2),
+        "layers": config.model.n_layers,
+        **dict(zip(("feed-forward", "attention"), found, strict=False)),  # of the last layer, whose turn is first
+    }
+
+
+if __name__ == "__main__":
+    main()
