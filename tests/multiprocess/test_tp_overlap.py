@@ -39,6 +39,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {}, {"precision": "fp16", "recompute": "selective"}),
     (2, {}, {"model": "biases"}),
     (2, {}, {"model": "biases", "recompute": "selective", "precision": "bf16"}),
+    (2, {}, {"model": "biases", "precision": "fp8"}),
     (2, {"ep": 2}, {"model": "latent"}),
     (2, {}, {"model": "latent", "recompute": "selective"}),
     (2, {"zero": 0}, {}),
