@@ -100,8 +100,8 @@ class OverlappedPositions(SharedPositions):
 class LateProducts:
     """``products`` whose weights' gradients are computed by the nodes that ``positions`` has made for them.
 
-    A product without such a node computes them at once: that of a second run under recomputation, whose graph is for
-    the tensors alone that it saves. Those are the same in both kinds.
+    A product without such a node would compute them at once. So are those of a second run under recomputation, which
+    nobody differentiates: it is for the tensors that autograd saves, and those are the same in both kinds.
     """
 
     def __init__(self, products: Products, positions: OverlappedPositions) -> None:
