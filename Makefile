@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages browser-packages prove drill fuzz sweep lint check format bench clean plan-table
+.PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages browser-packages prove drill fuzz sweep lint check format bench bench-peers clean plan-table
 
 install: $(STAMP)
 
@@ -118,6 +118,12 @@ plan-table: $(STAMP)
 # The comparisons that take minutes, peers included: less than 20 minutes on two idle cores. The others are run by themselves.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_set.py
+
+# Megatron-core and torchtitan as peers of `make bench`, which leaves out whichever is not there. 710 MB, most of it
+# triton, which torchtitan imports and which runs nothing on a CPU.
+bench-peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/peers --upgrade \
+	  --requirement benchmarks/peers.txt
 
 clean:
 	rm -rf .venv .transformers4 build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

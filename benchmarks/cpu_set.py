@@ -1,6 +1,6 @@
 """The benchmarks on a CPU that take minutes, one after another: each prints its JSON line, with what it cost.
 
-    python benchmarks/cpu_set.py [--only NAME]... [--out FILE]
+    python benchmarks/cpu_set.py [--only NAME]... [--out FILE] [--precision fp32|bf16|auto]
 
 ``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
 for less than 20 minutes on two idle cores; rounds are three, and each side of a comparison is a process of its own.
@@ -14,7 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cpu_precision import add_precision
+
 HERE = Path(__file__).parent
+BOTH = ("attention_documents",)  # measures fp32 and bf16 in any case
 SET: dict[str, tuple[str, ...]] = {
     "attention_documents": (),
     "moe_layer": ("--steps", "12", "--rounds", "3"),
@@ -28,18 +31,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=SET, action="append")
     parser.add_argument("--out", type=Path)
+    add_precision(parser)
     arguments = parser.parse_args()
-    lines = [run(name) for name in arguments.only or SET]
+    lines = [run(name, arguments.precision) for name in arguments.only or SET]
     if arguments.out is not None:
         arguments.out.write_text("".join(f"{line}\n" for line in lines))
     total = sum(json.loads(line)["cpu_seconds"] for line in lines)
     print(json.dumps({"benchmark": "cpu_set", "cpu_seconds": round(total, 1)}))
 
 
-def run(name: str) -> str:
+def run(name: str, precision: str) -> str:
     """The JSON line of one of the set."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, str(HERE / f"{name}.py"), *SET[name]]
+    options = () if name in BOTH else ("--precision", precision)
+    command = [sys.executable, str(HERE / f"{name}.py"), *SET[name], *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

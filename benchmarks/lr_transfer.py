@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from positions import draw_windows, files
 
 from launcher.prove.reference import PlainBatch, ReferenceTrainer
 from launcher.watch.plot import GRID
@@ -25,6 +24,7 @@ from modeling.config import ModelConfig
 from modeling.init_config import DepthScaledInit, MupInit
 from modeling.optimizers.config import AdamWConfig
 from modeling.schedules import CosineSchedule, lr_factor
+from positions import draw_windows, files
 
 SEQ_LEN, BATCH, LAST, D_HEAD = 64, 8, 20, 16
 LOG2_RATES = range(-9, -3)

@@ -1,8 +1,8 @@
 """A MoE layer on a CPU beside a dense SwiGLU of its active width: milliseconds of processor time. One JSON line.
 
-    python benchmarks/moe_layer.py [--steps 12] [--rounds 3]
+    python benchmarks/moe_layer.py [--steps 12] [--rounds 3] [--precision fp32|bf16|auto]
 
-Forward and backward over 4096 tokens of d_model 384 in bf16, one thread: 16 experts of width 192, 4 a token, and 64
+Forward and backward over 4096 tokens of d_model 384, one thread: 16 experts of width 192, 4 a token, and 64
 experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer is all of it: the router, its balance
 loss and what it counts, no shared expert. Hidden states are drawn anew each step, and so is the routing. Each layer is
 a process of its own, in turn; figures are medians over steps, then over rounds, and ratios medians of the rounds'.
@@ -19,6 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from cpu_precision import DTYPES, add_precision, choose_precision
 from modeling.config import MoEConfig
 from modeling.context import Context
 from modeling.feed_forward import FeedForward
@@ -35,16 +36,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layer", nargs=2, metavar=("SIZE", "KIND"))
+    add_precision(parser)
     arguments = parser.parse_args()
     if arguments.layer is not None:
         size, kind = arguments.layer
-        print(json.dumps(measure(size, kind, arguments.steps)))
+        print(json.dumps(measure(size, kind, arguments.steps, arguments.precision)))
         return
+    chosen = choose_precision(arguments.precision)
+    options = ["--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
     found: dict[str, dict[str, list[float]]] = {size: {kind: [] for kind in KINDS} for size in SIZES}
     for _ in range(arguments.rounds):
         for size, kinds in found.items():
             for kind in KINDS:
-                command = [sys.executable, __file__, "--layer", size, kind, "--steps", str(arguments.steps)]
+                command = [sys.executable, __file__, "--layer", size, kind, *options]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 kinds[kind].append(json.loads(done.stdout.splitlines()[-1]))
     figures = {
@@ -54,17 +58,18 @@ def main() -> None:
         }
         for size, kinds in found.items()
     }
-    print(json.dumps({"benchmark": "moe_layer", "torch": torch.__version__, **figures}))
+    print(json.dumps({"benchmark": "moe_layer", "torch": torch.__version__, **chosen, **figures}))
 
 
-def measure(size: str, kind: str, steps: int) -> float:
+def measure(size: str, kind: str, steps: int, precision: str) -> float:
     """Milliseconds of a step's forward and backward pass, the median of ``steps``."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layer, forward = build(size, kind)
+    dtype = DTYPES[precision]
+    layer, forward = build(size, kind, dtype)
     times = []
     for _ in range(WARM_UP + steps):
-        hidden_BSD, grad_BSD = (torch.randn(BATCH, SEQ_LEN, D_MODEL).bfloat16() for _ in range(2))
+        hidden_BSD, grad_BSD = (torch.randn(BATCH, SEQ_LEN, D_MODEL).to(dtype) for _ in range(2))
         hidden_BSD.requires_grad_()
         start = time.process_time()
         forward(hidden_BSD).backward(grad_BSD)
@@ -73,7 +78,7 @@ def measure(size: str, kind: str, steps: int) -> float:
     return median(times[WARM_UP:])
 
 
-def build(size: str, kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def build(size: str, kind: str, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """The layer, and what of its output goes on."""
     n_experts, d_ff, top_k = SIZES[size]
     layer: nn.Module
@@ -87,7 +92,7 @@ def build(size: str, kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
         layer, forward = moe, lambda hidden_BSD: moe(hidden_BSD, context, 0)[0]
     for weight in layer.parameters():
         nn.init.normal_(weight.data, std=0.02)
-    return layer.bfloat16(), forward
+    return layer.to(dtype), forward
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What recomputation costs on a CPU and what it saves. Prints one JSON line.
 
-    python benchmarks/recomputation.py [--steps 4] [--rounds 3]
+    python benchmarks/recomputation.py [--steps 4] [--rounds 3] [--precision fp32|bf16|auto]
 
-A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens in bf16, one thread, by
+A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by
 ``train.recompute``. ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are
 the bytes that the layers have left for the backward pass when the head begins (all tensors that are there then, less
 those from before the forward pass), over those of ``none``. Each side is a process of its own, in turn; figures are
@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from cpu_precision import DTYPES, add_precision, choose_precision
 from launcher.estimate.ledger import Ledger
 from modeling.config import ModelConfig, MoEConfig
 from modeling.context import Context
@@ -40,19 +41,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", nargs=2, metavar=("MODEL", "MODE"))
+    add_precision(parser)
     arguments = parser.parse_args()
     if arguments.side is not None:
         name, mode = arguments.side
-        print(json.dumps(measure(name, mode, arguments.steps)))
+        print(json.dumps(measure(name, mode, arguments.steps, arguments.precision)))
         return
+    chosen = choose_precision(arguments.precision)
+    options = ["--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
     sides = [(model, mode) for model in MODELS for mode in MODES]
     found: dict[tuple[str, str], list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(arguments.rounds):
         for side in sides:
-            command = [sys.executable, __file__, "--side", *side, "--steps", str(arguments.steps)]
+            command = [sys.executable, __file__, "--side", *side, *options]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    line: dict[str, object] = {"benchmark": "recomputation", "torch": torch.__version__}
+    line: dict[str, object] = {"benchmark": "recomputation", "torch": torch.__version__, **chosen}
     for model, mode in sides:
         pairs = list(zip(found[model, mode], found[model, "none"], strict=True))
         line[f"{model} {mode}"] = {
@@ -64,12 +68,12 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def measure(name: str, mode: Recompute, n_steps: int) -> dict[str, float]:
+def measure(name: str, mode: Recompute, n_steps: int, precision: str) -> dict[str, float]:
     """Milliseconds of processor time of a step, after one that warms up, and the bytes of the layers' activations."""
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = build_decoder(MODELS[name])
-    materialize(model, MODELS[name], 0, "cpu", torch.bfloat16)
+    materialize(model, MODELS[name], 0, "cpu", DTYPES[precision])
     apply_recompute(model, mode)
     run_step(model, 0)
     taken = []

@@ -1,33 +1,35 @@
-"""Training steps on a CPU, ours beside transformers' own class: tokens a second of processor time. One JSON line.
+"""Training steps on a CPU, ours beside those of other trainers: tokens a second of processor time. One JSON line.
 
-    python benchmarks/step_speed.py [--steps 3] [--rounds 3]
+    python benchmarks/step_speed.py [--steps 3] [--rounds 3] [--precision fp32|bf16|auto]
 
 A MoE decoder of 44 million weights, 23 million of them active, of family qwen3_moe (16 experts of width 192, 4 a token;
-vocabulary 16384). A step is forward, backward and torch's AdamW over one batch of 8 x 512 tokens in packed documents,
-in bf16 throughout, one thread. Each side is a process of its own, in turn; figures are medians over rounds, and
-peaks of resident memory. No side goes through DeepSpeed. transformers runs its eager sdpa attention with a mask of
-documents and its ``grouped_mm`` experts, once as ours and once with fp32 weights and autocast. ``ratio`` is our speed
-over that of the faster of the two, ``peak_ratio`` our peak over the smaller one.
+vocabulary 16384). A step is forward, loss, backward, clipping and torch's AdamW over one batch of 8 x 512 tokens in
+packed documents, one thread, all in one precision. Each side is a process of its own, in turn; figures are medians over
+rounds, and peaks of resident memory. No side goes through DeepSpeed.
+
+``transformers`` runs its sdpa attention with a mask of documents and its ``grouped_mm`` experts; ``_autocast`` is the
+same with fp32 weights, where bf16 is asked for, and ``_compiled`` has each layer compiled by torch.compile.
+``megatron_core`` and ``torchtitan`` are measured where they are installed (peer_models.py, docs/speed.md). On a CPU
+torchtitan cannot keep packed documents apart: its rows, and those of ``ours_whole_rows`` beside it, are one document
+each. Ratios are explained at ``summary`` in sides.py.
 """
 
-import argparse
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cpu_precision import DTYPES
 from modeling.config import ModelConfig, MoEConfig
 from modeling.context import Context, attention_mask
+from sides import Figures, Side, compare
 
 BATCH, SEQ_LEN = 8, 512
 LENGTHS = (16, 400)  # of documents: drawn evenly between
+CLIP_NORM = 1.0
 CONFIG = ModelConfig(
     family="qwen3_moe",
     vocab_size=16384,
@@ -40,71 +42,47 @@ CONFIG = ModelConfig(
     d_ff=768,
     moe=MoEConfig(n_experts=16, top_k=4, d_ff=192, score="softmax"),
 )
-SIDES = ("ours", "transformers", "transformers_autocast")
+SIDES = (
+    Side(name="ours", beside=None),
+    Side(name="transformers"),
+    Side(name="transformers_autocast", precisions=("bf16",)),
+    Side(name="transformers_compiled", compiled=True),
+    Side(name="megatron_core", package="megatron-core"),
+    Side(name="ours_whole_rows", beside=None),
+    Side(name="torchtitan", beside="ours_whole_rows", package="torchtitan"),
+)
+WHOLE_ROWS = ("ours_whole_rows", "torchtitan")
 
 
 def main() -> None:
     compare("step_speed", __file__, __doc__, SIDES, measure)
 
 
-def compare(
-    name: str, script: str, about: str | None, sides: tuple[str, ...], measure: Callable[[str, int], dict[str, float]]
-) -> None:
-    """Measures ``sides``, ours first and the peers after it, each in processes of ``script`` of its own; one JSON line.
-
-    ``measure(side, steps)`` gives ``tokens_a_cpu_second`` and ``peak_gb`` of the process that calls it.
-    """
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=sides)
-    arguments = parser.parse_args()
-    if arguments.side is not None:
-        print(json.dumps(measure(arguments.side, arguments.steps)))
-        return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for _ in range(arguments.rounds):
-        for side in sides:
-            command = [sys.executable, script, "--side", side, "--steps", str(arguments.steps)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    figures = {
-        side: {key: round(median(each[key] for each in rounds), 2) for key in rounds[0]}
-        for side, rounds in found.items()
-    }
-    speed, peak = ({side: figures[side][key] for side in sides} for key in ("tokens_a_cpu_second", "peak_gb"))
-    ours, *peers = sides
-    ratios = {
-        "ratio": round(speed[ours] / max(speed[peer] for peer in peers), 3),
-        "peak_ratio": round(peak[ours] / min(peak[peer] for peer in peers), 3),
-    }
-    print(json.dumps({"benchmark": name, "torch": torch.__version__, **figures, **ratios}))
-
-
-def measure(side: str, steps: int) -> dict[str, float]:
+def measure(side: str, steps: int, precision: str) -> Figures:
     """Tokens a CPU second over ``steps`` steps after one that warms up, and the process's peak in GB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, loss = build_ours() if side == "ours" else build_theirs(autocast=side == "transformers_autocast")
+    model, loss = build(side, DTYPES[precision])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     start = 0.0
     for step in range(steps + 1):
         if step == 1:
             start = time.process_time()
-        loss(*batch(step)).backward()
+        loss(*batch(step, whole_rows=side in WHOLE_ROWS)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
     rate = steps * BATCH * SEQ_LEN / (time.process_time() - start)
     return {"tokens_a_cpu_second": rate, "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
 
 
-def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def batch(step: int, *, whole_rows: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, targets, positions and documents (B, S)."""
     generator = torch.Generator().manual_seed(step)
     tokens_BS = torch.randint(CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
     positions, documents = [], []
     for _ in range(BATCH):
-        lengths: list[int] = []
+        lengths: list[int] = [SEQ_LEN] if whole_rows else []
         while sum(lengths) < SEQ_LEN:
             drawn = int(torch.randint(LENGTHS[0], LENGTHS[1] + 1, (), generator=generator))
             lengths.append(min(drawn, SEQ_LEN - sum(lengths)))
@@ -116,14 +94,36 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def build_ours() -> tuple[nn.Module, Loss]:
+def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
+    """A side's model, and its loss by a batch."""
+    match side:
+        case "ours" | "ours_whole_rows":
+            return build_ours(dtype)
+        case "transformers":
+            return build_transformers(dtype)
+        case "transformers_autocast":
+            return build_transformers(torch.float32, autocast=True)
+        case "transformers_compiled":
+            return build_transformers(dtype, compiled=True)
+        case "megatron_core":
+            from peer_models import build_megatron_core
+
+            return build_megatron_core(CONFIG, SEQ_LEN, dtype)
+        case "torchtitan":
+            from peer_models import build_torchtitan
+
+            return build_torchtitan(CONFIG, SEQ_LEN, dtype)
+    raise ValueError(side)
+
+
+def build_ours(dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     """Our decoder, and its loss by a batch."""
     from modeling.decoder import build_decoder
     from modeling.init import materialize
 
     with torch.device("meta"):
         model = build_decoder(CONFIG)
-    materialize(model, CONFIG, 0, "cpu", torch.bfloat16)
+    materialize(model, CONFIG, 0, "cpu", dtype)
 
     def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
         out = model(tokens_BS, Context(positions_BS, documents_BS), targets_BS)
@@ -133,21 +133,24 @@ def build_ours() -> tuple[nn.Module, Loss]:
     return model, loss
 
 
-def build_theirs(*, autocast: bool) -> tuple[nn.Module, Loss]:
-    """transformers' class of the same sizes, in bf16 or in fp32 with bf16 by autocast, and its loss by a batch."""
+def build_transformers(dtype: torch.dtype, *, autocast: bool = False, compiled: bool = False) -> tuple[nn.Module, Loss]:
+    """transformers' class of the same sizes, and its loss by a batch; with ``autocast`` products are in bf16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from modeling.families.config_json import SpecialTokens, to_config_json
 
-    settings = to_config_json(CONFIG, SEQ_LEN, SpecialTokens(), "bfloat16")
+    settings = to_config_json(CONFIG, SEQ_LEN, SpecialTokens(), str(dtype).removeprefix("torch."))
     built = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(
         built,
         attn_implementation="sdpa",
         experts_implementation="grouped_mm",
-        dtype=torch.float32 if autocast else torch.bfloat16,
+        dtype=dtype,
         trust_remote_code=False,
     )
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile()
 
     def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
         mask_BSS = attention_mask(positions_BS, documents_BS, positions_BS, documents_BS, None)

@@ -1,12 +1,12 @@
 """Training steps on a CPU through DeepSpeed ZeRO 1, one process each: tokens a second of processor time. One JSON line.
 
-    python benchmarks/zero_step_speed.py [--steps 3] [--rounds 3]
+    python benchmarks/zero_step_speed.py [--steps 3] [--rounds 3] [--precision fp32|bf16|auto]
 
-The model, the batches and transformers' class are those of step_speed.py, in bf16 with fp32 masters, torch's AdamW and
-clipping at 1. Ours is the engine of a training run, with what a run sets for its process. Theirs is DeepSpeed's own
-engine around the class, with its default of bf16 gradients (``transformers``) and with fp32 sums of gradients as ours
-(``transformers_fp32_sums``). Each side is a process of its own, in turn; figures are medians over rounds. ``ratio`` is
-our speed over that of the faster of the two, ``peak_ratio`` our peak over the smaller one.
+The model, the batches and transformers' class are those of step_speed.py, in fp32 or in bf16 with fp32 masters, torch's
+AdamW and clipping at 1. Ours is the engine of a training run, with what a run sets for its process. Theirs is
+DeepSpeed's own engine around the class, in bf16 with its default of bf16 gradients (``transformers``) and with fp32
+sums of gradients as ours (``transformers_fp32_sums``). Each side is a process of its own, in turn; figures are medians
+over rounds. ``ratio`` is our speed over that of the fastest peer, ``peak_ratio`` our peak over the smallest one.
 """
 
 import os
@@ -17,24 +17,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_speed import BATCH, CONFIG, SEQ_LEN, batch, build_theirs, compare
 
-SIDES = ("ours", "transformers", "transformers_fp32_sums")
+from cpu_precision import DTYPES
+from sides import Figures, Side, compare
+from step_speed import BATCH, CLIP_NORM, CONFIG, SEQ_LEN, batch, build_transformers
+
+SIDES = (
+    Side(name="ours", beside=None),
+    Side(name="transformers"),
+    Side(name="transformers_fp32_sums", precisions=("bf16",)),
+)
 LR = 1e-4
-CLIP_NORM = 1.0
 
 
 def main() -> None:
     compare("zero_step_speed", __file__, __doc__, SIDES, measure)
 
 
-def measure(side: str, steps: int) -> dict[str, float]:
+def measure(side: str, steps: int, precision: str) -> Figures:
     """Tokens a CPU second over ``steps`` steps after two that warm up, and the process's peak in GB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
-    step = open_ours() if side == "ours" else open_theirs(fp32_sums=side == "transformers_fp32_sums")
+    fp32_sums = side == "transformers_fp32_sums"
+    step = open_ours(precision) if side == "ours" else open_theirs(precision, fp32_sums=fp32_sums)
     start = 0.0
     for number in range(steps + 2):
         if number == 2:
@@ -51,7 +58,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def open_ours() -> Callable[[int], None]:
+def open_ours(precision: str) -> Callable[[int], None]:
     """One update of our engine, by its number."""
     from launcher.config.tree import RunConfig
     from launcher.training.loop import prepare_process
@@ -64,7 +71,9 @@ def open_ours() -> Callable[[int], None]:
     prepare_process(RunConfig())
     mesh = open_mesh(ParallelConfig(zero=1), 600)
     optimizer = AdamWConfig(lr=LR, clip_norm=CLIP_NORM)
-    engine = Engine(mesh, CONFIG, optimizer, parallel=ParallelConfig(zero=1), precision="bf16", micro_batch_size=BATCH)
+    engine = Engine(
+        mesh, CONFIG, optimizer, parallel=ParallelConfig(zero=1), precision=precision, micro_batch_size=BATCH
+    )
     engine.initialize_weights(0)
 
     def step(number: int) -> None:
@@ -77,7 +86,7 @@ def open_ours() -> Callable[[int], None]:
     return step
 
 
-def open_theirs(*, fp32_sums: bool) -> Callable[[int], None]:
+def open_theirs(precision: str, *, fp32_sums: bool) -> Callable[[int], None]:
     """One update of transformers' class in DeepSpeed's engine, by its number."""
     import parallel.zero.patches  # noqa: F401  (else DeepSpeed builds a collective by a compiler)
 
@@ -85,11 +94,11 @@ def open_theirs(*, fp32_sums: bool) -> Callable[[int], None]:
 
     import deepspeed
 
-    model, loss = build_theirs(autocast=False)
+    model, loss = build_transformers(DTYPES[precision])
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": precision == "bf16"},
         "gradient_clipping": CLIP_NORM,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

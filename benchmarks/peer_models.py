@@ -1,0 +1,143 @@
+"""Models of other trainers' packages on one CPU process, of a given shape: Megatron-core's and torchtitan's.
+
+Their code runs as it is installed (docs/speed.md has the versions). Both are written for CUDA; what the process gives
+them in its place is told at each. Neither computes a balance loss here, which ours does.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modeling.config import ModelConfig
+from modeling.context import attention_mask
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of tokens, targets, positions and documents (B, S)
+
+
+def build_megatron_core(config: ModelConfig, seq_len: int, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
+    """Megatron-core's GPTModel of its local layers, and its loss by a batch, whose documents a mask keeps apart.
+
+    Its attention is the formula with a mask; its experts are gone through one after another, since its grouped ones
+    are CUDA's. Positions run through a row: between tokens of one document the rotary embedding turns alike.
+
+    It asks CUDA for the current device, and is told the CPU; it keeps states of CUDA's random numbers for dropout, of
+    which there is none, so the tracker that keeps none takes their place. Without TransformerEngine its router's
+    product looks whether a name is None that it never declared, so that is declared.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+
+    assert config.moe is not None
+    moe_utils.te_general_gemm = None
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    initialize_rng_tracker(inference_rng_tracker=True)
+    settings = TransformerConfig(
+        num_layers=config.n_layers,
+        hidden_size=config.d_model,
+        ffn_hidden_size=config.d_ff,
+        num_attention_heads=config.n_heads,
+        num_query_groups=config.n_kv_heads,
+        kv_channels=config.head_dim,
+        qk_layernorm=config.qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_eps,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+        num_moe_experts=config.moe.n_experts,
+        moe_ffn_hidden_size=config.moe.d_ff,
+        moe_router_topk=config.moe.top_k,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="allgather",
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+    )
+    layers = get_gpt_layer_local_spec(
+        num_experts=config.moe.n_experts, qk_layernorm=config.qk_norm, normalization="RMSNorm"
+    )
+    model = GPTModel(
+        settings,
+        layers,
+        config.vocab_size,
+        seq_len,
+        position_embedding_type="rope",
+        rotary_base=int(config.rope_theta),
+        share_embeddings_and_output_weights=config.tie_embeddings,
+    ).to(dtype)
+
+    def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
+        mask_BSS = attention_mask(positions_BS, documents_BS, positions_BS, documents_BS, None)
+        return model(tokens_BS, positions_BS, ~mask_BSS[:, None], labels=targets_BS).float().mean()
+
+    return model, loss
+
+
+def build_torchtitan(config: ModelConfig, seq_len: int, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
+    """torchtitan's Qwen3Model, and its loss by a batch whose rows are one document each.
+
+    Its attention is torch's with ``is_causal``: its other kinds, which know documents, cannot be trained on a CPU.
+    Experts are gone through one after another; its grouped products are in bf16 alone, over rows that a CUDA kernel
+    arranges.
+
+    Its router counts whole numbers by ``torch.histc``, which torch does on CUDA only: here they are counted as floats.
+    """
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+
+    assert config.moe is not None
+    plain_histc = torch.histc
+
+    def histc(numbers: Tensor, bins: int, min: int, max: int) -> Tensor:
+        return plain_histc(numbers.float(), bins, min, max).to(numbers.dtype)
+
+    torch.histc = histc  # type: ignore[assignment]
+    experts = MoEArgs(
+        num_experts=config.moe.n_experts,
+        num_shared_experts=0,
+        top_k=config.moe.top_k,
+        score_func="softmax",
+        route_norm=config.moe.normalize_top_k,
+        score_before_experts=False,
+        use_grouped_mm=False,
+        load_balance_coeff=None,
+    )
+    settings = Qwen3ModelArgs(
+        dim=config.d_model,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        vocab_size=config.vocab_size,
+        head_dim=config.head_dim,
+        hidden_dim=config.d_ff,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        qk_norm=config.qk_norm,
+        max_seq_len=seq_len,
+        attn_type="sdpa",
+        enable_weight_tying=config.tie_embeddings,
+        moe_enabled=True,
+        moe_inter_dim=config.moe.d_ff,
+        moe_args=experts,
+    )
+    model = Qwen3Model(settings)
+    with torch.no_grad():
+        model.init_weights()
+    model.to(dtype)
+
+    def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
+        assert not documents_BS.any(), "a row has several documents"
+        return F.cross_entropy(model(tokens_BS).float().flatten(0, 1), targets_BS.flatten())
+
+    return model, loss

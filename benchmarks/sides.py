@@ -1,0 +1,108 @@
+"""Sides of a comparison, each in processes of its own, in turn: what is theirs, and the JSON line about all of them.
+
+Peers that are packages of their own lie in build/peers, where docs/speed.md has them installed, or in the environment.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from cpu_precision import DTYPES, add_precision, choose_precision
+
+PEERS = Path(__file__).parents[1] / "build" / "peers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of those that are compared."""
+
+    name: str
+    beside: str | None = "ours"  # our side that does the same work; None: it is one of ours
+    compiled: bool = False  # by torch.compile: told apart from eager peers
+    package: str | None = None  # without it the side is left out; None: it needs none
+    precisions: tuple[str, ...] = tuple(DTYPES)
+
+
+Figures = dict[str, float]  # tokens_a_cpu_second, peak_gb
+Measure = Callable[[str, int, str], Figures]  # (side, steps, precision) -> those of the process that calls it
+
+
+def compare(name: str, script: str, about: str | None, sides: Sequence[Side], measure: Measure) -> None:
+    """Measures ``sides`` in processes of ``script`` and prints one JSON line; such a process prints its figures.
+
+    A side whose package is not there, or does not run, has a text in the place of figures.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--side", choices=[side.name for side in sides])
+    add_precision(parser)
+    arguments = parser.parse_args()
+    sys.path.append(str(PEERS))
+    if arguments.side is not None:
+        print(json.dumps(measure(arguments.side, arguments.steps, arguments.precision)))
+        return
+    chosen = choose_precision(arguments.precision)
+    there, told = present(sides, str(chosen["precision"]))
+    found: dict[str, list[Figures]] = {side.name: [] for side in there}
+    command = [sys.executable, script, "--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
+    for _ in range(arguments.rounds):
+        for side in [side for side in there if side.name in found]:
+            done = subprocess.run([*command, "--side", side.name], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                found[side.name].append(json.loads(done.stdout.splitlines()[-1]))
+                continue
+            if side.package is None:
+                raise SystemExit(f"{side.name} failed:\n{done.stderr}")
+            told[side.name] = f"does not run: {done.stderr.splitlines()[-1]}"
+            del found[side.name]
+    line = summary(there, found)
+    print(json.dumps({"benchmark": name, "torch": torch.__version__, **chosen, **told, **line}))
+
+
+def present(sides: Sequence[Side], precision: str) -> tuple[list[Side], dict[str, str]]:
+    """The sides to be measured, and a text for each whose package is not there.
+
+    One of ours is left out where no peer is beside it.
+    """
+    fitting = [side for side in sides if precision in side.precisions]
+    installed = {each.name for each in distributions()}
+    there = [side for side in fitting if side.package is None or side.package in installed]
+    wanted = {side.beside for side in there}
+    told = {side.name: "not installed" for side in fitting if side not in there}
+    return [side for side in there if side.beside is not None or side.name in wanted], told
+
+
+def summary(sides: Sequence[Side], found: dict[str, list[Figures]]) -> dict[str, object]:
+    """Each side's medians over its rounds, with a peer's ratios; and the ratios beside the best of the peers.
+
+    ``ratio`` is our speed over the peer's, and the least of these; ``peak_ratio`` our peak of memory over the peer's,
+    and the largest. Compiled peers have ``compiled_ratio`` and ``compiled_peak_ratio``.
+    """
+    medians = {name: {key: median(each[key] for each in rounds) for key in rounds[0]} for name, rounds in found.items()}
+    ratios: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    line: dict[str, object] = {}
+    for side in sides:
+        if side.name not in medians:
+            continue
+        figures = medians[side.name]
+        shown = {key: round(value, 2) for key, value in figures.items()}
+        if side.beside is not None:
+            ours = medians[side.beside]
+            speed, peak = (ours[key] / figures[key] for key in ("tokens_a_cpu_second", "peak_gb"))
+            ratios[side.compiled].append((speed, peak))
+            shown |= {"ratio": round(speed, 3), "peak_ratio": round(peak, 3)}
+        line[side.name] = shown
+    for compiled, prefix in ((False, ""), (True, "compiled_")):
+        if ratios[compiled]:
+            speeds, peaks = zip(*ratios[compiled], strict=True)
+            line |= {f"{prefix}ratio": round(min(speeds), 3), f"{prefix}peak_ratio": round(max(peaks), 3)}
+    return line
