@@ -22,8 +22,8 @@ SET: dict[str, tuple[str, ...]] = {
     "attention_documents": (),
     "moe_layer": ("--steps", "12", "--rounds", "3"),
     "recomputation": ("--steps", "2", "--rounds", "3"),
-    "step_speed": ("--steps", "2", "--rounds", "3"),
-    "zero_step_speed": ("--steps", "2", "--rounds", "3"),
+    "step_speed": ("--steps", "1", "--rounds", "3"),
+    "zero_step_speed": ("--steps", "1", "--rounds", "3"),
 }
 
 

@@ -14,12 +14,14 @@ from modeling.dims import Weight
 from modeling.kernels.fuse import Fuse, plainly
 
 IGNORE = -100  # a target that does not count
-# Logits that exist at once: in 16 bits 64 MiB on a CPU; 3 GiB on CUDA, where each has 12 bytes with what is made of
-# it. There 2048 tokens of a vocabulary of 131072 fill the products, and the weight's gradient (fp32, read and written
-# once a chunk) is passed over 4 times in 8192 tokens, where 2^24 took 64 passes; more logits would save little.
+# Logits that exist at once, in 16 bits on a CPU (64 MiB; half as many in 32); 3 GiB on CUDA, where each has 12 bytes
+# with what is made of it. There 2048 tokens of a vocabulary of 131072 fill the products, and the weight's gradient
+# (fp32, read and written once a chunk) is passed over 4 times in 8192 tokens, where 2^24 took 64 passes; more logits
+# would save little.
 CPU_CHUNK_LOGITS = 1 << 25
 CUDA_CHUNK_LOGITS = 1 << 28
-# On a CPU no more tokens than this: the products gain nothing by more, and logits take memory (docs/speed.md).
+# On a CPU no more tokens than this in 16 bits, and half of it in 32: the products gain nothing by more, and logits take
+# memory (docs/speed.md).
 CPU_CHUNK_TOKENS = 512
 # On a CPU what is made of a product's numbers is made of so many at once (1 MiB in fp32), which stay in a core's own
 # cache: a softmax of 512 x 16384 logits took 5 ms by pieces of 16 tokens and 20 by 256 (AMX, one thread, 2026-11-23).
@@ -84,12 +86,13 @@ class WeightGradient:
     """Adds each chunk's product grad_VT @ hidden_TD to ``sum_VD`` (fp32; None: the weight needs no gradient).
 
     On a CPU the products of 16 bits take one tensor in turn, and are widened piece by piece: a new tensor of the
-    weight's size costs more for its pages than the product itself.
+    weight's size costs more for its pages than the product itself. Those of 32 bits are added as they are made.
     """
 
     def __init__(self, sum_VD: Tensor | None, weight_VD: Tensor) -> None:
         self.sum_VD = sum_VD
-        reuses = sum_VD is not None and weight_VD.is_cpu and weight_VD.dtype != torch.float32
+        self.on_cpu = weight_VD.is_cpu
+        reuses = sum_VD is not None and self.on_cpu and weight_VD.dtype != torch.float32
         self.product_VD = torch.empty_like(weight_VD) if reuses else None
 
     def __call__(self, grad_TV: Tensor, hidden_TD: Tensor) -> None:
@@ -97,7 +100,10 @@ class WeightGradient:
         if self.sum_VD is None:
             return
         if self.product_VD is None:
-            self.sum_VD += grad_TV.T @ hidden_TD
+            if self.on_cpu:
+                torch.addmm(self.sum_VD, grad_TV.T, hidden_TD, out=self.sum_VD)
+            else:
+                self.sum_VD += grad_TV.T @ hidden_TD
             return
         torch.mm(grad_TV.T, hidden_TD, out=self.product_VD)
         for part in cached_rows(self.product_VD):
@@ -125,7 +131,8 @@ def chunk_tokens(chunk_logits: int | None, weight_VD: Tensor) -> int:
     if chunk_logits is not None:
         return max(1, chunk_logits // vocab_size)
     if weight_VD.is_cpu:
-        return max(1, min(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size))
+        n_tokens = min(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
+        return max(1, n_tokens // 2 if weight_VD.dtype == torch.float32 else n_tokens)
     return max(1, CUDA_CHUNK_LOGITS // vocab_size)
 
 

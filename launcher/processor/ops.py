@@ -133,7 +133,7 @@ def asked(phase: Phase, work: Work, args: Any, kwargs: Any, out: Any) -> tuple[A
 def product_shape(name: str, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Rows, depth and columns, and whether each factor is turned: its rows are not what lies side by side."""
     assert name not in GROUPED, "on a processor experts go one after another"
-    left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
+    left, right = given[1:3] if name in ("addmm", "baddbmm") else given[:2]
     many = left.shape[0] if left.dim() == 3 else 1
     turned = (int(each.stride(-1) != 1) for each in (left, right))
     return (rough(many * left.shape[-2]), rough(left.shape[-1]), rough(right.shape[-1]), *turned)

@@ -205,7 +205,7 @@ def _known_products() -> dict[Any, Any]:
 
 def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
     """Two for each multiplication of a matrix product."""
-    left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
+    left, right = given[1:3] if name in ("addmm", "baddbmm") else given[:2]
     if name in GROUPED and left.dim() == right.dim():  # the weights' gradient: each row in one group
         return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
     if name == LINEAR:

@@ -90,9 +90,10 @@ def test_chunk_smaller_than_the_vocabulary() -> None:
     [(4096, "cpu", 512), (131_072, "cpu", 256), (1 << 20, "cpu", 32), (131_072, "meta", 2048), (1 << 30, "meta", 1)],
 )
 def test_chunks_follow_the_device(vocab_size: int, device: str, n_tokens: int) -> None:
-    """On a CPU logits fit into caches; elsewhere, here without memory, into 3 GiB. A size that is given goes first."""
-    weight_VD = torch.empty(1, device=device).expand(vocab_size, 1)
+    """On a CPU logits fit into caches, in 32 bits too; elsewhere, here without memory, into 3 GiB. A size wins."""
+    weight_VD = torch.empty(1, device=device, dtype=torch.bfloat16).expand(vocab_size, 1)
     assert chunk_tokens(None, weight_VD) == n_tokens
+    assert chunk_tokens(None, weight_VD.float()) == (n_tokens // 2 if device == "cpu" else n_tokens)
     assert chunk_tokens(3 * vocab_size, weight_VD) == 3
 
 
