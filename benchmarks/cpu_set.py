@@ -3,7 +3,8 @@
     python benchmarks/cpu_set.py [--only NAME]... [--out FILE] [--precision fp32|bf16|auto]
 
 ``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
-for less than 20 minutes on two idle cores; rounds are three, and each side of a comparison is a process of its own.
+for less than 20 minutes on two idle cores; rounds are three, and each side of a comparison is a process of its own. In
+fp32, with every peer installed, it may take longer (docs/speed.md).
 """
 
 import argparse
