@@ -24,7 +24,8 @@ FEWEST_POSITIONS = 2048  # of a sequence on a rank of cp: fewer leave attention 
 MOST_CHUNKS = 4
 SAME = 1e-3  # times that differ by less are alike
 RECOMPUTE = MODES  # what each costs grows in this order, and what it holds falls
-OF_A_STAGE = ("grad_reduce", "grad_reduce_dtype", "offload_optimizer")  # switches that some stages of ZeRO do not have
+# What some layouts do not have.
+SWITCHES = ("grad_reduce", "grad_reduce_dtype", "offload_optimizer", "tp_overlap", "ep_chunks")
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,18 @@ def layouts(config: RunConfig, n_gpus: int, per_node: int) -> Iterator[RunConfig
         for pp in divisors(n_gpus // tp, min(MOST_PP, config.model.n_layers)):
             for cp in divisors(n_gpus // (tp * pp), longest_cp):
                 for ep in eps:
-                    asked = dataclasses.replace(config.parallel, tp=tp, pp=pp, cp=cp, ep=ep, pipeline=OneFOneB())
+                    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "ep_chunks": chunks_under(ep, config)}
+                    asked = dataclasses.replace(config.parallel, **degrees, pipeline=OneFOneB())
                     plain = dataclasses.replace(config, parallel=with_zero(asked, 1), train=train)
                     if n_gpus // pp % ep or problems(plain, n_gpus):
                         continue
                     yield from variants(dataclasses.replace(plain, parallel=asked), n_gpus)
+
+
+def chunks_under(ep: int, config: RunConfig) -> int:
+    """Into how many chunks a rank's experts are cut: as asked, as far as there are experts for them."""
+    moe = config.model.moe
+    return min(config.parallel.ep_chunks, moe.n_experts // ep) if moe is not None and ep > 1 else 1
 
 
 def variants(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
@@ -195,7 +203,7 @@ def overrides_of(config: RunConfig, given: RunConfig) -> list[str]:
         if isinstance(parallel.pipeline, Interleaved):
             found.append(f"parallel.pipeline.n_chunks={parallel.pipeline.n_chunks}")
     before = given.parallel
-    switched = [name for name in OF_A_STAGE if getattr(parallel, name) != getattr(before, name)]
+    switched = [name for name in SWITCHES if getattr(parallel, name) != getattr(before, name)]
     found += [f"parallel.{name}={str(getattr(parallel, name)).lower()}" for name in switched]
     if train.activation_gib is not None:
         found.append(f"train.activation_gib={train.activation_gib:g}")

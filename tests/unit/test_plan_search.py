@@ -98,6 +98,24 @@ def test_what_a_stage_of_zero_cannot_do_is_switched_off_with_it(path, given):
         assert load_config(path, [*given, *overrides_of(each.config, config)]) == each.config
 
 
+def test_chunks_of_experts_and_overlap_are_left_out_where_a_layout_cannot_have_them(path):
+    moe = "model.moe={n_experts: 8, top_k: 2, d_ff: 512}"
+    given = ["model.family=mixtral", moe, "parallel.ep=2", "parallel.ep_chunks=4", "parallel.tp_overlap=true"]
+    config = load_config(path, given)
+    found = search(config, 16, gpu_of("H100", 8, ""), 8, n_best=400)
+    assert {(each.config.parallel.ep, each.config.parallel.ep_chunks) for each in found.best} >= {
+        (1, 1),
+        (2, 4),
+        (4, 2),
+    }
+    for each in found.best:
+        parallel = each.config.parallel
+        assert parallel.ep_chunks == (1 if parallel.ep == 1 else min(4, 8 // parallel.ep))
+        splits = parallel.pipeline.name in ("zbv", "dualpipev")
+        assert parallel.tp_overlap == (parallel.zero != 3 and not splits)
+        assert load_config(path, [*given, *overrides_of(each.config, config)]) == each.config
+
+
 def test_the_command_explains_and_writes(path, tmp_path, capsys):
     out = tmp_path / "best.yaml"
     assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0", "--write", str(out), "--json"]) == 0
