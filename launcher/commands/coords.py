@@ -27,6 +27,7 @@ from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
 from launcher.watch.picture import check_picture, save_picture
 from modeling.config import ModelConfig
+from parallel.config import ParallelConfig
 
 TIMES = (4, 8, 16, 32)  # the shrunk model's width, where no widths are given
 SEQ_LEN = 32
@@ -84,8 +85,7 @@ def refuse(lines: list[str]) -> None:
 def check_model(config: RunConfig, model: ModelConfig) -> list[str]:
     """The rules that a widened model breaks; those of the sequence's length are none of its own."""
     data = replace(config.data, seq_len=SEQ_LEN)
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, ep_chunks=1, zero=1)
-    lines = check(replace(config, model=model, data=data, parallel=parallel), 1)
+    lines = check(replace(config, model=model, data=data, parallel=ParallelConfig()), 1)
     return [line for line in lines if line.startswith("model.")]
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
+from modeling.config import MoEConfig
 from modeling.dims import units_of
 from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF
-from parallel.pipeline.config import PipelineConfig, splits_backward
+from parallel.pipeline.config import splits_backward
 from parallel.pipeline.rules import pipeline_problems
 
 LARGEST_DEGREE = 1024  # that a remedy names
@@ -42,17 +43,25 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     )
 
 
-def with_zero(parallel: ParallelConfig, zero: int) -> ParallelConfig:
-    """The layout under another stage of ZeRO, without what only stage 1, only stage 2, or not stage 3, can do."""
-    alone = {} if zero == 1 else {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}
-    offload_optimizer = parallel.offload_optimizer and zero == 2
-    overlap = parallel.tp_overlap and zero != 3
-    return replace(parallel, zero=zero, offload_optimizer=offload_optimizer, tp_overlap=overlap, **alone)
+def with_switches(layout: ParallelConfig, asked: ParallelConfig, moe: MoEConfig | None) -> ParallelConfig:
+    """The layout with those of ``asked``'s switches that its degrees, stage of ZeRO and schedule can have.
+
+    ``moe``: the model's experts. Chunks are as many as are asked for, as far as a rank has experts for them.
+    """
+    of_stage_1 = {name: getattr(asked, name) for name in ("grad_reduce", "grad_reduce_dtype")}
+    held = moe.n_experts // layout.ep if moe is not None and layout.ep > 1 else 1
+    return replace(
+        layout,
+        **(of_stage_1 if layout.zero == 1 else {"grad_reduce": "step", "grad_reduce_dtype": "fp32"}),
+        offload_optimizer=asked.offload_optimizer and layout.zero == 2,
+        tp_overlap=asked.tp_overlap and layout.zero != 3 and not _splits(layout),
+        ep_overlap=asked.ep_overlap,
+        ep_chunks=max(1, min(asked.ep_chunks, held)),
+    )
 
 
-def with_schedule(parallel: ParallelConfig, pipeline: PipelineConfig) -> ParallelConfig:
-    """The layout under another schedule, without what its backward passes cannot do."""
-    return replace(parallel, pipeline=pipeline, tp_overlap=parallel.tp_overlap and not splits_backward(pipeline))
+def _splits(layout: ParallelConfig) -> bool:
+    return layout.pp > 1 and splits_backward(layout.pipeline)
 
 
 def _check_tp_overlap(parallel: ParallelConfig) -> Iterator[str]:
@@ -64,7 +73,7 @@ def _check_tp_overlap(parallel: ParallelConfig) -> Iterator[str]:
             "parallel.tp_overlap=true does not work with parallel.zero=3, whose weights are there during the passes of "
             "their modules alone; try parallel.tp_overlap=false, or parallel.zero=2"
         )
-    if parallel.pp > 1 and splits_backward(parallel.pipeline):
+    if _splits(parallel):
         yield (
             f"parallel.tp_overlap=true does not work with parallel.pipeline.name={parallel.pipeline.name}, which "
             "computes weights' gradients in a part of its own of the backward pass; try parallel.tp_overlap=false, or "

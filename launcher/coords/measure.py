@@ -23,6 +23,7 @@ from modeling.decoder import Decoder
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
 from modeling.moe import MoE
 from modeling.optimizers.config import OptimizerConfig
+from parallel.config import ParallelConfig
 
 Parametrization = Literal["mup", "standard"]
 PARAMETRIZATIONS: tuple[Parametrization, ...] = ("mup", "standard")
@@ -55,8 +56,7 @@ def small_relative(config: RunConfig) -> ModelConfig:
 
     Nothing is dropped: sizes are those of what is computed outside training, and updates need no noise.
     """
-    alone = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, ep_chunks=1, zero=1)
-    small = replace(shrink(replace(config, parallel=alone), 1).model, **dict.fromkeys(DROPOUTS, 0.0))
+    small = replace(shrink(replace(config, parallel=ParallelConfig()), 1).model, **dict.fromkeys(DROPOUTS, 0.0))
     if small.moe is None or config.model.moe is None:
         return small
     own = config.model.moe  # a proof makes its auxiliary losses strong

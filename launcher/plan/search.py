@@ -11,11 +11,12 @@ from launcher.closed_form.gpus import Gpu, capacity
 from launcher.closed_form.memory import memory_of
 from launcher.closed_form.own import job_of_config
 from launcher.config.batch_rules import check_batch
-from launcher.config.layout_rules import check_layout, with_schedule, with_zero
+from launcher.config.layout_rules import check_layout, with_switches
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.plan.corrections import Factors, factors_for
 from launcher.plan.costs import run_costs, tokens_of
+from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig
 
 MOST_PP = 64
@@ -24,7 +25,7 @@ FEWEST_POSITIONS = 2048  # of a sequence on a rank of cp: fewer leave attention 
 MOST_CHUNKS = 4
 SAME = 1e-3  # times that differ by less are alike
 RECOMPUTE = MODES  # what each costs grows in this order, and what it holds falls
-# What some layouts do not have.
+# What some layouts do not have (launcher.config.layout_rules.with_switches).
 SWITCHES = ("grad_reduce", "grad_reduce_dtype", "offload_optimizer", "tp_overlap", "ep_chunks")
 
 
@@ -79,28 +80,22 @@ def layouts(config: RunConfig, n_gpus: int, per_node: int) -> Iterator[RunConfig
         for pp in divisors(n_gpus // tp, min(MOST_PP, config.model.n_layers)):
             for cp in divisors(n_gpus // (tp * pp), longest_cp):
                 for ep in eps:
-                    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "ep_chunks": chunks_under(ep, config)}
-                    asked = dataclasses.replace(config.parallel, **degrees, pipeline=OneFOneB())
-                    plain = dataclasses.replace(config, parallel=with_zero(asked, 1), train=train)
-                    if n_gpus // pp % ep or problems(plain, n_gpus):
+                    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": 1, "pipeline": OneFOneB()}
+                    layout = with_switches(dataclasses.replace(config.parallel, **degrees), config.parallel, moe)
+                    first = dataclasses.replace(config, parallel=layout, train=train)
+                    if n_gpus // pp % ep or problems(first, n_gpus):
                         continue
-                    yield from variants(dataclasses.replace(plain, parallel=asked), n_gpus)
+                    yield from variants(first, config.parallel, n_gpus)
 
 
-def chunks_under(ep: int, config: RunConfig) -> int:
-    """Into how many chunks a rank's experts are cut: as asked, as far as there are experts for them."""
-    moe = config.model.moe
-    return min(config.parallel.ep_chunks, moe.n_experts // ep) if moe is not None and ep > 1 else 1
-
-
-def variants(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
-    """A legal layout with each stage of ZeRO and each schedule that may go with it."""
+def variants(config: RunConfig, asked: ParallelConfig, n_gpus: int) -> Iterator[RunConfig]:
+    """A legal layout with each stage of ZeRO and each schedule that may go with it, and the switches asked for."""
     alone = n_gpus == config.parallel.tp * config.parallel.pp
     stages = (1,) if alone else (1, 2, 3)
     for zero in stages:
         for schedule in schedules(config):
-            parallel = with_schedule(with_zero(config.parallel, zero), schedule)
-            found = dataclasses.replace(config, parallel=parallel)
+            layout = dataclasses.replace(config.parallel, zero=zero, pipeline=schedule)
+            found = dataclasses.replace(config, parallel=with_switches(layout, asked, config.model.moe))
             if not problems(found, n_gpus):
                 yield found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.commands.prove import prove_in, scratch_folder, stay_on_cpu
-from launcher.config.layout_rules import with_schedule, with_zero
+from launcher.config.layout_rules import with_switches
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
@@ -57,15 +57,7 @@ def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
     """The config, shrunk, under the layout; and the rules that it breaks there, in which case it is not to be run."""
     precision = "fp32" if layout.parallel.zero == 0 else config.train.precision
     train = replace(config.train, global_batch_size=32, batch_ramp=None, micro_batch_size=1, precision=precision)
-    parallel = layout.parallel
-    overlaps = with_schedule(with_zero(config.parallel, parallel.zero), parallel.pipeline).tp_overlap
-    parallel = replace(parallel, tp_overlap=overlaps)
-    if parallel.zero == 1:  # all other stages reduce in one way
-        ours = config.parallel
-        parallel = replace(parallel, grad_reduce=ours.grad_reduce, grad_reduce_dtype=ours.grad_reduce_dtype)
-    if parallel.ep > 1 and config.model.moe is not None:
-        held = max(1, config.model.moe.n_experts // parallel.ep)
-        parallel = replace(parallel, ep_chunks=min(config.parallel.ep_chunks, held))
+    parallel = with_switches(layout.parallel, config.parallel, config.model.moe)
     wanted = replace(config, parallel=parallel, train=train)
     problems = check(without_budget(wanted), layout.n_ranks)
     if problems:

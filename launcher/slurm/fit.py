@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.closed_form.architecture import CannotPlan
-from launcher.config.layout_rules import with_zero
+from launcher.config.layout_rules import with_switches
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
@@ -118,7 +118,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
         ways = [{"activation_gib": float(f"{part * train.activation_gib:.3g}")} for part in BUDGETS]
     sizes = [each for each in range(1, train.micro_batch_size + 1) if train.micro_batch_size % each == 0]
     for zero in STAGES[parallel.zero :]:
-        staged = with_zero(parallel, zero)
+        staged = with_switches(dataclasses.replace(parallel, zero=zero), parallel, config.model.moe)
         held = [staged, *(dataclasses.replace(staged, **lighter) for lighter in LIGHTER.get(zero, []))]
         for way in ways:
             for size in sizes:

@@ -1,5 +1,6 @@
 """Buckets of gradients: what is in one, and in which order they are reduced."""
 
+import dataclasses
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config.layout_rules import with_zero
+from launcher.config.layout_rules import with_switches
 from launcher.config.load import load_config
 from launcher.prove.matrix import Layout, fit
 from parallel.config import ParallelConfig
@@ -128,8 +129,8 @@ def test_two_gradients_of_one_pass_are_an_error():
 
 def test_another_stage_of_zero_leaves_out_what_it_cannot_do():
     given = ParallelConfig(tp=2, grad_reduce="micro_batch", grad_reduce_dtype="bf16")
-    assert with_zero(given, 1) == given
-    assert with_zero(given, 2) == ParallelConfig(tp=2, zero=2)
+    assert with_switches(given, given, None) == given
+    assert with_switches(dataclasses.replace(given, zero=2), given, None) == ParallelConfig(tp=2, zero=2)
 
 
 def test_a_matrix_of_proofs_keeps_the_key_where_it_does_something():

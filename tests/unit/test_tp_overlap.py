@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel.tensor_overlap as tensor_overlap
-from launcher.config.layout_rules import with_schedule, with_zero
+from launcher.config.layout_rules import with_switches
 from launcher.config.tree import RunConfig
 from launcher.prove.matrix import fit, layouts
 from launcher.prove.shrink import SMALL_SIZES
@@ -251,13 +251,13 @@ def test_nothing_is_held_after_the_passes(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_is_left_out_where_it_cannot_be():
     """By whoever goes through layouts: other stages of ZeRO, other schedules."""
-    given = ParallelConfig(tp=2, tp_overlap=True)
-    without = dataclasses.replace(given, tp_overlap=False)
-    assert with_zero(given, 2) == dataclasses.replace(given, zero=2)
-    assert with_zero(given, 3) == dataclasses.replace(without, zero=3)
-    assert with_schedule(given, Interleaved()) == dataclasses.replace(given, pipeline=Interleaved())
-    for schedule in (ZBV(), DualPipeV()):
-        assert with_schedule(given, schedule) == dataclasses.replace(without, pipeline=schedule)
+    given = ParallelConfig(tp=2, pp=2, tp_overlap=True)
+    for change in ({"zero": 2}, {"pipeline": Interleaved()}, {"pipeline": ZBV(), "pp": 1}):
+        layout = dataclasses.replace(given, **change)
+        assert with_switches(layout, given, None) == layout
+    for change in ({"zero": 3}, {"pipeline": ZBV()}, {"pipeline": DualPipeV()}):
+        layout = dataclasses.replace(given, **change)
+        assert with_switches(layout, given, None) == dataclasses.replace(layout, tp_overlap=False)
 
 
 def test_a_matrix_proves_it_where_it_can_be():
