@@ -7,10 +7,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 
 from launcher.prove.shrink import shrink_budget
-from layout_runs import MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+from layout_runs import MOE_MODEL, assert_same_bits, largest_error, run_config, run_layout, run_reference, write_tokens
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved
 from rotating import fast_where
@@ -60,12 +59,7 @@ def test_chunks_change_no_bit(tmp_path, ranks, layout, train):
     whole = dataclasses.replace(config, parallel=dataclasses.replace(parallel, ep_chunks=1))
     sizes = {"small_sizes": config.train.offload_activations}
     found, wanted = run_layout(config, ranks, **sizes), run_layout(whole, ranks, **sizes)
-    assert found.losses == wanted.losses
-    assert found.grad_norms == wanted.grad_norms
-    assert found.state.keys() == wanted.state.keys() and len(found.state) > 0
-    for kind, tensors in wanted.state.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(found.state[kind][name], tensor), (kind, name)
+    assert_same_bits(found, wanted)
     if config.train.precision == "fp32":
         errors = largest_error(wanted, run_reference(config))
         assert max(errors.values()) <= 1e-6, errors

@@ -7,9 +7,17 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 
-from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+from layout_runs import (
+    DENSE_MODEL,
+    MOE_MODEL,
+    assert_same_bits,
+    largest_error,
+    run_config,
+    run_layout,
+    run_reference,
+    write_tokens,
+)
 from modeling.config import MLAConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import Interleaved
@@ -64,12 +72,7 @@ def test_overlap_changes_no_bit(tmp_path, ranks, layout, train):
     without = dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp_overlap=False))
     small_sizes = config.train.offload_activations
     found, wanted = (run_layout(each, ranks, small_sizes=small_sizes) for each in (config, without))
-    assert found.losses == wanted.losses
-    assert found.grad_norms == wanted.grad_norms
-    assert found.state.keys() == wanted.state.keys() and len(found.state) > 0
-    for kind, tensors in wanted.state.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(found.state[kind][name], tensor), (kind, name)
+    assert_same_bits(found, wanted)
     if config.train.precision == "fp32":
         errors = largest_error(found, run_reference(config))
         assert max(errors.values()) <= 1e-6, errors

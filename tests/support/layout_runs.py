@@ -207,6 +207,17 @@ def read(dataset: Any, indices: np.ndarray) -> PlainBatch:
     return PlainBatch(*(torch.from_numpy(array) for array in arrays))
 
 
+def assert_same_bits(found: LayoutResult, wanted: LayoutResult) -> None:
+    """Losses, gradients' norms, weights and states are the same numbers."""
+    assert found.losses == wanted.losses
+    assert found.grad_norms == wanted.grad_norms
+    assert found.state.keys() == wanted.state.keys() and len(found.state) > 0
+    for kind, tensors in wanted.state.items():
+        assert found.state[kind].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(found.state[kind][name], tensor), (kind, name)
+
+
 def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, float]:
     """Losses and norms: largest relative error over the steps. Weights, biases: largest absolute error."""
 
