@@ -1,12 +1,12 @@
 """What `parallel.ep_overlap` and `ep_chunks` hide: a layer on two gloo processes, and a micro-batch at stated rates.
 
-    python benchmarks/ep_overlap.py [--steps 20] [--dtype fp32] [--traced]
+    python benchmarks/ep_overlap.py [--steps 20] [--precision fp32|bf16|auto] [--traced]
 
 Prints one JSON line. Measured: milliseconds of wall and of processor time, forward and backward, of a MoE layer with
-a shared expert over 4096 tokens of d_model 384 a process, in bf16 or as told: overlap off, on, and on with 2 and with
-4 chunks, in turn within the same processes; medians of rank 0; which is the first one goes around. There the exchange
-is work of the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer of
-DeepSeek-V3's shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of
+a shared expert over 4096 tokens of d_model 384 a process, in the precision that is told: overlap off, on, and on with 2
+and with 4 chunks, in turn within the same processes; medians of rank 0; which is the first one goes around. There the
+exchange is work of the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer
+of DeepSeek-V3's shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of
 that is waited for, and the whole, as the estimate counts them. That is no measurement.
 """
 
@@ -14,15 +14,14 @@ import argparse
 import itertools
 import json
 import sys
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from cpu_precision import add_precision, choose_precision
+
 BATCH, SEQ_LEN, D_MODEL = 8, 512, 384
-WARM_UP = 3
 MODEL = Path(__file__).parents[1] / "configs/models/deepseek-v3.yaml"
 OVERRIDES = [
     *("model.n_layers=2", "model.moe.n_dense_layers=1", "data.seq_len=4096", "train.micro_batch_size=1"),
@@ -35,7 +34,7 @@ FIGURES = ("messages_ms", "waited_for_ms", "micro_batch_ms")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")  # processors without AVX-512 crawl in bf16
+    add_precision(parser)
     parser.add_argument("--traced", action="store_true")
     arguments = parser.parse_args()
     if arguments.traced:
@@ -43,14 +42,16 @@ def main() -> None:
         return
     from parallel.processes.start import run_ranks
 
-    found = run_ranks(measure, 2, arguments.steps, arguments.dtype, timeout_seconds=500, threads=1)[0]
-    print(json.dumps({"benchmark": "ep_overlap", "dtype": arguments.dtype, **found}))
+    chosen = choose_precision(arguments.precision)
+    found = run_ranks(measure, 2, arguments.steps, chosen["precision"], timeout_seconds=500, threads=1)[0]
+    print(json.dumps({"benchmark": "ep_overlap", **chosen, **found}))
 
 
-def measure(steps: int, dtype: str) -> dict[str, float]:
+def measure(steps: int, precision: str) -> dict[str, float]:
     """Of one process: milliseconds of each way."""
     import torch
 
+    from in_turn import time_in_turn
     from modeling.config import MoEConfig
     from modeling.context import Context
     from modeling.dtypes import DTYPES
@@ -70,24 +71,15 @@ def measure(steps: int, dtype: str) -> dict[str, float]:
         for weight in moe.parameters():
             torch.nn.init.normal_(weight, std=0.02)
         connect_experts(moe, mesh, None, overlap=overlap, chunks=chunks, weights_stay=True)
-        return moe.to(DTYPES[dtype])
+        return moe.to(DTYPES[precision])
 
     positions_BS = torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN)
     context = Context(torch.zeros(BATCH, SEQ_LEN, dtype=torch.int32), positions_BS, balance_scale=0.1, z_scale=0.1)
     layers = {"off": built(False, 1), "on": built(True, 1), "2 chunks": built(True, 2), "4 chunks": built(True, 4)}
-    times: dict[str, list[float]] = {name + of: [] for name in layers for of in ("", ", processor")}
-    for step in range(WARM_UP + steps):
-        hidden_BSD = torch.randn(BATCH, SEQ_LEN, D_MODEL).to(DTYPES[dtype]).requires_grad_()
-        first = step % len(layers)  # which pays for new memory
-        for name, moe in [*layers.items()][first:] + [*layers.items()][:first]:
-            torch.distributed.barrier()
-            started, busy = time.perf_counter(), time.process_time()
-            out_BSD, _ = moe(hidden_BSD, context, 0)
-            out_BSD.backward(hidden_BSD.detach())
-            times[name].append(1e3 * (time.perf_counter() - started))
-            times[f"{name}, processor"].append(1e3 * (time.process_time() - busy))
+    ways = {name: lambda hidden_BSD, moe=moe: moe(hidden_BSD, context, 0)[0] for name, moe in layers.items()}
+    found = time_in_turn(ways, lambda: torch.randn(BATCH, SEQ_LEN, D_MODEL).to(DTYPES[precision]), steps)
     close_mesh()
-    return {name: round(median(each[WARM_UP:]), 1) for name, each in times.items()}
+    return found
 
 
 def traced() -> dict[str, Any]:

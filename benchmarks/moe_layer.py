@@ -19,9 +19,10 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from cpu_precision import DTYPES, add_precision, choose_precision
+from cpu_precision import add_precision, choose_precision
 from modeling.config import MoEConfig
 from modeling.context import Context
+from modeling.dtypes import DTYPES
 from modeling.feed_forward import FeedForward
 from modeling.moe import build_moe
 

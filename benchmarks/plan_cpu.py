@@ -76,7 +76,7 @@ def main() -> None:
     planned, real = found["step_seconds"]
     answer = {
         "benchmark": "plan_cpu",
-        "precision": "fp32 in all" if precision else "as the layouts have it",
+        "precision": "fp32 in all" if precision else "as each layout has it",
         "spearman": spearman(planned, real),
         "spearman_processor": spearman(*found["processor_seconds"]),
         "shares_of_a_core": {plan["processes"]: plan["share_of_a_core"] for plan in plans.values()},

@@ -21,11 +21,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from cpu_precision import DTYPES, add_precision, choose_precision
+from cpu_precision import add_precision, choose_precision
 from launcher.estimate.ledger import Ledger
 from modeling.config import ModelConfig, MoEConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
+from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.kernels.scratch import Scratch
 from parallel.recompute import Recompute, apply_recompute

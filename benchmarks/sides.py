@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from cpu_precision import DTYPES, add_precision, choose_precision
+from cpu_precision import PRECISIONS, add_precision, choose_precision
 
 PEERS = Path(__file__).parents[1] / "build" / "peers"
 
@@ -28,7 +28,7 @@ class Side:
     beside: str | None = "ours"  # our side that does the same work; None: it is one of ours
     compiled: bool = False  # by torch.compile: told apart from eager peers
     package: str | None = None  # without it the side is left out; None: it needs none
-    precisions: tuple[str, ...] = tuple(DTYPES)
+    precisions: tuple[str, ...] = PRECISIONS
 
 
 Figures = dict[str, float]  # tokens_a_cpu_second, peak_gb
@@ -62,7 +62,7 @@ def compare(name: str, script: str, about: str | None, sides: Sequence[Side], me
                 continue
             if side.package is None:
                 raise SystemExit(f"{side.name} failed:\n{done.stderr}")
-            told[side.name] = f"does not run: {done.stderr.splitlines()[-1]}"
+            told[side.name] = f"does not run: {(done.stderr.splitlines() or [f'exit code {done.returncode}'])[-1]}"
             del found[side.name]
     line = summary(there, found)
     print(json.dumps({"benchmark": name, "torch": torch.__version__, **chosen, **told, **line}))

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpu_precision import DTYPES
 from modeling.config import ModelConfig, MoEConfig
 from modeling.context import Context, attention_mask
+from modeling.dtypes import DTYPES
 from sides import Figures, Side, compare
 
 BATCH, SEQ_LEN = 8, 512

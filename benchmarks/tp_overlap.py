@@ -12,15 +12,12 @@ beside, and those, both as the estimate counts them; the smaller one can be hidd
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 BATCH, SEQ_LEN, D_MODEL = 8, 512, 512
-WARM_UP = 3
 LAYERS = 2  # of the traced model
 MODEL = Path(__file__).parents[1] / "configs/models/llama-3-8b.yaml"
 OVERRIDES = [
@@ -47,6 +44,7 @@ def measure(steps: int) -> dict[str, float]:
     """Of one process: milliseconds with and without."""
     import torch
 
+    from in_turn import time_in_turn
     from modeling.config import ModelConfig
     from modeling.context import Context
     from modeling.decoder import Decoder
@@ -69,18 +67,12 @@ def measure(steps: int) -> dict[str, float]:
     positions_BS = torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN)
     context = Context(positions_BS, torch.zeros(BATCH, SEQ_LEN, dtype=torch.int32))
     models = {"on": built(True), "off": built(False)}
-    times: dict[str, list[float]] = {name + of: [] for name in models for of in ("", ", processor")}
-    for step in range(WARM_UP + steps):
-        hidden_BSD = torch.randn(BATCH, SEQ_LEN // 2, D_MODEL).requires_grad_()
-        for name, model in sorted(models.items(), reverse=step % 2 == 1):  # which one is first pays for new memory
-            torch.distributed.barrier()
-            started, busy = time.perf_counter(), time.process_time()
-            out_BSD, _ = model.own_layers[0](hidden_BSD, context)
-            out_BSD.backward(hidden_BSD.detach())
-            times[name].append(1e3 * (time.perf_counter() - started))
-            times[f"{name}, processor"].append(1e3 * (time.process_time() - busy))
+    ways = {
+        name: lambda part_BSD, model=model: model.own_layers[0](part_BSD, context)[0] for name, model in models.items()
+    }
+    found = time_in_turn(ways, lambda: torch.randn(BATCH, SEQ_LEN // 2, D_MODEL), steps)
     close_mesh()
-    return {name: round(median(each[WARM_UP:]), 1) for name, each in times.items()}
+    return found
 
 
 def traced() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cpu_precision import DTYPES
+from modeling.dtypes import DTYPES
 from sides import Figures, Side, compare
 from step_speed import BATCH, CLIP_NORM, CONFIG, SEQ_LEN, batch, build_transformers
 

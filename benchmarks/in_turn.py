@@ -1,0 +1,31 @@
+"""Ways of computing one thing in turn within the same gloo processes: wall and processor time of each."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3
+
+
+def time_in_turn(
+    ways: Mapping[str, Callable[[Tensor], Tensor]], draw: Callable[[], Tensor], steps: int
+) -> dict[str, float]:
+    """By way, medians of milliseconds of a forward and a backward pass over ``steps`` inputs, after some to warm up.
+
+    ``NAME`` is wall time, ``NAME, processor`` processor time of this process. All processes call it with the same ways;
+    each way is the first with another input, since the first pays for new memory.
+    """
+    times: dict[str, list[float]] = {name + of: [] for name in ways for of in ("", ", processor")}
+    for step in range(WARM_UP + steps):
+        hidden = draw().requires_grad_()
+        first = step % len(ways)
+        for name, way in [*ways.items()][first:] + [*ways.items()][:first]:
+            torch.distributed.barrier()
+            started, busy = time.perf_counter(), time.process_time()
+            way(hidden).backward(hidden.detach())
+            times[name].append(1e3 * (time.perf_counter() - started))
+            times[f"{name}, processor"].append(1e3 * (time.process_time() - busy))
+    return {name: round(median(each[WARM_UP:]), 1) for name, each in times.items()}
