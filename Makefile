@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 
 # One thread for each process: tests start many, and sums in another order are other sums.
 export OMP_NUM_THREADS ?= 1
-# Tests start hundreds of processes, each of which would compile the sources anew.
+# Tests start hundreds of processes; where a shell forbids bytecode, each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo docs test test-slow gpu gpu-wheels test-slurm test-transformers4 slurm-packages browser-packages prove drill fuzz sweep lint check format bench bench-peers clean plan-table

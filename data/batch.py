@@ -12,7 +12,8 @@ import numpy as np
 
 IGNORED = -100  # a target that does not count; torch's cross_entropy ignores it by default
 PADDING = -1  # the document number of a position that holds no token
-NOTHING = np.empty((3, 0), np.int64)  # no parts of documents
+NOTHING = np.empty((3, 0), np.int64)  # no parts of documents; shared, and nobody can write into it
+NOTHING.flags.writeable = False
 
 FindFragments = Callable[[], tuple[np.ndarray, np.ndarray]]
 
@@ -36,7 +37,7 @@ class Batch:
     # (row_F, offset_F): each fragment's window and its first token in it, sorted by both; the first of a window is at 0
     find_fragments: FindFragments
     # int64 [3, L]: window, first token, the one after the last, of parts of documents that are padding instead
-    left_out_L: np.ndarray = field(default_factory=NOTHING.copy)
+    left_out_L: np.ndarray = field(default_factory=lambda: NOTHING)
     is_target_BW: np.ndarray | None = None  # bool: whether predicting each token of a window counts; None: each does
     _room: np.ndarray | None = field(default=None, init=False, repr=False)
 
