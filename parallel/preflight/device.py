@@ -40,7 +40,7 @@ GPU_SIZES = Sizes(
 # A repeat of a few milliseconds ends within a process's turn on a core, though others want it.
 CPU_SIZES = Sizes(
     repeats=20,
-    matmul_n=384,
+    matmul_n=256,
     matmul_calls=1,
     memory_share=0.0,
     memory_bytes=8 * MIB,

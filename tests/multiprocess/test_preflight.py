@@ -55,7 +55,7 @@ def test_planted_faults_are_told_apart_and_not_held_against_the_partner(tmp_path
     judgement = judge(findings(seen[0]))
     assert {each.node: each.reasons for each in judgement.verdicts} == {
         "n1": (),
-        "n2": ("rank 1, matrix products: 1 of the 147456 elements of a matrix product are wrong",),
+        "n2": ("rank 1, matrix products: 1 of the 65536 elements of a matrix product are wrong",),
         "n3": ("rank 2, pairs, round 2: no answer within 20 s",),
         "n4": ("the run directory is not on a disk that it shares with n1, n7: files are not seen",),
         "n5": ("rank 4, memory: 1 of 1048576 words of memory came back wrong",),
