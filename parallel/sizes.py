@@ -20,7 +20,7 @@ class Sizes:
     # Of so many attention layers, the last goes around the ring by pieces of documents, as all do where FlashAttention
     # computes them, and by these pieces' formula. None: where FlashAttention cannot, all go by tiles.
     ring_pieces_every: int | None = None
-    row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast on the device
+    row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast there, in that dtype
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
     # Activations on the host: in pages of a power of two; smaller tensors stay on the device.
     page_bytes: int = 32 << 20

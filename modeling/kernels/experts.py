@@ -14,8 +14,9 @@ from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weig
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 
-# oneDNN builds a primitive for each new row count in bf16 (2.2 ms against 0.3 ms; 2 cores with AMX, 2026-11-20), and
-# the experts' counts change every step: on CPU each expert's rows are rounded up to this.
+# oneDNN builds a primitive for each new row count in 16 bits (2.2 ms against 0.3 ms; 2 cores with AMX, 2026-11-20), and
+# the experts' counts change every step: on a CPU each expert's rows are rounded up to this there. In fp32 torch asks
+# MKL, which builds nothing.
 CPU_ROW_MULTIPLE = 64
 ONES = 8  # grouped_mm wants rows of whole units of 16 bytes, in 16 bits
 GATE_SLOPE = 1.702  # of gpt-oss's gates
@@ -47,19 +48,19 @@ def experts_grouped(
     Deterministic in both directions. The down projections are linear, so where experts go one after another on a CPU
     the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
     than what comes out. ``swiglu_limit``: as ``gated`` has it.
-    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device). ``products``: how rows are
-    multiplied by the experts' matrices; their biases are added in the rows' own dtype.
+    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device in that dtype).
+    ``products``: how rows are multiplied by the experts' matrices; their biases are added in the rows' own dtype.
     """
     counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
-    rows = place_rows(indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD.device))
+    rows = place_rows(indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD))
     return experts_over_rows(
         hidden_TD, rows, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products
     )
 
 
-def row_multiple_of(device: torch.device) -> int:
-    """What each expert's rows are rounded up to where nobody says: what is fast on the device."""
-    return 1 if device.type == "cuda" else CPU_ROW_MULTIPLE
+def row_multiple_of(rows_RD: Tensor) -> int:
+    """What each expert's rows are rounded up to where nobody says: what is fast on their device, in their dtype."""
+    return CPU_ROW_MULTIPLE if rows_RD.is_cpu and rows_RD.dtype.itemsize == 2 else 1
 
 
 def experts_over_rows(

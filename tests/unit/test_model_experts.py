@@ -212,7 +212,6 @@ def test_weights_in_the_sum_of_rows(top_k: int) -> None:
 def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boundaries off by one row are seen."""
     arguments = inputs(100, 4, 2, 0)
-    monkeypatch.setattr("modeling.kernels.experts.CPU_ROW_MULTIPLE", 1)
 
     def shifted(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
         rows = place_rows(indices_TK, counts_E, row_multiple)
