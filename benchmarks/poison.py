@@ -33,7 +33,8 @@ N_ASKED, TRAINED = 10, 100
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="A new folder that keeps the run.")
+    keeps = "A folder that keeps the run; one that was interrupted there goes on from its last checkpoint."
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help=keeps)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
@@ -50,18 +51,23 @@ def main() -> None:
 
 
 def plant(folder: Path) -> list[str]:
-    """Copies the library's text to ``folder`` with the noise among it; the first line of each document of noise."""
-    shutil.copytree(
-        sysconfig.get_paths()["stdlib"],
-        folder,
-        ignore=shutil.ignore_patterns("site-packages", "encoded_modules", "__pycache__"),
-    )
+    """Copies the library's text to ``folder`` with the noise among it; the first line of each document of noise.
+
+    What is there is left as it is: `prepare` would take a file that is written anew for another.
+    """
+    if not folder.exists():
+        begun = folder.with_name("begun")
+        left_out = shutil.ignore_patterns("site-packages", "encoded_modules", "__pycache__")
+        shutil.copytree(sysconfig.get_paths()["stdlib"], begun, ignore=left_out, dirs_exist_ok=True)
+        begun.rename(folder)
     draw, first_lines = random.Random(0), []
     homes = sorted(path for path in folder.rglob("*") if path.is_dir())
     for number in range(N_NOISE):
         text = base64.b64encode(draw.randbytes(N_BYTES)).decode()
         lines = [text[begin : begin + LINE] for begin in range(0, len(text), LINE)]
-        (draw.choice(homes) / f"noise_{number}.py").write_text("\n".join(lines) + "\n")
+        path = draw.choice(homes) / f"noise_{number}.py"
+        if not path.exists():
+            path.write_text("\n".join(lines) + "\n")
         first_lines.append(lines[0])
     return first_lines
 
