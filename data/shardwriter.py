@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BATCH_CHARACTERS = 1 << 20  # tokenized at once
-PIECE_CHARACTERS = 1 << 18  # a longer document is tokenized in pieces, cut at line ends
+PIECE_CHARACTERS = 1 << 18  # a longer document is tokenized in pieces (_cut)
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HASH_RANGE = 1 << 64
 
@@ -190,6 +190,21 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
     while start < len(text):
         stop = start + PIECE_CHARACTERS
         if stop < len(text):
-            stop = text.rfind("\n", start, stop) + 1 or stop
+            stop = _cut(text, start, stop)
         yield text[start:stop], stop >= len(text)
         start = stop
+
+
+def _cut(text: str, start: int, stop: int) -> int:
+    """Where a piece of ``text[start:stop]`` ends: after its last line end that stands between two written characters.
+
+    There tokenizers that split at whitespace split too, and what they make of both sides is what they make of the
+    whole. Without one, before the last such space (as they do); without any, after the last line end, or at ``stop``.
+    """
+    for mark, goes_with in (("\n", 1), (" ", 0)):
+        place = text.rfind(mark, start + 1, stop)
+        while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
+            place = text.rfind(mark, start + 1, place)
+        if place > 0:
+            return place + goes_with
+    return text.rfind("\n", start, stop) + 1 or stop
