@@ -16,6 +16,7 @@ from launcher.prove.report import to_json, verdict
 from near_ties import twin_experts
 from prove_faults_listed import DIES, FAULTS
 from prove_runs import failures, prove, prove_fault, told_about, write_config
+from rotating import some_fast
 from starved import starved
 
 SOUND = [
@@ -47,24 +48,16 @@ def test_sound_layout_is_proven(tmp_path, overrides):
     assert outcome.proven, failures(outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("parallel.tp=2", "parallel.ep=4", "model.z_loss=1e-4"), marks=pytest.mark.slow),
-        pytest.param(
-            ("parallel.ep=2", "parallel.ep_chunks=3", "parallel.pp=2", "parallel.pipeline.name=zbv"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("parallel.cp=2", "parallel.ep=2", "parallel.cp_attention=ring", "parallel.zero=3"), marks=pytest.mark.slow
-        ),
+        ("parallel.tp=2", "parallel.ep=4", "model.z_loss=1e-4"),
+        ("parallel.ep=2", "parallel.ep_chunks=3", "parallel.pp=2", "parallel.pipeline.name=zbv"),
+        ("parallel.cp=2", "parallel.ep=2", "parallel.cp_attention=ring", "parallel.zero=3"),
         ("parallel.pp=2", "parallel.ep=2", "parallel.zero=2", "train.precision=bf16", "model.z_loss=1e-4"),
-        pytest.param(
-            ("parallel.pp=2", "parallel.ep=2", "parallel.zero=3", "train.activation_gib=64"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("parallel.tp=2", "parallel.cp=2", "parallel.zero=3", "train.activation_gib=64"), marks=pytest.mark.slow
-        ),
+        ("parallel.pp=2", "parallel.ep=2", "parallel.zero=3", "train.activation_gib=64"),
+        ("parallel.tp=2", "parallel.cp=2", "parallel.zero=3", "train.activation_gib=64"),
     ],
     ids=str,
 )
@@ -73,15 +66,16 @@ def test_sound_axes_are_proven(tmp_path, overrides):
     assert outcome.proven, failures(outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
         (("parallel.tp=2", "parallel.ep=2", "parallel.zero=2"), 2),
-        pytest.param(("parallel.cp=2", "parallel.cp_attention=ring", "parallel.zero=3"), 2, marks=pytest.mark.slow),
-        pytest.param(("parallel.zero=3", "train.recompute=full", "parallel.ep=2"), 4, marks=pytest.mark.slow),
-        pytest.param(("parallel.pp=2", "parallel.pipeline.name=zbv", "parallel.ep=2"), 4, marks=pytest.mark.slow),
-        pytest.param(("parallel.pp=2", "parallel.tp=2", "model.mtp.depth=1"), 4, marks=pytest.mark.slow),
-        pytest.param(("train.recompute=selective", "optimizer={name: muon}"), 2, marks=pytest.mark.slow),
+        (("parallel.cp=2", "parallel.cp_attention=ring", "parallel.zero=3"), 2),
+        (("parallel.zero=3", "train.recompute=full", "parallel.ep=2"), 4),
+        (("parallel.pp=2", "parallel.pipeline.name=zbv", "parallel.ep=2"), 4),
+        (("parallel.pp=2", "parallel.tp=2", "model.mtp.depth=1"), 4),
+        (("train.recompute=selective", "optimizer={name: muon}"), 2),
     ],
     ids=str,
 )
@@ -138,13 +132,14 @@ def test_layers_with_experts_and_without_in_turn_are_proven(tmp_path, overrides,
 TERMS = ("model.positions=alibi", "model.sinks=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
         (("parallel.tp=2", "parallel.cp=2"), 4),
-        pytest.param(("parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ring"), 4, marks=pytest.mark.slow),
-        pytest.param(("parallel.tp=2", "parallel.pp=2"), 8, marks=pytest.mark.slow),
-        pytest.param(("parallel.zero=3", "train.precision=bf16", "train.recompute=full"), 2, marks=pytest.mark.slow),
+        (("parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ring"), 4),
+        (("parallel.tp=2", "parallel.pp=2"), 8),
+        (("parallel.zero=3", "train.precision=bf16", "train.recompute=full"), 2),
     ],
     ids=str,
 )
@@ -171,12 +166,13 @@ def test_biases_of_distances_and_caps_are_proven(tmp_path, overrides, ranks):
     assert outcome.proven, failures(outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
         (("model.positions=sinusoidal", "parallel.tp=2", "parallel.pp=2"), 4),
-        pytest.param(("model.nope_layers=[1,3,5]", "parallel.cp=2"), 4, marks=pytest.mark.slow),
-        pytest.param(("model.positions=none", "parallel.zero=3", "train.recompute=full"), 2, marks=pytest.mark.slow),
+        (("model.nope_layers=[1,3,5]", "parallel.cp=2"), 4),
+        (("model.positions=none", "parallel.zero=3", "train.recompute=full"), 2),
     ],
     ids=str,
 )
@@ -299,16 +295,21 @@ def test_sound_layout_whose_partitions_are_padded_is_proven(tmp_path, zero):
     assert outcome.proven, failures(outcome)
 
 
-# Of every 14th fault the first that each check must catch.
-FAST_FAULTS = {fault.check: fault.title for fault in reversed(FAULTS[::14])}.values()
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=[] if fault.title in FAST_FAULTS else [pytest.mark.slow]) for fault in FAULTS],
-    ids=lambda fault: fault.title,
+BY_TITLE = {fault.title: fault for fault in FAULTS}
+FAST_FAULTS = (  # each for another check to catch
+    "mean of means: loss divided by the rank's own count",
+    "attention across documents under cp (all-to-all)",
+    "evaluation: a rank's share dropped",
+    "accumulation in bf16 (ZeRO 2)",
+    "a group of weights keeps the first learning rate",
+    "every rank reads the same samples",
 )
-def test_planted_fault_is_caught_and_named(tmp_path, fault):
+assert len({BY_TITLE[title].check for title in FAST_FAULTS}) == len(FAST_FAULTS)
+
+
+@pytest.mark.parametrize("title", some_fast(BY_TITLE, *FAST_FAULTS), ids=str)
+def test_planted_fault_is_caught_and_named(tmp_path, title):
+    fault = BY_TITLE[title]
     outcome = prove_fault(tmp_path, fault)
     assert not outcome.proven
     caught = outcome.died is not None if fault.check == DIES else fails(outcome, fault.check)
@@ -357,6 +358,7 @@ def test_real_ties_are_replayed_counted_and_printed(tmp_path):
     assert told_of_ties(outcome) > 0
 
 
+@pytest.mark.slow
 def test_planted_real_ties_that_are_not_replayed_fail(tmp_path):
     """So the ties above are real: without the replay, weights and gradients of other experts come out."""
     outcome = prove(tmp_path, ("parallel.tp=2",), fault="ties are not replayed", on_both_sides=(TWINS,))
