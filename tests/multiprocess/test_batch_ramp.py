@@ -58,6 +58,7 @@ def test_planted_a_batch_that_does_not_grow_is_seen(tokens):
     assert errors["loss"] > 100 * BOUND["loss"] and errors["weight"] > 100 * BOUND["weight"]
 
 
+@pytest.mark.slow
 def test_resumed_within_the_ramp_is_bit_identical(tmp_path, tokens):
     """Stopped before an update of a new size; the samples are consecutive, and those of the ledger."""
     changes = {"zero": 1, **RAMP}

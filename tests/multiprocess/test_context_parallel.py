@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cp_runs import D_HEAD, HELD, Case, largest_tensor, layer_reference, reference, run_cases, run_layer, worst
-from rotating import some_fast
+from rotating import fast_where, some_fast
 
 BOUND = 1e-6
 BF16_BOUND = 1e-2
@@ -53,9 +53,12 @@ def cases(draw: st.DrawFn, kind: str, cp: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("cp", "n_axes"), [pytest.param(*each, marks=[] if each == (2, 2) else pytest.mark.slow) for each in LAYOUTS]
+    ("kind", "cp", "n_axes"),
+    fast_where(
+        [(kind, *layout) for kind in ("ulysses", "ring") for layout in LAYOUTS],
+        lambda *case: case == ("ulysses", 2, 2),
+    ),
 )
-@pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_any_documents_equal_one_process(kind: str, cp: int, n_axes: int) -> None:
     """Outputs and gradients of q, k, v and sinks, for random documents, padding, windows, heads, tiles and slopes.
 
@@ -71,8 +74,9 @@ def test_any_documents_equal_one_process(kind: str, cp: int, n_axes: int) -> Non
     compare()
 
 
-@pytest.mark.parametrize("cp", some_fast([2, 4], 2))
-@pytest.mark.parametrize("kind", some_fast(["ulysses", "ring"], "ring"))
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_long_sequences_equal_one_process(kind: str, cp: int) -> None:
     """Longer than the kernels' own blocks, with tiles of several sizes and every kind of pattern at once."""
     rows = ((1024,), (700, 200, 100, -24), (1, 1, 510, 1, 511), (256, 256, 256, -256))

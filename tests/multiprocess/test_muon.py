@@ -40,26 +40,23 @@ def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         (4, ("parallel.tp=2", "parallel.ep=4")),
-        pytest.param(4, ("parallel.pp=2", "parallel.ep=2"), marks=pytest.mark.slow),
-        pytest.param(2, ("parallel.zero=1", "train.precision=bf16"), marks=pytest.mark.slow),
-        pytest.param(4, ("parallel.zero=3", "parallel.tp=2", "parallel.ep=2"), marks=pytest.mark.slow),
-        pytest.param(2, ("parallel.zero=2", "train.precision=fp16"), marks=pytest.mark.slow),
-        pytest.param(2, ("parallel.zero=3", "train.precision=bf16", "parallel.ep=2"), marks=pytest.mark.slow),
-        pytest.param(4, ("parallel.zero=1", "parallel.pp=2", "train.precision=fp16"), marks=pytest.mark.slow),
-        pytest.param(4, ("parallel.zero=1", "parallel.tp=2", "train.precision=bf16"), marks=pytest.mark.slow),
-        pytest.param(4, ("parallel.zero=2", "parallel.cp=2", "parallel.ep=2"), marks=pytest.mark.slow),
-        pytest.param(8, ("parallel.zero=1", "parallel.pp=2", "parallel.tp=2", "parallel.ep=4"), marks=pytest.mark.slow),
-        pytest.param(4, ("parallel.cp=2", "parallel.ep=4", "parallel.cp_attention=ring"), marks=pytest.mark.slow),
-        pytest.param(4, (*LATENT, "parallel.tp=2", "model.tie_embeddings=false"), marks=pytest.mark.slow),
-        pytest.param(
-            8,
-            ("parallel.pp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4", "parallel.pipeline.name=zbv"),
-            marks=pytest.mark.slow,
-        ),
+        (4, ("parallel.pp=2", "parallel.ep=2")),
+        (2, ("parallel.zero=1", "train.precision=bf16")),
+        (4, ("parallel.zero=3", "parallel.tp=2", "parallel.ep=2")),
+        (2, ("parallel.zero=2", "train.precision=fp16")),
+        (2, ("parallel.zero=3", "train.precision=bf16", "parallel.ep=2")),
+        (4, ("parallel.zero=1", "parallel.pp=2", "train.precision=fp16")),
+        (4, ("parallel.zero=1", "parallel.tp=2", "train.precision=bf16")),
+        (4, ("parallel.zero=2", "parallel.cp=2", "parallel.ep=2")),
+        (8, ("parallel.zero=1", "parallel.pp=2", "parallel.tp=2", "parallel.ep=4")),
+        (4, ("parallel.cp=2", "parallel.ep=4", "parallel.cp_attention=ring")),
+        (4, (*LATENT, "parallel.tp=2", "model.tie_embeddings=false")),
+        (8, ("parallel.pp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4", "parallel.pipeline.name=zbv")),
     ],
     ids=str,
 )
@@ -137,7 +134,7 @@ def test_resumed_run_is_bit_identical(tmp_path, tokens):
 @pytest.mark.parametrize(
     ("ranks", "degrees", "model", "stages"),
     [
-        (4, {"tp": 2, "pp": 2, "ep": 2}, FOUR_LAYERS, [(0, "fp32")]),
+        pytest.param(4, {"tp": 2, "pp": 2, "ep": 2}, FOUR_LAYERS, [(0, "fp32")], marks=pytest.mark.slow),
         (4, {"ep": 2}, ODD, [(1, "fp32"), (3, "bf16")]),
         pytest.param(4, {"tp": 2}, MOE_MODEL, [(1, "bf16"), (2, "fp16"), (3, "fp32")], marks=pytest.mark.slow),
         pytest.param(4, {}, ODD, [(1, "fp16"), (2, "bf16"), (3, "fp16")], marks=pytest.mark.slow),

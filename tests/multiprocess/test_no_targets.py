@@ -22,6 +22,7 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV
 from parallel.processes.start import run_ranks
 from prove_runs import failures, prove
+from rotating import some_fast
 
 MODEL = dataclasses.replace(
     MOE_MODEL, n_layers=4, moe=dataclasses.replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01))
@@ -37,7 +38,6 @@ LAYOUTS = {
     "tp x ep": (4, {"tp": 2, "ep": 2}, STAGES[1:]),
     "pp x cp, zero-bubble": (4, {"pp": 2, "cp": 2, "pipeline": ZBV()}, STAGES[:2]),
 }
-FAST = ("dp", "pp")
 # Weights after four steps, against one process; in 16 bits a few times half a unit in the last place of numbers near 1.
 BOUNDS = {"fp32": 2e-6, "fp16": 2.0**-9, "bf16": 2.0**-6}
 
@@ -57,9 +57,7 @@ def test_the_reference_skips_it_too(reference: LayoutResult) -> None:
     assert all(loss > 0 for number, loss in enumerate(reference.losses, 1) if number != EMPTY_STEP)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", some_fast(LAYOUTS, "dp"))
 def test_a_step_without_targets_changes_nothing_but_its_number(tokens, reference: LayoutResult, name: str) -> None:
     n_ranks, axes, stages = LAYOUTS[name]
     first = run_config(tokens, model=MODEL, parallel=ParallelConfig(**axes), steps=4, micro_batch_size=1)

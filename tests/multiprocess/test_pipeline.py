@@ -49,14 +49,17 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "model"),
-    fast_where(product(SCHEDULES, ["moe", "moe_tied", "dense_tied"]), lambda schedule, model: model == "moe_tied"),
+    fast_where(
+        product(SCHEDULES, ["moe", "moe_tied", "dense_tied"]),
+        lambda schedule, model: model == "moe_tied" and schedule != Interleaved(),  # test_pipeline_deepspeed.py has it
+    ),
     ids=by_name,
 )
 def test_two_stages_equal_one_process(schedule, model):
     check(Case(MODELS[model], schedule))
 
 
-FAST_ON_FOUR = [(OneFOneB(), "dense_tied"), (DualPipeV(), "bias")]  # the others' odd numbers of micro-batches are below
+FAST_ON_FOUR = [(OneFOneB(), "dense_tied")]  # odd numbers of micro-batches of other schedules are below
 
 
 @pytest.mark.parametrize(
@@ -69,14 +72,14 @@ def test_four_ranks_equal_one_process(schedule, model):
 
 
 EACH_ITS_OWN = ("full", "selective", "feed_forward", "none", "selective")
-FAST_RECOMPUTATION = {"1f1b": EACH_ITS_OWN, "interleaved": "full", "zbv": "selective", "dualpipev": "feed_forward"}
+FAST_RECOMPUTATION = {"1f1b": EACH_ITS_OWN, "dualpipev": "feed_forward"}
 
 
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     fast_where(
         product(SCHEDULES, ["full", "feed_forward", "selective", EACH_ITS_OWN]),
-        lambda schedule, recompute: FAST_RECOMPUTATION[schedule.name] == recompute,
+        lambda schedule, recompute: FAST_RECOMPUTATION.get(schedule.name) == recompute,
     ),
     ids=by_name,
 )
@@ -88,7 +91,7 @@ def test_recomputation_changes_nothing(schedule, recompute):
     ("schedule", "layers"),
     fast_where(
         [(OneFOneB(), (4, 1)), (Interleaved(), (1, 2, 1, 1)), (ZBV(), (2, 1, 1, 1)), (DualPipeV(), (1, 1, 1, 2))],
-        lambda schedule, layers: schedule.name in ("1f1b", "dualpipev"),
+        lambda schedule, layers: schedule.name == "dualpipev",
     ),
     ids=str,
 )
@@ -111,7 +114,7 @@ def test_uneven_layers_and_padding(schedule, layers):
             (DualPipeV(), 2, 5),
             (DualPipeV(), 4, 9),
         ],
-        lambda schedule, pp, n_micro: n_micro in (3, 5, 6, 7),
+        lambda schedule, pp, n_micro: n_micro in (3, 5, 7),
     ),
     ids=str,
 )

@@ -8,7 +8,6 @@ import pytest
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
 from rendezvous import stuck
 from rendezvous_runs import Drawn, queues
-from rotating import some_fast
 
 PIPELINES = (OneFOneB(), Interleaved(), Interleaved(n_chunks=3), ZBV(), DualPipeV())
 EACH = 2  # numbers of micro-batches of a schedule
@@ -24,7 +23,8 @@ def drawn_for(pp: int) -> list[Drawn]:
     return found
 
 
-@pytest.mark.parametrize("pp", some_fast([2, 3, 4], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 3, 4])
 def test_training_and_evaluation_end(pp: int) -> None:
     drawn = drawn_for(pp)
     for each, of_ranks in zip(drawn, queues(pp, drawn), strict=True):

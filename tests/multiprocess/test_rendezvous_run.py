@@ -44,24 +44,18 @@ def check(config: RunConfig, n_ranks: int) -> None:
     assert len({begun.ranks for entry in queues[TRAINING][0] for begun in entry}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_ranks", "parallel", "train"),
     [
         (4, ParallelConfig(tp=2, pp=2, ep=2, zero=1), {"precision": "bf16"}),
-        pytest.param(8, ParallelConfig(tp=2, pp=2, ep=2, zero=1), {"precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param(
-            8,
-            ParallelConfig(tp=2, pp=2, ep=2, tp_overlap=True, grad_reduce="micro_batch"),
-            {"recompute": "selective"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(8, ParallelConfig(pp=2, cp=2, ep=4, zero=2), {"recompute": "full"}, marks=pytest.mark.slow),
-        pytest.param(
-            8, ParallelConfig(tp=2, pp=2, cp=2, cp_attention="ring", pipeline=ZBV()), {}, marks=pytest.mark.slow
-        ),
-        pytest.param(4, ParallelConfig(pp=2, zero=3, pipeline=Interleaved()), {}, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(tp=2, ep=4, zero=3), {"precision": "fp16"}, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(ep=2, zero=0), {"recompute": "selective"}, marks=pytest.mark.slow),
+        (8, ParallelConfig(tp=2, pp=2, ep=2, zero=1), {"precision": "bf16"}),
+        (8, ParallelConfig(tp=2, pp=2, ep=2, tp_overlap=True, grad_reduce="micro_batch"), {"recompute": "selective"}),
+        (8, ParallelConfig(pp=2, cp=2, ep=4, zero=2), {"recompute": "full"}),
+        (8, ParallelConfig(tp=2, pp=2, cp=2, cp_attention="ring", pipeline=ZBV()), {}),
+        (4, ParallelConfig(pp=2, zero=3, pipeline=Interleaved()), {}),
+        (4, ParallelConfig(tp=2, ep=4, zero=3), {"precision": "fp16"}),
+        (4, ParallelConfig(ep=2, zero=0), {"recompute": "selective"}),
     ],
 )
 def test_a_whole_run_ends(tmp_path: Path, n_ranks: int, parallel: ParallelConfig, train: dict[str, Any]) -> None:

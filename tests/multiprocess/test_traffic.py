@@ -89,7 +89,7 @@ def slow(*values: Any) -> Any:
                 {"zero": 3, **FULL, "micro_batch_size": 1},
             ],
         ),
-        (2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 1, **BUDGET}, BEHIND]),
+        slow(2, {"tp": 2}, POST_NORM, [{"zero": 0}, {"zero": 1, **FULL}, {"zero": 1, **BUDGET}, BEHIND]),
         slow(2, {"tp": 2}, MOE_MODEL, [{**BEHIND, **mode} for mode in (FULL, SELECTIVE, HALF, BUDGET)]),
         slow(4, {"tp": 2, "ep": 4}, LATENT, [{**BEHIND, "zero": 2, **BF16}, {**BEHIND, **EACH, **SELECTIVE}]),
         slow(3, {}, ODD, [{**each, "global_batch_size": 6} for each in (EACH, AS_BF16, {**LAST, **FP16})]),
