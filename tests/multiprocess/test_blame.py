@@ -29,7 +29,6 @@ from layout_runs import MOE_MODEL, read, write_tokens
 from modeling.context import PADDING, Context
 from modeling.loss import IGNORE
 from parallel.config import ParallelConfig
-from rotating import some_fast
 
 pytestmark = pytest.mark.xdist_group("blame")  # the run that its tests share takes long to make
 
@@ -167,7 +166,8 @@ def test_the_shares_of_a_documents_tokens_are_parts_of_its_own(own):
         assert sum(each["share"] for each in tokens) == pytest.approx(first["share"], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", some_fast(LAYOUTS, "pp2 tp2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_find_the_same_shares(layout, made, own, capsys):
     n_ranks, *overrides = LAYOUTS[layout]
     code, report = blame(made / "run", 4, capsys, *overrides, "--ranks", str(n_ranks))

@@ -107,6 +107,7 @@ def test_what_had_been_seen_before_every_checkpoint_is_said_plainly(made, tmp_pa
     assert (lineage["step"], lineage["without"]["first_seen"]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_branch_leaves_out_what_both_name(made, tmp_path, capsys):
     first = seen_first(made, capsys)
     new, again = tmp_path / "new", tmp_path / "again"
@@ -123,6 +124,7 @@ def test_a_branch_of_a_branch_leaves_out_what_both_name(made, tmp_path, capsys):
     assert (tmp_path / "same/without.jsonl").read_bytes() == (new / "without.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_list_that_was_changed_is_refused_at_a_resume_and_may_lie_elsewhere(made, tmp_path, capsys):
     first, new = seen_first(made, capsys), tmp_path / "new"
     assert main(["branch", str(made / "run"), str(new), "--step", "4", "--without", first[5][0]]) == 0

@@ -82,19 +82,18 @@ def test_some_micro_batches_hold_no_target(tokens: Path) -> None:
     assert dataset.count(np.arange(24))[0] == sum(counts)
 
 
-SLOW = [
+CASES = [
+    ("cp", "best_fit"),
     ("dp", "sequential"),
     ("tp", "best_fit"),
     ("pp", "one_document"),
     ("cp", "one_document"),
     ("tp x pp x cp", "best_fit"),
 ]
-FAST = [("cp", "best_fit")]
 
 
-@pytest.mark.parametrize(
-    ("layout", "packing"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "packing"), CASES)
 def test_every_layout_counts_the_same_targets(tokens: Path, references, layout: str, packing: str) -> None:
     """Against one plain process: rounding in fp32, three updates of SGD with momentum."""
     n_ranks, axes = LAYOUTS[layout]

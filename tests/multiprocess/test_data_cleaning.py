@@ -82,6 +82,7 @@ def corpus(tmp_path) -> tuple[list[Path], list[list[str]]]:
     return [write_jsonl(tmp_path / "a.jsonl", first), write_jsonl(tmp_path / "b.jsonl", second)], [first, second]
 
 
+@pytest.mark.slow
 def test_the_first_copy_in_the_order_of_the_sources_is_kept(tmp_path, tokenizer, corpus):
     paths, (first, second) = corpus
     result = prepared(config_of(paths, tokenizer, tmp_path / "t", cleaning=FULL))
@@ -140,6 +141,7 @@ def test_killed_fifty_times_the_bytes_are_the_same(tmp_path, tokenizer, corpus):
     kill_at_random(tmp_path, config, 50, seed=2)
 
 
+@pytest.mark.slow
 def test_planted_damage_to_cleaned_files_is_told(tmp_path, tokenizer, corpus):
     config = config_of(corpus[0], tokenizer, tmp_path / "t", cleaning=COPIES, workers=1)
     result = prepared(config)
@@ -177,6 +179,7 @@ def test_what_files_hold_without_cleaning_is_what_it_was(tmp_path, monkeypatch, 
     assert digest.hexdigest() == "fd56e4211211ea72e7ece32f9304a36dfff2feca8aaf5419a3829bb6816cecca"
 
 
+@pytest.mark.slow
 def test_another_setting_makes_other_files_and_a_changed_evaluation_set_is_refused(tmp_path, tokenizer, corpus):
     exam = write_jsonl(tmp_path / "exam.jsonl", make_texts(1, seed=77))
     cleaning = CleaningConfig(decontaminate=DecontaminateConfig(files=(str(exam),)), exact=True)

@@ -148,6 +148,7 @@ def test_two_runs_part_where_the_batch_size_changed(runs, capsys):
     assert ask(capsys, "diff", first, first)["difference"] is None
 
 
+@pytest.mark.slow
 def test_a_run_without_its_ledger_is_worked_out_from_its_checkpoint(runs, capsys):
     """Where the batch sizes of the config lead to what the checkpoint has consumed; else it is refused."""
     plain, first = runs.folder / "plain", runs.folder / "first"

@@ -45,7 +45,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Cou
     return folder, tokens_of_steps(folder / "given")
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp", marks=pytest.mark.slow), "cp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp", "cp"])
 def test_every_layout_is_given_the_same_tokens(plain, tmp_path: Path, layout: str) -> None:
     """Two steps, then two more after a resumption, with other micro-batches than the plain run's."""
     folder, given = plain

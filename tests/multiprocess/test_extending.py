@@ -130,6 +130,7 @@ def test_what_is_added_is_proven(extended):
     assert "proven" in out
 
 
+@pytest.mark.slow
 def test_the_architecture_is_proven(extended):
     """Heads and gates cut by tp, layers by pp; the narrow projection, which nothing cuts, gets its sum over tp."""
     (extended / "gated.yaml").write_text(GATED)

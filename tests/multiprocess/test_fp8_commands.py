@@ -51,6 +51,7 @@ def write_texts(folder: Path) -> None:
         (folder / f"text/{number:02}.txt").write_text(text)
 
 
+@pytest.mark.slow
 def test_every_command_takes_a_run_of_8_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "zero0": (2, {"zero": 0}),
     "zero2": (2, {"zero": 2}),
 }
-FAST = ("cp2 pp2",)  # the others are slow tests: together they take minutes
 pytestmark = pytest.mark.xdist_group("live tasks")  # the run that its tests share takes long to make
 
 
@@ -75,9 +74,8 @@ def test_training_is_not_changed(plain: Any) -> None:
     assert updates[0] == updates[1] and len(updates[0]) == 2
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_finds_the_same(plain: Any, layout: str) -> None:
     folder, rows, answers = plain
     n_ranks, degrees = LAYOUTS[layout]

@@ -156,7 +156,9 @@ def test_a_pipe_among_a_tokenizers_files_is_refused_and_not_waited_for(tmp_path:
         load_tokenizer(config_with(copy, tmp_path), 400)
 
 
-@pytest.mark.parametrize("answers", [True, False], ids=["silent", "closed"])
+@pytest.mark.parametrize(
+    "answers", [pytest.param(True, id="silent", marks=pytest.mark.slow), pytest.param(False, id="closed")]
+)
 def test_a_hub_out_of_reach_is_one_line_within_seconds(tmp_path: Path, answers: bool) -> None:
     """``answers``: a port that takes connections and says nothing; else one that nobody listens on."""
     with socket.socket() as server:

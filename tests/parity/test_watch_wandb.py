@@ -321,7 +321,11 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("delay", "told"), [(0.0, "error 403"), (8.0, "deadline exceeded")], ids=["refused", "hanging"]
+    ("delay", "told"),
+    [
+        pytest.param(0.0, "error 403", id="refused"),
+        pytest.param(8.0, "deadline exceeded", id="hanging", marks=pytest.mark.slow),
+    ],
 )
 def test_a_refused_key_does_not_stop_training(
     tmp_path: Path,
@@ -450,6 +454,7 @@ def test_an_online_run_sends_the_numbers_of_metrics_jsonl(
     assert err == ""
 
 
+@pytest.mark.slow
 def test_a_server_lost_during_the_run_does_not_hold_up_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_missing_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert line.startswith("train.eval_tasks needs lm-evaluation-harness, which is not installed")
 
 
+@pytest.mark.slow
 def test_a_continuation_longer_than_a_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Told once there is a tokenizer, and before there is a run directory."""
     (path,) = write_tasks(tmp_path / "own", "bare", doc_to_target="{{q * 20}}")

@@ -32,6 +32,7 @@ def plan_of(seconds, peak=1e9):
     return Verdict({**dict.fromkeys(keys, 1.0), **plan})
 
 
+@pytest.mark.slow
 def test_a_real_trace_is_told_beside_the_closed_form(path, capsys):
     assert main(["plan", str(path), "--search", "--gpus", "2", "--traces", "1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["layouts"]
