@@ -52,6 +52,7 @@ def test_what_a_large_job_needs_is_what_its_limits_ask_for(world_size):
     assert connections.store_bytes(world_size) < {2048: 50e6, 16384: 500e6}[world_size]
 
 
+@pytest.mark.slow
 def test_a_layout_trains_alike_whenever_its_ranks_connect(tmp_path, monkeypatch):
     config = run_config(write_tokens(tmp_path), parallel=ParallelConfig(ep=2, zero=1), steps=3)
     full = run_layout(config, 4)

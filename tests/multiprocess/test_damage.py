@@ -33,8 +33,9 @@ def folder(config, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n_flips", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_flips", [6, 300])
 def test_planted_damage_of_any_kind_is_refused_and_the_one_before_is_used(config, folder, n_flips):
     damages = list(all_damages(folder, n_flips))
     assert len(damages) >= 3 * (n_flips + 10)

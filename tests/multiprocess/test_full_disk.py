@@ -80,8 +80,9 @@ def wait_for_the_end_of_the_save(disk: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_training_goes_on_while_the_disk_is_full(tmp_path, disk, asynchronous):
     tokens = write_tokens(tmp_path)
     plain, full = (write_config(tmp_path, name, tokens, LAYOUT) for name in ("plain", "full"))

@@ -154,6 +154,7 @@ def test_a_remedy_that_does_not_help_ends(tmp_path, tokens, policy):
     assert not list((tmp_path / "hopeless" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_why_in_one_line(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)
     overrides = ["health.on_nonfinite=stop", "checkpoint.every_steps=null", "metrics.wandb.mode=offline"]

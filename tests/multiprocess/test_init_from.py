@@ -117,6 +117,7 @@ def test_imported_weights_are_the_masters_bit_for_bit(source, other_tokens, tmp_
         train(config, 1, f"run_dir={tmp_path / 'imported'}", "init_from=null")
 
 
+@pytest.mark.slow
 def test_it_is_on_record_and_ignored_on_resume(source, other_tokens, tmp_path):
     """The config names the checkpoint that was taken; afterwards neither it nor the key's value matters."""
     shutil.copytree(source, tmp_path / "theirs")
@@ -134,6 +135,7 @@ def test_it_is_on_record_and_ignored_on_resume(source, other_tokens, tmp_path):
     assert not [row for row in events if row["event"] == "config_change" and row["key"] == "init_from"]
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_ends_all_ranks_in_one_line(source, other_tokens, tmp_path):
     """Its hash is checked while it is read, by all ranks at once."""
     shutil.copytree(source, tmp_path / "theirs")

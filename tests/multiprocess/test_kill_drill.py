@@ -74,7 +74,10 @@ def test_planted_process_that_is_left_fails_the_drill(tmp_path, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("plant", "told"),
-    [(keep_later_rows, ["each step comes once"]), (forget_position, ["differ", "skipped or repeated"])],
+    [
+        (keep_later_rows, ["each step comes once"]),
+        pytest.param(forget_position, ["differ", "skipped or repeated"], marks=pytest.mark.slow),
+    ],
 )
 def test_planted_fault_in_resuming_fails_the_drill(tmp_path, plant, told):
     number = next(

@@ -78,6 +78,7 @@ def test_planted_death_of_rank_0_is_told_by_the_others(tmp_path):
     assert [each.lines for each in seen[1:]] == [["rank 0 on n1 ended or was cut off in 'memory'"]] * 2
 
 
+@pytest.mark.slow
 def test_a_machine_alone_is_measured_by_the_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("name: alone\ndata: {sources: [{path: none.txt}]}\n")
     monkeypatch.chdir(tmp_path)

@@ -73,6 +73,7 @@ def test_crash_loop_ends(tmp_path, tokens, monkeypatch, capsys):
     assert [event["restart"] for event in events(tmp_path, "restart")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_users_mistake_is_not_tried_again(tmp_path, tokens, monkeypatch, capfd):
     small_run(tmp_path, tokens, every_steps=2)
     assert train(monkeypatch, tmp_path, "user error", "--max-restarts", "2") == 2

@@ -97,6 +97,7 @@ def test_our_files_are_read_once_a_node(nodes):
         assert most > 200 and set(others) <= {0}, n_files
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_wait_long_for_another_of_its_node():
     assert min(open_on(["n1", "n1"], late=True)) > 200
 
@@ -196,6 +197,7 @@ def meet_nobody(folder: str) -> None:
     RollCall(3, HOSTS)
 
 
+@pytest.mark.slow
 def test_planted_rank_0_that_does_not_listen_is_named():
     with pytest.raises(RankError, match=r"could not reach rank 0 on n1 at 127\.0\.0\.1:\d+ within 3 s"):
         run_ranks(meet_nobody, 2, "", timeout_seconds=120, threads=1)

@@ -142,6 +142,7 @@ def test_a_disk_that_refuses_fails_one_save_on_all_ranks(config, tmp_path, async
     assert open_checkpoint(tmp_path / "step-00000003").step == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_save_is_given_up(config, tmp_path):
     for said, seconds in on_ranks(save_beside_a_hanging_rank, config, tmp_path):
         assert "a rank is gone or did not answer in time" in said

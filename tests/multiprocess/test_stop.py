@@ -134,6 +134,7 @@ def test_a_request_before_the_first_step_trains_nothing(tmp_path, tokens):
     assert [row["step"] for row in events(config, "stopped")] == [0]
 
 
+@pytest.mark.slow
 def test_a_second_request_ends_at_once(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "twice", global_batch_size=1 << 17)  # one step takes many minutes
     process = start(config, 2)
