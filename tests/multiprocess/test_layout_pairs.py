@@ -138,7 +138,7 @@ def matrices(tmp_path_factory):
 
 
 def cases() -> list:
-    """(matrix, layout): the fast matrix in `make test`, the whole ones with `make test-slow`."""
+    """(matrix, layout): the small matrix and the whole ones."""
     slow = [("moe", layout) for layout in MOE_LAYOUTS] + [("dense", layout) for layout in DENSE_LAYOUTS]
     marked = [pytest.param(*case, marks=pytest.mark.slow, id=": ".join(case)) for case in slow]
     fast = [pytest.param("fast", layout, id=f"fast: {layout}", marks=pytest.mark.slow) for layout in FAST]

@@ -30,7 +30,7 @@ def words(layout: Layout) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", layouts(), ids=words)
+@pytest.mark.parametrize("layout", list(layouts()), ids=words)
 def test_layout_is_proven(tmp_path, layout):
     stay_on_cpu()
     small, refused = fit(quickstart(), layout)
