@@ -25,17 +25,19 @@ def check_family(model: ModelConfig) -> Iterator[str]:
     for section, kind in section_types().items():
         value, noun = getattr(model, section), getattr(kind, "noun", section)
         first = fields(kind)[0]
+        if family.has(section) == (value is not None) or (value is None and section in family.may_lack):
+            continue
         others = [name for name in FAMILIES if family_of(name).has(section) != family.has(section)]
         families = f"model.family={join_or(others)}"
-        if family.has(section) and value is None and section not in family.may_lack:
+        if value is None:
             example = f"model.{section}.{first.name}={_plain(default_of(first))}"
             yield f"model.{section}=null is not possible {told} has {noun}; try {example}, or {families}"
-        if not family.has(section) and value is not None:
+        else:
             yield (
                 f"model.{section}.{first.name}={_plain(getattr(value, first.name))} is not possible {told} has no "
                 f"{noun}; try model.{section}=null, or {families}"
             )
-    for key, allowed in family.expressible().items():
+    for key, allowed in family.expressible.items():
         for value in _values(model, key):
             if value not in allowed:
                 tries = join_or([_plain(each) for each in allowed])

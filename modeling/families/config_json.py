@@ -98,7 +98,7 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
     if family.completed is not None:
         content = family.completed(content)
     problems = [*constant_problems(family, content), *unknown_problems(family, content)]
-    values: dict[str, Any] = {key: only[0] for key, only in family.expressible().items() if len(only) == 1}
+    values: dict[str, Any] = {key: only[0] for key, only in family.expressible.items() if len(only) == 1}
     values["family"] = name
     try:
         values |= from_rope_json(content, family)

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, get_args, get_type_hints
 
 from modeling.config import DROPOUTS, ModelConfig, MoEConfig
@@ -73,8 +73,8 @@ class Family:
         """Whether the class knows positions by the rotary embedding."""
         return "rope" in self.allowed.get("positions", ("rope",))
 
-    @property
-    def told(self) -> set[str]:
+    @cached_property
+    def told(self) -> frozenset[str]:
         """Our fields that config.json tells, dotted."""
         told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
         rope = {
@@ -83,13 +83,19 @@ class Family:
             "rope_fraction": self.turns_a_part,
             "rope_scaling": self.turns and bool(self.rope_scalings),
         }
-        return told | {"family", *self.derived} | {name for name, is_told in rope.items() if is_told}
+        return frozenset(told | {"family", *self.derived} | {name for name, is_told in rope.items() if is_told})
+
+    @cached_property
+    def _sections(self) -> frozenset[str]:
+        """The sections below `model` of which config.json tells a field, such as "moe"."""
+        return frozenset(section for section, dot, _ in (name.partition(".") for name in self.told) if dot)
 
     def has(self, section: str) -> bool:
         """Whether the class has the part of a model that an optional section of our config describes, such as "moe"."""
-        return any(name.startswith(f"{section}.") for name in self.told)
+        return section in self._sections
 
-    def expressible(self) -> dict[str, tuple[Any, ...]]:
+    @cached_property
+    def expressible(self) -> Mapping[str, tuple[Any, ...]]:
         """Our field -> the values that the class can express; a field that is left out is free.
 
         A field of which neither config.json nor ``allowed`` speaks stays as it is by default. So what another family

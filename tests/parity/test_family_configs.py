@@ -142,7 +142,7 @@ def test_every_field_is_told(family: FamilyName) -> None:
     """A field of ours is told by config.json, is fixed by the class, or shapes training alone."""
     told = family_of(family)
     sections = tuple(f"{name}." for name in section_types() if told.has(name))
-    fixed = {key for key, values in told.expressible().items() if len(values) == 1}
+    fixed = {key for key, values in told.expressible.items() if len(values) == 1}
     for key in field_defaults():
         if "." not in key or key.startswith(sections):
             assert key in told.told | fixed or key.startswith(TRAINING_ONLY), key
@@ -151,11 +151,11 @@ def test_every_field_is_told(family: FamilyName) -> None:
 
 def test_silence_means_no() -> None:
     """A field that a family says nothing of is refused unless it is the default; parts of a model too."""
-    silent = dataclasses.replace(family_of("qwen3_moe"), allowed={}).expressible()
+    silent = dataclasses.replace(family_of("qwen3_moe"), allowed={}).expressible
     assert silent["qk_norm"] == (False,)
     assert silent["moe.score"] == ("softmax",)
     assert "moe.z_loss" not in silent and "moe.balance" not in silent
-    assert not [key for key in family_of("llama").expressible() if key.startswith("moe.")]
+    assert not [key for key in family_of("llama").expressible if key.startswith("moe.")]
 
 
 @pytest.mark.parametrize(("family", "name"), NAMED)

@@ -52,7 +52,7 @@ def random_family_run(seed: int) -> tuple[RunConfig, int]:
 def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> ModelConfig:
     """A model of these dims and this family, with what the family always has; often not a legal one."""
     pick, told = draw.choice, family_of(family)
-    fixed = {key: values[0] for key, values in told.expressible().items() if len(values) == 1}
+    fixed = {key: values[0] for key, values in told.expressible.items() if len(values) == 1}
     moe = model.moe
     if moe is not None:
         shared = {"n_shared_experts": 1, "shared_d_ff": 8 * pick([1, 3])} if family == "qwen2_moe" else {}

@@ -43,7 +43,7 @@ LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
 
 def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any]:
     """Those of ``values`` for the field ``key`` below `model` that the family's class can express."""
-    allowed, least = family_of(family).expressible().get(key), family_of(family).at_least.get(key)
+    allowed, least = family_of(family).expressible.get(key), family_of(family).at_least.get(key)
     return [
         value
         for value in values

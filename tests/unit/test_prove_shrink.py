@@ -48,7 +48,7 @@ def run_configs(draw):
         mla=draw(mla_configs(family)) if has_mla else None,
         moe=moe,
     )
-    fixed = {key: values[0] for key, values in family_of(family).expressible().items() if len(values) == 1}
+    fixed = {key: values[0] for key, values in family_of(family).expressible.items() if len(values) == 1}
     model = replace(model, **{key: value for key, value in fixed.items() if "." not in key})
     degrees = st.sampled_from([1, 2, 4, 8])
     ep = draw(degrees) if moe is not None else 1
