@@ -59,9 +59,11 @@ def house_files() -> list[Path]:
 
 def calls_in(source: str, file: str) -> Iterator[Call]:
     """Every call of a function or class that the file has imported from torch, or from a module of torch's."""
-    tree = ast.parse(source)
-    aliases = dict(_aliases(tree))
-    for node in ast.walk(tree):
+    if "torch" not in source:
+        return
+    nodes = list(ast.walk(ast.parse(source)))
+    aliases = dict(_aliases(nodes))
+    for node in nodes:
         if not isinstance(node, ast.Call) or (name := _dotted(node.func)) is None:
             continue
         first, _, rest = name.partition(".")
@@ -74,9 +76,9 @@ def calls_in(source: str, file: str) -> Iterator[Call]:
         yield Call(f"{file}:{node.lineno}", full, n_positional, keywords, is_open)
 
 
-def _aliases(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _aliases(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
     """The file's names for what it imports from torch: "dist" -> "torch.distributed"."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for each in node.names:
                 if each.name.split(".")[0] == "torch":
