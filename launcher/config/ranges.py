@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from annotated_types import Interval
 
-from launcher.config.schema import field_default, field_hints, is_nullable
+from launcher.config.schema import alternatives, field_default, field_hints, is_nullable, item_hint
 from launcher.config.tree import RunConfig
 from launcher.config.words import show
 
@@ -63,8 +63,8 @@ def is_beyond(config: RunConfig) -> bool:
 
 def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float, Range, bool]]:
     """Each number of ``section`` and below: its key as it is shown, value and range, and whether null is allowed."""
-    for name, hint in field_hints(type(section)).items():
-        value, limits = getattr(section, name), ranges(type(section)).get(name)
+    for name, limits, nullable in _holders(type(section)):
+        value = getattr(section, name)
         items = (
             [(f"[{index}]", item) for index, item in enumerate(value)] if isinstance(value, tuple) else [("", value)]
         )
@@ -72,4 +72,15 @@ def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float, Range
             if dataclasses.is_dataclass(item):
                 yield from _numbers(item, f"{prefix}{name}{index}.")
             elif limits is not None and item is not None:
-                yield f"{prefix}{name}{index}", item, limits, is_nullable(hint)
+                yield f"{prefix}{name}{index}", item, limits, nullable
+
+
+@cache
+def _holders(section: type) -> list[tuple[str, Range | None, bool]]:
+    """(name, range, whether null is allowed) of each field of ``section`` that holds numbers, or sections of them."""
+    limits = ranges(section)
+    return [
+        (name, limits.get(name), is_nullable(hint))
+        for name, hint in field_hints(section).items()
+        if name in limits or alternatives(item_hint(hint) or hint)
+    ]
