@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from launcher.config.schema import alternatives, field_default, field_hints, ite
 from launcher.config.tree import RunConfig
 from launcher.config.words import show
 
+pytestmark = pytest.mark.xdist_group("house")  # each source is read once
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("launcher", "modeling", "parallel", "data")
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -26,16 +28,37 @@ def names(paths: list[Path]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-def read_names(path: Path) -> set[str]:
-    """The names of all attributes that a file reads."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+@dataclass(frozen=True)
+class Read:
+    """What one file says, read once for all tests."""
+
+    docstring: str | None
+    n_statements: int  # at its top
+    names: frozenset[str]  # of all attributes that it reads
+    imports: frozenset[str]  # of modules, and of what is in them, at its top or later; not those for the type checker
+
+
+@cache
+def read(path: Path) -> Read:
+    text = path.read_text()
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    for_types = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    unseen = {node for each in for_types for node in ast.walk(each)}
+    imports: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import) and node not in unseen:
+            imports |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node not in unseen:
+            imports |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    names = (node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    return Read(ast.get_docstring(tree), len(tree.body), frozenset(names), frozenset(imports))
 
 
 @pytest.fixture(scope="module")
 def names_read() -> set[str]:
     readers = [path for path in SOURCES if (ROOT / "launcher" / "config") not in path.parents]
-    return set().union(*(read_names(path) for path in readers))
+    return set().union(*(read(path).names for path in readers))
 
 
 @pytest.mark.parametrize("key", sorted(set(leaf_keys(RunConfig))))
@@ -47,45 +70,27 @@ def test_no_dead_knobs(key, names_read):
 def test_planted_a_key_that_nothing_reads_is_seen(tmp_path):
     reader = tmp_path / "reader.py"
     reader.write_text("def build(config):\n    config.written = config.read\n    return 'quoted'\n")
-    assert read_names(reader) == {"read"}
+    assert read(reader).names == {"read"}
 
 
 @pytest.mark.parametrize(
     "path", [path for path in SOURCES if path.name == "__init__.py"], ids=lambda path: path.parent.name
 )
 def test_an_init_holds_one_docstring(path):
-    body = ast.parse(path.read_text()).body
-    assert len(body) == 1
-    assert ast.get_docstring(ast.parse(path.read_text()))
+    assert read(path).n_statements == 1
+    assert read(path).docstring
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=names(SOURCES))
 def test_a_module_begins_with_a_docstring_and_is_not_too_long(path):
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), "the first line says what the module holds"
-    assert len(text.splitlines()) <= 500
-
-
-def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """Those of the modules that a file imports, at its top or later; not those for the type checker alone."""
-    tree = ast.parse(path.read_text())
-    for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    unseen = {node for each in for_types for node in ast.walk(each)}
-    found = set()
-    for node in ast.walk(tree):
-        if node in unseen:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found & modules
+    assert read(path).docstring, "the first line says what the module holds"
+    assert len(path.read_text().splitlines()) <= 500
 
 
 def circle_among(files: dict[str, Path]) -> list[str]:
     """Modules that import each other in turn, or nothing."""
     try:
-        TopologicalSorter({name: imports_of(path, set(files)) for name, path in files.items()}).prepare()
+        TopologicalSorter({name: read(path).imports & files.keys() for name, path in files.items()}).prepare()
     except CycleError as error:
         return error.args[1]
     return []
