@@ -1,5 +1,6 @@
 """Reading YAML 1.2 into plain values, with problems told by line: `3e-4` is a float, `no` is text."""
 
+import functools
 import json
 import re
 import stat
@@ -90,6 +91,14 @@ def _syntax_problem(error: Exception) -> tuple[int | None, str]:
     return line, f"not valid YAML ({text[:200]}); check indentation, quotes and brackets"
 
 
+class _Surveyed(Exception):
+    """A document whose survey found problems: of each the line, from 1, and the words."""
+
+    def __init__(self, problems: list[tuple[int, str]]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+
 class _Survey:
     """A walk over a document's nodes, each of them once: their problems, and what aliases let it grow to.
 
@@ -153,18 +162,29 @@ def parse_yaml(text: str) -> tuple[Any, list[tuple[int | None, str]]]:
         return None, [(None, _TOO_LARGE)]
     if (deep := _DEEP.search(text)) is not None:
         return None, [(text.count("\n", 0, deep.start()) + 1, _TOO_DEEP)]
-    yaml, survey = _parser(), _Survey()
     try:
-        node = yaml.compose(text)
-        if node is None:
-            return None, []
-        survey.walk(node)
-        if survey.problems:
-            return None, [(line, mask(words)) for line, words in [*dict.fromkeys(survey.problems)][:MAX_PROBLEMS]]
-        return json.loads(json.dumps(yaml.constructor.construct_document(node))), []
+        return json.loads(_to_json(text)), []
+    except _Surveyed as found:
+        return None, [(line, mask(words)) for line, words in [*dict.fromkeys(found.problems)][:MAX_PROBLEMS]]
     except Exception as error:  # on odd text ruamel raises KeyError, OverflowError and others beside its own
         line, words = _syntax_problem(error)
         return None, [(line, mask(words))]
+
+
+@functools.lru_cache(maxsize=16)
+def _to_json(text: str) -> str:
+    """The value that ``text`` holds, as JSON. Raises _Surveyed, or whatever ruamel raises.
+
+    Kept for the texts that were read last: a command reads its run's config up to four times.
+    """
+    yaml, survey = _parser(), _Survey()
+    node = yaml.compose(text)
+    if node is None:
+        return "null"
+    survey.walk(node)
+    if survey.problems:
+        raise _Surveyed(survey.problems)
+    return json.dumps(yaml.constructor.construct_document(node))
 
 
 def _read(path: Path) -> bytes:
