@@ -1,5 +1,6 @@
 """A run directory whose parts are of the wrong kind or hold the wrong thing: each command that reads one names it."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -11,11 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
 
 from command_runs import ENVIRONMENT
+from forked_command import run_forked
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
@@ -73,9 +76,8 @@ def project(tmp_path_factory) -> Path:
         metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
     )
     (folder / "small.yaml").write_text(dump_config(config))
-    command = [sys.executable, "-m", "launcher", "train", "small.yaml", "--ranks", "1"]
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with contextlib.chdir(folder):
+        assert main(["train", "small.yaml", "--ranks", "1"]) == 0
     run = folder / "runs/small"
     for name in ("logs", "slurm", "wandb", "preflight"):
         (run / name).mkdir(exist_ok=True)
@@ -293,17 +295,18 @@ def test_all_ranks_of_a_job_refuse_a_damaged_run_together(run):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "launcher", "train", "small.yaml"]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**ENVIRONMENT, **job, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
+    job = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def ask(rank: str) -> subprocess.CompletedProcess[str]:
+        return run_forked(["train", "small.yaml"], Path.cwd(), {**job, "RANK": rank, "LOCAL_RANK": rank})
+
+    with ThreadPool(2) as pool:
+        ranks = pool.map(ask, "01")
     for rank in ranks:
-        errors = rank.communicate(timeout=120)[1].splitlines()
-        assert (rank.returncode, errors) == (2, [f"runs/small/.fence must be a file, and is a folder; {MOVE_AWAY}"])
+        assert (rank.returncode, rank.stderr.splitlines()) == (
+            2,
+            [f"runs/small/.fence must be a file, and is a folder; {MOVE_AWAY}"],
+        )
 
 
 @pytest.mark.slow

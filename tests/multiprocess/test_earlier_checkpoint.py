@@ -5,13 +5,11 @@ that wrote it then made the steps 3 and 4 below.
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from command_runs import ENVIRONMENT
+from launcher.cli import main
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 
@@ -28,12 +26,11 @@ TOLERANCE = 1e-5
         pytest.param(1, ["parallel.tp=1", "parallel.ep=1"], id="on one process", marks=pytest.mark.slow),
     ],
 )
-def test_an_earlier_run_goes_on(tmp_path, ranks, layout):
+def test_an_earlier_run_goes_on(tmp_path, monkeypatch, ranks, layout):
     write_tokens(tmp_path)
     shutil.copytree(KEPT, tmp_path / "old")
-    command = [sys.executable, "-m", "launcher", "train", "old/config.yaml", *layout, "--ranks", str(ranks)]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "old/config.yaml", *layout, "--ranks", str(ranks)]) == 0
     rows = read_metrics(tmp_path / "old/metrics.jsonl")
     assert [row["step"] for row in rows if row.get("event") == "resume"] == [2]
     seen = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row and row["step"] > 2}
