@@ -18,7 +18,7 @@ def main() -> None:
         return
     from fake_cuda.dry_run import main
 
-    main()
+    main(is_whole=sys.argv[1:] == ["--whole"])
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ PROGRAM = Path(__file__).parents[1] / "support" / "cuda_dry_run.py"
 BUDGETS = Path(__file__).parents[1] / "data" / "cuda_budgets.json"
 
 
-@pytest.fixture(scope="module")
-def answer() -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["chosen", pytest.param("whole", marks=pytest.mark.slow)])
+def answer(request) -> dict[str, Any]:
     """What the dry run prints; the tests are skipped, with the reason, where there can be none."""
-    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=290, check=False)
+    command = [sys.executable, PROGRAM, *(["--whole"] if request.param == "whole" else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     if "no_shim" in found:
@@ -24,18 +25,18 @@ def answer() -> dict[str, Any]:
     return found
 
 
-def test_every_family_and_layout_runs_on_cuda(answer):
+def test_families_and_layouts_run_on_cuda(answer):
     """No case mixes devices, loses a gradient's dtype or shape, or has the host wait where WAITS does not say so."""
     cases = answer["cases"]
-    assert len(cases) > 50
+    assert len(cases) > (110 if answer["is_whole"] else 10)
     assert {name: problems for name, problems in cases.items() if problems} == {}
 
 
 def test_a_layer_keeps_its_budget(answer):
     """Launches, bytes moved and FLOPs of a layer. Whoever raises one writes it into the file, and says why."""
     layers, budgets = answer["layers"], json.loads(BUDGETS.read_text())
-    assert layers.keys() == budgets.keys()
-    for name, directions in budgets.items():
+    assert layers.keys() == budgets.keys() if answer["is_whole"] else len(layers.keys() & budgets.keys()) == 3
+    for name, directions in ((name, budgets[name]) for name in layers):
         for direction, budget in directions.items():
             found = layers[name][direction]
             over = {key: (found[key], most) for key, most in budget.items() if found[key] > most}
@@ -44,7 +45,7 @@ def test_a_layer_keeps_its_budget(answer):
 
 def test_traced_flops_are_those_of_the_closed_form(answer):
     """What an estimate is made of, to the last multiplication; hardly a byte of it belongs to no part."""
-    assert len(answer["flops"]) == 7
+    assert len(answer["flops"]) == (7 if answer["is_whole"] else 5)
     for name, found in answer["flops"].items():
         for kind in ("products", "scores"):
             traced, closed = found[kind]

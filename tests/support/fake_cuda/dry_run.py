@@ -1,8 +1,10 @@
 """A training step's forward and backward passes over fake CUDA tensors: what a GPU would be asked to do, without one.
 
-`python cuda_dry_run.py` prints a JSON object: for each case its problems, for each full-sized layer its figures, and
-what a case and a layer are like under planted faults. An operation whose result's size or value depends on data raises:
-there the host would wait for the GPU. Those few that may are in WAITS, with the reason.
+`python cuda_dry_run.py` prints a JSON object: for cases their problems, for full-sized layers their figures, and what a
+case and a layer are like under planted faults; with `--whole`, for all of them, otherwise for FAST and its like.
+
+An operation whose result's size or value depends on data raises: there the host would wait for the GPU. Those few that
+may are in WAITS, with the reason.
 """
 
 import contextlib
@@ -186,6 +188,24 @@ def layouts() -> Iterator[Case]:
                     most_waits=waits,
                     fuse=fuse,
                 )
+
+
+# What runs with every `make test`: kinds of norms, attention, positions and experts, each axis, 8 bits, and the host.
+FAST = (
+    "gemma2 fp16 padding=True recompute=feed_forward compiled",
+    "deepseek_v3 bf16 padding=True recompute=full compiled",
+    "qwen2_moe bf16 padding=False recompute=selective compiled",
+    "bloom bf16 padding=True recompute=full compiled",
+    "gpt2 bf16 padding=True recompute=selective",
+    "qwen3_moe fp8 compiled ep4",
+    "gpt_oss cp2 ring rank 1 recompute=none",
+    "qwen3_moe ep4 in 2 chunks rank 3 recompute=none",
+    "deepseek_v3 tp2 pp2 ep2 rank 3 recompute=none",
+    "qwen3_moe tp2 cp2 ep4 rank 3 recompute=full",
+    "qwen3 offloads tp2 overlap recompute=selective",
+)
+FAST_LAYERS = ("dense 8B, compiled", "MoE 30B-A3B, compiled", "MoE 30B-A3B, ep 8, compiled")
+FAST_WORLDS = ("alone", "ep2", "pp2")
 
 
 class Waited:
@@ -429,24 +449,26 @@ def counted_flops(config: ModelConfig, parallel: ParallelConfig, world_size: int
     }
 
 
-def main() -> None:
+def main(*, is_whole: bool) -> None:
     """Prints the JSON object."""
     logging.disable(logging.CRITICAL)
     sound = {case.name: case for case in cases()}
     answer: dict[str, Any] = {
-        "cases": {name: problems_of(lambda case=case: run(case)) for name, case in sound.items()},
+        "is_whole": is_whole,
+        "cases": {name: problems_of(lambda case=sound[name]: run(case)) for name in (sound if is_whole else FAST)},
         "layers": {
             name + where + suffix: layer_figures(config, fuse, parallel)
             for name, config in LAYERS.items()
             for where, parallel in (("", PLAIN), (", cp 4 by ring", RING) if config.moe is None else (", ep 8", EP8))
             for suffix, fuse in (("", plainly), (", compiled", compiled))
+            if is_whole or name + where + suffix in FAST_LAYERS
         },
         "micro_batch_ms": {name: micro_batch_ms(name) for name in MICRO_BATCHES},
         "flops": {
             f"{family} {name}": counted_flops(fitting(example_config(family)), *world)
             for family in ("llama", "qwen3_moe")
             for name, world in WORLDS.items()
-            if family != "llama" or name != "ep2"
+            if (family != "llama" or name != "ep2") and (is_whole or name in FAST_WORLDS)
         },
         "faults": {},
     }
