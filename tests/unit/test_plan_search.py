@@ -57,8 +57,8 @@ def test_experts_are_dealt_over_ranks(path):
 
 
 def test_a_smaller_gpu_leaves_fewer_layouts(path):
-    config = load_config(path, ["model.n_layers=64", "model.d_model=6144", "model.d_ff=16384"])
-    large, small = (search(config, 16, gpu_of(name, 8, ""), 8) for name in ("A100-80", "A100-40"))
+    config = load_config(path, ["model.n_layers=32", "model.d_model=6144", "model.d_ff=16384"])
+    large, small = (search(config, 8, gpu_of(name, 8, ""), 8) for name in ("A100-80", "A100-40"))
     assert large.n_planned == small.n_planned and large.n_unfit < small.n_unfit
 
 
