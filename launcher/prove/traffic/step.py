@@ -9,7 +9,7 @@ it is the mean over the ranks, a fraction. An axis of degree 1 sends nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -144,13 +144,10 @@ class Step:
     @cached_property
     def layout(self) -> Layout:
         """Where each weight of its stages lies, in the model's order."""
-        with torch.device("meta"):
-            model = build_decoder(self.model)
-        keep_parts(model, self.parts)
         layout = layout_of(self.model)
-        return {name: layout[name] for name, _ in model.named_parameters()}
+        return {name: layout[name] for name in weight_names(self.model, tuple(self.parts))}
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, LogicalTensor]:
         """What each weight is."""
         return logical_tensors(self.model)
@@ -160,7 +157,13 @@ class Step:
 
     def group(self, name: str) -> Group:
         """What the weights of one optimizer group share."""
-        return self.optimizer.group(self.tensors[name].weight, widths_of(self.model))
+        return self._groups[name]
+
+    @cached_property
+    def _groups(self) -> dict[str, Group]:
+        """The optimizer group of each weight of its stages."""
+        widths = widths_of(self.model)
+        return {name: self.optimizer.group(self.tensors[name].weight, widths) for name in self.weights}
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """What the optimizer keeps beside a weight."""
@@ -177,6 +180,15 @@ class Step:
     def all_forwards(self, half: Literal["attention", "feed_forward"], layers: Sequence[int]) -> int:
         """The same, summed over layers."""
         return sum(self.forwards(half, layer) for layer in layers)
+
+
+@lru_cache(maxsize=256)
+def weight_names(model: ModelConfig, parts: tuple[Part, ...]) -> tuple[str, ...]:
+    """The names of the weights of some stages of a model, in the model's order. Plans of many layouts share them."""
+    with torch.device("meta"):
+        decoder = build_decoder(model)
+    keep_parts(decoder, parts)
+    return tuple(name for name, _ in decoder.named_parameters())
 
 
 def around_ring(collective: Collective, n_bytes: int, degree: int) -> Fraction:

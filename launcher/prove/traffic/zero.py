@@ -6,6 +6,7 @@ from itertools import accumulate
 from launcher.prove.traffic.gathers import LOOKED_UP, gathers_by_weight
 from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from modeling.logical import is_entry
+from modeling.optimizers.rule import Group
 from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.stages import Part
 
@@ -89,8 +90,10 @@ def elements_summed_over_tp(step: Step) -> int:
 
 def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
     """The weights of each optimizer group, in the model's order: flat tensors of ZeRO 1 and 2."""
-    keys = sorted({step.group(name) for name in names}, reverse=True)
-    groups = [[name for name in names if step.group(name) == key] for key in keys]
+    by_group: dict[Group, list[str]] = {}
+    for name in names:
+        by_group.setdefault(step.group(name), []).append(name)
+    groups = [by_group[key] for key in sorted(by_group, reverse=True)]
     return [bucket for group in groups for bucket in _buckets(step, group)] if step.in_buckets else groups
 
 
