@@ -15,6 +15,8 @@ LINK = """
     const inside = (each, { left, right } = each.getBoundingClientRect()) => left >= 0 && right <= 400
 """
 
+FAST = ("index.html", "config.html", "tutorials/coming_from.html")  # the first, long tables, code
+
 pytestmark = [needs_browser, pytest.mark.xdist_group("browser")]
 
 
@@ -31,9 +33,11 @@ def page(tmp_path_factory) -> Iterator[Page]:
         yield opened
 
 
-def test_no_page_complains_or_asks_another_host_and_each_fits_its_width(page, site):
+@pytest.mark.parametrize("names", [FAST, pytest.param(PAGES, marks=pytest.mark.slow)], ids=["three pages", "all"])
+def test_no_page_complains_or_asks_another_host_and_each_fits_its_width(page, site, names):
     """Wide tables and lines of code scroll within themselves, not the page."""
-    for name in PAGES:
+    assert {*FAST} < {*PAGES}
+    for name in names:
         page.resize(1300)
         page.open(site / name)
         assert [address for address in page.requests() if not address.startswith("file://")] == [], name
