@@ -24,6 +24,7 @@ from hf_comparison import (
 from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, MoEConfig
 from modeling.families.family import family_of
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling
+from rotating import some_fast
 from small_models import LENGTHS, MOE_FAMILIES, build, configs, example_config, next_tokens, packed_rows
 
 
@@ -83,7 +84,10 @@ def test_longrope_goes_by_the_longest_sequence_of_a_pass(attention_factor: float
     check_gradients(model, theirs, config, rows, next_tokens(rows))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+GRADIENTS_FAST = ("llama", "gpt2", "gemma2", "bloom", "qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", some_fast(FAMILIES, *GRADIENTS_FAST))
 def test_gradients_equal(family: FamilyName) -> None:
     """Random small configurations: every gradient of one training step is transformers' own."""
 
