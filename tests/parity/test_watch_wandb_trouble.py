@@ -1,0 +1,125 @@
+"""Training never waits for W&B: a closed port, a refused key, a dead service, a bad folder, an odd value."""
+
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.config.tree import WandbConfig
+from launcher.watch import wandb_run
+from launcher.watch.metrics import read_metrics
+from launcher.watch.wandb_read import read_history, wandb_files
+from launcher.watch.wandb_run import WandbRun, open_wandb
+from watched_runs import CLOSED_PORT, FAKE_KEY, assert_same, hide_account, train
+
+
+@pytest.fixture(autouse=True)
+def no_account(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_account(monkeypatch, tmp_path_factory.mktemp("home"))
+
+
+@pytest.mark.parametrize("wrong", ["a file", "a folder as run_id"])
+def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "wandb").touch() if wrong == "a file" else (tmp_path / "wandb/run_id").mkdir(parents=True)
+    told: list[str] = []
+    run = wandb_run.open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "name", announce=told.append)
+    assert isinstance(run, wandb_run.NullRun)
+    (line,) = told
+    assert line.startswith(f"W&B: {tmp_path}/wandb cannot be written: ")
+
+
+def test_an_unreachable_server_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wandb_run.tear_down()  # settings are read once for each service
+    monkeypatch.setenv("WANDB_BASE_URL", CLOSED_PORT)
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setattr(wandb_run, "INIT_SECONDS", 3.0)
+    start = time.monotonic()
+    train(tmp_path, "auto", 1, 5)
+    assert time.monotonic() - start < 15
+    written = read_metrics(tmp_path / "metrics.jsonl")
+    assert len([row for row in written if "loss" in row]) == 5
+    logged = [read_history(path) for path in wandb_files(tmp_path)]
+    assert_same(logged[-1], written)
+    out, err = capfd.readouterr()
+    assert out.count("online does not work") == 1
+    assert "connection refused" in out
+    assert err == ""
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server that knows no key; with ``delay`` it does not answer in time either."""
+
+    delay = 0.0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(self.delay)
+        with suppress(OSError):  # nobody waits any more
+            self.send_response(403)  # 401 is asked again until the time is over
+            self.end_headers()
+            self.wfile.write(b'{"errors": [{"message": "invalid api key"}]}')
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("delay", "told"),
+    [
+        pytest.param(0.0, "error 403", id="refused"),
+        pytest.param(8.0, "deadline exceeded", id="hanging", marks=pytest.mark.slow),
+    ],
+)
+def test_a_refused_key_does_not_stop_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    delay: float,
+    told: str,
+) -> None:
+    wandb_run.tear_down()  # settings are read once for each service
+    monkeypatch.setattr(Refusing, "delay", delay)
+    monkeypatch.setattr(wandb_run, "INIT_SECONDS", 3.0)
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        train(tmp_path, "auto", 1, 5)
+        server.shutdown()
+    (offline,) = (path for path in wandb_files(tmp_path) if "offline-run" in path.parent.name)
+    assert_same(read_history(offline), read_metrics(tmp_path / "metrics.jsonl"))
+    out, err = capfd.readouterr()
+    assert out.count("online does not work") == 1 and told in out
+    assert err == ""
+
+
+def test_the_service_dying_does_not_stop_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    run = open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "run", announce=lines.append)
+    assert isinstance(run, WandbRun)
+    for child in psutil.Process().children():
+        if child.name() == "wandb-core":
+            child.kill()
+    time.sleep(0.3)
+    for step in range(1, 4):
+        run.log({"step": step, "loss": 1.0})
+    run.finish()
+    assert len(lines) == 2
+    assert "logging stopped at step 1" in lines[1]
+    assert "training goes on" in lines[1]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_value_that_wandb_cannot_take_does_not_stop_training(tmp_path: Path) -> None:
+    lines: list[str] = []
+    run = open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "run", announce=lines.append)
+    run.log({"step": 1, "event": object()})
+    run.finish()
+    assert len(lines) == 2
+    assert lines[1].startswith("W&B: logging stopped at step 1")
