@@ -107,6 +107,7 @@ def test_an_export_is_that_of_one_process_whatever_trained(name: str, tmp_path: 
     check_exports(runs_of(name, tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_planted_another_order_of_tensors_is_seen(
     fast_runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_planted_a_share_that_is_left_out_ends_the_run(plain: Any) -> None:
         trained(a_config(plain[0], "share"), 2, "share")
 
 
+@pytest.mark.slow
 def test_a_task_that_is_gone_when_ranks_start_ends_them_all(plain: Any) -> None:
     """What only rank 0 reads is nothing that the others wait for."""
     config = a_config(plain[0], "gone")

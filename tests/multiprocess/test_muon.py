@@ -122,6 +122,7 @@ def test_every_stage_does_what_zero_0_does(tokens, zero):
             assert error <= 1e-6, (kind, name, error)
 
 
+@pytest.mark.slow
 def test_resumed_run_is_bit_identical(tmp_path, tokens):
     layout = {"parallel": LAYOUTS["dp2 ep2"], "optimizer": MuonConfig(lr=1e-3)}
     whole = write_config(tmp_path, tokens, "whole", **layout)

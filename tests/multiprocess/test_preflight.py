@@ -72,6 +72,7 @@ def test_planted_missing_config_of_all_ranks_is_the_users_mistake(tmp_path, rank
     assert not (tmp_path / "shared").exists()
 
 
+@pytest.mark.slow
 def test_planted_death_of_rank_0_is_told_by_the_others(tmp_path):
     seen = preflight(["n1", "n2", "n3"], tmp_path, {0: "killed in the memory test"})
     assert seen[0].code == -9

@@ -95,6 +95,7 @@ def is_picture(path: Path) -> bool:
     return data[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", data[16:24])) > 500
 
 
+@pytest.mark.slow
 def test_memory_is_a_picture_whose_peak_has_holders(measured, estimated):
     for report, out in (measured, estimated):
         assert is_picture(out / "memory.png")

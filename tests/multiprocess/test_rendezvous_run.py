@@ -62,6 +62,7 @@ def test_a_whole_run_ends(tmp_path: Path, n_ranks: int, parallel: ParallelConfig
     check(whole_run(tmp_path, parallel, **train), n_ranks)
 
 
+@pytest.mark.slow
 def test_sums_begun_in_another_order_are_caught(tmp_path: Path) -> None:
     """Planted: two groups' sums that half of the ranks begin the other way round, which gloo lets pass.
 

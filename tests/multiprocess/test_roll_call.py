@@ -126,6 +126,7 @@ def test_planted_word_of_a_stranger_is_refused_on_every_rank(tmp_path):
         assert line.startswith("rank 0 on n1: 'facts/2' in the store was not written by a rank of this job; choose ")
 
 
+@pytest.mark.slow
 def test_planted_rank_of_another_job_is_refused_at_once(tmp_path):
     found = call("other job", tmp_path)
     _, (line,) = found.pop(2)

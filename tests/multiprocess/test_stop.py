@@ -121,6 +121,7 @@ def test_stopped_run_saves_and_goes_on_bit_identical(tmp_path, tokens, uninterru
     assert [row["step"] for row in updates(config)] == list(range(1, last + 1))
 
 
+@pytest.mark.slow
 def test_a_request_before_the_first_step_trains_nothing(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "early", steps=STEPS)
     process = start(config, 2)

@@ -95,6 +95,7 @@ def test_what_a_stage_of_zero_cannot_do_is_switched_off_with_it(path, given):
         parallel = each.config.parallel
         assert parallel.offload_optimizer == (given == OFFLOADED and parallel.zero == 2)
         assert (parallel.grad_reduce == "micro_batch") == (given != OFFLOADED and parallel.zero == 1)
+    for each in found.best[::5]:
         assert load_config(path, [*given, *overrides_of(each.config, config)]) == each.config
 
 
@@ -113,6 +114,7 @@ def test_chunks_of_experts_and_overlap_are_left_out_where_a_layout_cannot_have_t
         assert parallel.ep_chunks == (1 if parallel.ep == 1 else min(4, 8 // parallel.ep))
         splits = parallel.pipeline.name in ("zbv", "dualpipev")
         assert parallel.tp_overlap == (parallel.zero != 3 and not splits)
+    for each in found.best[::5]:
         assert load_config(path, [*given, *overrides_of(each.config, config)]) == each.config
 
 
