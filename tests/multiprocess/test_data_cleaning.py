@@ -213,6 +213,7 @@ def command(tmp_path: Path, config: DataConfig, *overrides: str) -> list[str]:
     return ["prepare", str(path), *overrides]
 
 
+@pytest.mark.slow
 def test_a_corpus_of_which_nothing_is_left_is_one_line(tmp_path, tokenizer, capsys):
     paths = [write_jsonl(tmp_path / "a.jsonl", make_texts(5)), write_jsonl(tmp_path / "b.jsonl", ["short", "texts"])]
     cleaning = replace(COPIES, gopher_quality=GopherQualityConfig())

@@ -67,7 +67,7 @@ LAYOUTS = {
     "pp zbv": (4, {"pp": 2, "pipeline": ZBV()}),
     "all": (8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2}),
 }
-FAST = ("ep", 2)
+FAST = ("dp", 2)
 CASES = [
     pytest.param(name, zero, marks=[] if (name, zero) == FAST else pytest.mark.slow)
     for name in LAYOUTS

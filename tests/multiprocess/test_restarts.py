@@ -65,6 +65,7 @@ def test_crashed_run_goes_on_from_its_checkpoint(tmp_path, tokens, uninterrupted
     assert living_ranks() == []
 
 
+@pytest.mark.slow
 def test_crash_loop_ends(tmp_path, tokens, monkeypatch, capsys):
     small_run(tmp_path, tokens, every_steps=2)
     assert train(monkeypatch, tmp_path, "killed", "--max-restarts", "10") == 1

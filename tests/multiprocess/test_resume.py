@@ -61,6 +61,7 @@ def resume_with(fault: str | None, halfway: Path, folder: Path) -> list[dict]:
     return updates(folder / "copy.yaml")
 
 
+@pytest.mark.slow
 def test_copied_run_resumes_bit_identical(tmp_path, halfway):
     config, uninterrupted = halfway
     assert numbers(resume_with(None, config, tmp_path)) == numbers(uninterrupted)

@@ -3,11 +3,13 @@
 Equality is bit for bit (one layout, fp32, CPU).
 """
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,14 +89,16 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, tokens) -> dict[ParallelConfig | None, tuple[list, list]]:
-    """The rows of runs that nobody stopped, and their ledgers, by layout."""
-    found = {}
-    for number, parallel in enumerate((PP, None)):
-        config = write_config(tmp_path_factory.mktemp(f"whole{number}"), tokens, "whole", parallel=parallel)
+def uninterrupted(tmp_path_factory, tokens) -> Callable[[ParallelConfig | None], tuple[list, list]]:
+    """The rows of a run that nobody stopped, and its ledger, for a layout; made once."""
+
+    @functools.cache
+    def of(parallel: ParallelConfig | None) -> tuple[list, list]:
+        config = write_config(tmp_path_factory.mktemp("whole"), tokens, "whole", parallel=parallel)
         assert start_training(config, [f"train.steps={LAST_STEP}"], 2) == 0
-        found[parallel] = numbers(updates(config)), ledger(config)
-    return found
+        return numbers(updates(config)), ledger(config)
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_stopped_run_saves_and_goes_on_bit_identical(tmp_path, tokens, uninterru
     assert [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()] == [f"step-{len(rows):08d}"]
     last = max(LAST_STEP, len(rows) + 2)
     assert start_training(config, [f"train.steps={last}", "checkpoint.every_steps=null"], 2) == 0
-    expected, expected_ledger = uninterrupted[parallel]
+    expected, expected_ledger = uninterrupted(parallel)
     assert numbers(updates(config))[:LAST_STEP] == expected
     assert ledger(config)[:LAST_STEP] == expected_ledger
     assert [row["step"] for row in updates(config)] == list(range(1, last + 1))

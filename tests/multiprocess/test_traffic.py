@@ -77,7 +77,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "degrees", "model", "variants"),
     [
-        (
+        slow(
             4,
             {},
             ODD,
