@@ -24,7 +24,7 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.config import DualPipeV, Interleaved
 from small_models import example_config
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("export bytes")]  # its runs take long to make
 
 SMALL, LARGE = 20_000, 5_000_000_000  # bytes of a file
 SETTINGS: list[tuple[Precision, int]] = [("fp32", LARGE), ("fp32", SMALL), ("bf16", LARGE), ("bf16", SMALL)]

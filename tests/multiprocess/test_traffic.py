@@ -223,6 +223,7 @@ def test_planted_a_bucket_reduced_twice_is_noticed(tokens):
     assert any("replicas, gradients, reduce-scatter" in line for line in problems(config, broken))
 
 
+@pytest.mark.slow
 def test_planted_collectives_too_many_or_too_few_are_noticed(tokens):
     """Without ep, tp's two ranks both hold the experts: their gradients are the ones that are reduced."""
     config = variant(tokens, MOE_MODEL, {"tp": 2}, zero=0)

@@ -92,6 +92,7 @@ def test_closed_forms_alone(path, capsys):
     assert {row["not_traced"] for row in rows} == {"--traces=0"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_traced_keeps_its_closed_form(path, capsys):
     arguments = ["plan", str(path), "--search", "--gpus", "2", "--traces", "1", "optimizer.name=muon"]
     assert main(arguments) == 0
