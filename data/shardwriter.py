@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BATCH_CHARACTERS = 1 << 20  # tokenized at once
 PIECE_CHARACTERS = 1 << 18  # a longer document is tokenized in pieces (_cut)
+CUT_CHARACTERS = 1 << 14  # so far back a good place to cut is looked for: in a text of whitespace alone there is none
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HASH_RANGE = 1 << 64
 
@@ -201,10 +202,11 @@ def _cut(text: str, start: int, stop: int) -> int:
     There tokenizers that split at whitespace split too, and what they make of both sides is what they make of the
     whole. Without one, before the last such space (as they do); without any, after the last line end, or at ``stop``.
     """
+    first = max(start + 1, stop - CUT_CHARACTERS)
     for mark, goes_with in (("\n", 1), (" ", 0)):
-        place = text.rfind(mark, start + 1, stop)
+        place = text.rfind(mark, first, stop)
         while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
-            place = text.rfind(mark, start + 1, place)
+            place = text.rfind(mark, first, place)
         if place > 0:
             return place + goes_with
     return text.rfind("\n", start, stop) + 1 or stop

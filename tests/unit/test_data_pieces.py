@@ -58,3 +58,10 @@ def test_pieces_are_the_text_and_no_longer_than_they_may_be(lines: list[str], si
     assert "".join(piece for piece, _ in pieces) == text
     assert all(0 < len(piece) <= size for piece, _ in pieces)
     assert [is_last for _, is_last in pieces] == [number == len(pieces) for number in range(1, len(pieces) + 1)]
+
+
+def test_a_good_place_is_looked_for_near_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a document of whitespace, of which each place is looked at, takes longer than its tokens do."""
+    monkeypatch.setattr(shardwriter, "CUT_CHARACTERS", 50)
+    assert shardwriter._cut("a b" + "\n" * 40 + "c", 0, 43) == 1, "within reach: before the space"
+    assert shardwriter._cut("a b" + "\n" * 60 + "c", 0, 63) == 63

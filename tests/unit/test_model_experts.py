@@ -13,6 +13,7 @@ from torch import Tensor
 from kernel_references import experts_reference
 from modeling.kernels.expert_turns import Rows, sum_of_rows
 from modeling.kernels.experts import (
+    CPU_ROW_MULTIPLE,
     ExpertBiases,
     SumRows,
     WeightedSumRows,
@@ -21,6 +22,7 @@ from modeling.kernels.experts import (
     gathered_weighted_sum,
     place_blocks,
     place_rows,
+    row_multiple_of,
 )
 from modeling.kernels.fuse import plainly
 
@@ -207,6 +209,13 @@ def test_weights_in_the_sum_of_rows(top_k: int) -> None:
     ):
         for value, expected in zip(found, before, strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_rows_are_rounded_up_where_that_is_fast() -> None:
+    """On a CPU in 16 bits: elsewhere they would be multiplied for nobody."""
+    on_cpu = {dtype: row_multiple_of(torch.empty(0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)}
+    assert on_cpu == {torch.bfloat16: CPU_ROW_MULTIPLE, torch.float32: 1}
+    assert row_multiple_of(torch.empty(0, dtype=torch.bfloat16, device="meta")) == 1
 
 
 def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:
