@@ -55,7 +55,7 @@ def main() -> None:
 
     precision = ("train.precision=fp32",) if bf16_cost() >= SLOW else ()
     layouts = {name: (n_ranks, (*overrides, *precision)) for name, (n_ranks, overrides) in LAYOUTS.items()}
-    plans = plan_all(layouts)
+    plans = plan_all(layouts, arguments.rounds)
     measured: dict[str, list[float]] = {name: [] for name in layouts}
     used: dict[str, list[float]] = {name: [] for name in layouts}
     for _ in range(arguments.rounds):
@@ -86,25 +86,31 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def plan_all(layouts: dict[str, Layout]) -> dict[str, dict[str, Any]]:
-    """Each layout's plan; rates are measured once for each number of processes, and the host's once for each engine."""
+def plan_all(layouts: dict[str, Layout], rounds: int) -> dict[str, dict[str, Any]]:
+    """Each layout's plan, its rates measured in rounds, once for each number of processes; the median of each counts.
+
+    So what the machine's speed does meanwhile moves the rates of all layouts alike, as it does their steps.
+    """
     from launcher.config.checked import load_checked
     from launcher.processor.plan import as_json, measure, measure_host, trace
+    from launcher.processor.rates import typical, typical_call
 
-    configs, traces, hosts, plans = {}, {}, {}, {}
+    configs, traces = {}, {}
     for name, (n_ranks, overrides) in layouts.items():
         configs[name] = load_checked(CONFIG, overrides, world_size=n_ranks, data=False)
         traces[name] = trace(CONFIG, overrides, n_ranks)
         assert traces[name] is not None, name
-    for n_ranks in sorted({each for each, _ in layouts.values()}):
-        own = [name for name, (each, _) in layouts.items() if each == n_ranks]
-        machine = measure([traces[name] for name in own], n_ranks)
-        for name in own:
-            engine = (configs[name].parallel.zero, configs[name].train.precision)
-            if engine not in hosts:
-                hosts[engine] = measure_host(configs[name])
-            plans[name] = as_json(configs[name], n_ranks, traces[name], machine, hosts[engine])
-    return plans
+    machines: dict[int, list[Any]] = {n_ranks: [] for n_ranks, _ in layouts.values()}
+    calls: dict[str, list[Any]] = {name: [] for name in layouts}
+    for _ in range(rounds):
+        for n_ranks, found in machines.items():
+            found.append(measure([traces[name] for name, (each, _) in layouts.items() if each == n_ranks], n_ranks))
+        for name, (n_ranks, _) in layouts.items():
+            calls[name].append(measure_host(configs[name], n_ranks))
+    return {
+        name: as_json(config, n, traces[name], typical(machines[n]), typical_call(calls[name]))
+        for (name, config), (n, _) in zip(configs.items(), layouts.values(), strict=True)
+    }
 
 
 def measure_steps(layout: Layout, steps: int) -> list[tuple[list[float], list[float]]]:

@@ -1,4 +1,4 @@
-"""What a call of torch costs the host, Python and DeepSpeed around it included: a step of a tiny model."""
+"""What a call of torch costs where nothing is large: a step of a tiny relative of the config, under its own layout."""
 
 import dataclasses
 import time
@@ -6,44 +6,43 @@ from statistics import median
 
 import torch
 
-from data.config import DataConfig, SourceConfig
-from launcher.config.tree import RunConfig, TrainConfig
+from launcher.config.tree import RunConfig
 from launcher.estimate.samples import WholeSequences
 from launcher.processor.ops import StepRecorder
+from launcher.processor.rates import Call
+from launcher.prove.shrink import shrink
 from launcher.trace.regions import Regions
 from launcher.training.loop import build_engine, prepare_process, run_step
 from launcher.training.state import TrainState
-from modeling.config import ModelConfig, MoEConfig
-from parallel.config import ParallelConfig
-from parallel.mesh import close_mesh, open_mesh
+from parallel.mesh import close_mesh, open_mesh, wait_for_all
 
 TIMED, WARM = 9, 3
 TIMEOUT_SECONDS = 240
-MODEL = ModelConfig(vocab_size=64, d_model=16, n_layers=4, n_heads=2, n_kv_heads=2, d_ff=16)
-EXPERTS = MoEConfig(n_experts=4, top_k=2, d_ff=16)
 
 
-def call_seconds(zero: int, precision: str, *, has_experts: bool) -> float:
-    """Processor seconds of a tiny decoder's step over the calls in it; in one process that `run_ranks` has started."""
-    model = dataclasses.replace(MODEL, family="qwen3_moe", moe=EXPERTS) if has_experts else MODEL
-    train = TrainConfig(steps=99, global_batch_size=4, micro_batch_size=1, precision=precision)  # type: ignore[arg-type]
-    config = RunConfig(
-        model=model,
-        data=DataConfig(seq_len=8, sources=(SourceConfig(path="none"),)),
-        train=train,
-        parallel=ParallelConfig(zero=zero),
-    )
+def call_seconds(config: RunConfig, world_size: int) -> Call:
+    """One rank's share: a tiny relative's step over the calls in it. All ranks that `run_ranks` has started call it."""
+    config = tiny_relative(config, world_size)
     prepare_process(config)
     mesh = open_mesh(config.parallel, TIMEOUT_SECONDS)
-    engine, samples, state, found = build_engine(config, mesh), WholeSequences(config), TrainState(), []
+    engine, samples, state = build_engine(config, mesh), WholeSequences(config), TrainState()
+    walls, processor = list[float](), list[float]()
     engine.initialize_weights(config.seed)
-    for number in range(WARM + TIMED):
-        began = time.process_time()
+    for _ in range(WARM + TIMED):
+        wait_for_all(mesh)
+        began, before = time.perf_counter(), time.process_time()
         run_step(config, engine, samples, state)  # type: ignore[arg-type]
-        if number >= WARM:
-            found.append(time.process_time() - began)
+        processor.append(time.process_time() - before)
+        wait_for_all(mesh)
+        walls.append(time.perf_counter() - began)
     with StepRecorder(Regions()) as recorder:
         run_step(config, engine, samples, state)  # type: ignore[arg-type]
     close_mesh()
     assert torch.get_num_threads() == 1
-    return median(found) / sum(calls for ask, (calls, _) in recorder.found().items() if ask.kind == "call")
+    calls = sum(each for ask, (each, _) in recorder.found().items() if ask.kind == "call")
+    return Call(median(walls[WARM:]) / calls, median(processor[WARM:]) / calls)
+
+
+def tiny_relative(config: RunConfig, world_size: int) -> RunConfig:
+    """As a proof would shrink it, with as many metrics as the run itself has."""
+    return dataclasses.replace(shrink(config, world_size), metrics=config.metrics)

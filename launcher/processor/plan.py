@@ -12,11 +12,12 @@ from launcher.config.tree import RunConfig
 from launcher.console import tell
 from launcher.errors import UserError
 from launcher.processor.ops import Amounts, Ask
-from launcher.processor.rates import Machine, measure_rank, merged
+from launcher.processor.rates import Call, Machine, measure_rank, merged, slowest
 from launcher.processor.seconds import step_seconds
 
 CODE = "from launcher.processor.trace import main; main()"
 TIMEOUT_SECONDS = 600.0
+CROWD = 2  # processes a core that measure at once: what they do to each other's caches counts
 Positions = list[dict[Ask, Amounts]]
 
 
@@ -48,24 +49,18 @@ def measure(positions: Sequence[Positions], world_size: int) -> Machine:
     asked = {ask for each in positions for found in each for ask in found}
     wires = sorted({(ask.kind, ask.dtype, ask.shape[0]) for ask in asked if ask.level == "wire" and ask.shape[0] > 1})
     plain = {ask._replace(phase="") for ask in asked if ask.level != "wire" and ask.kind != "call"}  # type: ignore[arg-type]
-    busy = min(world_size, cores())
+    busy = min(world_size, CROWD * cores())
     sent = wires if world_size > 1 else []
     found = run_ranks(measure_rank, world_size, sorted(plain), sent, busy, timeout_seconds=TIMEOUT_SECONDS, threads=1)
     return merged(cores(), busy, found)
 
 
-def measure_host(config: RunConfig) -> float:
-    """Seconds of a call on the host under the config's stage of ZeRO and precision."""
+def measure_host(config: RunConfig, world_size: int) -> Call:
+    """What a call of torch costs under the config's layout, stage of ZeRO and precision."""
     from launcher.processor.host import call_seconds
     from parallel.processes.start import run_ranks
 
-    how = {"zero": config.parallel.zero, "precision": config.train.precision, "experts": config.model.moe is not None}
-    return run_ranks(host_rank, 1, call_seconds, how, timeout_seconds=TIMEOUT_SECONDS, threads=1)[0]
-
-
-def host_rank(work: Any, how: dict[str, Any]) -> float:
-    """In the process of ``measure_host``."""
-    return work(how["zero"], how["precision"], has_experts=how["experts"])
+    return slowest(run_ranks(call_seconds, world_size, config, world_size, timeout_seconds=TIMEOUT_SECONDS, threads=1))
 
 
 def plan_here(config: RunConfig, path: Path, overrides: Sequence[str], world_size: int) -> dict[str, Any] | None:
@@ -75,14 +70,12 @@ def plan_here(config: RunConfig, path: Path, overrides: Sequence[str], world_siz
     if positions is None:
         return None
     tell(f"measuring what {min(world_size, cores())} of {cores()} cores do in a second")
-    return as_json(config, world_size, positions, measure([positions], world_size), measure_host(config))
+    return as_json(config, world_size, positions, measure([positions], world_size), measure_host(config, world_size))
 
 
-def as_json(
-    config: RunConfig, world_size: int, positions: Positions, machine: Machine, per_call: float
-) -> dict[str, Any]:
+def as_json(config: RunConfig, world_size: int, positions: Positions, machine: Machine, call: Call) -> dict[str, Any]:
     """All figures, in seconds."""
-    seconds, shares = step_seconds(config, world_size, positions, machine, per_call)
+    seconds, shares = step_seconds(config, world_size, positions, machine, call)
     slowest = max(shares, key=lambda each: each.of())
     tokens = config.train.batches.sizes[-1] * config.data.seq_len
     return {
@@ -94,6 +87,6 @@ def as_json(
         "tokens_per_second": tokens / seconds,
         "processor_seconds": sum(each.of() for each in shares) / len(shares),  # of a process, in the mean
         "seconds_by_part": slowest.parts(),  # of the slowest position, on a core of its own
-        "seconds_a_call": per_call,
+        "seconds_a_call": call.processor,
         "calls": sum(calls for found in positions[:1] for ask, (calls, _) in found.items() if ask.kind == "call"),
     }

@@ -5,14 +5,16 @@ config that is planned is run.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from launcher.processor.ops import Ask
 
@@ -23,6 +25,7 @@ LEAST_CALLS, MOST_CALLS = 3, 200
 MOVED = {"near": 128 << 10, "shared": 3 << 20, "memory": 48 << 20}
 WIDTH = 256  # of rows that are gathered
 FRESH_BYTES = 16 << 20
+COLD_BYTES = 64 << 20  # more than caches hold
 SMALL, LARGE = 1 << 10, 4 << 20  # bytes of a message
 REDUCING = ("all-reduce", "reduce-scatter")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,6 +39,16 @@ class Message:
     per_byte: float
 
 
+class Call(NamedTuple):
+    """Seconds of one of torch's calls, with the Python and DeepSpeed around it and the messages' own latency.
+
+    ``wall`` holds what ranks wait for each other besides, in the crowd of all of them; ``processor`` does not.
+    """
+
+    wall: float
+    processor: float
+
+
 @dataclass
 class Machine:
     """Seconds by what is asked for."""
@@ -45,7 +58,6 @@ class Machine:
     share: float  # of a core that each process gets while all of them compute, whatever else the machine does
     per_unit: dict[Ask, float] = field(default_factory=dict)  # of a FLOP, or of a byte; phases are left empty
     messages: dict[tuple[str, str, int], Message] = field(default_factory=dict)  # collective, dtype, ranks of a group
-    per_call: dict[tuple[int, str], float] = field(default_factory=dict)  # ZeRO's stage, precision: a call on the host
 
 
 def core_share() -> float:
@@ -82,35 +94,66 @@ def unit_seconds(ask: Ask) -> float:
 
 
 def product_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Of one FLOP of a product of this shape."""
+    """Of one FLOP of a product of this shape, whose factors come from memory."""
     rows, depth, columns, left_turned, right_turned = shape
-    left = torch.randn(depth, rows).to(dtype).T if left_turned else torch.randn(rows, depth).to(dtype)
-    right = torch.randn(columns, depth).to(dtype).T if right_turned else torch.randn(depth, columns).to(dtype)
-    out = torch.empty(rows, columns, dtype=dtype)
-    return typical_seconds(lambda: torch.mm(left, right, out=out)) / (2 * rows * depth * columns)
+
+    def factors() -> tuple[torch.Tensor, ...]:
+        left = torch.ones(depth, rows, dtype=dtype).T if left_turned else torch.ones(rows, depth, dtype=dtype)
+        right = torch.ones(columns, depth, dtype=dtype).T if right_turned else torch.ones(depth, columns, dtype=dtype)
+        return left, right, torch.empty(rows, columns, dtype=dtype)
+
+    given = one_after_another(factors)
+
+    def work() -> None:
+        left, right, out = next(given)
+        torch.mm(left, right, out=out)
+
+    return typical_seconds(work) / (2 * rows * depth * columns)
 
 
 def attention_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Of one FLOP of torch's kernel with a mask, as pieces of documents take it."""
+    """Of one FLOP of torch's kernel with a mask, as pieces of documents take it, its inputs from memory."""
     from launcher.trace.ops import BACKWARD_PRODUCTS
 
     is_backward, heads, queries, channels, keys = shape
-    q, k, v = (torch.randn(1, heads, each, channels, dtype=dtype) for each in (queries, keys, keys))
     mask = torch.zeros(queries, keys, dtype=dtype)
     flops = 4 * heads * queries * keys * channels
 
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    def heads_of() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ones(1, heads, each, channels, dtype=dtype) for each in (queries, keys, keys))
+
+    def forward(given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*given, attn_mask=mask)
 
     if not is_backward:
+        inputs = one_after_another(heads_of)
         with torch.no_grad():
-            return typical_seconds(forward) / flops
-    for each in (q, k, v):
-        each.requires_grad_()
-    out = forward()
-    grad = torch.ones_like(out)
-    seconds = typical_seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
-    return seconds / (BACKWARD_PRODUCTS * flops)
+            return typical_seconds(lambda: forward(next(inputs))) / flops
+
+    def passed() -> tuple[Any, ...]:
+        given = heads_of()
+        for each in given:
+            each.requires_grad_()
+        out = forward(given)
+        return out, given, torch.ones_like(out)
+
+    passes = one_after_another(passed)
+
+    def backward() -> None:
+        out, given, grad = next(passes)
+        torch.autograd.grad(out, given, grad, retain_graph=True)
+
+    return typical_seconds(backward) / (BACKWARD_PRODUCTS * flops)
+
+
+def one_after_another(make: Callable[[], tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """What is made, again and again: so many that, when one comes again, no cache holds it any more.
+
+    A step is through hundreds of megabytes before it comes to the same weights again.
+    """
+    first = make()
+    size = sum(each.nbytes for each in tree_leaves(first) if isinstance(each, torch.Tensor))
+    return cycle([first, *(make() for _ in range(min(MOST_CALLS, COLD_BYTES // size)))])
 
 
 def page_seconds() -> float:
@@ -175,8 +218,8 @@ def measure_rank(asks: Iterable[Ask], wires: Iterable[tuple[str, str, int]], bus
         rank, world = dist.get_rank(), dist.get_world_size()
         dist.barrier()
     shares = [core_share()]
-    if rank < busy:
-        found = {ask: unit_seconds(ask) for ask in asks}
+    if rank < busy:  # pages first: memory that others give back to the heap would be taken in their place
+        found = {ask: unit_seconds(ask) for ask in sorted(asks, key=lambda ask: ask.kind != "pages")}
     messages = {}
     for name, dtype, ranks in wires:
         groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
@@ -199,7 +242,7 @@ def sent_bytes(name: str, n_bytes: int, ranks: int) -> float:
 
 
 def message_seconds(name: str, dtype: torch.dtype, n_bytes: int, group: Any) -> float:
-    """The least seconds of a collective whose larger side has ``n_bytes``. All ranks of the group call it."""
+    """The median seconds of a collective whose larger side has ``n_bytes``. All ranks of the group call it."""
     whole = torch.ones(n_bytes // dtype.itemsize, dtype=dtype)
     n, place = group.size(), dist.get_rank(group)
     part, other = whole[: len(whole) // n].clone(), torch.empty_like(whole)
@@ -235,7 +278,18 @@ def message_seconds(name: str, dtype: torch.dtype, n_bytes: int, group: Any) -> 
         work()
         if number:
             found.append(time.perf_counter() - began)
-    return min(found)
+    return median(found)
+
+
+def typical(machines: Sequence[Machine]) -> Machine:
+    """The median of what was measured in several rounds, figure by figure."""
+    first = machines[0]
+    machine = Machine(first.cores, first.busy, median(each.share for each in machines))
+    machine.per_unit = {ask: median(each.per_unit[ask] for each in machines) for ask in first.per_unit}
+    for key in first.messages:
+        each = [one.messages[key] for one in machines]
+        machine.messages[key] = Message(median(one.latency for one in each), median(one.per_byte for one in each))
+    return machine
 
 
 def merged(cores: int, busy: int, found: list[Mapping[str, Any]]) -> Machine:
@@ -248,3 +302,13 @@ def merged(cores: int, busy: int, found: list[Mapping[str, Any]]) -> Machine:
         each = [one["messages"][key] for one in found]
         machine.messages[key] = Message(max(one.latency for one in each), max(one.per_byte for one in each))
     return machine
+
+
+def slowest(calls: Sequence[Call]) -> Call:
+    """Of all ranks, which wait for the last one."""
+    return Call(max(each.wall for each in calls), sum(each.processor for each in calls) / len(calls))
+
+
+def typical_call(calls: Sequence[Call]) -> Call:
+    """The median of several rounds."""
+    return Call(median(each.wall for each in calls), median(each.processor for each in calls))

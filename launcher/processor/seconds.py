@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from launcher.config.tree import RunConfig
 from launcher.estimate.order import Passes
 from launcher.processor.ops import FAMILY_OF, Amounts, Ask
-from launcher.processor.rates import Machine
+from launcher.processor.rates import Call, Machine
 from launcher.processor.shared import shared_seconds
 from parallel.mesh import Degrees
 from parallel.pipeline.config import chunks
@@ -46,10 +46,11 @@ def part_of(ask: Ask) -> str:
     return named.get(ask.kind, WIRES if ask.level == "wire" else BYTES)
 
 
-def share_of(
-    config: RunConfig, world_size: int, found: Mapping[Ask, Amounts], machine: Machine, per_call: float
-) -> Share:
-    """A position's seconds. Messages were timed while all processes sent, so they hold their share of the cores."""
+def share_of(config: RunConfig, found: Mapping[Ask, Amounts], machine: Machine, per_call: float) -> Share:
+    """A position's seconds. Messages were timed while all processes sent, so they hold their share of the cores.
+
+    ``per_call``: processor seconds, the latency of messages with them.
+    """
     seconds: dict[tuple[str, str], float] = {}
     for ask, (calls, units) in found.items():
         key = (ask.phase, part_of(ask))
@@ -61,7 +62,7 @@ def share_of(
             if config.parallel.pp > 1 and ask.kind in ALONE and ask.phase != "update" and config.parallel.cp == 1:
                 continue  # hops: in the order of the passes
             message = machine.messages[ask.kind, ask.dtype, ask.shape[0]]
-            more = (calls * message.latency + units * message.per_byte) * machine.share
+            more = units * message.per_byte * machine.share
         else:
             more = units * machine.per_unit[ask._replace(phase="")]  # type: ignore[arg-type]
         seconds[key] = seconds.get(key, 0.0) + more
@@ -69,12 +70,14 @@ def share_of(
 
 
 def step_seconds(
-    config: RunConfig, world_size: int, positions: Sequence[Mapping[Ask, Amounts]], machine: Machine, per_call: float
+    config: RunConfig, world_size: int, positions: Sequence[Mapping[Ask, Amounts]], machine: Machine, call: Call
 ) -> tuple[float, list[Share]]:
     """Seconds of a step, and each position's share of it."""
-    shares = [share_of(config, world_size, each, machine, per_call) for each in positions]
+    shares = [share_of(config, each, machine, call.processor) for each in positions]
     if config.parallel.pp == 1:
-        return shares[0].of() / machine.share, shares
+        n_calls = sum(calls for ask, (calls, _) in positions[0].items() if ask.kind == "call")
+        waits = n_calls * max(0.0, call.wall - call.processor / machine.share)  # for others, and for messages' latency
+        return shares[0].of() / machine.share + waits, shares
     degrees = Degrees.of(config.parallel, world_size)
     n = config.train.batches.sizes[-1] // (degrees.dp * config.train.micro_batch_size)
     each = n * chunks(config.parallel.pipeline)

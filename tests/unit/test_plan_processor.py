@@ -10,8 +10,9 @@ from launcher.cli import main
 from launcher.closed_form.own import waits_of
 from launcher.config.load import load_config
 from launcher.estimate.order import Passes, simulate
+from launcher.processor.host import tiny_relative
 from launcher.processor.ops import Amounts, Ask, StepRecorder, rough
-from launcher.processor.rates import Machine, Message, merged, sent_bytes
+from launcher.processor.rates import Call, Machine, Message, merged, sent_bytes, slowest, typical, typical_call
 from launcher.processor.seconds import HOST, PRODUCTS, WIRES, step_seconds
 from launcher.processor.shared import shared_seconds
 from launcher.processor.trace import as_rows, dealt, extended, from_rows
@@ -46,11 +47,32 @@ def machine_of(share=1.0):
 def test_a_step_is_its_products_its_calls_and_its_messages(path):
     found = {PRODUCT: Amounts(2, 1e9), CALL: Amounts(1000, 0.0), SUM: Amounts(1, 1e6)}
     config = load_config(path, [])
-    seconds, (share,) = step_seconds(config, 2, [found], machine_of(), 1e-5)
-    assert share.parts() == pytest.approx({PRODUCTS: 1.0, HOST: 0.01, WIRES: 1.001})
-    assert seconds == pytest.approx(2.011)
-    crowded, _ = step_seconds(config, 2, [found], machine_of(share=0.5), 1e-5)
-    assert crowded == pytest.approx(2 * 1.01 + 1.001)  # messages were timed in the crowd
+    seconds, (share,) = step_seconds(config, 2, [found], machine_of(), Call(wall=3e-5, processor=1e-5))
+    assert share.parts() == pytest.approx({PRODUCTS: 1.0, HOST: 0.01, WIRES: 1.0})
+    assert seconds == pytest.approx(2.01 + 0.02)  # a thousand calls wait for others as long as two of them compute
+    crowded, _ = step_seconds(config, 2, [found], machine_of(share=0.5), Call(wall=3e-5, processor=1e-5))
+    assert crowded == pytest.approx(2 * 1.0 + 0.03 + 1.0)  # messages and calls were timed in the crowd
+
+
+def test_rates_of_several_rounds_are_the_median_of_each():
+    rounds = []
+    for factor in (1.0, 5.0, 2.0):
+        machine = machine_of(share=factor / 10)
+        machine.per_unit = {ask: factor * each for ask, each in machine.per_unit.items()}
+        machine.messages = {key: Message(factor, 1 / factor) for key in machine.messages}
+        rounds.append(machine)
+    found = typical(rounds)
+    assert found.share == 0.2 and list(found.per_unit.values()) == [2e-9]
+    assert list(found.messages.values()) == [Message(2.0, 0.5)]
+    assert typical_call([Call(1, 6), Call(3, 4), Call(2, 5)]) == Call(2, 5)
+    assert slowest([Call(1.0, 6.0), Call(3.0, 4.0)]) == Call(3.0, 5.0)
+
+
+def test_a_call_is_timed_in_the_configs_own_layout(path):
+    config = load_config(path, ["parallel.tp=2", "parallel.zero=2", "train.recompute=full", "data.seq_len=4096"])
+    tiny = tiny_relative(config, 2)
+    assert (tiny.parallel.tp, tiny.parallel.zero, tiny.train.recompute) == (2, 2, "full")
+    assert tiny.data.seq_len < 100 and tiny.metrics == config.metrics
 
 
 @pytest.mark.parametrize("pipeline", [OneFOneB(), Interleaved(), ZBV()], ids=lambda each: each.name)
