@@ -118,12 +118,15 @@ def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
 
 def build_ours(dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     """Our decoder, and its loss by a batch."""
+    from launcher.training.compiling import fuse_of
     from modeling.decoder import build_decoder
     from modeling.init import materialize
+    from parallel.apply import fuse_chains
 
     with torch.device("meta"):
         model = build_decoder(CONFIG)
     materialize(model, CONFIG, 0, "cpu", dtype)
+    fuse_chains(model, fuse_of("auto", "cpu"))  # as in a run
 
     def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
         out = model(tokens_BS, Context(positions_BS, documents_BS), targets_BS)

@@ -61,6 +61,7 @@ def free_port() -> int:
 def open_ours(precision: str) -> Callable[[int], None]:
     """One update of our engine, by its number."""
     from launcher.config.tree import RunConfig
+    from launcher.training.compiling import fuse_of
     from launcher.training.loop import prepare_process
     from modeling.context import Context
     from modeling.optimizers.adamw import AdamWConfig
@@ -72,7 +73,13 @@ def open_ours(precision: str) -> Callable[[int], None]:
     mesh = open_mesh(ParallelConfig(zero=1), 600)
     optimizer = AdamWConfig(lr=LR, clip_norm=CLIP_NORM)
     engine = Engine(
-        mesh, CONFIG, optimizer, parallel=ParallelConfig(zero=1), precision=precision, micro_batch_size=BATCH
+        mesh,
+        CONFIG,
+        optimizer,
+        parallel=ParallelConfig(zero=1),
+        precision=precision,
+        micro_batch_size=BATCH,
+        fuse=fuse_of("auto", "cpu"),
     )
     engine.initialize_weights(0)
 

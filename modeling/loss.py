@@ -53,9 +53,14 @@ class ChunkedCrossEntropy(Function):
         total, z_total = (torch.zeros((), dtype=torch.float64, device=hidden_TD.device) for _ in range(2))
         chunk = chunk_tokens(chunk_logits, weight_VD)
         add_weight_gradient = WeightGradient(grad_weight_VD, weight_VD)
+        # On a CPU one tensor for all chunks' logits: a new one each time costs a fault for each of its pages.
+        room_TV = hidden_TD.new_empty((min(chunk, len(hidden_TD)), len(weight_VD))) if hidden_TD.is_cpu else None
         for start in range(0, hidden_TD.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits_TV = F.linear(hidden_TD[part], weight_VD)
+            if room_TV is None:
+                logits_TV = F.linear(hidden_TD[part], weight_VD)
+            else:
+                logits_TV = torch.mm(hidden_TD[part], weight_VD.T, out=room_TV[: len(hidden_TD[part])])
             losses_T, z_losses_T, grad_TV = losses(logits_TV, targets_T[part], wants_hidden or wants_weight)
             total += losses_T.sum(dtype=torch.float64)
             z_total += z_losses_T.sum(dtype=torch.float64)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from modeling.config import ModelConfig
 from modeling.dims import Dim, Weight
+from modeling.kernels.by_rows import by_rows, rms_norm_by_rows
 from modeling.kernels.fuse import Fuse, plainly
 
 
@@ -30,6 +31,7 @@ class RMSNorm(nn.Module):
         return self.fuse(rms_norm, hidden, self.weight, norm_eps=self.norm_eps, adds_one=self.adds_one)
 
 
+@by_rows(rms_norm_by_rows)
 def rms_norm(
     hidden: Tensor,
     weight: Tensor,

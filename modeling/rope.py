@@ -10,6 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from modeling.kernels.by_rows import by_rows, rotate_by_rows
 from modeling.kernels.fuse import in_parts, linear
 from modeling.rope_scaling import (
     DynamicScaling,
@@ -119,6 +120,7 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
+@by_rows(rotate_by_rows)
 @linear
 @in_parts
 def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:

@@ -85,11 +85,17 @@ def build_part(
             )
         if isinstance(module, Head):
             module.chunk_logits = sizes.chunk_logits
-        if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
-            module.fuse = fuse
+    fuse_chains(model, fuse)
     offloader = None if copies is None else offloader_of(model, copies, sizes)
     apply_recompute(model, recompute, weights_stay=weights_stay, offloader=offloader)
     return model
+
+
+def fuse_chains(model: nn.Module, fuse: Fuse) -> None:
+    """Has the model's chains of elementwise work computed by ``fuse``; the router's stays plain."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
+            module.fuse = fuse
 
 
 def make_weights(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from modeling.kernels.by_rows import PIECE_BYTES
 from modeling.pieces import QUERY_BLOCK
 from parallel.context_parallel.plan import TILE
 
@@ -20,6 +21,7 @@ class Sizes:
     # Of so many attention layers, the last goes around the ring by pieces of documents, as all do where FlashAttention
     # computes them, and by these pieces' formula. None: where FlashAttention cannot, all go by tiles.
     ring_pieces_every: int | None = None
+    row_piece_bytes: int = PIECE_BYTES  # of the largest tensor of a chain of elementwise work on CPUs, computed at once
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast there, in that dtype
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
     # Activations on the host: in pages of a power of two; smaller tensors stay on the device.

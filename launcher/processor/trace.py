@@ -17,9 +17,9 @@ from launcher.processor.ops import Amounts, Ask, StepRecorder
 from launcher.profile.run import watched
 from launcher.profile.twins import WatchedEngine
 from launcher.trace.regions import Regions
+from launcher.training.compiling import fuse_of
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState
-from modeling.kernels.fuse import plainly
 from parallel.mesh import Degrees
 
 
@@ -87,7 +87,7 @@ def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amoun
     more = min(n, 2 * fewer)
     samples, regions, found = WholeSequences(config), Regions(), []
     with fake_rank(config, world_size, rank, torch.device("cpu"), EvenChoices()) as mesh:
-        engine = build_engine(config, mesh, engine_class=WatchedEngine, fuse=plainly)
+        engine = build_engine(config, mesh, engine_class=WatchedEngine, fuse=fuse_of("off", "cpu"))
         assert isinstance(engine, WatchedEngine)
         engine.publish_weights()
         with watched(engine, regions), regions.within("bookkeeping"):

@@ -52,6 +52,7 @@ SMALL_SIZES = Sizes(
     query_block=5,
     ring_tile=3,
     ring_pieces_every=2,
+    row_piece_bytes=500,
     row_multiple=8,
     staging_bytes=4096,
     bucket=2000,

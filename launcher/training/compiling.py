@@ -8,29 +8,37 @@ from typing import Literal
 import torch
 
 from launcher.errors import UserError
+from modeling.kernels.by_rows import PIECE_BYTES, ByRows
 from modeling.kernels.fuse import Fuse, compiled, known_chains, plainly
 
 Compile = Literal["auto", "on", "off"]
 
 
-def fuse_of(choice: Compile, device_type: str) -> Fuse:
-    """What train.compile means on such a device, where it has a compiler: auto compiles on GPUs."""
-    return compiled if choice == "on" or (choice == "auto" and device_type == "cuda") else plainly
+def fuse_of(choice: Compile, device_type: str, piece_bytes: int = PIECE_BYTES) -> Fuse:
+    """What train.compile means on such a device, where it has a compiler: auto compiles on GPUs.
+
+    What a CPU does not compile goes by pieces of so many bytes.
+    """
+    if choice == "on" or (choice == "auto" and device_type == "cuda"):
+        return compiled
+    return plainly if device_type == "cuda" else ByRows(piece_bytes)
 
 
-def usable_fuse(choice: Compile, device: torch.device, tell: Callable[[str], None]) -> Fuse:
+def usable_fuse(
+    choice: Compile, device: torch.device, tell: Callable[[str], None], piece_bytes: int = PIECE_BYTES
+) -> Fuse:
     """The same on this machine, where one little chain is compiled to see whether that works.
 
     Where it does not, auto computes plainly, after a line that says why, and on is refused (UserError).
     """
-    fuse = fuse_of(choice, device.type)
-    problem = None if fuse is plainly else why_not(device)
+    fuse = fuse_of(choice, device.type, piece_bytes)
+    problem = why_not(device) if fuse is compiled else None
     if problem is None:
         return fuse
     if choice == "on":
         raise UserError([f"train.compile=on needs a compiler that works: {problem}; {REMEDIES[device.type]}"])
     tell(f"train.compile=auto: nothing is compiled, and steps take longer: {problem}; {REMEDIES[device.type]}")
-    return plainly
+    return fuse_of("off", device.type, piece_bytes)
 
 
 REMEDIES = {

@@ -241,7 +241,8 @@ def build_engine(
     """
     check_precision(config.train.precision, mesh.device)
     if fuse is None:
-        fuse = usable_fuse(config.train.compile, mesh.device, tell if mesh.rank == 0 else lambda line: None)
+        say_so = tell if mesh.rank == 0 else lambda line: None
+        fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes)
     if copies is None and config.train.offload_activations:
         copies = copies_for(mesh.device)
     engine = engine_class(

@@ -21,6 +21,7 @@ from launcher.training import compiling
 from launcher.training.compiling import missing_compiler, usable_fuse, why_not
 from modeling.feed_forward import activated, gated
 from modeling.kernels import fuse
+from modeling.kernels.by_rows import ByRows
 from modeling.kernels.experts import (
     ExpertBiases,
     WeightedSumRows,
@@ -287,9 +288,12 @@ def test_experts_with_compiled_gates_are_the_experts() -> None:
 def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     told: list[str] = []
-    assert usable_fuse("auto", CPU, told.append) is plainly and told == []  # auto compiles nothing on a CPU
-    monkeypatch.setattr(compiling, "fuse_of", lambda choice, device_type: compiled)
-    assert usable_fuse("auto", CPU, told.append) is plainly
+    assert usable_fuse("auto", CPU, told.append) == ByRows() and told == []  # auto compiles nothing on a CPU
+    fuse_of = compiling.fuse_of
+    monkeypatch.setattr(
+        compiling, "fuse_of", lambda choice, *rest: compiled if choice == "auto" else fuse_of(choice, *rest)
+    )
+    assert usable_fuse("auto", CPU, told.append) == ByRows()
     assert told == [
         "train.compile=auto: nothing is compiled, and steps take longer: there is no no-such-compiler; "
         "install g++ and Python's headers, or set train.compile=off"

@@ -32,6 +32,7 @@ REASONS = {
     "parallel.pipeline.rules.SPLITS_RIGHTLY": "a version of torch",
     "modeling.kernels.experts.CPU_ROW_MULTIPLE": "the default of Sizes.row_multiple on CPUs",
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",
+    "modeling.kernels.by_rows.PIECE_BYTES": "the default of Sizes.row_piece_bytes",
     "modeling.kernels.scratch.ROOM": "what is kept beside what is asked for; nothing is read there",
     "modeling.kernels.experts.ONES": "what the matrix product wants; one of them counts",
     "modeling.kernels.experts.GATE_SLOPE": "the formula's",

@@ -1,0 +1,153 @@
+"""Norms and rotations on a CPU, some rows at a time: what lies between input and output stays in a core's cache.
+
+Operation by operation a large tensor goes through memory six times, and each time a new one is mapped, whose pages are
+faults (docs/speed.md). Row by row the input is read and the output written once, and nothing is kept for the backward
+pass but what it needs: what ``modeling.kernels.fuse.compiled`` does, without a compiler.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from modeling.kernels.scratch import SCRATCH
+
+PIECE_BYTES = 1 << 20  # of the rows that are computed at once, in fp32; docs/speed.md has others' times
+
+
+def by_rows(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a function with the one that computes the same by rows: ``twin(*tensors, piece_bytes, **numbers)``."""
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.by_rows = twin  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A ``modeling.kernels.fuse.Fuse`` for CPUs: functions that have a twin go by rows, all others as they are."""
+
+    piece_bytes: int = PIECE_BYTES
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
+        """The function's value, which can be differentiated by the tensors."""
+        twin = getattr(function, "by_rows", None)
+        if twin is None:
+            return function(*tensors, **numbers)
+        return twin(*tensors, piece_bytes=self.piece_bytes, **numbers)
+
+
+def rms_norm_by_rows(
+    hidden: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool, piece_bytes: int = PIECE_BYTES
+) -> Tensor:
+    """``modeling.norm.rms_norm`` of ``hidden`` (..., D) on a CPU: same shape and dtype."""
+    n_rows = max(1, piece_bytes // (4 * hidden.shape[-1]))
+    return _RMSNorm.apply(hidden, weight_D, norm_eps, adds_one, n_rows)
+
+
+class _RMSNorm(Function):
+    """(hidden, weight_D, norm_eps, adds_one, rows of a piece) -> the norm. Shape letters: N rows, D their length."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, norm_eps: float, adds_one: bool, n_rows: int) -> Tensor:  # type: ignore[override]
+        hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+        out_ND = torch.empty_like(hidden_ND)
+        scale_N1 = hidden_ND.new_empty((len(hidden_ND), 1), dtype=torch.float32)
+        factor_D = factor_of(weight_D, adds_one=adds_one)
+        for part in pieces(len(hidden_ND), n_rows):
+            wide_ND = widened(hidden_ND[part])
+            scale_N1[part] = torch.linalg.vector_norm(wide_ND, dim=-1, keepdim=True).square_()
+            scale_N1[part].div_(hidden.shape[-1]).add_(norm_eps).rsqrt_()
+            unit_ND = torch.mul(wide_ND, scale_N1[part], out=SCRATCH.take("norm: unit", wide_ND.shape, wide_ND))
+            if adds_one or hidden.dtype == torch.float32:
+                out_ND[part] = unit_ND.mul_(factor_D)
+            else:  # rounded before the weight, as transformers has it
+                torch.mul(unit_ND.to(hidden.dtype), weight_D, out=out_ND[part])
+        ctx.save_for_backward(hidden, weight_D, scale_N1)
+        ctx.adds_one, ctx.n_rows = adds_one, n_rows
+        return out_ND.view(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight_D, scale_N1 = ctx.saved_tensors  # recomputation gives them once
+        hidden_ND, grad_ND = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, hidden.shape[-1])
+        factor_D = factor_of(weight_D, adds_one=ctx.adds_one)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        by_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        by_weight_D = torch.zeros_like(factor_D)
+        for part in pieces(len(hidden_ND), ctx.n_rows):
+            wide_ND, wide_grad_ND = widened(hidden_ND[part]), widened(grad_ND[part], "norm: gradient")
+            unit_ND, between_ND, times_ND = (
+                SCRATCH.take(f"norm: {name}", wide_ND.shape, wide_ND) for name in ("unit", "between", "times")
+            )
+            torch.mul(wide_ND, scale_N1[part], out=unit_ND)
+            torch.mul(wide_grad_ND, unit_ND, out=times_ND)
+            if wants_weight:
+                by_weight_D += times_ND.sum(0)
+            if by_hidden_ND is not None:
+                mean_N1 = (times_ND @ factor_D)[:, None] / hidden.shape[-1]
+                torch.mul(wide_grad_ND, factor_D, out=between_ND).addcmul_(unit_ND, mean_N1, value=-1)
+                if hidden.dtype == torch.float32:
+                    torch.mul(between_ND, scale_N1[part], out=by_hidden_ND[part])
+                else:
+                    by_hidden_ND[part] = between_ND.mul_(scale_N1[part])
+        by_hidden = None if by_hidden_ND is None else by_hidden_ND.view(hidden.shape)
+        return by_hidden, by_weight_D.to(weight_D.dtype) if wants_weight else None, None, None, None
+
+
+def rotate_by_rows(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, piece_bytes: int = PIECE_BYTES) -> Tensor:
+    """``modeling.rope.rotate`` on a CPU: same shape and dtype as ``heads_BSHC``. Keeps nothing of the heads."""
+    n_rows = max(1, piece_bytes // (4 * heads_BSHC.shape[-2] * heads_BSHC.shape[-1]))
+    return _Rotation.apply(heads_BSHC, cos_BSR, sin_BSR, n_rows)
+
+
+class _Rotation(Function):
+    """(heads, cosines, sines, rows of a piece) -> turned heads. The gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos_BSR, sin_BSR)
+        ctx.n_rows = n_rows
+        return turn(heads_BSHC, cos_BSR, sin_BSR, n_rows, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cos_BSR, sin_BSR = ctx.saved_tensors
+        return turn(grad_BSHC, cos_BSR, sin_BSR, ctx.n_rows, -1), None, None, None
+
+
+def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:
+    """Heads turned by the angles, or with ``sign`` -1 back."""
+    heads_NHC, n_turning = heads_BSHC.flatten(0, 1), 2 * cos_BSR.shape[-1]
+    cos_N1R, sin_N1R = (each.flatten(0, 1)[:, None].to(heads_BSHC.dtype) for each in (cos_BSR, sin_BSR))
+    out_NHC = torch.empty_like(heads_NHC, memory_format=torch.contiguous_format)
+    for part in pieces(len(heads_NHC), n_rows):
+        cos, sin = cos_N1R[part], sin_N1R[part]
+        first, second = heads_NHC[part][..., :n_turning].chunk(2, dim=-1)
+        turned_first, turned_second = out_NHC[part][..., :n_turning].chunk(2, dim=-1)
+        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=sign)
+        out_NHC[part][..., n_turning:] = heads_NHC[part][..., n_turning:]
+    return out_NHC.unflatten(0, heads_BSHC.shape[:2])
+
+
+def factor_of(weight_D: Tensor, *, adds_one: bool) -> Tensor:
+    """What a unit row is multiplied by, in fp32."""
+    return 1 + weight_D.float() if adds_one else weight_D.float()
+
+
+def pieces(n: int, n_rows: int) -> Iterator[slice]:
+    """All rows, so many at a time."""
+    return (slice(begin, min(n, begin + n_rows)) for begin in range(0, n, n_rows))
+
+
+def widened(rows_ND: Tensor, name: str = "norm: wide") -> Tensor:
+    """In fp32: themselves, or in memory that the next piece takes."""
+    if rows_ND.dtype == torch.float32:
+        return rows_ND
+    return SCRATCH.take(name, rows_ND.shape, rows_ND.new_empty((), dtype=torch.float32)).copy_(rows_ND)
