@@ -14,7 +14,7 @@ from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
 from launcher.trace.regions import Regions
 
 # A tensor of so many bytes or more is mapped anew each time, and each of its pages is a fault
-# (launcher.training.loop.keep_heap_from_growing).
+# (launcher.training.heap.keep_heap_from_growing).
 MAPPED_BYTES = 4 << 20
 CACHED_BYTES = (512 << 10, 8 << 20)  # what one operation moves within a core's own cache, and within all cores'
 LEVELS = ("near", "shared", "memory")

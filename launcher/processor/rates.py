@@ -208,7 +208,7 @@ def update_example(n_bytes: int) -> tuple[Callable[[], object], float]:
 
 def measure_rank(asks: Iterable[Ask], wires: Iterable[tuple[str, str, int]], busy: int) -> dict[str, Any]:
     """One process's rates, where it is one of the ``busy`` first; and all messages' times. All processes call it."""
-    from launcher.training.loop import keep_heap_from_growing
+    from launcher.training.heap import keep_heap_from_growing
 
     keep_heap_from_growing()
     wires, found = list(wires), {}

@@ -1,10 +1,8 @@
 """The training loop, read from top to bottom. Every rank runs it."""
 
-import ctypes
 import dataclasses
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
+from launcher.training.heap import keep_heap_from_growing
 from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision
@@ -55,9 +54,6 @@ from parallel.offload import Copies, copies_for
 from parallel.processes.stop import STOPPED, StopRequest
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.engine import Engine, StepResult
-
-M_MMAP_THRESHOLD = -3  # malloc.h
-MMAP_THRESHOLD_BYTES = 4 << 20
 
 
 def train(
@@ -201,17 +197,6 @@ def prepare_process(config: RunConfig) -> None:
     gc.disable()
     gc.collect()
     gc.freeze()
-
-
-def keep_heap_from_growing() -> None:
-    """Large blocks get maps of their own, which are given back: glibc's heap otherwise fragments and grows without end.
-
-    Left alone, the quickstart's ranks grow by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21).
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def open_heldout(config: RunConfig) -> Dataset | None:
