@@ -52,6 +52,7 @@ def test_a_layout_grows_as_one_process_does(tokens, ranks, parallel, micro_batch
     assert [row["batch_size"] for row in ours.rows] == SIZES
 
 
+@pytest.mark.slow
 def test_planted_a_batch_that_does_not_grow_is_seen(tokens):
     config = ramped(tokens, ParallelConfig(zero=1), 2)
     errors = largest_error(run_layout(config, 2), run_reference(ramped(tokens, ParallelConfig(), 2, batch_ramp=None)))

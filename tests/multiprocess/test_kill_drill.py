@@ -71,13 +71,11 @@ def test_planted_process_that_is_left_fails_the_drill(tmp_path, monkeypatch):
     assert judge_left(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("plant", "told"),
-    [
-        (keep_later_rows, ["each step comes once"]),
-        pytest.param(forget_position, ["differ", "skipped or repeated"], marks=pytest.mark.slow),
-    ],
+    [(keep_later_rows, ["each step comes once"]), (forget_position, ["differ", "skipped or repeated"])],
 )
 def test_planted_fault_in_resuming_fails_the_drill(tmp_path, plant, told):
     number = next(

@@ -69,11 +69,8 @@ def test_muon_is_proven(tmp_path, ranks, overrides):
 OF_MUON = [fault for fault in FAULTS if fault.title.startswith("Muon")]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=[pytest.mark.slow] if number else []) for number, fault in enumerate(OF_MUON)],
-    ids=[fault.title for fault in OF_MUON],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OF_MUON, ids=[fault.title for fault in OF_MUON])
 def test_planted_fault_in_muon_is_caught(tmp_path, fault):
     """And nothing that does not come from Muon's update is blamed."""
     outcome = prove_fault(tmp_path, fault)

@@ -22,7 +22,6 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV
 from parallel.processes.start import run_ranks
 from prove_runs import failures, prove
-from rotating import some_fast
 
 MODEL = dataclasses.replace(
     MOE_MODEL, n_layers=4, moe=dataclasses.replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01))
@@ -57,7 +56,8 @@ def test_the_reference_skips_it_too(reference: LayoutResult) -> None:
     assert all(loss > 0 for number, loss in enumerate(reference.losses, 1) if number != EMPTY_STEP)
 
 
-@pytest.mark.parametrize("name", some_fast(LAYOUTS, "dp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_without_targets_changes_nothing_but_its_number(tokens, reference: LayoutResult, name: str) -> None:
     n_ranks, axes, stages = LAYOUTS[name]
     first = run_config(tokens, model=MODEL, parallel=ParallelConfig(**axes), steps=4, micro_batch_size=1)

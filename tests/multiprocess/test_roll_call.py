@@ -102,6 +102,7 @@ def test_a_rank_does_not_wait_long_for_another_of_its_node():
     assert min(open_on(["n1", "n1"], late=True)) > 200
 
 
+@pytest.mark.slow
 def test_planted_absence_is_named_on_every_rank_that_is_there(tmp_path):
     line = "no answer from rank 2 on n2 within 6 s (train.start_seconds); the other 3 of 4 ranks are there"
     assert call("absent", tmp_path) == [(False, [line]), (False, [line]), (False, []), (False, [line])]
