@@ -6,8 +6,9 @@ The model and the batch are quickstart's. The layouts were chosen and written do
 one, two and four processes over gloo, every axis, each stage of ZeRO, each way to recompute, micro-batches of 1 to 8
 sequences, both precisions; where a processor has no products for bf16, and a step in it takes minutes, all are in fp32
 (``precision`` says so), as the demo is. The plans are made first (``roundtable plan --as cpu``: traces, and rates
-measured apart from the layouts). Each layout's steps then run in processes of its own, one thread each, in rounds, so
-that whatever else the machine does hits all alike; the first step of a run is not counted. ``spearman`` is the
+measured apart from the layouts, in as many rounds; the median of each counts). Each layout's steps then run in
+processes of its own, one thread each, in rounds, so that whatever else the machine does hits all alike; the first step
+of a run is not counted. ``spearman`` is the
 correlation of the ranks of the planned and of the measured seconds, medians over all steps of all rounds;
 ``spearman_processor`` that of a process's processor seconds in a step, the mean over the processes, which other work
 on the machine moves less. ``shares_of_a_core``: what each of so many processes got of a core while rates were
