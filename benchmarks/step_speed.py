@@ -120,8 +120,8 @@ def build_ours(dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     """Our decoder, and its loss by a batch."""
     from launcher.training.compiling import fuse_of
     from modeling.decoder import build_decoder
+    from modeling.fused import fuse_chains
     from modeling.init import materialize
-    from parallel.apply import fuse_chains
 
     with torch.device("meta"):
         model = build_decoder(CONFIG)

@@ -9,7 +9,7 @@ from torch import nn
 from modeling.attention import Attention
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, build_decoder
-from modeling.feed_forward import FeedForward
+from modeling.fused import fuse_chains
 from modeling.init import fill
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
@@ -17,8 +17,7 @@ from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.varlen import PLAIN
 from modeling.loss import Head
-from modeling.moe import Experts, MoE, staying
-from modeling.norm import LayerNorm, RMSNorm
+from modeling.moe import MoE, staying
 from modeling.precision import multiply_by
 from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
@@ -89,13 +88,6 @@ def build_part(
     offloader = None if copies is None else offloader_of(model, copies, sizes)
     apply_recompute(model, recompute, weights_stay=weights_stay, offloader=offloader)
     return model
-
-
-def fuse_chains(model: nn.Module, fuse: Fuse) -> None:
-    """Has the model's chains of elementwise work computed by ``fuse``; the router's stays plain."""
-    for module in model.modules():
-        if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Head):
-            module.fuse = fuse
 
 
 def make_weights(

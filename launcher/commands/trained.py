@@ -19,11 +19,13 @@ from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.generation import why_unfit
+from launcher.training.compiling import fuse_of
 from launcher.training.low_precision import check_precision
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
 from launcher.training.run_parts import CONFIG, STARTED_IN, check_parts
 from modeling.decoder import Decoder, build_decoder
 from modeling.dtypes import DTYPES
+from modeling.fused import fuse_chains
 from modeling.logical import logical_shapes
 from modeling.precision import multiply_by, products_of
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
@@ -196,4 +198,5 @@ def load_as_it_trains(trained: Trained, device: str | torch.device) -> Decoder:
     check_precision(train.precision, torch.device(device), "set CUDA_VISIBLE_DEVICES= to compute on the CPU")
     model = load_decoder(trained, device, DTYPES[train.stored])
     multiply_by(model, products_of(train.precision))
+    fuse_chains(model, fuse_of("off", torch.device(device).type))
     return model
