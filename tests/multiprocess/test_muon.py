@@ -133,7 +133,7 @@ def test_resumed_run_is_bit_identical(tmp_path, tokens):
     ("ranks", "degrees", "model", "stages"),
     [
         pytest.param(4, {"tp": 2, "pp": 2, "ep": 2}, FOUR_LAYERS, [(0, "fp32")], marks=pytest.mark.slow),
-        (4, {"ep": 2}, ODD, [(1, "fp32"), (3, "bf16")]),
+        pytest.param(4, {"ep": 2}, ODD, [(1, "fp32"), (3, "bf16")], marks=pytest.mark.slow),
         pytest.param(4, {"tp": 2}, MOE_MODEL, [(1, "bf16"), (2, "fp16"), (3, "fp32")], marks=pytest.mark.slow),
         pytest.param(4, {}, ODD, [(1, "fp16"), (2, "bf16"), (3, "fp16")], marks=pytest.mark.slow),
         pytest.param(8, {"tp": 2, "pp": 2, "ep": 2}, FOUR_LAYERS, [(1, "bf16"), (3, "fp32")], marks=pytest.mark.slow),

@@ -66,7 +66,8 @@ def test_low_precision_equals_one_process_in_that_precision(precision, schedule,
     assert all(found[name] <= bound for name, bound in LOW_BOUNDS.items()), found
 
 
-@pytest.mark.parametrize("zero", split([(0,), (1,), (2,), (3,)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", range(4))
 def test_planted_tied_gradient_not_reduced(zero):
     case = Case(TIED, OneFOneB(), micro_batch_size=1, fault="tied gradient not reduced")
     found = engine_errors(case, zero, "fp32", None)

@@ -262,6 +262,7 @@ def test_make_gpu_refuses_in_one_line():
         assert not done.stdout
 
 
+@pytest.mark.slow
 def test_make_gpu_writes_a_dry_report(tmp_path):
     done = make_gpu("PART=1", "DRY=1", "CHECK=dropout", f"OUT={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr

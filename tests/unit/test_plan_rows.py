@@ -52,6 +52,7 @@ def test_the_page_and_the_constants_are_what_the_rows_make(found):
     assert page(found) == PAGE.read_text(), "run `make plan-table`"
 
 
+@pytest.mark.slow
 def test_planted_another_measurement_changes_the_page(found):
     rows = read_rows(ROWS)
     changed_row = next(row for row in rows if row["id"] == "dgxc-l31-8b-bf16-8")
