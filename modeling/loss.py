@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.dims import Weight
+from modeling.kernels.by_rows import pieces
 from modeling.kernels.fuse import Fuse, plainly
 
 IGNORE = -100  # a target that does not count
@@ -117,9 +118,7 @@ class WeightGradient:
 
 def cached_rows(matrix: Tensor) -> Iterator[slice]:
     """Rows of a matrix that stay in a CPU's cache together; on other devices all at once."""
-    n_rows = max(1, CPU_CACHED // matrix.shape[1] if matrix.is_cpu else len(matrix))
-    for start in range(0, len(matrix), n_rows):
-        yield slice(start, start + n_rows)
+    return pieces(len(matrix), max(1, CPU_CACHED // matrix.shape[1] if matrix.is_cpu else len(matrix)))
 
 
 def scaled(matrix: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -190,7 +190,7 @@ def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtyp
 
 
 def load_as_it_trains(trained: Trained, device: str | torch.device) -> Decoder:
-    """As ``load_decoder``, and what it computes is what the run computes, in 8 bits too.
+    """As ``load_decoder``, and what it computes is what the run computes, in 8 bits too; chains are not compiled.
 
     Raises UserError where the GPU is too old for that.
     """

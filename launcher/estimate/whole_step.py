@@ -64,7 +64,7 @@ def measure_memory(
     """
     samples, state, known = WholeSequences(config), TrainState(), KnownValues()
     with fake_rank(config, world_size, rank, device, known) as mesh, Ledger(device.type) as ledger:
-        fuse = fuse_of(config.train.compile, device.type)
+        fuse = fuse_of(config.train.compile, device.type, sizes.row_piece_bytes)
         copies = AtOnce() if config.train.offload_activations else None
         engine = build_engine(config, mesh, sizes, WatchedEngine, fuse, copies)
         assert isinstance(engine, WatchedEngine)

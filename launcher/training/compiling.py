@@ -21,7 +21,7 @@ def fuse_of(choice: Compile, device_type: str, piece_bytes: int = PIECE_BYTES) -
     """
     if choice == "on" or (choice == "auto" and device_type == "cuda"):
         return compiled
-    return plainly if device_type == "cuda" else ByRows(piece_bytes)
+    return ByRows(piece_bytes) if device_type == "cpu" else plainly
 
 
 def usable_fuse(

@@ -124,7 +124,8 @@ class _Rotation(Function):
 def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:
     """Heads turned by the angles, or with ``sign`` -1 back."""
     heads_NHC, n_turning = heads_BSHC.flatten(0, 1), 2 * cos_BSR.shape[-1]
-    cos_N1R, sin_N1R = (each.flatten(0, 1)[:, None].to(heads_BSHC.dtype) for each in (cos_BSR, sin_BSR))
+    tables_BSR = (each.expand(*heads_BSHC.shape[:2], -1) for each in (cos_BSR, sin_BSR))  # one row may serve all
+    cos_N1R, sin_N1R = (each.flatten(0, 1)[:, None].to(heads_BSHC.dtype) for each in tables_BSR)
     out_NHC = torch.empty_like(heads_NHC, memory_format=torch.contiguous_format)
     for part in pieces(len(heads_NHC), n_rows):
         cos, sin = cos_N1R[part], sin_N1R[part]

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]], dict[str, Any]]] = {
     "norm, adds one": (rms_norm, [(4, 24), (24,)], {"norm_eps": 1e-6, "adds_one": True}),
     "norm of no rows": (rms_norm, [(0, 24), (24,)], {"norm_eps": 1e-6, "adds_one": False}),
     "rotation": (rotate, [(2, 5, 3, 8), (2, 5, 4), (2, 5, 4)], {}),
+    "rotation by one row of angles": (rotate, [(2, 5, 3, 8), (1, 5, 4), (1, 5, 4)], {}),
     "rotation of some channels": (rotate, [(2, 5, 3, 8), (2, 5, 3), (2, 5, 3)], {}),
 }
 
@@ -113,5 +114,5 @@ def test_a_norm_keeps_its_input_and_a_number_of_each_row() -> None:
 
 def test_a_cpu_takes_it_where_nothing_is_compiled() -> None:
     assert fuse_of("auto", "cpu") == fuse_of("off", "cpu") == ByRows() and fuse_of("on", "cpu") is compiled
-    assert fuse_of("off", "cuda") is plainly and fuse_of("auto", "cuda") is compiled
+    assert fuse_of("off", "meta") is fuse_of("off", "cuda") is plainly and fuse_of("auto", "cuda") is compiled
     assert usable_fuse("auto", torch.device("cpu"), print, 77) == ByRows(77)
