@@ -10,13 +10,14 @@ from launcher.config.tree import RunConfig
 from launcher.estimate.samples import WholeSequences
 from launcher.processor.ops import StepRecorder
 from launcher.processor.rates import Call
-from launcher.prove.shrink import shrink
+from launcher.prove.shrink import least_seq_len, shrink_lengths, shrink_model
 from launcher.trace.regions import Regions
 from launcher.training.loop import build_engine, prepare_process, run_step
 from launcher.training.state import TrainState
-from parallel.mesh import close_mesh, open_mesh, wait_for_all
+from parallel.mesh import Degrees, close_mesh, open_mesh, wait_for_all
 
 TIMED, WARM = 9, 3
+MICRO_BATCHES = 3  # without a pipeline; with one, what its every schedule takes
 TIMEOUT_SECONDS = 240
 
 
@@ -44,5 +45,16 @@ def call_seconds(config: RunConfig, world_size: int) -> Call:
 
 
 def tiny_relative(config: RunConfig, world_size: int) -> RunConfig:
-    """As a proof would shrink it, with as many metrics as the run itself has."""
-    return dataclasses.replace(shrink(config, world_size), metrics=config.metrics)
+    """The same layers, layout and schedule, their dims as small as a proof's, and few micro-batches."""
+    model, train = config.model, config.train
+    degrees = Degrees.of(config.parallel, world_size)
+    seq_len = least_seq_len(degrees)
+    small = shrink_model(model, degrees, model.n_layers, config.parallel.ep_chunks)
+    each = degrees.dp * train.micro_batch_size
+    n_micro_batches = min(train.batches.sizes[-1] // each, MICRO_BATCHES if degrees.pp == 1 else 2 * degrees.pp)
+    return dataclasses.replace(
+        config,
+        model=shrink_lengths(small, config, seq_len),
+        data=dataclasses.replace(config.data, seq_len=seq_len),
+        train=dataclasses.replace(train, global_batch_size=n_micro_batches * each, batch_ramp=None),
+    )

@@ -243,8 +243,8 @@ def sent_bytes(name: str, n_bytes: int, ranks: int) -> float:
 
 def message_seconds(name: str, dtype: torch.dtype, n_bytes: int, group: Any) -> float:
     """The median seconds of a collective whose larger side has ``n_bytes``. All ranks of the group call it."""
-    whole = torch.ones(n_bytes // dtype.itemsize, dtype=dtype)
     n, place = group.size(), dist.get_rank(group)
+    whole = torch.ones(n_bytes // dtype.itemsize // n * n, dtype=dtype)  # as many numbers of each rank
     part, other = whole[: len(whole) // n].clone(), torch.empty_like(whole)
     ranks = dist.get_process_group_ranks(group)
 

@@ -97,7 +97,7 @@ def hop_seconds(config: RunConfig, machine: Machine) -> float:
     parallel, train = config.parallel, config.train
     size = 4 if train.stored == "fp32" else 2
     n_bytes = train.micro_batch_size * config.data.seq_len // (parallel.cp * parallel.tp) * config.model.d_model * size
-    message = machine.messages["send", "fp32" if size == 4 else "bf16", 2]
+    message = machine.messages["send", "fp32" if size == 4 else "bf16", parallel.pp]
     return message.latency + n_bytes * message.per_byte
 
 

@@ -91,18 +91,13 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
     parallel = replace(parallel, pipeline=shrink_pipeline(parallel, few))
     n_layers = sum(parallel.pipeline.layers or (min(config.model.n_layers, max(few, _n_stages(parallel))),))
     model = shrink_model(config.model, degrees, n_layers, parallel.ep_chunks)
-    seq_len = _up_to(SEQ_LEN, 2 * degrees.cp * degrees.tp)
+    seq_len = least_seq_len(degrees)
     micro_batch_size = min(2, config.train.micro_batch_size)
     n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
     first = degrees.dp * micro_batch_size * n_micro_batches
     small = replace(
         config,
-        model=replace(
-            model,
-            sliding_window=_window(config, seq_len),
-            max_positions=None if model.max_positions is None else seq_len,
-            rope_scaling=shrink_scaling(model.rope_scaling, seq_len, model.rope_dim // 2),
-        ),
+        model=shrink_lengths(model, config, seq_len),
         data=replace(config.data, seq_len=seq_len, heldout_path=None, without=None),
         train=replace(
             config.train,
@@ -123,6 +118,21 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
         init_from=None,  # the weights of another size
     )
     return small if small.train.activation_gib is None else shrink_budget(small, world_size)
+
+
+def shrink_lengths(model: ModelConfig, config: RunConfig, seq_len: int) -> ModelConfig:
+    """A shrunk model with what goes by the sequence's length made for ``seq_len``; ``config`` is the whole run's."""
+    return replace(
+        model,
+        sliding_window=_window(config, seq_len),
+        max_positions=None if model.max_positions is None else seq_len,
+        rope_scaling=shrink_scaling(model.rope_scaling, seq_len, model.rope_dim // 2),
+    )
+
+
+def least_seq_len(degrees: Degrees) -> int:
+    """Tokens of a proof's sequence: SEQ_LEN, or the next number that the axes divide."""
+    return _up_to(SEQ_LEN, 2 * degrees.cp * degrees.tp)
 
 
 def shrink_budget(config: RunConfig, world_size: int) -> RunConfig:

@@ -1,5 +1,6 @@
 """`plan --as cpu`: what a step asks for, and what its seconds follow from."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,8 +72,33 @@ def test_rates_of_several_rounds_are_the_median_of_each():
 def test_a_call_is_timed_in_the_configs_own_layout(path):
     config = load_config(path, ["parallel.tp=2", "parallel.zero=2", "train.recompute=full", "data.seq_len=4096"])
     tiny = tiny_relative(config, 2)
-    assert (tiny.parallel.tp, tiny.parallel.zero, tiny.train.recompute) == (2, 2, "full")
-    assert tiny.data.seq_len < 100 and tiny.metrics == config.metrics
+    assert (tiny.parallel, tiny.metrics, tiny.train.recompute) == (config.parallel, config.metrics, "full")
+    assert tiny.data.seq_len < 100 and tiny.model.d_model < 64 and tiny.model.n_layers == config.model.n_layers
+
+
+def test_a_pipeline_of_three_uneven_positions_is_planned(path):
+    """Degrees above two, which a proof may lower, stay; a hop is a message within the pipeline's own group."""
+    uneven = ["parallel.pp=3", "parallel.pipeline={name: 1f1b, layers: [1, 2, 2]}", "model.n_layers=5"]
+    config = load_config(path, [*uneven, "train.global_batch_size=100", "train.precision=fp32"])
+    tiny = tiny_relative(config, 3)
+    assert tiny.parallel == config.parallel and tiny.train.batches.sizes[-1] == 6
+    product = PRODUCT._replace(dtype="fp32")
+    machine = Machine(cores=4, busy=3, share=1.0)
+    machine.per_unit[product._replace(phase="")] = 1e-9  # type: ignore[arg-type]
+    machine.messages["send", "fp32", 3] = Message(1e-3, 0.0)
+    found = [{product: Amounts(1, 1e9)}] * 3
+    seconds, _ = step_seconds(config, 3, found, machine, Call(0.0, 0.0))
+    assert 1.0 < seconds < 1.2
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_is_planned(path, capsys):
+    """Three and six of them, whose shares of a message are not powers of two."""
+    uneven = ["parallel.pp=3", "parallel.pipeline={name: 1f1b, layers: [1, 2, 2]}", "model.n_layers=5"]
+    sizes = ["train.precision=fp32", "train.global_batch_size=12", "data.seq_len=96"]
+    for ranks, layout in (("3", uneven), ("6", ["parallel.tp=2", "parallel.zero=3"])):
+        assert main(["plan", str(path), "--as", "cpu", "--ranks", ranks, *sizes, *layout, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_seconds"] > 0
 
 
 @pytest.mark.parametrize("pipeline", [OneFOneB(), Interleaved(), ZBV()], ids=lambda each: each.name)
