@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.console import say, tell
 from launcher.errors import UserError
+from launcher.estimate.command import command_of
 from launcher.limits import check_limits, check_local_ranks
 from launcher.training.start import check_gpus, check_ranks, default_ranks
 from parallel.processes.world import set_rank_environment, world_size_from_environment
@@ -154,8 +154,7 @@ def estimate(path: Path, overrides: Sequence[str], gpu: str, wishes: Wishes) -> 
     was_there = out.exists()
     request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "world_size": world_size}
     request["out"] = str(out)
-    code = "from launcher.estimate.child import main; main()"
-    command = [sys.executable, "-W", "ignore", "-P", "-c", code]
+    command = command_of("launcher.estimate.child")
     done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         if not was_there:

@@ -2,15 +2,15 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.console import tell
 from launcher.errors import UserError
+from launcher.estimate.command import command_of
 
-CODE = "from launcher.plan.child import main; main()"
+CHILD = "launcher.plan.child"
 
 
 def ask(
@@ -21,7 +21,7 @@ def ask(
     Its ``timeline`` has each pipeline position's passes (``launcher.plan.timeline.Bar``). ``price``: of a GPU-hour.
     """
     request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": imbalance, "price": price}
-    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
+    command = command_of(CHILD)
     text = json.dumps({**request, "world_size": gpus})
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from launcher.closed_form.forecast import fitted
 from launcher.closed_form.gpus import Gpu, capacity
 from launcher.closed_form.rows import GIB
 from launcher.config.tree import RunConfig
-from launcher.plan.ask import CODE
+from launcher.estimate.command import command_of
+from launcher.plan.ask import CHILD
 from launcher.plan.corrections import corrected, factors_for
 from launcher.plan.search import Found, Searched, overrides_of
 
@@ -126,7 +126,7 @@ def started(number: int, overrides: Sequence[str], path: Path, gpu: str, n_gpus:
     """A process that traces one layout."""
     request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "imbalance": 1.0}
     text = json.dumps({**request, "world_size": n_gpus, "price": None, "sampled": True})
-    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
+    command = command_of(CHILD)
     answer = tempfile.TemporaryFile()  # noqa: SIM115 -- closed with the answer
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL)
     assert process.stdin is not None

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 from launcher.config.tree import RunConfig
 from launcher.console import tell
 from launcher.errors import UserError
+from launcher.estimate.command import command_of
 from launcher.processor.ops import Amounts, Ask
 from launcher.processor.rates import Call, Machine, measure_rank, merged, slowest
 from launcher.processor.seconds import step_seconds
 
-CODE = "from launcher.processor.trace import main; main()"
 TIMEOUT_SECONDS = 600.0
 CROWD = 2  # processes a core that measure at once: what they do to each other's caches counts
 Positions = list[dict[Ask, Amounts]]
@@ -26,7 +25,7 @@ def trace(path: Path, overrides: Sequence[str], world_size: int) -> Positions | 
     from launcher.processor.trace import from_rows
 
     text = json.dumps({"config": str(path), "overrides": list(overrides), "world_size": world_size})
-    command = [sys.executable, "-W", "ignore", "-P", "-c", CODE]
+    command = command_of("launcher.processor.trace")
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         tell(f"the process that traces the step ended with exit code {done.returncode}")

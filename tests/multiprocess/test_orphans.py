@@ -131,6 +131,21 @@ def test_killed_agent_of_torchrun(tmp_path, tokens, uninterrupted):
     goes_on(config, uninterrupted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0, 6])  # while it imports, and while it traces, which takes half a minute
+def test_killed_plan(seconds):
+    """The process that traces the step ends with the command."""
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    process = popen([sys.executable, "-m", "launcher", "plan", str(quickstart), "--as", "cpu", "train.precision=fp32"])
+    deadline = time.monotonic() + 120
+    while len(tree_of(process.pid)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(seconds)
+    kill_and_see_all_end(process.pid, tree_of(process.pid))
+    process.communicate(timeout=10)
+
+
 WORKERS = """\
 import sys, time
 from data.workers import run_in_processes
