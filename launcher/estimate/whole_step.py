@@ -7,7 +7,7 @@ one buffers are made that stay, and ZeRO 3 learns the order of the modules. The 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import schedules
 
 from launcher.config.tree import RunConfig
 from launcher.estimate.ledger import Ledger
@@ -102,10 +103,34 @@ def fake_rank(
         mesh = mesh_of(config.parallel, world_size, rank, device)
         stack.enter_context(patches.replaced(torch.utils, swap_tensors=leave_as_they_are))
         stack.enter_context(patches.replaced(torch.cuda, **without_driver()))
+        stack.enter_context(patches.replaced(schedules, _batch_p2p=sends_that_hold(schedules._batch_p2p)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(known)
         stack.enter_context(KnownAnswers(known))
         yield dataclasses.replace(mesh, control=dist.group.WORLD)
+
+
+@dataclass
+class Sent:
+    """A message on its way, whose tensors live until it is waited for, as those of gloo do."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        """It has come."""
+        self.tensors.clear()
+
+
+def sends_that_hold(begin: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """``begin`` of torch's schedules, which wait for what a pipeline has sent at the end of a step, or at the next hop.
+
+    The group that stands for others in a trace sends nothing, so it holds nothing either.
+    """
+
+    def begun(ops: list[dist.P2POp], *rest: Any, **named: Any) -> list[Any]:
+        return [*begin(ops, *rest, **named), Sent([op.tensor for op in ops])]
+
+    return begun
 
 
 def leave_as_they_are(first: Tensor, second: Tensor) -> None:
