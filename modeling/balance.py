@@ -10,16 +10,26 @@ from torch.autograd import Function
 from modeling.context import PADDING
 
 
-def sequence_balance_sums(affinity_TE: Tensor, indices_TK: Tensor, documents_BS: Tensor) -> Tensor:
+def sequence_balance_sums(
+    affinity_TE: Tensor, indices_TK: Tensor, documents_BS: Tensor, *, has_padding: bool = True
+) -> Tensor:
     """Sums over each sequence's real tokens, (B, 2E + 1): pairs sent to each expert, affinity of each expert, tokens.
 
     Sums over parts of the sequences add up to those over the whole, so ranks that share sequences can add theirs.
+    ``has_padding``: some of ``documents_BS`` may be PADDING.
     """
-    n_sequences, n_experts = documents_BS.shape[0], affinity_TE.shape[1]
-    valid_T1 = (documents_BS != PADDING).to(affinity_TE.dtype).view(-1, 1)
-    chosen_TE = torch.zeros_like(affinity_TE).scatter(1, indices_TK, 1.0)
-    columns = torch.cat([chosen_TE * valid_T1, affinity_TE * valid_T1, valid_T1], dim=1)
-    return columns.view(n_sequences, -1, 2 * n_experts + 1).sum(1)
+    n_sequences, seq_len = documents_BS.shape
+    chosen_TE = torch.zeros_like(affinity_TE)
+    if has_padding:
+        valid_T1 = (documents_BS != PADDING).to(affinity_TE.dtype).view(-1, 1)
+        chosen_TE = chosen_TE.scatter(1, indices_TK, valid_T1.expand_as(indices_TK))
+        affinity_TE = affinity_TE * valid_T1
+        tokens_B1 = valid_T1.view(n_sequences, -1).sum(1, keepdim=True)
+    else:
+        chosen_TE = chosen_TE.scatter(1, indices_TK, 1.0)
+        tokens_B1 = affinity_TE.new_full((n_sequences, 1), seq_len)
+    sums_BE = (each_TE.view(n_sequences, seq_len, -1).sum(1) for each_TE in (chosen_TE, affinity_TE))
+    return torch.cat([*sums_BE, tokens_B1], dim=1)
 
 
 def sequence_balance_losses(sums_BX: Tensor, top_k: int) -> Tensor:
@@ -37,6 +47,11 @@ def sequence_balance_losses(sums_BX: Tensor, top_k: int) -> Tensor:
 def z_losses(logits_TE: Tensor) -> Tensor:
     """Each token's router z-loss (T,): logsumexp of its logits, squared (ST-MoE, arXiv:2202.08906, eq. 5)."""
     return logits_TE.logsumexp(-1).square()
+
+
+def z_losses_and_entropies(logits_TE: Tensor, affinity_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """``z_losses``, and each token's entropy (T,) in nats over its affinity to the experts."""
+    return z_losses(logits_TE), -torch.special.xlogy(affinity_TE, affinity_TE).sum(-1)
 
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses
+from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses_and_entropies
 from modeling.config import ActivationName, MoEConfig
 from modeling.context import Context
 from modeling.dims import Weight
@@ -136,6 +136,7 @@ class MoE(nn.Module):
         self.shared_gate = shared_gate
         self.balance_coefficient = balance_coefficient
         self.z_loss = z_loss
+        self.fuse: Fuse = plainly
         self.add_sequence_sums: Callable[[Tensor], Tensor] = lambda sums_BX: sums_BX
         self.shared_early = False
         self.sum_shared: Callable[[Tensor], Tensor] = lambda partial_BSD: partial_BSD
@@ -177,13 +178,14 @@ class MoE(nn.Module):
         """The routing weights, carrying the gradients of the balance loss and the z-loss; and the statistics."""
         indices_TK, weights_TK, logits_TE, affinity_TE = routing
         balance = self.sequence_losses(affinity_TE, indices_TK, context).sum()
-        z = z_losses(logits_TE).sum()
+        logits_TE = logits_TE if self.z_loss else logits_TE.detach()
+        z_T, entropy_T = self.fuse(z_losses_and_entropies, logits_TE, affinity_TE.detach(), rows_vary=True)
+        z, entropy = z_T.sum(), entropy_T.sum()
         if self.balance_coefficient:
             scale = self.balance_coefficient * context.balance_scale
             weights_TK = InjectLoss.apply(weights_TK, balance, scale)
         if self.z_loss:
             weights_TK = InjectLoss.apply(weights_TK, z, self.z_loss * context.z_scale)
-        entropy = -torch.special.xlogy(affinity_TE, affinity_TE).sum()
         counts_E = count_pairs(indices_TK, logits_TE.shape[1])
         stats = RoutingStats(
             counts_E=counts_E,
@@ -201,7 +203,8 @@ class MoE(nn.Module):
             n_tokens = context.documents_BS.numel()
             affinity_TE = affinity_TE.new_zeros(n_tokens, affinity_TE.shape[1]).index_copy(0, valid_T, affinity_TE)
             indices_TK = indices_TK.new_zeros(n_tokens, top_k).index_copy(0, valid_T, indices_TK)
-        sums_BX = sequence_balance_sums(affinity_TE, indices_TK, context.documents_BS)
+        has_padding = valid_T is not None
+        sums_BX = sequence_balance_sums(affinity_TE, indices_TK, context.documents_BS, has_padding=has_padding)
         return sequence_balance_losses(self.add_sequence_sums(sums_BX), top_k)
 
 

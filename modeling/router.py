@@ -94,7 +94,8 @@ class Router(nn.Module):
             "bias": Weight(("scores",), "zeros"),
         }
         self.settle: Settle = keep_choice
-        self.fuse: Fuse = plainly  # never compiled
+        self.fuse: Fuse = plainly  # of what ends in the choice: never compiled
+        self.fuse_weights: Fuse = plainly
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
 
@@ -104,13 +105,12 @@ class Router(nn.Module):
         logits_TE, scores_TE = self.fuse(scored, hidden_TD, self.weight, *logit_bias, score=self.score)
         score = SCORES[self.score]
         indices_TK = self.settle(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK
-        weights_TK = scores_TE.gather(1, indices_TK)
-        if self.normalize_top_k:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        affinity_TE = scores_TE
-        if not score.sums_to_one:
-            affinity_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-        return Routing(indices_TK, weights_TK * self.routed_scale, logits_TE, affinity_TE)
+        ways = {"normalize_top_k": self.normalize_top_k, "routed_scale": self.routed_scale}
+        if score.sums_to_one:
+            weights_TK = self.fuse_weights(weights_of, scores_TE, indices_TK, rows_vary=True, **ways)
+            return Routing(indices_TK, weights_TK, logits_TE, scores_TE)
+        weights_TK, affinity_TE = self.fuse_weights(weights_and_shares, scores_TE, indices_TK, rows_vary=True, **ways)
+        return Routing(indices_TK, weights_TK, logits_TE, affinity_TE)
 
     @torch.no_grad()
     def choose(self, scores_TE: Tensor) -> Tensor:
@@ -153,6 +153,23 @@ def scored(
     if logit_bias_E is not None:
         logits_TE = logits_TE + logit_bias_E.float()
     return logits_TE, SCORES[score].of(logits_TE)
+
+
+def weights_of(scores_TE: Tensor, indices_TK: Tensor, *, normalize_top_k: bool, routed_scale: float) -> Tensor:
+    """What each chosen expert's output is multiplied by (T, K)."""
+    weights_TK = scores_TE.gather(1, indices_TK)
+    if normalize_top_k:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return weights_TK * routed_scale
+
+
+def weights_and_shares(
+    scores_TE: Tensor, indices_TK: Tensor, *, normalize_top_k: bool, routed_scale: float
+) -> tuple[Tensor, Tensor]:
+    """``weights_of``, and the scores divided by their sum over the experts (T, E)."""
+    ways = {"normalize_top_k": normalize_top_k, "routed_scale": routed_scale}
+    weights_TK = weights_of(scores_TE, indices_TK, **ways)
+    return weights_TK, scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
 
 
 def lead(values_TX: Tensor, k: int) -> Tensor:

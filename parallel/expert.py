@@ -66,7 +66,7 @@ def make_dispatch(
         there = RowExchanges(sent, received, axis, async_op=overlap, watch=watch)
         back = RowExchanges(received, sent, axis, async_op=overlap, watch=watch)
         theirs_RD, dtype = there.begin(ToRows.apply(hidden_TD, rows, fuse)), hidden_TD.dtype
-        multiple = row_multiple or row_multiple_of(theirs_RD)
+        multiple = row_multiple or row_multiple_of(theirs_RD, indices_TK.numel() * axis.degree // n_experts)
         came = zip(theirs_NE.split(parts, 1), received, strict=True)
         blocks = [place_blocks(counts_NE, sum(ranks), multiple) for counts_NE, ranks in came]
 

@@ -14,10 +14,12 @@ from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weig
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 
-# oneDNN builds a primitive for each new row count in 16 bits (2.2 ms against 0.3 ms; 2 cores with AMX, 2026-11-20), and
-# the experts' counts change every step: on a CPU each expert's rows are rounded up to this there. In fp32 torch asks
-# MKL, which builds nothing.
-CPU_ROW_MULTIPLE = 64
+# oneDNN builds a primitive for each new row count in 16 bits (a product of 768 rows takes 0.2 ms, and 0.3 to 0.9 ms more
+# the first time; AMD EPYC with AVX-512, 2026-11-25), and the experts' counts change every step: on a CPU each expert's
+# rows are rounded up there, to a power of two that an expert's mean rows hold ROW_UNITS times to twice that. In fp32
+# torch asks MKL, which builds nothing.
+LEAST_ROW_MULTIPLE = 16
+ROW_UNITS = 16
 ONES = 8  # grouped_mm wants rows of whole units of 16 bytes, in 16 bits
 GATE_SLOPE = 1.702  # of gpt-oss's gates
 
@@ -52,15 +54,20 @@ def experts_grouped(
     ``products``: how rows are multiplied by the experts' matrices; their biases are added in the rows' own dtype.
     """
     counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
-    rows = place_rows(indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD))
+    rows = place_rows(indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD, indices_TK.numel() // len(counts_E)))
     return experts_over_rows(
         hidden_TD, rows, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products
     )
 
 
-def row_multiple_of(rows_RD: Tensor) -> int:
-    """What each expert's rows are rounded up to where nobody says: what is fast on their device, in their dtype."""
-    return CPU_ROW_MULTIPLE if rows_RD.is_cpu and rows_RD.dtype.itemsize == 2 else 1
+def row_multiple_of(rows_RD: Tensor, mean_rows: int) -> int:
+    """What each expert's rows are rounded up to where nobody says: what is fast on their device, in their dtype.
+
+    ``mean_rows``: an expert's rows where all have as many, beside which 2 to 3% are then multiplied for nobody.
+    """
+    if not (rows_RD.is_cpu and rows_RD.dtype.itemsize == 2):
+        return 1
+    return max(LEAST_ROW_MULTIPLE, 1 << (mean_rows // ROW_UNITS).bit_length() >> 1)
 
 
 def experts_over_rows(

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from modeling.kernels.by_rows import widened
+
 
 class RouterLogits(Function):
     """(hidden_TD, weight_ED) -> hidden_TD @ weight_ED.T in fp32 (T, E). Gradients are computed in fp32, rounded once.
@@ -21,15 +23,20 @@ class RouterLogits(Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(hidden_TD, weight_ED)
-        return product(hidden_TD.float(), weight_ED.float())
+        return product(in_fp32(hidden_TD), weight_ED.float())
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         hidden_TD, weight_ED = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad
         grad_hidden_TD = product(grad_TE, weight_ED.float().T).to(hidden_TD.dtype) if wants_hidden else None
-        grad_weight_ED = product(grad_TE.T, hidden_TD.float().T).to(weight_ED.dtype) if wants_weight else None
+        grad_weight_ED = product(grad_TE.T, in_fp32(hidden_TD).T).to(weight_ED.dtype) if wants_weight else None
         return grad_hidden_TD, grad_weight_ED
+
+
+def in_fp32(hidden_TD: Tensor) -> Tensor:
+    """The hidden states in fp32, for one product: on a CPU in memory that is kept, for pages of new one are faults."""
+    return widened(hidden_TD, "router: hidden") if hidden_TD.is_cpu else hidden_TD.float()
 
 
 def product(left_TI: Tensor, right_OI: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from kernel_references import experts_reference
 from modeling.kernels.expert_turns import Rows, sum_of_rows
 from modeling.kernels.experts import (
-    CPU_ROW_MULTIPLE,
     ExpertBiases,
     SumRows,
     WeightedSumRows,
@@ -212,10 +211,12 @@ def test_weights_in_the_sum_of_rows(top_k: int) -> None:
 
 
 def test_rows_are_rounded_up_where_that_is_fast() -> None:
-    """On a CPU in 16 bits: elsewhere they would be multiplied for nobody."""
-    on_cpu = {dtype: row_multiple_of(torch.empty(0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)}
-    assert on_cpu == {torch.bfloat16: CPU_ROW_MULTIPLE, torch.float32: 1}
-    assert row_multiple_of(torch.empty(0, dtype=torch.bfloat16, device="meta")) == 1
+    """On a CPU in 16 bits, to a 16th of an expert's mean rows or less: elsewhere they would be multiplied for nobody."""
+    wide, narrow = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
+    assert [row_multiple_of(narrow, mean) for mean in (0, 1, 511, 512, 768, 1024, 5000)] == [16, 16, 16, 32, 32, 64, 256]
+    assert row_multiple_of(wide, 768) == row_multiple_of(narrow.to("meta"), 768) == 1
+    for mean in range(256, 100_000, 97):
+        assert mean / 32 < row_multiple_of(narrow, mean) <= mean / 16
 
 
 def test_planted_neighbors_expert(monkeypatch: pytest.MonkeyPatch) -> None:

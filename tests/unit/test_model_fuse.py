@@ -19,7 +19,10 @@ from launcher.errors import UserError
 from launcher.trace.ops import work_of
 from launcher.training import compiling
 from launcher.training.compiling import missing_compiler, usable_fuse, why_not
+from modeling.config import MoEConfig, ScoreName, SequenceAuxBalance
+from modeling.context import PADDING, Context
 from modeling.feed_forward import activated, gated
+from modeling.fused import fuse_chains
 from modeling.kernels import fuse
 from modeling.kernels.by_rows import ByRows
 from modeling.kernels.experts import (
@@ -34,6 +37,7 @@ from modeling.kernels.experts import (
 )
 from modeling.kernels.fuse import Chain, compiled, known_chains, plainly
 from modeling.loss import IGNORE, fused_losses, losses_and_gradient
+from modeling.moe import build_moe
 from modeling.norm import layer_norm, rms_norm
 from modeling.rope import rotate
 
@@ -175,6 +179,41 @@ def test_weights_in_the_sum_of_rows_compiled_are_the_plain_ones(top_k: int) -> N
         if n_tokens == 17:
             before = counters["stats"]["unique_graphs"], len(known_chains())
     assert (counters["stats"]["unique_graphs"], len(known_chains())) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_router_compiled_behind_its_choice_is_the_plain_one(score: ScoreName) -> None:
+    """Weights, both losses' gradients and what is counted, with as many tokens as a draw of padding leaves.
+
+    Planted: a loss scaled otherwise is seen in the router's gradient.
+    """
+    balance = SequenceAuxBalance(coefficient=0.5)
+    moe = build_moe(MoEConfig(n_experts=8, top_k=2, d_ff=16, score=score, balance=balance, z_loss=0.5), 16)
+    generator = torch.Generator().manual_seed(0)
+    for weight in moe.parameters():
+        torch.nn.init.normal_(weight.data, std=0.3, generator=generator)
+
+    def found(run: Any, n_padding: int, z_scale: float = 1.0) -> list[Tensor]:
+        fuse_chains(moe, run)
+        moe.zero_grad()
+        documents_BS = torch.zeros(2, 12, dtype=torch.int64)
+        documents_BS[1, 12 - n_padding :] = PADDING
+        places_BS = torch.arange(12).repeat(2, 1)
+        context = Context(places_BS, documents_BS, 0.5, z_scale, has_padding=n_padding > 0)
+        hidden_BSD = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(n_padding)).requires_grad_()
+        out_BSD, stats = moe(hidden_BSD, context, 0)
+        out_BSD.mean().backward()
+        grads = [each.grad for each in (hidden_BSD, *moe.parameters()) if each.grad is not None]
+        return [out_BSD.detach(), stats.entropy, stats.balance_loss, stats.z_loss, *grads]
+
+    before = None
+    for n_padding in (0, 3, 7, 1, 4):
+        assert error(found(compiled, n_padding), found(plainly, n_padding)) < TOLERANCE[torch.float32]
+        if n_padding == 7:
+            before = counters["stats"]["unique_graphs"], len(known_chains())
+    assert (counters["stats"]["unique_graphs"], len(known_chains())) == before
+    assert error(found(compiled, 1, z_scale=1.01), found(plainly, 1)) > 1e-4
 
 
 class Seen(TorchDispatchMode):
