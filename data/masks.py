@@ -114,6 +114,11 @@ class Masks:
 
         ``pieces`` are the windows' where documents are packed; ``start_B`` then says nothing.
         """
+        files = set(file_B.tolist())
+        if pieces is None and len(files) == 1 and min(length_B.tolist()) == width:
+            is_target_BW = self._full_windows(files.pop(), start_B, width)
+            if is_target_BW is not None:
+                return is_target_BW
         is_target_BW = np.zeros((len(file_B), width), bool)
         if pieces is None:
             columns = (np.arange(len(file_B)), file_B, start_B, length_B, np.zeros(len(file_B), np.int64))
@@ -122,6 +127,21 @@ class Masks:
         for row, file, start, length, offset in zip(*(column.tolist() for column in columns), strict=True):
             is_target_BW[row, offset : offset + length] = self.of_range(file, start, start + length)
         return is_target_BW
+
+    def _full_windows(self, file: int, start_B: np.ndarray, width: int) -> np.ndarray | None:
+        """``of_windows`` of one file that are full, their bits gathered at once. None near the end of the mask."""
+        bits = self._bits[file]
+        if bits is None:
+            return np.ones((len(start_B), width), bool)
+        n_bytes = (width + 14) // 8  # of a window that begins with the last bit of a byte
+        byte_B, shifts = start_B >> 3, (start_B & 7).tolist()
+        if int(byte_B.max()) + n_bytes > len(bits):
+            return None
+        all_windows = np.ndarray((len(bits) - n_bytes + 1, n_bytes), np.uint8, bits, strides=(1, 1))
+        flags = np.unpackbits(all_windows[byte_B], axis=1, bitorder="little").view(bool)
+        if min(shifts) == max(shifts):  # as where seq_len is a multiple of 8
+            return flags[:, shifts[0] : shifts[0] + width]
+        return np.array([row[shift : shift + width] for row, shift in zip(flags, shifts, strict=True)])
 
 
 def count_ahead(is_target_BW: np.ndarray, row_F: np.ndarray, offset_F: np.ndarray) -> np.ndarray:
