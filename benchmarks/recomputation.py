@@ -5,8 +5,9 @@
 A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by
 ``train.recompute``. ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are
 the bytes that the layers have left for the backward pass when the head begins (all tensors that are there then, less
-those from before the forward pass), over those of ``none``. Each side is a process of its own, in turn; figures are
-medians over steps, then over rounds.
+those from before the forward pass), over those of ``none``. Norms and rotations go by rows, as in a run;
+``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
+there. Each side is a process of its own, in turn; figures are medians over steps, then over rounds.
 """
 
 import argparse
@@ -23,11 +24,14 @@ from torch import nn
 
 from cpu_precision import add_precision, choose_precision
 from launcher.estimate.ledger import Ledger
+from launcher.training.compiling import fuse_of
 from modeling.config import ModelConfig, MoEConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dtypes import DTYPES
+from modeling.fused import fuse_chains
 from modeling.init import materialize
+from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.scratch import Scratch
 from parallel.recompute import Recompute, apply_recompute
 
@@ -64,7 +68,10 @@ def main() -> None:
             "milliseconds": round(median(each["milliseconds"] for each, _ in pairs)),
             "time": round(median(each["milliseconds"] / none["milliseconds"] for each, none in pairs), 3),
             "activations_mb": round(median(each["activations"] for each, _ in pairs) / 1e6, 1),
-            "activations": round(median(each["activations"] / none["activations"] for each, none in pairs), 3),
+            **{
+                kind: round(median(each[kind] / none[kind] for each, none in pairs), 3)
+                for kind in ("activations", "activations_plain")
+            },
         }
     print(json.dumps(line))
 
@@ -72,17 +79,25 @@ def main() -> None:
 def measure(name: str, mode: Recompute, n_steps: int, precision: str) -> dict[str, float]:
     """Milliseconds of processor time of a step, after one that warms up, and the bytes of the layers' activations."""
     torch.set_num_threads(1)
-    with torch.device("meta"):
-        model = build_decoder(MODELS[name])
-    materialize(model, MODELS[name], 0, "cpu", DTYPES[precision])
-    apply_recompute(model, mode)
+    model = build(name, mode, precision, fuse_of("auto", "cpu"))
     run_step(model, 0)
     taken = []
     for step in range(n_steps):
         begin = time.process_time()
         run_step(model, step)
         taken.append(time.process_time() - begin)
-    return {"milliseconds": 1000 * median(taken), "activations": activations(model)}
+    plain = activations(build(name, mode, precision, plainly))
+    return {"milliseconds": 1000 * median(taken), "activations": activations(model), "activations_plain": plain}
+
+
+def build(name: str, mode: Recompute, precision: str, fuse: Fuse) -> Decoder:
+    """The model, whose chains are computed by ``fuse``."""
+    with torch.device("meta"):
+        model = build_decoder(MODELS[name])
+    materialize(model, MODELS[name], 0, "cpu", DTYPES[precision])
+    fuse_chains(model, fuse)
+    apply_recompute(model, mode)
+    return model
 
 
 def activations(model: Decoder) -> float:

@@ -47,7 +47,7 @@ class Batch:
         return self.window_BW.shape[0], self.window_BW.shape[1] - 1
 
     def _part_of_room(self, number: int) -> np.ndarray:
-        """int64 [B, S], not yet filled: where the tokens (0), the targets (1) or, under a mask, next tokens (2) will lie.
+        """int64 [B, S], not yet filled: where tokens (0), targets (1) or, under a mask, next tokens (2) will lie.
 
         They are cut from one allocation: freeing two of a megabyte each makes the C library return their pages to the
         system, and fetching them again cost more than filling them (539 us against 124 us at 64 x 2048 tokens,

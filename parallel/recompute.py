@@ -1,10 +1,11 @@
 """Recomputation: activations dropped in the forward pass and computed again in the backward.
 
 full keeps only each layer's input. feed_forward drops the feed-forward half of each layer (norm, router, experts) and
-keeps attention. selective drops what norms, rotations, gates and the router make, and keeps what they are made of; of
-products it computes only the router's and those of keys and values again. No torch checkpoint: its reentrant kind, and
-its policies over single operators, fail under zero-bubble schedules, and the other kind runs the forward pass again for
-each of their parts. A layer that runs again keeps what its router chose, so that computing again routes alike.
+what attention's norm puts out, and keeps the rest of attention. selective drops what norms, rotations, gates and the
+router make, and keeps what they are made of; of products it computes only the router's and those of queries, keys and
+values again. No torch checkpoint: its reentrant kind, and its policies over single operators, fail under zero-bubble
+schedules, and the other kind runs the forward pass again for each of their parts. A layer that runs again keeps what
+its router chose, so that computing again routes alike.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def apply_recompute(
             case "selective":
                 model.layers[number] = ProductsKeptLayer(layer, offloader, weights_stay=weights_stay)
             case "feed_forward":
-                model.layers[number] = HalfRecomputedLayer(layer, offloader)
+                model.layers[number] = HalfRecomputedLayer(layer, offloader, weights_stay=weights_stay)
             case "full":
                 model.layers[number] = FullyRecomputedLayer(layer, offloader)
             case _:
@@ -129,7 +130,17 @@ class FullyRecomputedLayer(RecomputedLayer):
 
 
 class HalfRecomputedLayer(RecomputedLayer):
-    """Keeps the attention's half, and the input of the feed-forward half."""
+    """Keeps the attention's half but for what its norm puts out, and the input of the feed-forward half."""
+
+    def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
+        super().__init__(layer, offloader)
+        self.remaker = Remaker(weights_stay=weights_stay, keep=self.keep)
+        self.attention_norm.fuse = self.remaker.around(self.attention_norm.fuse)
+
+    def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
+        """As TwinLayer."""
+        with self.remaker.within(self):
+            return super().compute(hidden_BSD, context, cache)
 
     def add_feed_forward(self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context) -> Passed:
         """As DecoderLayer."""
@@ -139,8 +150,8 @@ class HalfRecomputedLayer(RecomputedLayer):
 class ProductsKeptLayer(RecomputedLayer):
     """Keeps what goes into its chains of elementwise work, and what its products put out.
 
-    Keys and values are products again: few channels, where heads share them. Not under ZeRO 3, where their weights are
-    not there when attention's backward pass wants them.
+    Queries, keys and values are products again, the cheapest for the bytes that they save. Not under ZeRO 3, where
+    their weights are not there when attention's backward pass wants them.
     """
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
@@ -150,7 +161,7 @@ class ProductsKeptLayer(RecomputedLayer):
             if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
-            for projection in (layer.attention.k, layer.attention.v):
+            for projection in (layer.attention.q, layer.attention.k, layer.attention.v):
                 projection.fuse = self.remaker.around(projection.fuse)
 
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:

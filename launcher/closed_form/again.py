@@ -32,7 +32,7 @@ def kind_of(model: ModelConfig, layer: int) -> Kind:
 
 @lru_cache(maxsize=256)
 def again_of(model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, weights_stay: bool) -> Again:
-    """What a mode computes again in a layer of this kind. ``weights_stay``: keys and values too (not ZeRO 3)."""
+    """What a mode computes again in a layer of this kind. ``weights_stay``: as not under ZeRO 3."""
     is_moe, window = kind
     layer = next(each for each in model.all_layers if model.is_moe_layer(each) == is_moe)
     tensors = [each for each in logical_tensors(model).values() if each.layer == layer and each.weight.is_matrix]
@@ -48,11 +48,13 @@ def again_of(model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, w
         case "none":
             return Again(0.0, 0.0)
         case "selective":
-            products = ("kv_heads", "scores") if weights_stay else ("scores",)
-            again = sum(each.numel for each in tensors if each.weight.dims[0] in products)
+            products = {("scores", "d_model")}
+            if weights_stay and model.mla is None:
+                products |= {("heads", "d_model"), ("kv_heads", "d_model")}
+            again = sum(each.numel for each in tensors if each.weight.dims in products)
             return Again(2.0 * again, attended + fed)
         case "feed_forward":
-            return Again(halves["feed_forward"], fed + rows)
+            return Again(halves["feed_forward"], 2.0 * model.d_model + fed + rows)
         case "full":
             return Again(sum(halves.values()), attended + fed + rows)
 

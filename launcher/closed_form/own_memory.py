@@ -174,7 +174,7 @@ def residual_width(model: ModelConfig, mode: Mode, tp: int) -> float:
         case "selective":
             return 2 * own + (2 * made if tp > 1 else 0.0)
         case "feed_forward":
-            return 2 * own + made
+            return 2 * own + (made if tp > 1 else 0.0)
         case "full":
             return own
 
@@ -190,7 +190,7 @@ def attention_width(model: ModelConfig, mode: Mode, tp: int, *, weights_stay: bo
     d_head = model.d_head or model.d_model // model.n_heads
     queries, keys = model.n_heads * d_head / tp, model.n_kv_heads * d_head / tp
     if mode == "selective":
-        return 2 * queries + (0.0 if weights_stay else 2 * keys)
+        return queries + (0.0 if weights_stay else queries + 2 * keys)
     normed = queries + keys if model.qk_norm else 0.0  # what goes into the norm, beside what comes out turned
     return 2 * (queries + keys) + normed
 

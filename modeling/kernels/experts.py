@@ -14,10 +14,10 @@ from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weig
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 
-# oneDNN builds a primitive for each new row count in 16 bits (a product of 768 rows takes 0.2 ms, and 0.3 to 0.9 ms more
-# the first time; AMD EPYC with AVX-512, 2026-11-25), and the experts' counts change every step: on a CPU each expert's
-# rows are rounded up there, to a power of two that an expert's mean rows hold ROW_UNITS times to twice that. In fp32
-# torch asks MKL, which builds nothing.
+# oneDNN builds a primitive for each new row count in 16 bits (768 rows take 0.2 ms, and 0.3 to 0.9 ms more the first time;
+# AMD EPYC with AVX-512, 2026-11-25), and the experts' counts change every step: on a CPU each expert's rows are rounded
+# up there, to a power of two that an expert's mean rows hold ROW_UNITS times to twice that. In fp32 torch asks MKL,
+# which builds nothing.
 LEAST_ROW_MULTIPLE = 16
 ROW_UNITS = 16
 ONES = 8  # grouped_mm wants rows of whole units of 16 bytes, in 16 bits
@@ -54,7 +54,9 @@ def experts_grouped(
     ``products``: how rows are multiplied by the experts' matrices; their biases are added in the rows' own dtype.
     """
     counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
-    rows = place_rows(indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD, indices_TK.numel() // len(counts_E)))
+    rows = place_rows(
+        indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD, indices_TK.numel() // len(counts_E))
+    )
     return experts_over_rows(
         hidden_TD, rows, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products
     )
