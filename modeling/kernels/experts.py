@@ -14,10 +14,10 @@ from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weig
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 
-# oneDNN builds a primitive for each new row count in 16 bits (768 rows take 0.2 ms, and 0.3 to 0.9 ms more the first time;
-# AMD EPYC with AVX-512, 2026-11-25), and the experts' counts change every step: on a CPU each expert's rows are rounded
-# up there, to a power of two that an expert's mean rows hold ROW_UNITS times to twice that. In fp32 torch asks MKL,
-# which builds nothing.
+# oneDNN builds a primitive for each new row count in 16 bits (768 rows take 0.2 ms, the first time 0.5 to 1.1; AMD EPYC
+# with AVX-512, 2026-11-25), and the experts' counts change every step: on a CPU each expert's rows are rounded up
+# there, to a power of two that an expert's mean rows hold ROW_UNITS times to twice that. In fp32 torch asks MKL, which
+# builds nothing.
 LEAST_ROW_MULTIPLE = 16
 ROW_UNITS = 16
 ONES = 8  # grouped_mm wants rows of whole units of 16 bytes, in 16 bits
