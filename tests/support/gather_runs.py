@@ -8,7 +8,7 @@ from launcher.config.tree import RunConfig
 from parallel.sizes import Sizes
 
 PRELOAD = ("launcher.training.loop",)
-WARM_UP = 3  # steps; after two passes ZeRO 3 knows the order of the modules, and the third decides what is dropped
+WARM_UP = 3  # steps; after one pass ZeRO 3 knows the order of the modules, and the second decides what is dropped
 
 
 def count_gathers(config: RunConfig, cases: Sequence[Sizes]) -> list[dict[str, int]]:

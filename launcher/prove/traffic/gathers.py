@@ -20,7 +20,7 @@ from parallel.recompute import mode_of
 from parallel.sizes import Sizes
 
 LOOKED_UP = ("embed.weight", "embed_positions.weight")  # by numbers, which take no gradient
-KNOWN_FROM = 2  # the pass of a run, from 0 on, before which DeepSpeed knows no order
+KNOWN_FROM = 1  # the pass of a run, from 0 on, before which DeepSpeed knows no order
 PASSES = 3  # micro-batches that are replayed; each later one gathers what the last of these does
 
 
