@@ -162,7 +162,7 @@ def test_loss_and_gradients_are_those_of_transformers(tokens: Path) -> None:
 
 def test_planted_a_layout_that_forgets_the_mask_is_seen(tokens: Path, references, monkeypatch) -> None:
     """In one rank, which suffices: the reference counted the targets, and the layout's run counts all tokens."""
-    monkeypatch.setattr(Masks, "of_range", lambda _, file, start, stop: np.ones(stop - start, bool))
+    monkeypatch.setattr(Masks, "of_windows", lambda _, width, file_B, *rest: np.ones((len(file_B), width), bool))
     other = run_reference(a_config(tokens))
     assert abs(other.losses[0] - references["sequential"].losses[0]) > 1e-3
 
