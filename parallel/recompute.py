@@ -129,25 +129,32 @@ class FullyRecomputedLayer(RecomputedLayer):
         return self.run(lambda hidden_BSD, context: whole(hidden_BSD, context, cache), hidden_BSD, context=context)
 
 
-class HalfRecomputedLayer(RecomputedLayer):
-    """Keeps the attention's half but for what its norm puts out, and the input of the feed-forward half."""
+class RemakingLayer(RecomputedLayer):
+    """Makes chains of elementwise work again: of those that its kinds below put ``remaker`` around."""
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader)
         self.remaker = Remaker(weights_stay=weights_stay, keep=self.keep)
-        self.attention_norm.fuse = self.remaker.around(self.attention_norm.fuse)
 
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
         """As TwinLayer."""
         with self.remaker.within(self):
             return super().compute(hidden_BSD, context, cache)
 
+
+class HalfRecomputedLayer(RemakingLayer):
+    """Keeps the attention's half but for what its norm puts out, and the input of the feed-forward half."""
+
+    def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
+        super().__init__(layer, offloader, weights_stay=weights_stay)
+        self.attention_norm.fuse = self.remaker.around(self.attention_norm.fuse)
+
     def add_feed_forward(self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context) -> Passed:
         """As DecoderLayer."""
         return self.run(super().add_feed_forward, hidden_BSD, seen_BSD, context=context)
 
 
-class ProductsKeptLayer(RecomputedLayer):
+class ProductsKeptLayer(RemakingLayer):
     """Keeps what goes into its chains of elementwise work, and what its products put out.
 
     Queries, keys and values are products again, the cheapest for the bytes that they save. Not under ZeRO 3, where
@@ -155,16 +162,10 @@ class ProductsKeptLayer(RecomputedLayer):
     """
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
-        super().__init__(layer, offloader)
-        self.remaker = Remaker(weights_stay=weights_stay, keep=self.keep)
+        super().__init__(layer, offloader, weights_stay=weights_stay)
         for module in self.modules():
             if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
             for projection in (layer.attention.q, layer.attention.k, layer.attention.v):
                 projection.fuse = self.remaker.around(projection.fuse)
-
-    def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
-        """As TwinLayer."""
-        with self.remaker.within(self):
-            return super().compute(hidden_BSD, context, cache)

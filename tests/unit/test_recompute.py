@@ -1,6 +1,8 @@
 """Tensors made again in the backward pass: one more run for all of its parts, and nothing stays."""
 
+import dataclasses
 import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -11,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from modeling.kernels.fuse import plainly
+from parallel.recompute import Recompute, apply_recompute
 from parallel.remake import Call, Place, Remaker, remade
+from small_models import build, example_config, packed_rows
 
 
 class Layer:
@@ -194,3 +198,34 @@ def test_planted_a_chain_that_computes_otherwise_the_second_time_changes_gradien
     block.factor = 1.5
     found = torch.autograd.grad(total, (block.input, block.scale, block.weight))
     assert not torch.equal(found[2], expected[2])
+
+
+DROPPED: dict[Recompute, set[str]] = {
+    "none": set(),
+    "feed_forward": {"attention_norm", "feed_forward_norm", "feed_forward.gate", "feed_forward.up"},
+    "selective": {"attention_norm", "attention.q", "attention.k", "attention.v", "feed_forward_norm"},
+}
+
+
+@pytest.mark.parametrize("weights_stay", [True, False])
+@pytest.mark.parametrize("mode", DROPPED)
+def test_what_a_mode_drops_is_gone_before_the_backward_pass(mode: Recompute, weights_stay: bool) -> None:
+    """Of what a layer's norms and products put out. Under ZeRO 3, whose weights go, products are kept."""
+    config = dataclasses.replace(example_config("llama"), qkv_bias=False)  # values with a bias are kept
+    model, rows = build(config, 0), packed_rows(config.vocab_size, 0, [[20]])
+    apply_recompute(model, mode, weights_stay=weights_stay)
+    put_out: dict[str, weakref.ref[torch.UntypedStorage]] = {}
+    layer = model.layers["0"]
+    watched = (*DROPPED["feed_forward"], *DROPPED["selective"])
+    for name in watched:
+        layer.get_submodule(name).register_forward_hook(
+            lambda _, __, made, name=name: put_out.__setitem__(name, weakref.ref(made.untyped_storage()))
+        )
+    output = model(rows.tokens_BS, rows.context(), rows.tokens_BS)
+    gone = {name for name, storage in put_out.items() if storage() is None}
+    assert set(put_out) == set(watched)
+    products = {"attention.q", "attention.k", "attention.v"} if mode == "selective" and not weights_stay else set()
+    assert DROPPED[mode] - products <= gone and not products & gone
+    if mode == "none":
+        assert not {"attention_norm", "feed_forward_norm", "feed_forward.gate"} & gone
+    assert output.loss is not None
