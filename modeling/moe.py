@@ -15,7 +15,7 @@ from modeling.config import ActivationName, MoEConfig
 from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
-from modeling.kernels.experts import ExpertBiases, count_pairs, experts_grouped
+from modeling.kernels.experts import ExpertBiases, Ways, count_pairs, experts_grouped
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.linear import Linear
@@ -38,11 +38,8 @@ class RoutingStats:
     z_loss: Annotated[Tensor, Metric("moe/z_loss", mean_over="tokens")]
 
 
-# (rows_RD, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products) -> out_TD
-ComputeExperts = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None, Fuse, Products],
-    Tensor,
-]
+# (rows_RD, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, ways) -> out_TD
+ComputeExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None, Ways], Tensor]
 # (hidden_TD, indices_TK, n_experts, fuse) -> rows_RD, which perhaps are still on their way, and what goes on with them
 ExpertDispatch = Callable[[Tensor, Tensor, int, Fuse], tuple[Tensor, ComputeExperts]]
 
@@ -70,7 +67,10 @@ class Sender(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked. ``products`` is the seam at which another precision enters."""
+    """The experts' weights, stacked. ``products`` is the seam at which another precision enters.
+
+    ``kept_share``: as modeling.kernels.experts.Ways has it; the seam at which recomputation enters.
+    """
 
     def __init__(
         self,
@@ -101,13 +101,14 @@ class Experts(nn.Module):
         self.swiglu_limit = swiglu_limit
         self.fuse: Fuse = plainly
         self.products: Products = AS_THEY_ARE
+        self.kept_share = 1.0
 
     def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts) -> Tensor:
         """Each token's weighted sum of its experts' outputs (T, D), from what a Sender gave."""
         biases = ExpertBiases(self.gate_bias, self.up_bias, self.down_bias) if self.expert_bias else None
         matrices = (self.gate, self.up, self.down)
-        ways = (biases, self.swiglu_limit, self.fuse, self.products)
-        return compute(rows_RD, weights_TK, *matrices, *ways)
+        ways = Ways(self.fuse, self.products, self.kept_share)
+        return compute(rows_RD, weights_TK, *matrices, biases, self.swiglu_limit, ways)
 
 
 class MoE(nn.Module):

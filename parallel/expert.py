@@ -19,6 +19,7 @@ from modeling.kernels.expert_turns import Rows
 from modeling.kernels.experts import (
     ExpertBiases,
     ToRows,
+    Ways,
     WeightedSumRows,
     count_pairs,
     experts_over_rows,
@@ -27,7 +28,6 @@ from modeling.kernels.experts import (
     row_multiple_of,
 )
 from modeling.kernels.fuse import Fuse
-from modeling.kernels.products import Products
 from modeling.moe import ComputeExperts, ExpertDispatch
 from parallel.collectives import RowExchanges, Watch
 from parallel.mesh import Axis
@@ -78,17 +78,16 @@ def make_dispatch(
             down_EDF: Tensor,
             biases: ExpertBiases | None,
             swiglu_limit: float | None,
-            fuse: Fuse,
-            products: Products,
+            ways: Ways,
         ) -> Tensor:
             given = [WeightChunks(each, parts) for each in (gate_EFD, up_EFD, down_EDF, *(biases or ()))]
             coming = []
             for chunk, placed in enumerate(blocks):
                 gate, up, down, *added = (each.take(chunk) for each in given)
-                experts = (gate, up, down, ExpertBiases(*added) if added else None, swiglu_limit, fuse, products)
+                experts = (gate, up, down, ExpertBiases(*added) if added else None, swiglu_limit, ways)
                 out_RD = experts_over_rows(there.end_part(theirs_RD, chunk), placed, None, *experts)
                 coming.append(back.begin_part(out_RD, chunk))
-            return WeightedSumRows.apply(back.end(coming), weights_TK.to(dtype), rows, fuse)
+            return WeightedSumRows.apply(back.end(coming), weights_TK.to(dtype), rows, ways.fuse)
 
         return theirs_RD, compute
 

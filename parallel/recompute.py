@@ -26,6 +26,7 @@ from parallel.offload import Offloader
 from parallel.remake import Keep, Remaker, remade
 
 Recompute = Literal["none", "selective", "feed_forward", "full"]
+KEPT_SHARE = 0.5  # of experts' gates and ups under ``selective``, on a CPU: docs/speed.md has what that costs
 Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
@@ -166,6 +167,8 @@ class ProductsKeptLayer(RemakingLayer):
         for module in self.modules():
             if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
+            if isinstance(module, Experts):
+                module.kept_share = KEPT_SHARE
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
             for projection in (layer.attention.q, layer.attention.k, layer.attention.v):
                 projection.fuse = self.remaker.around(projection.fuse)

@@ -31,8 +31,13 @@ def kind_of(model: ModelConfig, layer: int) -> Kind:
 
 
 @lru_cache(maxsize=256)
-def again_of(model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, weights_stay: bool) -> Again:
-    """What a mode computes again in a layer of this kind. ``weights_stay``: as not under ZeRO 3."""
+def again_of(
+    model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, exchanges: bool, weights_stay: bool
+) -> Again:
+    """What a mode computes again in a layer of this kind.
+
+    ``exchanges``: experts' rows come from other ranks. ``weights_stay``: as not under ZeRO 3.
+    """
     is_moe, window = kind
     layer = next(each for each in model.all_layers if model.is_moe_layer(each) == is_moe)
     tensors = [each for each in logical_tensors(model).values() if each.layer == layer and each.weight.is_matrix]
@@ -52,7 +57,7 @@ def again_of(model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, w
             if weights_stay and model.mla is None:
                 products |= {("heads", "d_model"), ("kv_heads", "d_model")}
             again = sum(each.numel for each in tensors if each.weight.dims in products)
-            return Again(2.0 * again, attended + fed)
+            return Again(2.0 * again, attended + fed + (0.0 if exchanges else rows / 2))
         case "feed_forward":
             return Again(halves["feed_forward"], 2.0 * model.d_model + fed + rows)
         case "full":
@@ -92,5 +97,5 @@ def feed_forward_elements(model: ModelConfig, *, is_moe: bool) -> float:
 
 
 def row_elements(model: ModelConfig, *, is_moe: bool) -> float:
-    """Read and written by what sorts tokens into their experts' rows and back; ``selective`` does not do it again."""
+    """Read and written by what sorts tokens into their experts' rows and back; ``selective`` does the first alone."""
     return 4.0 * model.moe.top_k * model.d_model if is_moe and model.moe is not None else 0.0

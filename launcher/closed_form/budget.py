@@ -101,7 +101,7 @@ def options_of(model: ModelConfig, layer: int, way: Way, seq_len: int) -> tuple[
     return tuple(
         Option(
             layer_held(model, mode, way, is_moe=kind[0]),
-            again_of(model, kind, mode, seq_len, weights_stay=way.weights_stay).work,
+            again_of(model, kind, mode, seq_len, exchanges=way.exchanges, weights_stay=way.weights_stay).work,
         )
         for mode in MODES
     )

@@ -210,7 +210,8 @@ def expert_width(model: ModelConfig, mode: Mode, tp: int, *, exchanges: bool) ->
         return 0.0
     rows = moe.top_k / tp  # of experts that are loaded alike
     shared = dense_width(model, mode, tp, moe.shared_width)
-    return rows * ((1 + exchanges) * model.d_model + (3 if mode == "none" else 2) * moe.d_ff) + shared
+    picked = 0 if mode == "selective" and not exchanges else 1  # rows that came from other ranks are kept
+    return rows * ((picked + exchanges) * model.d_model + (3 if mode == "none" else 2) * moe.d_ff) + shared
 
 
 @lru_cache(maxsize=1024)

@@ -31,25 +31,34 @@ class Rows(NamedTuple):
 
 
 class ExpertsByTurn(Function):
-    """(hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF, rows) -> each token's weighted sum of its experts' SwiGLUs.
+    """(hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF, rows, kept_share) -> each token's sum of weighted SwiGLUs.
 
-    Weights have the hidden states' dtype. Kept for the backward pass are what enters and leaves the products by gate
-    and up: an expert's tokens are gathered again there. All else is written into ``SCRATCH``.
+    Weights have the hidden states' dtype. Kept for the backward pass are what enters the products by gate and up, and
+    what leaves them for as many experts as have at most ``kept_share`` of the rows: an expert's tokens are gathered
+    again there, and multiplied again for the other experts. All else is written into ``SCRATCH``.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, rows: Rows
+        ctx: Any,
+        hidden_TD: Tensor,
+        weights_TK: Tensor,
+        gate_EFD: Tensor,
+        up_EFD: Tensor,
+        down_EDF: Tensor,
+        rows: Rows,
+        kept_share: float = 1.0,
     ) -> Tensor:
         n_rows, (_, d_ff, d_model) = len(rows.tokens_R), gate_EFD.shape
         sizes_E = sizes_of(rows)
-        gate_up_RI = hidden_TD.new_empty(n_rows, 2 * d_ff)
+        gate_up_RI = hidden_TD.new_empty(int(n_rows * kept_share), 2 * d_ff)
         out_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
         hidden_MD, inner_MF = room("hidden", sizes_E, hidden_TD), room("inner", sizes_E, gate_up_RI[:, :d_ff])
         matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
-        parts = turns(sizes_E, rows.tokens_R, gate_up_RI, *gate_up_RI.chunk(2, 1), out_RD)
-        for expert, n, (tokens_N, gate_up_NI, gate_NF, up_NF, out_ND) in parts:
+        gates_and_ups = GatesAndUps(gate_up_RI, sizes_E)
+        for expert, n, (tokens_N, out_ND) in turns(sizes_E, rows.tokens_R, out_RD):
             gate_FD, up_FD, down_DF = matrices[expert]
+            gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
             hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
             torch.mm(hidden_ND, joined(gate_FD, up_FD).T, out=gate_up_NI)
             inner_NF = aten.silu.out(gate_NF, out=inner_MF[:n]).mul_(up_NF)
@@ -78,10 +87,14 @@ class ExpertsByTurn(Function):
         for expert in (expert for expert, n in enumerate(sizes_E) if n == 0):
             for grad in grads[expert]:
                 grad.zero_()
-        parts = turns(sizes_E, rows.tokens_R, weights_R1, *gate_up_RI.chunk(2, 1), grad_weights_R, grad_RD)
-        for expert, n, (tokens_N, weights_N1, gate_NF, up_NF, grad_weights_N, grad_hidden_ND) in parts:
+        gates_and_ups = GatesAndUps(gate_up_RI, sizes_E)
+        parts = turns(sizes_E, rows.tokens_R, weights_R1, grad_weights_R, grad_RD)
+        for expert, n, (tokens_N, weights_N1, grad_weights_N, grad_hidden_ND) in parts:
             (gate_FD, up_FD, down_DF), (grad_gate_FD, grad_up_FD, grad_down_DF) = matrices[expert], grads[expert]
+            gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
             hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
+            if not gates_and_ups.has(expert):
+                torch.mm(hidden_ND, joined(gate_FD, up_FD).T, out=gate_up_NI)
             grad_ND = aten.index_select.out(grad_TD, 0, tokens_N, out=grad_MD[:n])
             activated_NF = aten.silu.out(gate_NF, out=activated_MF[:n])
             inner_NF = torch.mul(activated_NF, up_NF, out=inner_MF[:n])
@@ -99,7 +112,39 @@ class ExpertsByTurn(Function):
             torch.mm(grad_NI, joined(gate_FD, up_FD), out=grad_hidden_ND)
         grad_hidden_TD = sum_of_rows(grad_RD, rows.rows_TK)
         grad_weights_TK = grad_weights_R.index_select(0, rows.rows_TK.flatten()).view_as(rows.rows_TK)
-        return grad_hidden_TD, grad_weights_TK, grad_gate_EFD, grad_up_EFD, grad_down_EDF, None
+        return grad_hidden_TD, grad_weights_TK, grad_gate_EFD, grad_up_EFD, grad_down_EDF, None, None
+
+
+class GatesAndUps:
+    """What the products by gate and up put out, in ``gate_up_RI`` for the experts whose rows fit in there.
+
+    The first ones have it, but for those that have more rows than are left. The others share scratch.
+    """
+
+    def __init__(self, gate_up_RI: Tensor, sizes_E: Sequence[int]) -> None:
+        self.sizes_E, self.kept_E = sizes_E, list[int]()
+        left = len(gate_up_RI)
+        for n in sizes_E:
+            self.kept_E.append(n if n <= left else 0)
+            left -= self.kept_E[-1]
+        self.kept = list(self.cut(gate_up_RI))
+        self.spare_MI = None if self.kept_E == sizes_E else room("gate_up_again", sizes_E, gate_up_RI)
+
+    def cut(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Of each expert: both, gates and ups."""
+        both = (gate_up_RI, *gate_up_RI.chunk(2, 1))
+        return zip(*(each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both), strict=True)
+
+    def has(self, expert: int) -> bool:
+        """Whether those of an expert with rows are kept."""
+        return self.kept_E[expert] > 0
+
+    def of(self, expert: int) -> tuple[Tensor, ...]:
+        """An expert's, both in one (N, I), gates and ups (N, F). What is not kept is there until the next expert's."""
+        if self.kept_E[expert] or self.spare_MI is None:
+            return self.kept[expert]
+        gate_up_NI = self.spare_MI[: self.sizes_E[expert]]
+        return gate_up_NI, *gate_up_NI.chunk(2, 1)
 
 
 def room(name: str, sizes_E: Sequence[int], like_RX: Tensor) -> Tensor:

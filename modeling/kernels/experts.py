@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weights_to_rows
-from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.fuse import Fuse, never_compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 
 # oneDNN builds a primitive for each new row count in 16 bits (768 rows take 0.2 ms, the first time 0.5 to 1.1; AMD EPYC
@@ -32,6 +32,17 @@ class ExpertBiases(NamedTuple):
     down_ED: Tensor
 
 
+class Ways(NamedTuple):
+    """How experts are computed, which is not what."""
+
+    fuse: Fuse = plainly
+    products: Products = AS_THEY_ARE  # biases are added in the rows' own dtype
+    kept_share: float = 1.0  # of the rows that keep their gates and ups, where experts go one after another
+
+
+PLAINLY = Ways()
+
+
 def experts_grouped(
     hidden_TD: Tensor,
     indices_TK: Tensor,
@@ -41,8 +52,7 @@ def experts_grouped(
     down_EDF: Tensor,
     biases: ExpertBiases | None = None,
     swiglu_limit: float | None = None,
-    fuse: Fuse = plainly,
-    products: Products = AS_THEY_ARE,
+    ways: Ways = PLAINLY,
     row_multiple: int | None = None,
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
@@ -51,15 +61,12 @@ def experts_grouped(
     the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
     than what comes out. ``swiglu_limit``: as ``gated`` has it.
     Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device in that dtype).
-    ``products``: how rows are multiplied by the experts' matrices; their biases are added in the rows' own dtype.
     """
     counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
     rows = place_rows(
         indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD, indices_TK.numel() // len(counts_E))
     )
-    return experts_over_rows(
-        hidden_TD, rows, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, fuse, products
-    )
+    return experts_over_rows(hidden_TD, rows, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, ways)
 
 
 def row_multiple_of(rows_RD: Tensor, mean_rows: int) -> int:
@@ -81,15 +88,17 @@ def experts_over_rows(
     down_EDF: Tensor,
     biases: ExpertBiases | None = None,
     swiglu_limit: float | None = None,
-    fuse: Fuse = plainly,
-    products: Products = AS_THEY_ARE,
+    ways: Ways = PLAINLY,
 ) -> Tensor:
     """``experts_grouped``, whose pairs have their rows already. ``weights_TK``: None means ones, one expert a token."""
+    fuse, products, kept_share = ways
     by_turn = hidden_TD.is_cpu and biases is None and swiglu_limit is None and products is AS_THEY_ARE
     if by_turn and hidden_TD.dtype == gate_EFD.dtype:
         weights = hidden_TD.new_ones(rows.rows_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
-        return ExpertsByTurn.apply(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows)
-    rows_RD, same_RD = ToRowsTwice.apply(hidden_TD, rows, fuse)
+        return ExpertsByTurn.apply(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows, kept_share)
+    # Rows that came from elsewhere are as large as what they are made of, and not made again.
+    pick = plainly if weights_TK is None else fuse
+    rows_RD, same_RD = pick(to_rows_twice, hidden_TD, rows.rows_TK, rows.tokens_R, sum_by=fuse)
     gate_EF, up_EF, down_ED = biases or (None, None, None)
     gate_RF = grouped_linear(rows_RD, rows.ends_E, gate_EFD, gate_EF, products)
     up_RF = grouped_linear(same_RD, rows.ends_E, up_EFD, up_EF, products)
@@ -240,18 +249,24 @@ class ToRowsTwice(Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, rows: Rows, fuse: Fuse) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        ctx.save_for_backward(rows.rows_TK)
+    def forward(ctx, hidden_TD: Tensor, rows_TK: Tensor, tokens_R: Tensor, fuse: Fuse) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.save_for_backward(rows_TK)
         ctx.fuse = fuse
-        rows_RD = hidden_TD.index_select(0, rows.tokens_R)
+        rows_RD = hidden_TD.index_select(0, tokens_R)
         return rows_RD, rows_RD.view_as(rows_RD)
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor, other_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx, grad_RD: Tensor, other_RD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (rows_TK,) = ctx.saved_tensors
         if grad_RD.is_cpu or ctx.fuse is plainly:
-            return sum_of_rows(grad_RD + other_RD, rows_TK), None, None
-        return ctx.fuse(gathered_sum_of_two, grad_RD, other_RD, rows_TK, rows_vary=True), None, None
+            return sum_of_rows(grad_RD + other_RD, rows_TK), None, None, None
+        return ctx.fuse(gathered_sum_of_two, grad_RD, other_RD, rows_TK, rows_vary=True), None, None, None
+
+
+@never_compiled
+def to_rows_twice(hidden_TD: Tensor, rows_TK: Tensor, tokens_R: Tensor, *, sum_by: Fuse) -> tuple[Tensor, Tensor]:
+    """``ToRowsTwice``, whose gradients are summed by ``sum_by``."""
+    return ToRowsTwice.apply(hidden_TD, rows_TK, tokens_R, sum_by)
 
 
 class SumRows(Function):

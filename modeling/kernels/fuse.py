@@ -43,7 +43,7 @@ def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = F
 
     torch compiles nothing while a TorchDispatchMode looks on; such a mode may follow later calls.
     """
-    if rows_vary and any(tensor.shape[0] < LEAST_ROWS for tensor in tensors):
+    if is_never_compiled(function) or (rows_vary and any(tensor.shape[0] < LEAST_ROWS for tensor in tensors)):
         return function(*tensors, **numbers)
     made = _Fused.apply(function, rows_vary, tuple(sorted(numbers.items())), *tensors)
     return made[0] if len(made) == 1 else made
@@ -95,6 +95,17 @@ def linear(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_linear(function: Callable[..., Any]) -> bool:
     """Whether ``linear`` marks it."""
     return getattr(function, "is_linear", False)
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that is one kernel as it is, and comes to ``fuse`` only for recomputation to see it."""
+    function.is_never_compiled = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_never_compiled(function: Callable[..., Any]) -> bool:
+    """Whether ``never_compiled`` marks it."""
+    return getattr(function, "is_never_compiled", False)
 
 
 @dataclass

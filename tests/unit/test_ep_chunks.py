@@ -11,7 +11,7 @@ from torch import Tensor
 import parallel.expert as expert
 from arriving import AXIS, Arriving
 from launcher.estimate.pass_over import even, shares
-from modeling.kernels.experts import ExpertBiases, count_pairs, experts_grouped
+from modeling.kernels.experts import ExpertBiases, Ways, count_pairs, experts_grouped
 from modeling.kernels.fp8 import Fp8Products
 from modeling.kernels.fuse import plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
@@ -47,8 +47,8 @@ def passes(
     events.append("between")
     biases = [leaves[name] for name in leaves if name.endswith("bias")]
     matrices = (leaves[name] for name in ("gate", "up", "down"))
-    ways = (ExpertBiases(*biases) if biases else None, limit, plainly, products)
-    out_TD = compute(rows_RD, leaves["weights"], *matrices, *ways)
+    added = ExpertBiases(*biases) if biases else None
+    out_TD = compute(rows_RD, leaves["weights"], *matrices, added, limit, Ways(products=products))
     events.append("forward ends")
     out_TD.square().sum().backward()
     grads = [each.grad for each in leaves.values()]

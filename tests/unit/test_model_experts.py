@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from kernel_references import experts_reference
-from modeling.kernels.expert_turns import Rows, sum_of_rows
+from modeling.kernels.expert_turns import GatesAndUps, Rows, sum_of_rows
 from modeling.kernels.experts import (
     ExpertBiases,
     SumRows,
+    Ways,
     WeightedSumRows,
     WeightsToRows,
     experts_grouped,
@@ -262,6 +265,42 @@ def test_passes_do_not_disturb_each_other(dtype: torch.dtype) -> None:
 
     together = outputs_and_gradients(disturbed, one)
     assert all(torch.equal(value, before) for value, before in zip(together, alone, strict=True))
+
+
+SHARES = [0.0, 0.3, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_used", [6, 2])
+@pytest.mark.parametrize("share", SHARES)
+def test_what_is_multiplied_again_changes_no_bit(share: float, n_used: int, dtype: torch.dtype) -> None:
+    """However rows lie by experts, and with another micro-batch between the passes; at most the share is kept."""
+    one, other = inputs(200, 6, 2, 0, dtype, n_used), inputs(90, 6, 3, 1, dtype)
+    sharing, kept = partial(experts_grouped, ways=Ways(kept_share=share)), list[int]()
+
+    def count(each: Tensor) -> Tensor:
+        kept.append(len(each) if each.shape[1:] == (48,) else 0)
+        return each
+
+    def computed(*arguments: Any) -> Tensor:
+        with saved_tensors_hooks(count, lambda each: each):
+            out_TD = sharing(*arguments)
+        outputs_and_gradients(sharing, other)
+        return out_TD
+
+    found = outputs_and_gradients(computed, one)
+    assert all(map(torch.equal, found, outputs_and_gradients(experts_grouped, one)))
+    n_rows = sum(-(-int(n) // 16) * 16 for n in one[1].flatten().bincount()) if dtype == torch.bfloat16 else 400
+    assert sum(kept) == int(share * n_rows)
+
+
+def test_planted_an_expert_that_is_not_multiplied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gates and ups that are there are then another expert's."""
+    arguments = inputs(200, 6, 2, 0)
+    expected = outputs_and_gradients(experts_grouped, arguments)
+    monkeypatch.setattr(GatesAndUps, "has", lambda self, expert: True)
+    found = outputs_and_gradients(partial(experts_grouped, ways=Ways(kept_share=0.5)), arguments)
+    assert torch.equal(found[0], expected[0]) and relative_error(found[1], expected[1]) > 1e-3
 
 
 def test_large_tensors_are_not_made_anew() -> None:

@@ -27,12 +27,14 @@ from modeling.kernels import fuse
 from modeling.kernels.by_rows import ByRows
 from modeling.kernels.experts import (
     ExpertBiases,
+    Ways,
     WeightedSumRows,
     experts_grouped,
     gathered_sum,
     gathered_sum_of_two,
     gathered_weighted_sum,
     place_rows,
+    to_rows_twice,
     weighted,
 )
 from modeling.kernels.fuse import Chain, compiled, known_chains, plainly
@@ -156,6 +158,13 @@ def test_500_draws_of_rows_compile_nothing_anew() -> None:
         if step == 5:
             before = counters["stats"]["unique_graphs"], len(known_chains())
     assert (counters["stats"]["unique_graphs"], len(known_chains())) == before
+
+
+def test_what_is_one_kernel_as_it_is_is_not_compiled() -> None:
+    rows = place_rows(torch.tensor([[0, 1], [1, 2]]), torch.tensor([1, 2, 1]), 1)
+    hidden_TD, before = torch.randn(2, 4), len(known_chains())
+    picked_RD, _ = compiled(to_rows_twice, hidden_TD, rows.rows_TK, rows.tokens_R, sum_by=compiled)
+    assert torch.equal(picked_RD, hidden_TD[rows.tokens_R]) and len(known_chains()) == before
 
 
 @pytest.mark.slow
@@ -318,7 +327,7 @@ def test_experts_with_compiled_gates_are_the_experts() -> None:
     def found(run: Any) -> list[Tensor]:
         leaves = [each.clone().requires_grad_() for each in (hidden_TD, weights_TK, gate, up, down)]
         given = (leaves[0], indices_TK, *leaves[1:], ExpertBiases(*biases))
-        experts_grouped(*given, swiglu_limit=7.0, fuse=run).square().sum().backward()
+        experts_grouped(*given, swiglu_limit=7.0, ways=Ways(fuse=run)).square().sum().backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     assert error(found(compiled), found(plainly)) < TOLERANCE[torch.float32]

@@ -131,7 +131,7 @@ def test_what_is_computed_again_is_what_the_forms_say(family, mode):
     tokens, expected = rows.tokens_BS.numel(), 0.0
     for layer in range(config.n_layers):
         kind = kind_of(config, layer)
-        form = again_of(config, kind, mode, tokens, weights_stay=True).flops
+        form = again_of(config, kind, mode, tokens, exchanges=False, weights_stay=True).flops
         form -= core_flops(config, tokens, kind[1]) if mode == "full" else 0.0
         tensors = [each for each in logical_tensors(config).values() if each.layer == layer and each.is_expert]
         form -= sum(2 * active_elements(config, each) for each in tensors) if mode != "selective" else 0.0

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from modeling.kernels import experts
 from modeling.kernels.fuse import plainly
 from parallel.recompute import Recompute, apply_recompute
 from parallel.remake import Call, Place, Remaker, remade
@@ -229,3 +230,30 @@ def test_what_a_mode_drops_is_gone_before_the_backward_pass(mode: Recompute, wei
     if mode == "none":
         assert not {"attention_norm", "feed_forward_norm", "feed_forward.gate"} & gone
     assert output.loss is not None
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_rows_of_experts_are_picked_again(monkeypatch: pytest.MonkeyPatch, mode: Recompute) -> None:
+    """Where experts are multiplied together, as on a GPU: here because they have biases. Gradients are the same."""
+    config = example_config("gpt_oss")
+    rows, picked = packed_rows(config.vocab_size, 0, [[20]]), list[weakref.ref[torch.UntypedStorage]]()
+    pick = experts.to_rows_twice
+
+    def seen(*arguments: Tensor, **ways: object) -> tuple[Tensor, Tensor]:
+        made = pick(*arguments, **ways)
+        picked.append(weakref.ref(made[0].untyped_storage()))
+        return made
+
+    monkeypatch.setattr(experts, "to_rows_twice", seen)
+    plain, model = build(config, 0), build(config, 0)
+    apply_recompute(model, mode)
+    outputs = [each(rows.tokens_BS, rows.context(), rows.tokens_BS) for each in (plain, model)]
+    n_layers = config.n_layers
+    assert [each() is None for each in picked] == [False] * n_layers + [mode == "selective"] * n_layers
+    for output in outputs:
+        assert output.loss is not None
+        output.loss.backward()
+    assert len(picked) == (3 if mode == "selective" else 2) * n_layers
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
+    )

@@ -21,6 +21,7 @@ from launcher.config.tree import RunConfig
 from launcher.prove.shrink import shrink
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig
 from parallel.pipeline.schedule import action_orders
+from parallel.recompute import Recompute
 
 DENSE = ("train.global_batch_size=64", "parallel.pp=4", "parallel.tp=2", "data.seq_len=8192")
 PLAIN = Moment((1,), 0)
@@ -143,14 +144,23 @@ def test_moments_are_the_fullest_of_the_schedule(schedule: PipelineConfig):
             assert moments_of(actions, own) == (Moment((pp - position,), 0, (0,)),)
 
 
+def work_of_modes(config: RunConfig, modes: Sequence[Recompute]) -> float:
+    """What layers of a model whose layers are alike compute again, by their modes."""
+    kind, exchanges, seq_len = kind_of(config.model, 0), config.parallel.ep > 1, config.data.seq_len
+    works = {
+        mode: again_of(config.model, kind, mode, seq_len, exchanges=exchanges, weights_stay=True).work for mode in MODES
+    }
+    return sum(works[mode] for mode in modes)
+
+
 def test_early_positions_compute_more_again():
     config = config_of("llama-3-8b", *DENSE)
     found = within(config, 16, 8.0)
     assert all(held <= 8.0 * GIB for held in found.held)
-    kind, costs = kind_of(config.model, 0), []
+    costs = []
     for (layers,) in layers_of_stages(config.model, config.parallel.pipeline, 4):
         modes = [found.modes[layer] for layer in layers]
-        costs.append(sum(again_of(config.model, kind, mode, 8192, weights_stay=True).work for mode in modes))
+        costs.append(work_of_modes(config, modes))
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1] == 0.0
 
 
@@ -167,12 +177,11 @@ def test_windows_and_experts_are_told_apart():
 
 def test_more_room_never_means_more_work():
     config = config_of("qwen3-30b-a3b", "parallel.ep=8", "data.seq_len=4096")
-    kind = kind_of(config.model, 0)
     works = []
     least, _ = least_gib(config, 8)
     for share in range(1, 9):
         modes = within(config, 8, share * least).modes
-        works.append(sum(again_of(config.model, kind, mode, 4096, weights_stay=True).work for mode in modes))
+        works.append(work_of_modes(config, modes))
     assert works == sorted(works, reverse=True)
 
 
