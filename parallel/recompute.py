@@ -3,9 +3,9 @@
 full keeps only each layer's input. feed_forward drops the feed-forward half of each layer (norm, router, experts) and
 what attention's norm puts out, and keeps the rest of attention. selective drops what norms, rotations, gates and the
 router make, and keeps what they are made of; of products it computes the router's and those of queries, keys and values
-again, and where experts go one after another half of their gates and ups. No torch checkpoint: its reentrant kind, and its policies over single operators, fail under zero-bubble
-schedules, and the other kind runs the forward pass again for each of their parts. A layer that runs again keeps what
-its router chose, so that computing again routes alike.
+again, and where experts go one after another half of their gates and ups. No torch checkpoint: its reentrant kind, and
+its policies over single operators, fail under zero-bubble schedules, and the other kind runs the forward pass again for
+each of their parts. A layer that runs again keeps what its router chose, so that computing again routes alike.
 """
 
 from collections.abc import Callable

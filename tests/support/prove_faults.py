@@ -333,6 +333,10 @@ def plant(title: str) -> None:
             gradients.look_up_first_positions()
         case "recomputation makes a parallel block a sequential one":
             gradients.forget_parallel_blocks()
+        case "recomputation: experts are not multiplied again":
+            gradients.leave_gates_of_others()
+        case "recomputation: rows picked for others' tokens the second time":
+            gradients.pick_other_rows_again()
         case "distances' biases: gradient forgotten":
             gradients.forget_bias()
         case "distances' biases: whole tiles left out (ring)":

@@ -277,6 +277,26 @@ def look_up_first_positions() -> None:
     Decoder.embedded = with_first
 
 
+def leave_gates_of_others() -> None:
+    """An expert whose gates and ups were not kept finds another one's in their place."""
+    from modeling.kernels.expert_turns import GatesAndUps
+
+    GatesAndUps.has = lambda self, expert: True
+
+
+def pick_other_rows_again() -> None:
+    """Rows that are picked again are those of the tokens one row further."""
+    import modeling.kernels.experts as experts
+
+    pick = experts.to_rows_twice
+
+    def to_rows_twice(hidden_TD: Tensor, rows_TK: Tensor, tokens_R: Tensor, **ways: Any) -> tuple[Tensor, Tensor]:
+        is_second = hidden_TD.is_leaf and hidden_TD.requires_grad  # without what it was made of
+        return pick(hidden_TD, rows_TK, tokens_R.roll(1) if is_second else tokens_R, **ways)
+
+    experts.to_rows_twice = to_rows_twice
+
+
 def forget_parallel_blocks() -> None:
     """The layers that recompute do not take over that their blocks are parallel."""
     from parallel.recompute import RecomputedLayer

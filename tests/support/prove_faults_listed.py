@@ -28,6 +28,7 @@ FP8, FROM_FP32 = ("train.precision=fp8",), "from fp32, one process"
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 EP_CHUNKS = (*EP, "parallel.ep_chunks=2")
 TP_OVERLAP = (*TP, "parallel.tp_overlap=true")
+SELECTIVE = ("train.recompute=selective",)
 HEAD_Z = ("model.z_loss=1e-4",)
 MUON, OF_MUON = ("optimizer={name: muon}", "parallel.zero=0"), "muon of these gradients"
 MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zero=3")
@@ -283,4 +284,11 @@ FAULTS = [
     Fault("tp_overlap: gradients are read before tp has summed them", "gradients", EVERY_GRADIENT, TP_OVERLAP),
     Fault("tp_overlap: weights' gradients dropped", "gradients", "layers.0.attention.q.weight", TP_OVERLAP),
     Fault("tp_overlap: weights' gradients taken twice", "gradients", "2.0000 x one process's gradient", TP_OVERLAP),
+    Fault("recomputation: experts are not multiplied again", "gradients", EVERY_GRADIENT, SELECTIVE),
+    Fault(
+        "recomputation: rows picked for others' tokens the second time",
+        "gradients",
+        "layers.0.feed_forward.experts.gate",
+        (*SELECTIVE, *GPT_OSS),
+    ),
 ]
