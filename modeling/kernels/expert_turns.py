@@ -127,10 +127,10 @@ class GatesAndUps:
         for n in sizes_E:
             self.kept_E.append(n if n <= left else 0)
             left -= self.kept_E[-1]
-        self.kept = list(self.cut(gate_up_RI))
+        self.kept = list(self.for_each(gate_up_RI))
         self.spare_MI = None if self.kept_E == sizes_E else room("gate_up_again", sizes_E, gate_up_RI)
 
-    def cut(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def for_each(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Of each expert: both, gates and ups."""
         both = (gate_up_RI, *gate_up_RI.chunk(2, 1))
         return zip(*(each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both), strict=True)

@@ -44,6 +44,7 @@ REASONS = {
     "modeling.loss.IGNORE": "a mark, not a size",
     "modeling.pieces.QUERY_BLOCK": "the default of Sizes.query_block",
     "modeling.optimizers.orthogonal.": "the formula's: each matrix goes through all iterations, whatever its size",
+    "parallel.recompute.KEPT_SHARE": "a share: of a proof's few experts, too, some are kept and some multiplied again",
     "parallel.checkpoint.local.BLOCK_BYTES": CHECKPOINT,
     "parallel.checkpoint.local.SMALLEST_DIRECT": CHECKPOINT,
     "modeling.kernels.fp8.": "how 8 and 32 bits hold numbers; every number of a proof in 8 bits goes through them",
