@@ -2,10 +2,10 @@
 
     python benchmarks/recomputation.py [--steps 4] [--rounds 3] [--precision fp32|bf16|auto]
 
-A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by
-``train.recompute``. ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are
-the bytes that the layers have left for the backward pass when the head begins (all tensors that are there then, less
-those from before the forward pass), over those of ``none``. Norms and rotations go by rows, as in a run;
+A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by ``train.recompute``.
+``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are the bytes that the
+layers have left for the backward pass when the head begins (all tensors that are there then, less those from before the
+forward pass), over those of ``none``. Norms and rotations go by rows and memory goes back to the system as in a run;
 ``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
 there. Each side is a process of its own, in turn; figures are medians over steps, then over rounds.
 """
@@ -25,6 +25,7 @@ from torch import nn
 from cpu_precision import add_precision, choose_precision
 from launcher.estimate.ledger import Ledger
 from launcher.training.compiling import fuse_of
+from launcher.training.heap import keep_heap_from_growing
 from modeling.config import ModelConfig, MoEConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
@@ -79,6 +80,7 @@ def main() -> None:
 def measure(name: str, mode: Recompute, n_steps: int, precision: str) -> dict[str, float]:
     """Milliseconds of processor time of a step, after one that warms up, and the bytes of the layers' activations."""
     torch.set_num_threads(1)
+    keep_heap_from_growing()
     model = build(name, mode, precision, fuse_of("auto", "cpu"))
     run_step(model, 0)
     taken = []

@@ -93,8 +93,9 @@ class ExpertsByTurn(Function):
             (gate_FD, up_FD, down_DF), (grad_gate_FD, grad_up_FD, grad_down_DF) = matrices[expert], grads[expert]
             gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
             hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
+            gate_up_ID = joined(gate_FD, up_FD)
             if not gates_and_ups.has(expert):
-                torch.mm(hidden_ND, joined(gate_FD, up_FD).T, out=gate_up_NI)
+                torch.mm(hidden_ND, gate_up_ID.T, out=gate_up_NI)
             grad_ND = aten.index_select.out(grad_TD, 0, tokens_N, out=grad_MD[:n])
             activated_NF = aten.silu.out(gate_NF, out=activated_MF[:n])
             inner_NF = torch.mul(activated_NF, up_NF, out=inner_MF[:n])
@@ -109,7 +110,7 @@ class ExpertsByTurn(Function):
             torch.mm(grad_NI.T, hidden_ND, out=grad_ID)
             grad_gate_FD.copy_(grad_ID[:d_ff])
             grad_up_FD.copy_(grad_ID[d_ff:])
-            torch.mm(grad_NI, joined(gate_FD, up_FD), out=grad_hidden_ND)
+            torch.mm(grad_NI, gate_up_ID, out=grad_hidden_ND)
         grad_hidden_TD = sum_of_rows(grad_RD, rows.rows_TK)
         grad_weights_TK = grad_weights_R.index_select(0, rows.rows_TK.flatten()).view_as(rows.rows_TK)
         return grad_hidden_TD, grad_weights_TK, grad_gate_EFD, grad_up_EFD, grad_down_EDF, None, None
@@ -118,15 +119,16 @@ class ExpertsByTurn(Function):
 class GatesAndUps:
     """What the products by gate and up put out, in ``gate_up_RI`` for the experts whose rows fit in there.
 
-    The first ones have it, but for those that have more rows than are left. The others share scratch.
+    Those with most rows have it, but for such as have more than are left. The others share scratch.
     """
 
     def __init__(self, gate_up_RI: Tensor, sizes_E: Sequence[int]) -> None:
-        self.sizes_E, self.kept_E = sizes_E, list[int]()
+        self.sizes_E, self.kept_E = sizes_E, [0] * len(sizes_E)
         left = len(gate_up_RI)
-        for n in sizes_E:
-            self.kept_E.append(n if n <= left else 0)
-            left -= self.kept_E[-1]
+        for expert in sorted(range(len(sizes_E)), key=lambda expert: -sizes_E[expert]):
+            if sizes_E[expert] <= left:
+                self.kept_E[expert] = sizes_E[expert]
+                left -= sizes_E[expert]
         self.kept = list(self.for_each(gate_up_RI))
         self.spare_MI = None if self.kept_E == sizes_E else room("gate_up_again", sizes_E, gate_up_RI)
 
