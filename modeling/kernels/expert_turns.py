@@ -4,6 +4,7 @@ Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of
 d_model, F d_ff, I 2F.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from modeling.kernels.scratch import SCRATCH
+from modeling.kernels.row_counts import row_counts
+from modeling.kernels.scratch import SCRATCH, is_real
 
 aten = torch.ops.aten
 
@@ -22,12 +24,13 @@ class Rows(NamedTuple):
 
     rows_TK: a distinct row for each pair, expert by expert, each expert's rows in the order of the tokens. tokens_R:
     each row's token; in rows that no pair takes, the token of the expert's first row, so that nothing overflows there
-    alone. ends_E: int32, where each expert's rows end.
+    alone. ends_E: int32, where each expert's rows end. row_multiple: what they were rounded up by, 1 for not at all.
     """
 
     rows_TK: Tensor
     tokens_R: Tensor
     ends_E: Tensor
+    row_multiple: int = 1
 
 
 class ExpertsByTurn(Function):
@@ -51,6 +54,8 @@ class ExpertsByTurn(Function):
     ) -> Tensor:
         n_rows, (_, d_ff, d_model) = len(rows.tokens_R), gate_EFD.shape
         sizes_E = sizes_of(rows)
+        if any(ctx.needs_input_grad):
+            build_products(max(sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
         gate_up_RI = hidden_TD.new_empty(int(n_rows * kept_share), 2 * d_ff)
         out_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
         hidden_MD, inner_MF = room("hidden", sizes_E, hidden_TD), room("inner", sizes_E, gate_up_RI[:, :d_ff])
@@ -114,6 +119,53 @@ class ExpertsByTurn(Function):
         grad_hidden_TD = sum_of_rows(grad_RD, rows.rows_TK)
         grad_weights_TK = grad_weights_R.index_select(0, rows.rows_TK.flatten()).view_as(rows.rows_TK)
         return grad_hidden_TD, grad_weights_TK, grad_gate_EFD, grad_up_EFD, grad_down_EDF, None, None
+
+
+class Once:
+    """What an autograd Function is given, outside of autograd."""
+
+    needs_input_grad = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """As autograd's own, but that nothing is checked."""
+        self.saved_tensors = tensors
+
+
+# (D, F, dtype) -> the numbers of rows for which this process has built an expert's products.
+BUILT: dict[tuple[int, int, torch.dtype], set[int]] = {}
+
+
+def build_products(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Tensor) -> None:
+    """Has an expert's products built for ``n_rows`` and all numbers near it, forward and backward, once a process.
+
+    No expert has more than ``most_rows``, the layer's tokens. Left alone, new numbers come for hundreds of steps, and
+    each leaves 4 MB more in use (docs/speed.md).
+    """
+    if row_multiple == 1 or not is_real(gate_EFD) or not is_built_by_rows(gate_EFD.dtype):
+        return
+    _, d_ff, d_model = gate_EFD.shape
+    built = BUILT.setdefault((d_model, d_ff, gate_EFD.dtype), set())
+    missing = [n for n in row_counts(row_multiple, n_rows, most_rows) if n not in built]
+    built.update(missing)
+    for n in reversed(missing):  # the largest first, so that scratch is made once
+        gate_1FD, down_1DF = gate_EFD.new_zeros(1, d_ff, d_model), gate_EFD.new_zeros(1, d_model, d_ff)
+        token_1D, weight_11 = gate_EFD.new_zeros(1, d_model), gate_EFD.new_ones(1, 1)
+        tokens_R, ctx = torch.zeros(n, dtype=torch.long), Once()
+        rows = Rows(tokens_R[:1, None], tokens_R, torch.tensor([n], dtype=torch.int32))
+        ExpertsByTurn.forward(ctx, token_1D, weight_11, gate_1FD, gate_1FD, down_1DF, rows)
+        ExpertsByTurn.backward(ctx, token_1D)
+
+
+@functools.cache
+def is_built_by_rows(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has this processor's own products of that dtype; what it has instead is slow, and never kept."""
+    match dtype:
+        case torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        case torch.float16:
+            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        case _:
+            return False
 
 
 class GatesAndUps:

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weights_to_rows
 from modeling.kernels.fuse import Fuse, never_compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
+from modeling.kernels.row_counts import rounded_up
 
-# oneDNN builds a primitive for each new row count in 16 bits (768 rows take 0.2 ms, the first time 0.5 to 1.1; AMD EPYC
-# with AVX-512, 2026-11-25), and the experts' counts change every step: on a CPU each expert's rows are rounded up
-# there, to a power of two that an expert's mean rows hold ROW_UNITS times to twice that. In fp32 torch asks MKL, which
-# builds nothing.
+# Rows are rounded up to a power of two that an expert's mean rows hold ROW_UNITS times to twice that, for the reason in
+# row_counts.py. In fp32 torch asks MKL, which builds nothing for a number of rows.
 LEAST_ROW_MULTIPLE = 16
 ROW_UNITS = 16
 ONES = 8  # grouped_mm wants rows of whole units of 16 bytes, in 16 bits
@@ -74,8 +73,11 @@ def row_multiple_of(rows_RD: Tensor, mean_rows: int) -> int:
 
     ``mean_rows``: an expert's rows where all have as many, beside which 2 to 3% are then multiplied for nobody.
     """
-    if not (rows_RD.is_cpu and rows_RD.dtype.itemsize == 2):
-        return 1
+    return narrow_row_multiple(mean_rows) if rows_RD.is_cpu and rows_RD.dtype.itemsize == 2 else 1
+
+
+def narrow_row_multiple(mean_rows: int) -> int:
+    """``row_multiple_of`` rows of 16 bits on a CPU."""
     return max(LEAST_ROW_MULTIPLE, 1 << (mean_rows // ROW_UNITS).bit_length() >> 1)
 
 
@@ -191,7 +193,7 @@ def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
 
 
 def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
-    """The pairs' rows. Each expert's are rounded up to ``row_multiple``."""
+    """The pairs' rows. Each expert's are rounded up, to ``row_multiple`` or coarser (row_counts.rounded_up)."""
     order_P = indices_TK.flatten().argsort(stable=True)  # pairs in the order of their experts
     return rows_in_order(order_P, indices_TK.shape[1], counts_E, row_multiple)
 
@@ -216,12 +218,12 @@ def rows_in_order(order_P: Tensor, top_k: int, counts_E: Tensor, row_multiple: i
     ends_E = counts_E.cumsum(0)
     if row_multiple > 1:
         first_E = ends_E - counts_E
-        padded_E = (counts_E + row_multiple - 1) // row_multiple * row_multiple
+        padded_E = rounded_up(counts_E, row_multiple)
         ends_E = padded_E.cumsum(0)
         sorted_rows_P = sorted_rows_P + (ends_E - padded_E - first_E).repeat_interleave(counts_E)
         tokens_R = tokens_P[first_E.repeat_interleave(padded_E)].index_copy_(0, sorted_rows_P, tokens_P)
     rows_P = torch.empty_like(order_P).index_copy_(0, order_P, sorted_rows_P)
-    return Rows(rows_P.view(-1, top_k), tokens_R, ends_E.to(torch.int32))
+    return Rows(rows_P.view(-1, top_k), tokens_R, ends_E.to(torch.int32), row_multiple)
 
 
 class ToRows(Function):

@@ -26,7 +26,7 @@ class Scratch(threading.local):
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A contiguous tensor of ``like``'s dtype on the CPU. What is in it is left from before."""
-        if type(like) not in (Tensor, nn.Parameter):
+        if not is_real(like):
             return like.new_empty(shape)
         numel = math.prod(shape)
         flat = self.kept.get((name, like.dtype))
@@ -38,3 +38,8 @@ class Scratch(threading.local):
 
 
 SCRATCH = Scratch()
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether it is no fake tensor or other subclass."""
+    return type(tensor) in (Tensor, nn.Parameter)

@@ -61,11 +61,11 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 @FEW
 @given(
-    n_tokens=st.sampled_from([7, 64, 65]),
+    n_tokens=st.sampled_from([7, 64, 65, 200]),
     n_experts=st.integers(1, 5),
     has_biases=st.booleans(),
     swiglu_limit=st.sampled_from([None, 0.4, 7.0]),
-    row_multiple=st.sampled_from([1, 8, 64]),
+    row_multiple=st.sampled_from([1, 2, 8, 64]),  # 2: more than 64 rows are rounded up to 4, more than 128 to 8
     seed=st.integers(0, 99),
     data=st.data(),
 )
@@ -155,15 +155,15 @@ def test_grouped_repeats_bit_for_bit() -> None:
 
 @FEW
 @given(
-    n_tokens=st.integers(0, 40),
+    n_tokens=st.integers(0, 80),
     n_experts=st.integers(1, 6),
-    row_multiple=st.sampled_from([1, 4, 64]),
+    row_multiple=st.sampled_from([1, 2, 4, 64]),
     seed=st.integers(0, 9),
 )
 def test_rows_are_distinct_and_sorted_by_expert(n_tokens: int, n_experts: int, row_multiple: int, seed: int) -> None:
     indices_TK = inputs(n_tokens, n_experts, min(2, n_experts), seed)[1]
     counts_E = indices_TK.flatten().bincount(minlength=n_experts)
-    rows_TK, tokens_R, ends_E = place_rows(indices_TK, counts_E, row_multiple)
+    rows_TK, tokens_R, ends_E, _ = place_rows(indices_TK, counts_E, row_multiple)
     n_rows = len(tokens_R)
     assert len(rows_TK.unique()) == rows_TK.numel()
     assert n_rows == int(ends_E[-1])
@@ -188,7 +188,7 @@ def test_blocks_lie_as_sorting_would_have_them(counts: list[list[int]], row_mult
     indices_T1 = torch.arange(3).repeat(len(counts)).repeat_interleave(counts_NE.flatten())[:, None]
     found = place_blocks(counts_NE, len(indices_T1), row_multiple)
     sorted_ = place_rows(indices_T1, counts_NE.sum(0), row_multiple)
-    assert all(torch.equal(one, other) for one, other in zip(found, sorted_, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found[:3], sorted_[:3], strict=True))
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -32,6 +32,8 @@ REASONS = {
     "parallel.pipeline.rules.SPLITS_RIGHTLY": "a version of torch",
     "modeling.kernels.experts.LEAST_ROW_MULTIPLE": "the least default of Sizes.row_multiple on CPUs",
     "modeling.kernels.experts.ROW_UNITS": "how that default follows from the rows; proofs set Sizes.row_multiple",
+    "modeling.kernels.row_counts.UNITS": "padding as below it, only more; test_model_experts.py crosses it",
+    "modeling.kernels.row_counts.DOUBLINGS": "no machine holds so many rows",
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",
     "modeling.kernels.by_rows.PIECE_BYTES": "the default of Sizes.row_piece_bytes",
     "modeling.kernels.scratch.ROOM": "what is kept beside what is asked for; nothing is read there",
