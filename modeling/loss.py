@@ -135,9 +135,14 @@ def chunk_tokens(chunk_logits: int | None, weight_VD: Tensor) -> int:
     if chunk_logits is not None:
         return max(1, chunk_logits // vocab_size)
     if weight_VD.is_cpu:
-        n_tokens = min(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
-        return max(1, n_tokens // 2 if weight_VD.dtype == torch.float32 else n_tokens)
+        return cpu_chunk_tokens(vocab_size, is_wide=weight_VD.dtype == torch.float32)
     return max(1, CUDA_CHUNK_LOGITS // vocab_size)
+
+
+def cpu_chunk_tokens(vocab_size: int, *, is_wide: bool) -> int:
+    """How many tokens' logits exist at once on a CPU. ``is_wide``: in 32 bits."""
+    n_tokens = min(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
+    return max(1, n_tokens // 2 if is_wide else n_tokens)
 
 
 def losses_and_gradient(

@@ -75,6 +75,7 @@ class Ours:
     sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
     scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
+    chunk_logits: int = CUDA_CHUNK_LOGITS  # of the head at a time
 
     def state(self, n_weights: float, n_updated: float) -> float:
         """Bytes of weights, sums of gradients, masters and states; ``n_updated``: weights that this rank updates."""
@@ -107,7 +108,7 @@ class Ours:
 
         ``vocab_size``: on this rank.
         """
-        chunk = min(CUDA_CHUNK_LOGITS, tokens * vocab_size)
+        chunk = min(self.chunk_logits, tokens * vocab_size)
         return FP32 * n_weights, self.element * (n_weights + (LOGIT_CUT if is_cut else LOGIT) * chunk)
 
     def activations(self, tokens: float, position: int) -> float:

@@ -5,7 +5,7 @@ those of launcher.closed_form.memory, and the time is that of launcher.closed_fo
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.closed_form.forecast import chance_to_fit, fitted, seconds_by_part
@@ -19,7 +19,9 @@ from launcher.plan.corrections import MEMORY, STEP, Factors, factors_for
 from launcher.plan.memory import rank_memory
 from launcher.prove.traffic.step import FP32_BYTES
 from launcher.trace.hardware import Hardware, read_hardware
+from modeling.loss import CUDA_CHUNK_LOGITS
 
+PASSING = ("activations", "head's gradient", "logits")
 GRADIENTS = "a micro-batch's gradients, ZeRO's buffers"
 DRIVER_SHARE = 0.99  # of a GPU's memory that a process can have
 ANY_GPU = "H100"  # memory by part does not depend on it
@@ -38,6 +40,13 @@ class Held:
     head: float  # the gradient of its weights, which waits for the first of the rest's
     logits: float
     left: float  # of activations and the head's gradient, when gradients are first reduced
+    scattered: float = 1.0  # what PASSING takes in memory, over what it holds
+
+    @property
+    def pieces(self) -> float:
+        """What lies free between tensors that come and go within a step."""
+        parts = self.parts()
+        return (self.scattered - 1) * sum(parts.get(name, 0.0) for name in PASSING)
 
     @property
     def total(self) -> float:
@@ -47,7 +56,7 @@ class Held:
     def parts(self) -> dict[str, float]:
         """Name -> bytes of what the worst moment holds: the head at work, or the first gradients being reduced."""
         waiting = self.activations + self.head
-        is_head = waiting + self.logits > self.left * waiting + self.buffers
+        is_head = self.scattered * (waiting + self.logits - self.left * waiting) > self.buffers
         left = 1.0 if is_head else self.left
         found = {
             "weights": self.weights,
@@ -95,6 +104,8 @@ class Room:
     n_bytes: float
     outside: float  # libraries, contexts
     reserved: float  # what the allocator takes, over what tensors hold
+    scattered: float = 1.0  # the same of tensors that come and go within a step
+    chunk_logits: int = CUDA_CHUNK_LOGITS  # as many logits the head makes at a time
 
 
 def room_on(hardware: Hardware) -> Room:
@@ -109,7 +120,10 @@ def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, ro
     Corrected by what runs on the hardware have measured. Raises CannotPlan where the hardware lacks the precision.
     """
     job, gpu = job_on(config, world_size, hardware)
-    held = fullest(config, world_size, job)
+    if room is not None:
+        assert job.ours is not None
+        job = replace(job, ours=replace(job.ours, chunk_logits=room.chunk_logits))
+    held = replace(fullest(config, world_size, job), scattered=room.scattered if room is not None else 1.0)
     kind = "dense" if config.model.moe is None else "MoE"
     factors = factors_for(hardware.name, kind, "closed_forms") if hardware is not None else Factors()
     plan: dict[str, Any] = {
@@ -121,7 +135,9 @@ def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, ro
         "corrected_by": list(factors.origins),
         **(seconds_of(job, gpu, factors.step) if hardware is not None else {"step_seconds": None}),
     }
-    return plan | (fit_of(plan["tensor_bytes"], room) if room is not None else {"chance_to_fit": None})
+    if room is None:
+        return plan | {"chance_to_fit": None}
+    return plan | fit_of(plan["tensor_bytes"] + held.pieces * factors.memory, room)
 
 
 def job_on(config: RunConfig, world_size: int, hardware: Hardware | None) -> tuple[Job, Gpu]:

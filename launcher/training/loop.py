@@ -97,7 +97,6 @@ def train_watched(
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
-    planned = plan_start(config, mesh)
     retention = open_retention(config.checkpoint)
     state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
     tidy(config, retention, fence, mesh.rank)
@@ -115,6 +114,7 @@ def train_watched(
         open_samples(config, dataset, mesh) as samples,
     ):
         report_start(watchers, config, record, state, warnings, changed, restart)
+        planned = plan_start(config, mesh)
         planned.report(watchers, state.step)
         report_budget(watchers, config, mesh, state.step)
         report_packing(watchers, dataset, state.step)

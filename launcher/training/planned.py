@@ -4,10 +4,8 @@ The plan is one of closed forms (launcher.plan.quick): milliseconds, no process 
 Whatever goes wrong with it is one line, and the run goes on.
 """
 
-import os
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,9 @@ import torch
 from launcher.closed_form.budget import told_of_budget
 from launcher.config.tree import RunConfig
 from launcher.console import in_a_line, tell
-from launcher.plan.closed_forms import step_of_rank
-from launcher.plan.memory import rank_memory
 from launcher.plan.quick import GRADIENTS, Room, quick_plan, room_on
 from launcher.trace.hardware import Hardware, known_hardware, read_hardware
+from launcher.training.cpu_room import cpu_room
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.mesh import Mesh
 
@@ -86,7 +83,7 @@ def miss(planned: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str,
 
 
 def plan_start(config: RunConfig, mesh: Mesh) -> Planned:
-    """The plan of this start. To be called when the engine stands: what a CPU's process holds beside it counts."""
+    """The plan of this start. To be called right before training: what a CPU's process holds already counts."""
     if mesh.rank != 0 or not config.metrics.plan:
         return Planned()
     try:
@@ -130,25 +127,3 @@ def gpu_room(device: torch.device, hardware: Hardware | None) -> Room:
     """What this GPU has."""
     usual = room_on(hardware if hardware is not None else read_hardware("H100"))
     return Room(float(torch.cuda.get_device_properties(device).total_memory), usual.outside, usual.reserved)
-
-
-def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
-    """This rank's part of what the machine has free, and what its process holds beside the state of training."""
-    held, free = resident_bytes(), available_bytes()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or mesh.world_size)
-    state = rank_memory(step_of_rank(config, mesh.world_size, mesh.pp.rank)).total
-    return Room(held + free / max(1, local), max(0.0, held - state), 1.0)
-
-
-def resident_bytes() -> float:
-    """What this process has in memory."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0.0
-
-
-def available_bytes() -> float:
-    """What the machine can give to new work."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = next((line for line in lines if line.startswith("MemAvailable")), None)
-    return int(found.split()[1]) * 1024.0 if found is not None else float("inf")

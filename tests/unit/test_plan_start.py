@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from launcher.config.load import load_config
-from launcher.plan.quick import Held, quick_plan, room_on
+from launcher.plan.closed_forms import step_of_rank
+from launcher.plan.memory import rank_memory
+from launcher.plan.quick import GIB, GRADIENTS, PASSING, Held, quick_plan, room_on
 from launcher.plan.search import layouts
 from launcher.report.plans import planned_at_start, planned_rows
 from launcher.trace.hardware import known_hardware, read_hardware
-from launcher.training import planned
+from launcher.training import cpu_room, planned
+from launcher.training.cpu_room import LATER_BYTES, PRODUCT_BYTES, SCATTERED
 from launcher.training.planned import HELD, MISS_AFTER, Planned, miss, plan_start
 
 CONFIG = load_config(Path("configs/quickstart.yaml"), [])
@@ -63,6 +66,41 @@ def test_the_plan_of_a_cpu_is_of_memory_alone():
     parts = [value for key, value in event.items() if key.endswith("_gib") and key in planned.HELD.values()]
     assert 0 < sum(parts) < event["peak_gib"] < event["room_gib"] and event["weights_gib"] > 0
     assert not any(isinstance(value, dict) for value in event.values())  # W&B flattens those
+
+
+def test_a_cpu_holds_what_the_heap_and_onednn_keep_besides(monkeypatch):
+    """By hand: pieces of what passes, the experts' products in 16 bits, what later steps load; the rest is there."""
+    monkeypatch.setattr(cpu_room, "is_built_by_rows", lambda dtype: True)
+    monkeypatch.setattr(cpu_room, "resident_bytes", lambda: 2.0 * GIB)
+    for changes, numbers, scattered in (
+        ([], 32, SCATTERED),  # 512 rows are the mean: multiples of 32 up to 1024
+        (["model.moe.n_experts=12", "model.moe.top_k=2"], 32 + 16, SCATTERED),  # 341: of 16 to 512, of 32 to 1024
+        (["train.micro_batch_size=1"], 16, SCATTERED),  # of 16 up to all 256 tokens
+        (["train.micro_batch_size=16", "model.d_model=512"], 32, 1.0),  # blocks of 4 MiB are mapped
+        (["train.precision=fp32"], 0, SCATTERED),
+    ):
+        config = load_config(Path("configs/quickstart.yaml"), changes)
+        event = planned.fields_of(config, MESH)
+        state = rank_memory(step_of_rank(config, 1, 0)).total
+        room = cpu_room.cpu_room(config, MESH)
+        assert room.outside == 2 * GIB - state + LATER_BYTES + 6 * numbers * PRODUCT_BYTES
+        tensors = sum(event.get(name, 0.0) for name in planned.HELD.values())
+        passing = sum(event.get(planned.HELD[name], 0.0) for name in PASSING)
+        expected = tensors + (scattered - 1) * passing + room.outside / GIB
+        assert event["peak_gib"] == pytest.approx(expected) and room.scattered == scattered
+
+
+def test_a_cpus_head_makes_few_logits_at_a_time():
+    for precision, tokens, n_bytes in (("bf16", 512, 2), ("fp32", 256, 4)):
+        event = planned.fields_of(load_config(Path("configs/quickstart.yaml"), [f"train.precision={precision}"]), MESH)
+        assert event["logits_gib"] * GIB == n_bytes * (8192 * 256 + 2 * 8192 * tokens)  # weights, logits and gradient
+
+
+def test_the_worst_moment_is_that_of_what_is_scattered():
+    held = Held(0, 0, 0, 0, buffers=5.0, activations=3.0, head=0.0, logits=1.0, left=0.0)
+    assert held.parts() == {GRADIENTS: 5.0} and held.pieces == 0
+    scattered = dataclasses.replace(held, scattered=2.0)
+    assert scattered.parts() == {"activations": 3.0, "logits": 1.0} and scattered.pieces == 4.0
 
 
 def test_other_ranks_and_a_key_keep_it_silent():

@@ -1,0 +1,66 @@
+"""What a process that trains on a CPU holds beside its tensors, and what its machine has for it."""
+
+import os
+from pathlib import Path
+
+from launcher.config.tree import RunConfig
+from launcher.plan.closed_forms import step_of_rank
+from launcher.plan.memory import rank_memory
+from launcher.plan.quick import Room
+from launcher.training.heap import MMAP_THRESHOLD_BYTES
+from modeling.dtypes import DTYPES
+from modeling.kernels.expert_turns import is_built_by_rows
+from modeling.kernels.experts import narrow_row_multiple
+from modeling.kernels.row_counts import row_counts
+from modeling.loss import cpu_chunk_tokens
+from parallel.mesh import Mesh
+
+# Fitted to 18 runs of the quickstart and of changes of it, in bf16 and fp32, on one rank or two of an AMD EPYC with
+# AVX-512 (2026-11-25, docs/plan.md).
+SCATTERED = 1.7  # what comes and goes in a step leaves so much of glibc's heap in use and in free pieces, over itself
+LATER_BYTES = 80 << 20  # what the first steps load and build beside experts' products: code, dense products, buffers
+PRODUCT_BYTES = 600_000  # what oneDNN keeps of one product in 16 bits
+PRODUCTS = 6  # of an expert: by gate and up together and by down, and two gradients of each
+BUSIEST = 2  # times the mean: as many rows an expert is supposed to have
+
+
+def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
+    """This rank's part of what the machine has free, and what its process holds beside the state of training.
+
+    Right before training that is Python and libraries, and the copy that checkpoints are written from.
+    """
+    held, free = resident_bytes(), available_bytes()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or mesh.world_size)
+    step = step_of_rank(config, mesh.world_size, mesh.pp.rank)
+    outside = max(0.0, held - rank_memory(step).total) + LATER_BYTES + product_bytes(config)
+    vocab_size = max(1, config.model.vocab_size // config.parallel.tp)
+    chunk = cpu_chunk_tokens(vocab_size, is_wide=config.train.stored == "fp32")
+    tokens = config.train.micro_batch_size * step.positions // config.parallel.tp
+    has_pieces = tokens * config.model.d_model * step.element_bytes < MMAP_THRESHOLD_BYTES  # larger ones are mapped
+    return Room(held + free / max(1, local), outside, 1.0, SCATTERED if has_pieces else 1.0, chunk * vocab_size)
+
+
+def product_bytes(config: RunConfig) -> float:
+    """What oneDNN keeps of the experts' products, where it builds them for all numbers of rows (row_counts.py)."""
+    moe, train, parallel = config.model.moe, config.train, config.parallel
+    if moe is None or moe.expert_bias or moe.swiglu_limit is not None or train.precision not in ("bf16", "fp16"):
+        return 0.0
+    if not is_built_by_rows(DTYPES[train.precision]):
+        return 0.0
+    tokens = train.micro_batch_size * config.data.seq_len // parallel.cp * parallel.ep
+    mean = tokens * moe.top_k // moe.n_experts
+    return float(PRODUCT_BYTES * PRODUCTS * len(row_counts(narrow_row_multiple(mean), BUSIEST * mean, tokens)))
+
+
+def resident_bytes() -> float:
+    """What this process has in memory."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0.0
+
+
+def available_bytes() -> float:
+    """What the machine can give to new work."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = next((line for line in lines if line.startswith("MemAvailable")), None)
+    return int(found.split()[1]) * 1024.0 if found is not None else float("inf")
