@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_runs import ENVIRONMENT, command, numbers, train, write_config
+from command_runs import ENVIRONMENT, command, numbers, train, updates, write_config
 from launcher.config.load import load_config
 from launcher.report.gather import gather
 from launcher.training.planned import MISS_AFTER
@@ -17,12 +17,13 @@ from parallel.config import ParallelConfig
 
 
 @pytest.mark.slow
-def test_the_plan_and_its_miss_are_told_and_change_nothing(tmp_path, capfd):
+def test_the_plan_and_its_miss_are_told_and_change_nothing(tmp_path):
     tokens = write_tokens(tmp_path)
     told = write_config(tmp_path, tokens, "told", steps=MISS_AFTER + 1, parallel=ParallelConfig(ep=2))
     silent = write_config(tmp_path, tokens, "silent", steps=3, parallel=ParallelConfig(ep=2))
-    rows = train(told, 2)
-    out = capfd.readouterr().out
+    done = subprocess.run(command(told, 2), env=ENVIRONMENT, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0
+    out, rows = done.stdout, updates(told)
     assert "step 0: plan  weights_gib=" in out and f"step {MISS_AFTER}: plan_miss  step_seconds=" in out
     assert numbers(train(silent, 2, "metrics.plan=false")) == numbers(rows)[:3]
     events = [row for row in read_metrics(tmp_path / "told" / "metrics.jsonl") if "event" in row]
