@@ -296,6 +296,11 @@ class ModelConfig:
         return range(self.mtp_layers.stop)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer has, modules that predict further tokens with them."""
+        return any(map(self.is_moe_layer, self.all_layers))
+
+    @property
     def embeds_at_end(self) -> bool:
         """Whether the embedding's weight works where the head is, too: as the head, or on further tokens."""
         return self.tie_embeddings or self.mtp is not None

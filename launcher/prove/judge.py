@@ -72,7 +72,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
         ours, theirs = [row[f"mtp/loss_{k}"] for row in rows], [step.further_losses[k] for step in plain.steps]
         found.append(checks.check_series(SGD, f"loss of tokens {k + 1} ahead", ours, theirs))
     moe = proof.config.model.moe
-    if moe is not None:
+    if moe is not None and proof.config.model.has_experts:
         found += [
             checks.check_choices(SGD, [phase.replayed for phase in seen]),
             checks.check_counts(SGD, rows, plain.steps),
@@ -264,7 +264,7 @@ def judge_loaded(proof: Proof) -> list[Check]:
     return [
         checks.check_exact(LOADED, "weights as saved", loaded, state.weights),
         *check_saved_biases(proof, LOADED, lambda rank: rank.phases[phase].loaded_buffers, state),
-        *([choices] if proof.config.model.moe is not None else []),
+        *([choices] if proof.config.model.has_experts else []),
         checks.check_heldout(LOADED, heldout_losses(proof, phase), {AFTER_LOAD: heldout.loss}),
         checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
         check_next_gradients(proof, LOADED, gradients, plain),

@@ -43,9 +43,9 @@ def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
 def product_bytes(config: RunConfig) -> float:
     """What oneDNN keeps of the experts' products, where it builds them for all numbers of rows (row_counts.py)."""
     moe, train, parallel = config.model.moe, config.train, config.parallel
-    if moe is None or moe.expert_bias or moe.swiglu_limit is not None or train.precision not in ("bf16", "fp16"):
+    if moe is None or not config.model.has_experts or moe.expert_bias or moe.swiglu_limit is not None:
         return 0.0
-    if not is_built_by_rows(DTYPES[train.precision]):
+    if train.precision not in ("bf16", "fp16") or not is_built_by_rows(DTYPES[train.precision]):
         return 0.0
     tokens = train.micro_batch_size * config.data.seq_len // parallel.cp * parallel.ep
     mean = tokens * moe.top_k // moe.n_experts

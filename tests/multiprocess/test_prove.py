@@ -129,6 +129,12 @@ def test_layers_with_experts_and_without_in_turn_are_proven(tmp_path, overrides,
     assert outcome.proven, failures(outcome)
 
 
+def test_experts_in_no_layer_are_proven(tmp_path):
+    """Every layer is told to be dense, so there is no balance loss to compare, and nobody routes."""
+    outcome = prove(tmp_path, ("model.moe.n_dense_layers=8", "parallel.ep=2"), 2)
+    assert outcome.proven and not any("balance" in check.name for check in outcome.checks), failures(outcome)
+
+
 TERMS = ("model.positions=alibi", "model.sinks=true")
 
 

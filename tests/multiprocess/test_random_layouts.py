@@ -11,7 +11,7 @@ import pytest
 from launcher.commands.prove import prove_in, stay_on_cpu
 from launcher.prove.report import layout_words
 from prove_runs import failures
-from random_layouts import random_family_run, random_run
+from random_layouts import first_run, random_family_run, random_run
 
 STEPS = 2
 N_SEEDS, N_FAMILY_SEEDS = 120, 60
@@ -54,8 +54,7 @@ def fill_padding_with_nan() -> None:
 def test_padding_of_cut_weights_may_hold_anything(tmp_path):
     """Six ranks share weights of a few elements under ZeRO 3."""
     stay_on_cpu()
-    config, n_ranks = random_run(59)
-    assert (config.parallel.zero, n_ranks) == (3, 6)
+    config, n_ranks = first_run(lambda config, n_ranks: config.parallel.zero == 3 and n_ranks == 6)
     outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300, before=fill_padding_with_nan)
     assert outcome.proven, failures(outcome)
 
@@ -73,11 +72,11 @@ def depend_on_own_padding() -> None:
 
 
 @pytest.mark.slow
-def test_planted_graph_of_one_rank_alone_hangs_and_is_told(tmp_path):
-    """Under ZeRO 3 one rank, which alone has padding, gathers what the other does not: seen as a hang when these tests
-    were first run.
+def test_planted_graph_of_one_rank_alone_ends_and_is_told(tmp_path):
+    """Under ZeRO 3 one rank, which alone has padding, gathers what the other does not: ranks wait for each other, or
+    gloo meets two gathers of unlike sizes and aborts, as the order of layers has it.
     """
     stay_on_cpu()
     config, n_ranks = random_run(31)
     outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=60, before=depend_on_own_padding)
-    assert outcome.died is not None and "no answer within 60 s from rank 0" in outcome.died
+    assert outcome.died is not None and ("no answer within 60 s from rank" in outcome.died or "SIGABRT" in outcome.died)

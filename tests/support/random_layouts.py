@@ -1,5 +1,6 @@
 """Random models under random layouts, as the rules allow them: sizes, degrees and settings that nobody chose."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,15 @@ from small_models import MOE_FAMILIES, with_told_together
 
 RANKS = (2, 3, 4, 4, 6, 6, 8, 8)
 TRIES = 3000
-DENSE, OF_EXPERTS = ["llama"], ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]  # a seed is a run for good
+DENSE, OF_EXPERTS = ["llama"], ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 MOST_MICRO_BATCHES = 12  # more take minutes under ZeRO 3 with pp
 
 
 def random_run(seed: int) -> tuple[RunConfig, int]:
-    """A legal config and its number of processes: a function of ``seed``. Its data are the proof's."""
+    """A legal config and its number of processes: a function of ``seed``, until a rule changes what is legal.
+
+    Its data are the proof's.
+    """
     draw = random.Random(seed)
     while True:
         n_ranks = draw.choice(RANKS)
@@ -34,6 +38,11 @@ def random_run(seed: int) -> tuple[RunConfig, int]:
             config = draw_config(draw, n_ranks, parallel, family)
             if not check(config, n_ranks) and micro_batches(config, n_ranks) <= MOST_MICRO_BATCHES:
                 return config, n_ranks
+
+
+def first_run(wanted: Callable[[RunConfig, int], bool]) -> tuple[RunConfig, int]:
+    """The first of all seeds' that is ``wanted``."""
+    return next(run for run in map(random_run, itertools.count()) if wanted(*run))
 
 
 def random_family_run(seed: int) -> tuple[RunConfig, int]:
