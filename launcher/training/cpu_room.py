@@ -15,9 +15,9 @@ from modeling.kernels.row_counts import row_counts
 from modeling.loss import cpu_chunk_tokens
 from parallel.mesh import Mesh
 
-# Fitted to 18 runs of the quickstart and of changes of it, in bf16 and fp32, on one rank or two of an AMD EPYC with
-# AVX-512 (2026-11-25, docs/plan.md).
-SCATTERED = 1.7  # what comes and goes in a step leaves so much of glibc's heap in use and in free pieces, over itself
+# The first two are fitted to 20 runs of the quickstart and of changes of it, the third is measured (AMD EPYC with
+# AVX-512, 2026-11-25, docs/plan.md).
+SCATTERED = 1.7  # glibc's heap at its largest, over the tensors in it that come and go within a step
 LATER_BYTES = 80 << 20  # what the first steps load and build beside experts' products: code, dense products, buffers
 PRODUCT_BYTES = 600_000  # what oneDNN keeps of one product in 16 bits
 PRODUCTS = 6  # of an expert: by gate and up together and by down, and two gradients of each

@@ -24,7 +24,8 @@ class Rows(NamedTuple):
 
     rows_TK: a distinct row for each pair, expert by expert, each expert's rows in the order of the tokens. tokens_R:
     each row's token; in rows that no pair takes, the token of the expert's first row, so that nothing overflows there
-    alone. ends_E: int32, where each expert's rows end. row_multiple: what they were rounded up by, 1 for not at all.
+    alone. ends_E: int32, where each expert's rows end. row_multiple: the unit that each expert's were rounded up to, 1
+    for not at all.
     """
 
     rows_TK: Tensor
@@ -146,10 +147,12 @@ def build_products(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Ten
     _, d_ff, d_model = gate_EFD.shape
     built = BUILT.setdefault((d_model, d_ff, gate_EFD.dtype), set())
     missing = [n for n in row_counts(row_multiple, n_rows, most_rows) if n not in built]
+    if not missing:
+        return
     built.update(missing)
+    gate_1FD, down_1DF = gate_EFD.new_zeros(1, d_ff, d_model), gate_EFD.new_zeros(1, d_model, d_ff)
+    token_1D, weight_11 = gate_EFD.new_zeros(1, d_model), gate_EFD.new_ones(1, 1)
     for n in reversed(missing):  # the largest first, so that scratch is made once
-        gate_1FD, down_1DF = gate_EFD.new_zeros(1, d_ff, d_model), gate_EFD.new_zeros(1, d_model, d_ff)
-        token_1D, weight_11 = gate_EFD.new_zeros(1, d_model), gate_EFD.new_ones(1, 1)
         tokens_R, ctx = torch.zeros(n, dtype=torch.long), Once()
         rows = Rows(tokens_R[:1, None], tokens_R, torch.tensor([n], dtype=torch.int32))
         ExpertsByTurn.forward(ctx, token_1D, weight_11, gate_1FD, gate_1FD, down_1DF, rows)
@@ -158,14 +161,12 @@ def build_products(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Ten
 
 @functools.cache
 def is_built_by_rows(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has this processor's own products of that dtype; what it has instead is slow, and never kept."""
-    match dtype:
-        case torch.bfloat16:
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        case torch.float16:
-            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-        case _:
-            return False
+    """Whether oneDNN has this processor's own products of that dtype; what it has instead is slow, and never kept.
+
+    There are builds of torch without oneDNN, which lack the operators that tell.
+    """
+    teller = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return teller is not None and hasattr(torch.ops.mkldnn, teller) and bool(getattr(torch.ops.mkldnn, teller)())
 
 
 class GatesAndUps:

@@ -1,6 +1,7 @@
 """How many rows an expert is computed over, and that its products are built for all such numbers before they come."""
 
 from bisect import bisect_left
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,3 +100,13 @@ def test_nothing_is_built_where_nobody_trains_or_nothing_is_kept() -> None:
     experts_grouped(hidden_TD, indices_T1, weights_T1, gate, gate, down)
     train_experts(8, [4, 5], torch.float32)
     assert not BUILT
+
+
+def test_torch_without_onednn_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such builds lack the operators that tell what the processor has."""
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    is_built_by_rows.cache_clear()
+    try:
+        assert not is_built_by_rows(torch.bfloat16) and not is_built_by_rows(torch.float16)
+    finally:
+        is_built_by_rows.cache_clear()
