@@ -1,6 +1,6 @@
 """A MoE layer on a CPU beside a dense SwiGLU of its active width: milliseconds of processor time. One JSON line.
 
-    python benchmarks/moe_layer.py [--steps 12] [--rounds 3] [--precision fp32|bf16|auto]
+    python benchmarks/moe_layer.py [--steps 12] [--rounds 5] [--precision fp32|bf16|auto]
 
 Forward and backward over 4096 tokens of d_model 384, one thread: 16 experts of width 192, 4 a token, and 64
 experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer is all of it: the router, its balance
@@ -35,7 +35,7 @@ WARM_UP = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layer", nargs=2, metavar=("SIZE", "KIND"))
     add_precision(parser)
     arguments = parser.parse_args()

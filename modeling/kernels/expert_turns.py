@@ -5,7 +5,7 @@ d_model, F d_ff, I 2F.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -59,16 +59,20 @@ class ExpertsByTurn(Function):
             build_products(max(sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
         gate_up_RI = hidden_TD.new_empty(int(n_rows * kept_share), 2 * d_ff)
         out_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
-        hidden_MD, inner_MF = room("hidden", sizes_E, hidden_TD), room("inner", sizes_E, gate_up_RI[:, :d_ff])
-        matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
+        rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
+        gate_up_ID = SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_EFD)
+        gate_up_DI = gate_up_ID.T
+        matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.mT.unbind(), strict=True))
         gates_and_ups = GatesAndUps(gate_up_RI, sizes_E)
         for expert, n, (tokens_N, out_ND) in turns(sizes_E, rows.tokens_R, out_RD):
-            gate_FD, up_FD, down_DF = matrices[expert]
+            gate_FD, up_FD, down_FD = matrices[expert]
             gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
-            hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
-            torch.mm(hidden_ND, joined(gate_FD, up_FD).T, out=gate_up_NI)
-            inner_NF = aten.silu.out(gate_NF, out=inner_MF[:n]).mul_(up_NF)
-            torch.mm(inner_NF, down_DF.T, out=out_ND)
+            hidden_ND, inner_NF = rooms(n)
+            torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
+            torch.cat((gate_FD, up_FD), out=gate_up_ID)  # one product by both is faster than two
+            torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
+            aten.silu.out(gate_NF, out=inner_NF).mul_(up_NF)
+            torch.mm(inner_NF, down_FD, out=out_ND)
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
         ctx.rows, ctx.sizes_E = rows, sizes_E
         return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
@@ -82,12 +86,11 @@ class ExpertsByTurn(Function):
         grad_gate_EFD, grad_up_EFD, grad_down_EDF = (torch.empty_like(each) for each in (gate_EFD, up_EFD, down_EDF))
         grad_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
         grad_weights_R = weights_R1.new_empty(n_rows)
-        hidden_MD, grad_MD = (room(name, sizes_E, hidden_TD) for name in ("hidden", "grad"))
-        inner_MF, activated_MF, product_MF, grad_inner_MF = (
-            room(name, sizes_E, gate_up_RI[:, :d_ff]) for name in ("inner", "activated", "product", "grad_inner")
-        )
-        grad_MI = room("grad_gate_up", sizes_E, gate_up_RI)
-        grad_ID = SCRATCH.take("grad_matrix", (2 * d_ff, d_model), gate_EFD)
+        rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "grad": d_model, "grad_gate_up": 2 * d_ff})
+        names_NF = ("inner", "activated", "product", "grad_inner")
+        rooms_NF = rooms_of(sizes_E, hidden_TD, dict.fromkeys(names_NF, d_ff))
+        gate_up_ID, grad_ID = (SCRATCH.take(name, (2 * d_ff, d_model), gate_EFD) for name in ("gate_up", "grad_matrix"))
+        gate_up_DI, (from_gate_FD, from_up_FD) = gate_up_ID.T, grad_ID.chunk(2)
         matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
         grads = list(zip(grad_gate_EFD.unbind(), grad_up_EFD.unbind(), grad_down_EDF.unbind(), strict=True))
         for expert in (expert for expert, n in enumerate(sizes_E) if n == 0):
@@ -98,24 +101,25 @@ class ExpertsByTurn(Function):
         for expert, n, (tokens_N, weights_N1, grad_weights_N, grad_hidden_ND) in parts:
             (gate_FD, up_FD, down_DF), (grad_gate_FD, grad_up_FD, grad_down_DF) = matrices[expert], grads[expert]
             gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
-            hidden_ND = aten.index_select.out(hidden_TD, 0, tokens_N, out=hidden_MD[:n])
-            gate_up_ID = joined(gate_FD, up_FD)
+            hidden_ND, grad_ND, grad_NI = rooms(n)
+            inner_NF, activated_NF, product_NF, grad_inner_NF = rooms_NF(n)
+            torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
+            torch.cat((gate_FD, up_FD), out=gate_up_ID)
             if not gates_and_ups.has(expert):
-                torch.mm(hidden_ND, gate_up_ID.T, out=gate_up_NI)
-            grad_ND = aten.index_select.out(grad_TD, 0, tokens_N, out=grad_MD[:n])
-            activated_NF = aten.silu.out(gate_NF, out=activated_MF[:n])
-            inner_NF = torch.mul(activated_NF, up_NF, out=inner_MF[:n])
-            grad_inner_NF = torch.mm(grad_ND, down_DF, out=grad_inner_MF[:n])
-            torch.sum(torch.mul(grad_inner_NF, inner_NF, out=product_MF[:n]), 1, out=grad_weights_N)
+                torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
+            torch.index_select(grad_TD, 0, tokens_N, out=grad_ND)
+            aten.silu.out(gate_NF, out=activated_NF)
+            torch.mul(activated_NF, up_NF, out=inner_NF)
+            torch.mm(grad_ND, down_DF, out=grad_inner_NF)
+            torch.sum(torch.mul(grad_inner_NF, inner_NF, out=product_NF), 1, out=grad_weights_N)
             torch.mm(grad_ND.T, inner_NF.mul_(weights_N1), out=grad_down_DF)
             grad_inner_NF.mul_(weights_N1)
-            grad_NI = grad_MI[:n]
             grad_gate_NF, grad_up_NF = grad_NI.chunk(2, 1)
             torch.mul(grad_inner_NF, activated_NF, out=grad_up_NF)
             aten.silu_backward.grad_input(grad_inner_NF.mul_(up_NF), gate_NF, grad_input=grad_gate_NF)
             torch.mm(grad_NI.T, hidden_ND, out=grad_ID)
-            grad_gate_FD.copy_(grad_ID[:d_ff])
-            grad_up_FD.copy_(grad_ID[d_ff:])
+            grad_gate_FD.copy_(from_gate_FD)
+            grad_up_FD.copy_(from_up_FD)
             torch.mm(grad_NI, gate_up_ID, out=grad_hidden_ND)
         grad_hidden_TD = sum_of_rows(grad_RD, rows.rows_TK)
         grad_weights_TK = grad_weights_R.index_select(0, rows.rows_TK.flatten()).view_as(rows.rows_TK)
@@ -175,7 +179,7 @@ class GatesAndUps:
     Those with most rows have it, but for such as have more than are left. The others share scratch.
     """
 
-    def __init__(self, gate_up_RI: Tensor, sizes_E: Sequence[int]) -> None:
+    def __init__(self, gate_up_RI: Tensor, sizes_E: list[int]) -> None:
         self.sizes_E, self.kept_E = sizes_E, [0] * len(sizes_E)
         left = len(gate_up_RI)
         for expert in sorted(range(len(sizes_E)), key=lambda expert: -sizes_E[expert]):
@@ -183,7 +187,9 @@ class GatesAndUps:
                 self.kept_E[expert] = sizes_E[expert]
                 left -= sizes_E[expert]
         self.kept = list(self.for_each(gate_up_RI))
-        self.spare_MI = None if self.kept_E == sizes_E else room("gate_up_again", sizes_E, gate_up_RI)
+        self.spare = None
+        if self.kept_E != sizes_E:
+            self.spare = rooms_of(sizes_E, gate_up_RI, {"gate_up_again": gate_up_RI.shape[1]})
 
     def for_each(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Of each expert: both, gates and ups."""
@@ -196,21 +202,19 @@ class GatesAndUps:
 
     def of(self, expert: int) -> tuple[Tensor, ...]:
         """An expert's, both in one (N, I), gates and ups (N, F). What is not kept is there until the next expert's."""
-        if self.kept_E[expert] or self.spare_MI is None:
+        if self.kept_E[expert] or self.spare is None:
             return self.kept[expert]
-        gate_up_NI = self.spare_MI[: self.sizes_E[expert]]
+        (gate_up_NI,) = self.spare(self.sizes_E[expert])
         return gate_up_NI, *gate_up_NI.chunk(2, 1)
 
 
-def room(name: str, sizes_E: Sequence[int], like_RX: Tensor) -> Tensor:
-    """Scratch for as many rows as the expert with the most of them has, each as wide as ``like_RX``'s."""
-    return SCRATCH.take(name, (max(sizes_E), like_RX.shape[1]), like_RX)
+def rooms_of(sizes_E: list[int], like: Tensor, widths: dict[str, int]) -> Callable[[int], list[Tensor]]:
+    """Scratch for the rows of one expert at a time: n -> what has each name, (n, its width).
 
-
-def joined(gate_FD: Tensor, up_FD: Tensor) -> Tensor:
-    """Both matrices below each other (I, D), in scratch: one product by both is faster than two."""
-    d_ff, d_model = gate_FD.shape
-    return torch.cat([gate_FD, up_FD], out=SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_FD))
+    All is cut once for each number of rows, of which experts in 16 bits have few.
+    """
+    whole = [SCRATCH.take(name, (max(sizes_E), width), like) for name, width in widths.items()]
+    return functools.cache(lambda n: [each_MX[:n] for each_MX in whole])
 
 
 def sizes_of(rows: Rows) -> list[int]:
