@@ -3,8 +3,8 @@
     python benchmarks/cpu_set.py [--only NAME]... [--out FILE] [--precision fp32|bf16|auto]
 
 ``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
-for less than 20 minutes on two idle cores; rounds are three, and each side of a comparison is a process of its own. In
-fp32, with every peer installed, it may take longer (docs/speed.md).
+for less than 20 minutes on two idle cores; rounds are three or five, and each side of a comparison is a process of its
+own. In fp32, with every peer installed, it may take longer (docs/speed.md).
 """
 
 import argparse
@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 BOTH = ("attention_documents",)  # measures fp32 and bf16 in any case
 SET: dict[str, tuple[str, ...]] = {
     "attention_documents": (),
-    "moe_layer": ("--steps", "12", "--rounds", "3"),
-    "recomputation": ("--steps", "2", "--rounds", "3"),
+    "moe_layer": ("--steps", "12", "--rounds", "5"),
+    "recomputation": ("--steps", "4", "--rounds", "5"),
     "step_speed": ("--steps", "1", "--rounds", "3"),
     "zero_step_speed": ("--steps", "1", "--rounds", "3"),
 }

@@ -1,13 +1,14 @@
 """What recomputation costs on a CPU and what it saves. Prints one JSON line.
 
-    python benchmarks/recomputation.py [--steps 4] [--rounds 3] [--precision fp32|bf16|auto]
+    python benchmarks/recomputation.py [--steps 4] [--rounds 5] [--precision fp32|bf16|auto]
 
 A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by ``train.recompute``.
 ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are the bytes that the
 layers have left for the backward pass when the head begins (all tensors that are there then, less those from before the
 forward pass), over those of ``none``. Norms and rotations go by rows and memory goes back to the system as in a run;
 ``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
-there. Each side is a process of its own, in turn; figures are medians over steps, then over rounds.
+there. Each side is a process of its own, in turn; times are medians over steps, then over rounds. Bytes are the same
+each time, and counted once.
 """
 
 import argparse
@@ -45,41 +46,49 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "feed_forward", "full")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--side", nargs=2, metavar=("MODEL", "MODE"))
+    parser.add_argument("--bytes", action="store_true", help="of a side: count its activations instead")
     add_precision(parser)
     arguments = parser.parse_args()
     if arguments.side is not None:
         name, mode = arguments.side
-        print(json.dumps(measure(name, mode, arguments.steps, arguments.precision)))
+        torch.set_num_threads(1)
+        if arguments.bytes:
+            print(json.dumps(count_bytes(name, mode, arguments.precision)))
+        else:
+            print(json.dumps({"milliseconds": milliseconds(name, mode, arguments.steps, arguments.precision)}))
         return
     chosen = choose_precision(arguments.precision)
     options = ["--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
     sides = [(model, mode) for model in MODELS for mode in MODES]
-    found: dict[tuple[str, str], list[dict[str, float]]] = {side: [] for side in sides}
+    times: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
     for _ in range(arguments.rounds):
         for side in sides:
-            command = [sys.executable, __file__, "--side", *side, *options]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
+            times[side].append(run_side(*side, *options)["milliseconds"])
+    kept = {side: run_side(*side, *options, "--bytes") for side in sides}
     line: dict[str, object] = {"benchmark": "recomputation", "torch": torch.__version__, **chosen}
     for model, mode in sides:
-        pairs = list(zip(found[model, mode], found[model, "none"], strict=True))
+        side, none = (model, mode), (model, "none")
         line[f"{model} {mode}"] = {
-            "milliseconds": round(median(each["milliseconds"] for each, _ in pairs)),
-            "time": round(median(each["milliseconds"] / none["milliseconds"] for each, none in pairs), 3),
-            "activations_mb": round(median(each["activations"] for each, _ in pairs) / 1e6, 1),
-            **{
-                kind: round(median(each[kind] / none[kind] for each, none in pairs), 3)
-                for kind in ("activations", "activations_plain")
-            },
+            "milliseconds": round(median(times[side])),
+            "time": round(median(each / least for each, least in zip(times[side], times[none], strict=True)), 3),
+            "activations_mb": round(kept[side]["activations"] / 1e6, 1),
+            **{kind: round(n_bytes / kept[none][kind], 3) for kind, n_bytes in kept[side].items()},
         }
     print(json.dumps(line))
 
 
-def measure(name: str, mode: Recompute, n_steps: int, precision: str) -> dict[str, float]:
-    """Milliseconds of processor time of a step, after one that warms up, and the bytes of the layers' activations."""
-    torch.set_num_threads(1)
+def run_side(model: str, mode: str, *options: str) -> dict[str, float]:
+    """What a side's process says."""
+    command = [sys.executable, __file__, "--side", model, mode, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def milliseconds(name: str, mode: Recompute, n_steps: int, precision: str) -> float:
+    """A step's processor time, the median of ``n_steps`` after one that warms up."""
     keep_heap_from_growing()
     model = build(name, mode, precision, fuse_of("auto", "cpu"))
     run_step(model, 0)
@@ -88,8 +97,13 @@ def measure(name: str, mode: Recompute, n_steps: int, precision: str) -> dict[st
         begin = time.process_time()
         run_step(model, step)
         taken.append(time.process_time() - begin)
-    plain = activations(build(name, mode, precision, plainly))
-    return {"milliseconds": 1000 * median(taken), "activations": activations(model), "activations_plain": plain}
+    return 1000 * median(taken)
+
+
+def count_bytes(name: str, mode: Recompute, precision: str) -> dict[str, float]:
+    """The layers' activations as in a run, and where each operation keeps what autograd wants."""
+    fuses = {"activations": fuse_of("auto", "cpu"), "activations_plain": plainly}
+    return {kind: activations(build(name, mode, precision, fuse)) for kind, fuse in fuses.items()}
 
 
 def build(name: str, mode: Recompute, precision: str, fuse: Fuse) -> Decoder:
