@@ -108,6 +108,7 @@ def run_ranks(
     """
     context = fork_server(preload)
     threads = threads or _threads_asked_for() or max(1, (os.cpu_count() or 1) // n_ranks)
+    call = pickle.dumps((function, arguments))  # multiprocessing's way sends a file a tensor, and at most 251 of them
     children = []
     with claimed_port() as port, forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
         try:
@@ -116,7 +117,7 @@ def run_ranks(
                 # This process's variables of now: the fork server has those of when it was started.
                 environment = {**os.environ, **of_rank}
                 process = context.Process(
-                    target=_rank_main, args=(send, os.getpid(), environment, threads, function, arguments), daemon=True
+                    target=_rank_main, args=(send, os.getpid(), environment, threads, call), daemon=True
                 )
                 with held_back() if passes_stop else contextlib.nullcontext():
                     _start(process)
@@ -216,9 +217,7 @@ def _first_outgoing_port() -> int:
 _to_launcher: Connection | None = None  # in a process that run_ranks started: where its answer goes
 
 
-def _rank_main(
-    send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, function: Any, arguments: Any
-) -> None:
+def _rank_main(send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, call: bytes) -> None:
     global _to_launcher
     gc.freeze()  # what the fork server imported stays: looking through it copies its pages, 0.2 s of each rank
     end_with_launcher(launcher_pid)
@@ -228,6 +227,7 @@ def _rank_main(
     torch.set_num_threads(threads)
     _to_launcher = send
     try:
+        function, arguments = pickle.loads(call)
         result = function(*arguments)
     except SystemExit as stop:
         _send(send, ("exit", stop.code if isinstance(stop.code, int) else 1))

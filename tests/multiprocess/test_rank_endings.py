@@ -1,10 +1,12 @@
-"""Which of the ranks' endings a launcher names as the cause, and the port that it gives them."""
+"""Which of the ranks' endings a launcher names as the cause, and what it gives them: arguments and a port."""
 
 import random
 import sys
 import time
 
 import pytest
+import torch
+from torch import Tensor
 
 from parallel.processes import start
 from parallel.processes.start import RankError, claimed_port, run_ranks
@@ -41,6 +43,16 @@ def test_a_bare_exit_is_named_only_where_no_rank_gives_a_reason(then: str, messa
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(one_leaves, 2, then, timeout_seconds=60, threads=1)
     assert caught.value.exit_code == code
+
+
+def sum_all(tensors: list[Tensor]) -> float:
+    return float(torch.stack(tensors).sum())
+
+
+def test_any_number_of_tensors_goes_to_the_ranks() -> None:
+    """multiprocessing's own way opens a file for each, and refuses more than 251 of them."""
+    tensors = [torch.tensor(float(number)) for number in range(600)]
+    assert run_ranks(sum_all, 2, tensors, timeout_seconds=60, threads=1) == [179700.0, 179700.0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no such names of the kernel's outside Linux")
