@@ -332,7 +332,7 @@ def prove(
         int | None,
         typer.Option("--ranks", min=1, help="Local processes (default: the fewest for the axes).", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Updates that are compared.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=32, help="Updates that are compared.")] = 3,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with tokens and checkpoints.")] = False,
     matrix: Annotated[
         bool, typer.Option("--matrix", help="The whole table of layouts, whatever the config's own; about an hour.")

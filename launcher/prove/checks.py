@@ -1,5 +1,6 @@
 """The checks of a proof: each compares what ranks and one process saw, and gives one line of the table."""
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from launcher.prove.compare.errors import execution_order, norm, tensor_errors, 
 from launcher.prove.compare.routing import Replayed
 from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
 from launcher.prove.reference import ReferenceStep
+from launcher.prove.rounding import NOISE_FACTOR, Moves, Nudged, bounds_for
 
 LOSS_BOUND = 1e-6  # relative
 GRADIENT_BOUND = 1e-5  # of each tensor's own norm
@@ -32,14 +34,13 @@ CANCELLED_BOUND = 1e-7
 # A gradient below this share of all gradients' norm is rounding alone (that of a router whose one choice weighs one),
 # and AdamW's update of it noise: nothing to compare.
 ROUNDING_SHARE = 1e-9
-# In 16 bits: how often as far from fp32 as one process in that precision the layout may be. Its rounding errors are as
-# large, but others (partial sums are rounded elsewhere); two draws of one distribution rarely differ by three.
-NOISE_FACTOR = 3.0
 # Eight equal rounds of micro-batches against one, of each tensor's norm. In fp32 such a sum rounds nothing: a gradient
 # has 8 bits (bf16) or 11 (fp16), three more hold eight times it, and fp32 has 24; dividing by eight is exact. In 16
 # bits 3, 5, 6 and 7 times a number lack bits: each addition rounds by up to 2^-9 of the sum in bf16 and 2^-12 in fp16,
 # and eight of them leave 6e-3 and 6e-4 of a tensor's norm.
 ACCUMULATION_BOUND = 1e-5
+
+COPY = "a copy of "
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -79,16 +80,29 @@ def check_tensors(
     bound: float,
     step: str = "",
     left_out: Collection[str] = (),
+    nudged: Nudged | None = None,
 ) -> Check:
-    """Every logical tensor against one process's, relative to its own norm; the worst is shown."""
+    """Every logical tensor against one process's, relative to its own norm; the worst is shown.
+
+    Bounds are those of ``launcher.prove.rounding.bounds_for``; of tensors beyond theirs the farthest beyond is shown.
+    """
     pieces = [piece for piece in pieces if piece.name not in left_out]
     theirs = {key: value for key, value in theirs.items() if key not in left_out}
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
         assert failed is not None
         return failed
-    worst, error = largest(tensor_errors(ours, theirs) | copy_errors(pieces, ours, theirs))
-    return Check(phase, name, f"{worst}{step}", error, bound)
+    errors = tensor_errors(ours, theirs) | copy_errors(pieces, ours, theirs)
+    bounds = bounds_for(bound, errors, moves_of(nudged, theirs))
+    excess, share = largest({key: errors[key] / bounds.of(key.removeprefix(COPY)) for key in errors})
+    worst = largest(errors)[0] if share <= 1 else excess
+    told = worst.removeprefix(COPY)
+    return Check(phase, name, f"{worst}{step}", errors[worst], bounds.of(told), bounds.note(told))
+
+
+def moves_of(nudged: Nudged | None, theirs: Mapping[str, Tensor]) -> Moves | None:
+    """How far nudging moves each of ``theirs``."""
+    return None if nudged is None else lambda: [tensor_errors(drawn, theirs) for drawn in nudged()]
 
 
 def check_trained(
@@ -98,6 +112,7 @@ def check_trained(
     theirs: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
     left_out: Collection[str],
+    nudged: Nudged,
 ) -> list[Check]:
     """Weights against one process's, those that started at zero apart: they are but the sum of a few gradients."""
     pieces = list(pieces)
@@ -106,7 +121,7 @@ def check_trained(
     summed = {key: value for key, value in theirs.items() if key not in drawn}
     sides = [(name, drawn, WEIGHT_BOUND), (f"{name}, from zero", summed, GRADIENT_BOUND)]
     return [
-        check_tensors(phase, told, [piece for piece in pieces if piece.name in tensors], tensors, bound)
+        check_tensors(phase, told, [piece for piece in pieces if piece.name in tensors], tensors, bound, nudged=nudged)
         for told, tensors, bound in sides
         if tensors
     ]
@@ -126,7 +141,7 @@ def copy_errors(
         if not piece.is_owner:
             copied.setdefault(piece.name, ours[piece.name].clone())[piece.box.slices] = piece.value
     errors = tensor_errors({**ours, **copied}, theirs)
-    return {f"a copy of {name}": errors[name] for name in copied}
+    return {f"{COPY}{name}": errors[name] for name in copied}
 
 
 def check_cancelled(
@@ -144,7 +159,11 @@ def check_cancelled(
 
 
 def check_gradients(
-    phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[ReferenceStep], left_out: Collection[str]
+    phase: str,
+    ranks: Sequence[PhaseSeen],
+    plain: Sequence[ReferenceStep],
+    left_out: Collection[str],
+    nudged: Callable[[int], Sequence[Mapping[str, Tensor]]],
 ) -> Check:
     """Every logical tensor's gradient in every step; the earliest step with a failure is shown, else the worst."""
     checks = [
@@ -156,6 +175,7 @@ def check_gradients(
             GRADIENT_BOUND,
             f" (step {step + 1})",
             left_out,
+            functools.partial(nudged, step),
         )
         for step in range(len(plain))
     ]
@@ -177,13 +197,31 @@ def check_exact(phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapp
     return Check(phase, name, first, error if error > 0 else math.inf, 0.0, f"{len(differing)} tensors differ")
 
 
-def check_series(phase: str, name: str, ours: Sequence[float], theirs: Sequence[float], first_step: int = 1) -> Check:
-    """One number a step, relative; the earliest failing step is shown, else the worst."""
-    errors = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
-    failed = [number for number, error in enumerate(errors) if not error <= LOSS_BOUND]
-    step = failed[0] if failed else max(range(len(errors)), key=errors.__getitem__)
-    note = f"{ours[step]:.7g}, one process {theirs[step]:.7g}" if failed else ""
-    return Check(phase, name, f"step {first_step + step}", errors[step], LOSS_BOUND, note)
+def check_series(
+    phase: str,
+    name: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    first_step: int = 1,
+    nudged: Callable[[], Sequence[Sequence[float]]] | None = None,
+) -> Check:
+    """One number a step, relative; the earliest failing step is shown, else the worst.
+
+    ``nudged`` gives the numbers of one process whose weights are nudged, in each draw (launcher.prove.rounding).
+    """
+    errors = series_errors(ours, theirs, first_step)
+    draws = None if nudged is None else lambda: [series_errors(drawn, theirs, first_step) for drawn in nudged()]
+    bounds = bounds_for(LOSS_BOUND, errors, draws)
+    failed = [step for step, error in errors.items() if not error <= bounds.of(step)]
+    step = failed[0] if failed else largest(errors)[0]
+    a, b = dict(zip(errors, zip(ours, theirs, strict=True), strict=True))[step]
+    note = f"{a:.7g}, one process {b:.7g}" if failed else bounds.note(step)
+    return Check(phase, name, step, errors[step], bounds.of(step), note)
+
+
+def series_errors(ours: Sequence[float], theirs: Sequence[float], first_step: int) -> dict[str, float]:
+    """Each step's relative difference."""
+    return {f"step {step}": relative(a, b) for step, (a, b) in enumerate(zip(ours, theirs, strict=True), first_step)}
 
 
 def check_heldout(

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.prove.checks import GRADIENT_BOUND, LOSS_BOUND, check_heldout, copy_errors, relative, step_boxes
+from launcher.prove.checks import (
+    COPY,
+    GRADIENT_BOUND,
+    LOSS_BOUND,
+    check_heldout,
+    copy_errors,
+    moves_of,
+    relative,
+    step_boxes,
+)
 from launcher.prove.compare.boxes import Uncovered, assemble
 from launcher.prove.compare.errors import (
     Factor,
@@ -20,9 +29,10 @@ from launcher.prove.compare.errors import (
     tensor_errors,
 )
 from launcher.prove.forward_check import check_outputs
-from launcher.prove.judge import heldout_losses, heldout_truth, phase_of
+from launcher.prove.judge import check_norm, heldout_losses, heldout_truth, phase_of
 from launcher.prove.plain import PlainState, samples_of_step
 from launcher.prove.proof import SGD, Proof, plain_trainer
+from launcher.prove.rounding import bounds_for
 from launcher.prove.shrink import sgd_for
 from modeling.config import ModelConfig, SequenceAuxBalance
 from modeling.logical import logical_tensors
@@ -118,9 +128,12 @@ def diagnose_gradients(proof: Proof, step: int) -> list[str]:
     except Uncovered:
         return []  # the check says so
     errors = tensor_errors(ours, theirs)
+    copied = copy_errors(pieces, ours, theirs)
+    found = {name: error for name, error in (errors | copied).items() if name not in proof.cancelled}
+    bounds = bounds_for(GRADIENT_BOUND, found, moves_of(lambda: proof.nudged_gradients(step), theirs))
     told = [name for name in execution_order(theirs) if name not in proof.cancelled]
-    wrong = [name for name in told if not errors[name] <= GRADIENT_BOUND]
-    copies = [name for name, error in copy_errors(pieces, ours, theirs).items() if not error <= GRADIENT_BOUND]
+    wrong = [name for name in told if not errors[name] <= bounds.of(name)]
+    copies = [name for name, error in copied.items() if not error <= bounds.of(name.removeprefix(COPY))]
     if not wrong:
         return [f"step {step + 1}: gradients differ in {len(copies)} copies alone: {copies[0]}"] if copies else []
     first = wrong[0]
@@ -210,7 +223,8 @@ def gradients_of(proof: Proof, step: int, model: ModelConfig) -> dict[str, Tenso
 def diagnose_norm(proof: Proof, step: int, theirs: Mapping[str, Tensor]) -> list[str]:
     """Where only the norm is wrong: which tensors it counts how often."""
     ours, expected = proof.ranks[0].phases[SGD].steps[step].row["grad_norm"], proof.plain.sgd.steps[step].grad_norm
-    if relative(ours, expected) <= LOSS_BOUND:
+    check = check_norm(proof)
+    if check.passed or check.worst != f"step {step + 1}":
         return []
     found = explain_norm(ours, theirs, groups_of(list(theirs), proof.config.model), degrees_of(proof))
     told = f"step {step + 1}: the gradient norm is {ours / expected:.6f} of one process's"

@@ -81,13 +81,12 @@ def judge_sgd(proof: Proof) -> list[Check]:
         ]
         if isinstance(moe.balance, BiasBalance):
             found.append(checks.check_biases(SGD, proof.ranks, lambda rank: rank.phases[SGD].buffers, end.buffers))
-    norms = [row["grad_norm"] for row in rows]
     return [
         *found,
         *check_evaluations(proof, SGD, plain),
-        checks.check_gradients(SGD, seen, plain.steps, proof.cancelled),
+        checks.check_gradients(SGD, seen, plain.steps, proof.cancelled, proof.nudged_gradients),
         *checks.check_cancelled(SGD, seen, plain.steps, proof.cancelled),
-        checks.check_series(SGD, "gradient norm", norms, [step.grad_norm for step in plain.steps]),
+        check_norm(proof),
         checks.check_rows_agree(SGD, proof.ranks, AGREED),
         *checks.check_trained(
             SGD,
@@ -96,8 +95,22 @@ def judge_sgd(proof: Proof) -> list[Check]:
             end.weights,
             start.weights,
             proof.cancelled,
+            lambda: [run.states[steps].weights for run in proof.nudged],
         ),
     ]
+
+
+def check_norm(proof: Proof) -> Check:
+    """The gradient norm of each step, before clipping."""
+    rows = [step.row for step in phase_of(proof, SGD)[0].steps]
+    theirs = [step.grad_norm for step in proof.plain.sgd.steps]
+    return checks.check_series(
+        SGD,
+        "gradient norm",
+        [row["grad_norm"] for row in rows],
+        theirs,
+        nudged=lambda: [[step.grad_norm for step in run.steps] for run in proof.nudged],
+    )
 
 
 def _auxiliary(
@@ -155,6 +168,7 @@ def judge_nonlinear(proof: Proof) -> list[Check]:
             checks.GRADIENT_BOUND,
             " (step 1)",
             proof.cancelled,
+            lambda: proof.nudged_gradients(0),  # from the same weights, by the same samples
         ),
         check_applied(proof, phase, f"{optimizer.name} of these gradients", optimizer, start, applied, weights),
         checks.check_updates(
@@ -222,7 +236,7 @@ def judge_saved(proof: Proof) -> list[Check]:
         *check_saved_biases(proof, SAVED, lambda rank: rank.phases[phase].buffers, state),
         checks.check_heldout(SAVED, heldout_losses(proof, phase), {AFTER_STEPS: heldout.loss}),
         checks.check_series(SAVED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
-        check_next_gradients(proof, SAVED, gradients, plain),
+        check_next_gradients(proof, SAVED, gradients, plain, state),
         check_applied(
             proof,
             SAVED,
@@ -236,10 +250,19 @@ def judge_saved(proof: Proof) -> list[Check]:
     ]
 
 
-def check_next_gradients(proof: Proof, phase: str, gradients: Iterable[TensorBox], plain: ReferenceStep) -> Check:
-    """The gradients of the step after the checkpoint."""
-    bound = checks.GRADIENT_BOUND
-    return checks.check_tensors(phase, "next gradients", gradients, plain.gradients, bound, left_out=proof.cancelled)
+def check_next_gradients(
+    proof: Proof, phase: str, gradients: Iterable[TensorBox], plain: ReferenceStep, state: PlainState
+) -> Check:
+    """The gradients of the step after the checkpoint with ``state``."""
+    return checks.check_tensors(
+        phase,
+        "next gradients",
+        gradients,
+        plain.gradients,
+        checks.GRADIENT_BOUND,
+        left_out=proof.cancelled,
+        nudged=lambda: proof.nudged_after(state),
+    )
 
 
 def check_saved_biases(
@@ -267,7 +290,7 @@ def judge_loaded(proof: Proof) -> list[Check]:
         *([choices] if proof.config.model.has_experts else []),
         checks.check_heldout(LOADED, heldout_losses(proof, phase), {AFTER_LOAD: heldout.loss}),
         checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
-        check_next_gradients(proof, LOADED, gradients, plain),
+        check_next_gradients(proof, LOADED, gradients, plain, state),
         check_applied(
             proof,
             LOADED,

@@ -1,11 +1,13 @@
 """One proof from end to end: the plain side, the ranks, and the comparison of what both saw."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from data.dataset import Dataset, open_dataset
 from launcher.config.tree import RunConfig
@@ -23,6 +25,7 @@ from launcher.prove.rank import (
     RankSeen,
     prove_rank,
 )
+from launcher.prove.rounding import DRAWS, run_nudged
 from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, nonlinear_for, sgd_for
 from modeling.logical import logical_parameters
 from modeling.optimizers.config import OptimizerConfig
@@ -66,6 +69,25 @@ class Proof:
         """The weights whose gradients are zero but for rounding: nothing can be told of them but that."""
         tensors = logical_parameters(self.config.model)
         return frozenset(name for name, tensor in tensors.items() if tensor.weight.cancels)
+
+    @functools.cached_property
+    def nudged(self) -> list[PlainRun]:
+        """The SGD phase on one process whose weights are nudged before each step, some times."""
+        samples = (samples_of_step(step, self.config.train.batches) for step in range(self.steps))
+        steps = list(zip(samples, self.plain.sgd.choices, strict=True))
+        rule, start = sgd_for(self.config.optimizer), self.plain.sgd.states[0]
+        return [run_nudged(self.trainer(rule), start, steps, draw) for draw in range(DRAWS)]
+
+    def nudged_gradients(self, step: int) -> list[dict[str, Tensor]]:
+        """The gradients of one of these steps."""
+        return [run.steps[step].gradients for run in self.nudged]
+
+    def nudged_after(self, state: PlainState) -> list[dict[str, Tensor]]:
+        """One process's gradients in the step after a checkpoint with ``state``, its weights nudged, some times."""
+        rule = nonlinear_for(self.config.optimizer)
+        step = samples_of_step(self.steps, self.config.train.batches), self.plain.nonlinear.choices[self.steps]
+        runs = (run_nudged(self.trainer(rule, self.steps), state, [step], draw) for draw in range(DRAWS))
+        return [run.steps[0].gradients for run in runs]
 
     @property
     def checkpoint_state(self) -> PlainState:

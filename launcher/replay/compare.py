@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from launcher.prove.checks import LOSS_BOUND, NOISE_FACTOR
+from launcher.prove.checks import LOSS_BOUND
+from launcher.prove.rounding import NOISE_FACTOR
 from launcher.replay.plan import Plan
 from launcher.replay.record import COMPARED, SAMPLES, Record
 from modeling.dtypes import DTYPES

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from launcher.prove.checks import (
-    NOISE_FACTOR,
     Check,
     check_cancelled,
     check_exact,
@@ -39,6 +38,7 @@ from launcher.prove.compare.routing import (
 from launcher.prove.plain import PlainTrainer
 from launcher.prove.reference import ReferenceStep
 from launcher.prove.report import number
+from launcher.prove.rounding import NOISE_FACTOR
 from launcher.prove.tokens import write_documents
 from modeling.config import FAMILIES, BiasBalance, MoEConfig
 from modeling.decoder import ENTRY

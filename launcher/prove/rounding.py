@@ -1,0 +1,79 @@
+"""How far rounding alone moves one process: where that is farther than a bound, no layout can be held to the bound.
+
+A layout's sums are other sums, so it rounds elsewhere. A well conditioned model's gradients move by 1e-6 of their norm
+then, and faults by far more; but there are models where a unit in the last place of the weights moves them by 1e-4, and
+over many steps all weights drift. So a difference beyond its bound is held against one process that repeats the steps
+with each weight of the model moved by one unit in the last place, up or down at random (Monte Carlo arithmetic, D. S.
+Parker, UCLA CSD-970002, 1997, on inputs alone). Nothing of the layout is asked for that.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from launcher.prove.compare.routing import StepChoices
+from launcher.prove.plain import PlainRun, PlainState, PlainTrainer
+
+# How often as far as one process the layout may be where rounding decides: its errors are as large, but others (sums
+# are rounded elsewhere), and two draws of one distribution rarely differ by three.
+NOISE_FACTOR = 3.0
+# Where one direction is badly conditioned an error is one number of a normal distribution, so a draw may be small by
+# chance: of eight the largest is, in one model of 400, less than a third of another draw.
+DRAWS = 8
+MOST = 100  # times its bound: a tensor that is farther off is not one that rounding moved
+
+Moves = Callable[[], Sequence[Mapping[str, float]]]  # how far nudging moves what is compared, by name, in each draw
+Nudged = Callable[[], Sequence[Mapping[str, Tensor]]]  # the tensors that one process finds with its weights nudged
+
+
+def nudge(model: nn.Module, seed: int) -> None:
+    """Moves each weight to a neighbouring number of its dtype, up or down by a coin of ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            is_up = torch.rand(weight.shape, generator=generator) < 0.5
+            weight.copy_(torch.nextafter(weight, torch.where(is_up, math.inf, -math.inf)))
+
+
+def run_nudged(
+    trainer: PlainTrainer, start: PlainState, steps: Sequence[tuple[np.ndarray, StepChoices]], draw: int
+) -> PlainRun:
+    """The steps, each of sample numbers and routers' choices, from ``start``, with weights nudged before each.
+
+    The masters are not moved: of them is told what gradients make.
+    """
+    trainer.load(start)
+    for number, (samples, choices) in enumerate(steps):
+        nudge(trainer.trainer.model, draw + DRAWS * number)
+        trainer.step(samples, choices)
+    return trainer.run
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What each tensor or step is held to, and how far nudging moved it, by name. Empty where nothing was nudged."""
+
+    least: float  # of all of them
+    moved: Mapping[str, float]
+
+    def of(self, name: str) -> float:
+        """``least``, or NOISE_FACTOR times as far as nudging moves it, where that is more."""
+        return max(self.least, min(NOISE_FACTOR * self.moved.get(name, 0.0), MOST * self.least))
+
+    def note(self, name: str) -> str:
+        """Why its bound is not the least one."""
+        if self.of(name) == self.least:
+            return ""
+        return f"rounding alone moves it by {self.moved[name]:.1e} on one process"
+
+
+def bounds_for(bound: float, errors: Mapping[str, float], moves: Moves | None) -> Bounds:
+    """``bound`` for all, unless the largest of ``errors`` is beyond it, but not MOST times as large."""
+    if moves is None or not bound < max(errors.values()) <= MOST * bound:
+        return Bounds(bound, {})
+    draws = moves()
+    return Bounds(bound, {name: max(moved[name] for moved in draws) for name in draws[0]})

@@ -1,0 +1,61 @@
+"""A model whose gradients rounding alone moves beyond their bound is proven, and faults in it are seen.
+
+OLMo 2 norms what attention puts out. With little weights and a bias that is, after an update, little but the bias. Of
+queries' and keys' gradients a thousandth is left, which a unit in the last place of the weights moves by 1e-4.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from launcher.commands.prove import load_small, prove_in, stay_on_cpu
+from launcher.prove.checks import GRADIENT_BOUND, Check
+from launcher.prove.report import Outcome
+from prove_faults import hook_gradients
+from prove_runs import failures, write_config
+
+OVERRIDES = (
+    *("model.family=olmo2", "model.moe=null", "model.norm_placement=post", "model.qk_norm_over=all_heads"),
+    *("model.qkv_bias=true", "model.o_bias=true", "model.init_std=0.002"),
+)
+LAYOUTS = ["parallel.zero=1", "parallel.tp=2", "parallel.cp=2"]
+
+
+def prove(folder: Path, layout: str, factor: float | None = None) -> Outcome:
+    """A proof of two steps; ``factor`` multiplies one gradient that rounding moves, on every rank."""
+    stay_on_cpu()
+    config, n_ranks = load_small(write_config(folder), (*OVERRIDES, layout), 2)
+    before = None if factor is None else functools.partial(hook_gradients, "layers.1.attention.q.weight", factor)
+    return prove_in(folder, config, n_ranks, 2, before=before, timeout_seconds=120)
+
+
+def gradients(outcome: Outcome) -> Check:
+    return next(check for check in outcome.checks if check.name == "gradients")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.slow] if number else []) for number, layout in enumerate(LAYOUTS)],
+)
+def test_what_rounding_moves_is_held_to_that(tmp_path: Path, layout: str) -> None:
+    outcome = prove(tmp_path, layout)
+    assert outcome.proven, failures(outcome)
+    check = gradients(outcome)
+    assert GRADIENT_BOUND < check.error <= check.bound < 100 * GRADIENT_BOUND
+    assert "(step 2)" in check.worst and check.note.startswith("rounding alone moves it by ")
+
+
+def test_planted_gradient_off_by_more_than_rounding_is_caught(tmp_path: Path) -> None:
+    """By half a percent: it shows in the first step, which is well conditioned, at the bound of all models."""
+    outcome = prove(tmp_path, LAYOUTS[0], 1.005)
+    check = gradients(outcome)
+    assert not check.passed and check.worst == "layers.1.attention.q.weight (step 1)" and check.bound == GRADIENT_BOUND
+    assert any("1.0050 x one process's gradient" in line for line in outcome.diagnosis)
+
+
+def test_planted_nudge_that_moves_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the layout, which is right, is not proven: the test above would say nothing."""
+    monkeypatch.setattr("launcher.prove.rounding.nudge", lambda model, seed: None)
+    outcome = prove(tmp_path, LAYOUTS[0])
+    assert not outcome.proven and gradients(outcome).bound == GRADIENT_BOUND
