@@ -416,9 +416,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse([line])
         return 2 if error.errno in WRONG_PATH else 1
     except typer.TyperException as error:
-        return _refuse([f"{mask(' '.join(error.format_message().split())).rstrip('.')}; see roundtable --help"])
+        return _refuse([_wrong_usage(error, given)])
     except KeyboardInterrupt:
         return 130
+
+
+def _wrong_usage(error: typer.TyperException, given: Sequence[str]) -> str:
+    """What typer says of a wrong command line, and the value that it does not say."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    options = getattr(getattr(error, "param", None), "opts", ())
+    for word, following in zip(given, [*given[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        if option in options:
+            message = message.replace("Invalid value for", f"Invalid value {(value if equals else following)!r} for", 1)
+    return f"{mask(message)}; see roundtable --help"
 
 
 def _refuse(lines: Sequence[str]) -> int:

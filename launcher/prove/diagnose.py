@@ -127,13 +127,12 @@ def diagnose_gradients(proof: Proof, step: int) -> list[str]:
         ours = assemble(pieces, {name: tuple(value.shape) for name, value in theirs.items()})
     except Uncovered:
         return []  # the check says so
-    errors = tensor_errors(ours, theirs)
-    copied = copy_errors(pieces, ours, theirs)
-    found = {name: error for name, error in (errors | copied).items() if name not in proof.cancelled}
-    bounds = bounds_for(GRADIENT_BOUND, found, moves_of(lambda: proof.nudged_gradients(step), theirs))
-    told = [name for name in execution_order(theirs) if name not in proof.cancelled]
-    wrong = [name for name in told if not errors[name] <= bounds.of(name)]
-    copies = [name for name, error in copied.items() if not error <= bounds.of(name.removeprefix(COPY))]
+    errors = tensor_errors(ours, theirs) | copy_errors(pieces, ours, theirs)
+    errors = {name: error for name, error in errors.items() if name.removeprefix(COPY) not in proof.cancelled}
+    bounds = bounds_for(GRADIENT_BOUND, errors, moves_of(lambda: proof.nudged_gradients(step), theirs))
+    differing = [name for name, error in errors.items() if not error <= bounds.of(name.removeprefix(COPY))]
+    wrong = execution_order(name for name in differing if not name.startswith(COPY))
+    copies = [name for name in differing if name.startswith(COPY)]
     if not wrong:
         return [f"step {step + 1}: gradients differ in {len(copies)} copies alone: {copies[0]}"] if copies else []
     first = wrong[0]

@@ -59,8 +59,9 @@ USAGE = [
     (["confg"], "No such command 'confg'"),
     (["config"], "Missing argument 'CONFIG'"),
     (["config", "a.yaml", "--bogus"], "No such option: --bogus"),
-    (["config", "a.yaml", "--ranks", "many"], "Invalid value for '--ranks'"),
-    (["config", "a.yaml", "--ranks", "0"], "Invalid value for '--ranks'"),
+    (["config", "a.yaml", "--ranks", "many"], "Invalid value 'many' for '--ranks': "),
+    (["config", "a.yaml", "--ranks=0"], "Invalid value '0' for '--ranks': "),
+    (["prove", "a.yaml", "--steps", "33"], "Invalid value '33' for '--steps': Input should be less than"),
     (["config", "none.yaml"], "none.yaml: no such file"),
     (["config", "none.yaml", "steps"], "none.yaml: no such file"),
 ]  # fmt: skip
