@@ -14,6 +14,7 @@ from modeling.config import BiasBalance, MoEConfig, ScoreName
 from modeling.dims import Weight
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.router_logits import RouterLogits
+from modeling.kernels.top_k import top_k_places
 
 
 class Score(NamedTuple):
@@ -115,7 +116,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def choose(self, scores_TE: Tensor) -> Tensor:
         """indices_TK of the top_k scores, the bias added, in the best groups."""
-        return self.within_groups(self.biased(scores_TE)).topk(self.top_k, dim=-1).indices
+        return top_k_places(self.within_groups(self.biased(scores_TE)), self.top_k)
 
     def biased(self, scores_TE: Tensor) -> Tensor:
         """The scores by which experts are chosen (T, E)."""

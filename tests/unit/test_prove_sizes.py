@@ -36,6 +36,7 @@ REASONS = {
     "modeling.kernels.row_counts.DOUBLINGS": "no machine holds so many rows",
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",
     "modeling.kernels.by_rows.PIECE_BYTES": "the default of Sizes.row_piece_bytes",
+    "modeling.kernels.top_k.": "how a number's bits lie, not a size; each choice of a proof is made by them",
     "modeling.kernels.scratch.ROOM": "what is kept beside what is asked for; nothing is read there",
     "modeling.kernels.experts.ONES": "what the matrix product wants; one of them counts",
     "modeling.kernels.experts.GATE_SLOPE": "the formula's",
