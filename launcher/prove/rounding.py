@@ -7,7 +7,6 @@ with each weight of the model moved by one unit in the last place, up or down at
 Parker, UCLA CSD-970002, 1997, on inputs alone). Nothing of the layout is asked for that.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ NOISE_FACTOR = 3.0
 # Where one direction is badly conditioned an error is one number of a normal distribution, so a draw may be small by
 # chance: of eight the largest is, in one model of 400, less than a third of another draw.
 DRAWS = 8
+NEXT = 1.01 * 2.0**-24  # of a number, in fp64: it is rounded to the next in fp32 from there, and never to the one after
 MOST = 100  # times its bound: a tensor that is farther off is not one that rounding moved
 
 Moves = Callable[[], Sequence[Mapping[str, float]]]  # how far nudging moves what is compared, by name, in each draw
@@ -31,12 +31,12 @@ Nudged = Callable[[], Sequence[Mapping[str, Tensor]]]  # the tensors that one pr
 
 
 def nudge(model: nn.Module, seed: int) -> None:
-    """Moves each weight to a neighbouring number of its dtype, up or down by a coin of ``seed``."""
+    """Moves each fp32 weight to a neighbouring number, up or down by a coin of ``seed``; zeros stay."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            is_up = torch.rand(weight.shape, generator=generator) < 0.5
-            weight.copy_(torch.nextafter(weight, torch.where(is_up, math.inf, -math.inf)))
+            sign = torch.rand(weight.shape, generator=generator).sub_(0.5).sign()
+            weight.copy_(weight.double() * (1 + NEXT * sign.double()))
 
 
 def run_nudged(

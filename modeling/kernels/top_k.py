@@ -25,5 +25,5 @@ def top_k_places(scores_TE: Tensor, k: int) -> Tensor:
     keys_TE = (ordered_TE.long() << PLACE_BITS).add_(places_E).numpy()
     largest_TK = np.partition(keys_TE, n_scores - k, axis=1)[:, n_scores - k :] if k < n_scores else keys_TE
     largest_TK.sort(axis=1)
-    places_TK = torch.from_numpy(largest_TK).bitwise_and((1 << PLACE_BITS) - 1)
-    return (n_scores - 1 - places_TK).flip(1)
+    places_TK = n_scores - 1 - (largest_TK[:, ::-1] & ((1 << PLACE_BITS) - 1))
+    return torch.from_numpy(np.ascontiguousarray(places_TK))

@@ -1,5 +1,6 @@
 """How far rounding alone moves one process, and what a layout is held to where that is farther than a bound."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -16,14 +17,20 @@ BOUND = 1e-5
 
 def test_each_weight_moves_to_a_neighbor() -> None:
     model = nn.Linear(40, 30)
-    model.bias.data.zero_()
+    model.weight.data[0] = 2.0 ** torch.arange(-20, 20)  # where the numbers below lie twice as near
+    model.weight.data[1] = -model.weight.data[0]
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     nudge(model, 3)
     for name, weight in model.named_parameters():
         up, down = (
-            weight.detach().isclose(torch.nextafter(before[name], torch.tensor(side)), 0, 0) for side in (9, -9.0)
+            weight.detach().isclose(torch.nextafter(before[name], torch.tensor(side)), 0, 0)
+            for side in (math.inf, -math.inf)
         )
         assert bool((up ^ down).all()) and 0.3 < float(up.float().mean()) < 0.7
+    zero = nn.Linear(2, 2)
+    nn.init.zeros_(zero.weight)
+    nudge(zero, 0)
+    assert not zero.weight.any()
     once = [weight.detach().clone() for weight in model.parameters()]
     for seed, is_same in ((3, True), (4, False)):
         for name, weight in model.named_parameters():
