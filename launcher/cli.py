@@ -425,10 +425,13 @@ def _wrong_usage(error: typer.TyperException, given: Sequence[str]) -> str:
     """What typer says of a wrong command line, and the value that it does not say."""
     message = " ".join(error.format_message().split()).rstrip(".")
     options = getattr(getattr(error, "param", None), "opts", ())
+    values = []
     for word, following in zip(given, [*given[1:], ""], strict=True):
         option, equals, value = word.partition("=")
-        if option in options:
-            message = message.replace("Invalid value for", f"Invalid value {(value if equals else following)!r} for", 1)
+        if option in options and option.startswith("-"):
+            values.append(value if equals else following)
+    if values:  # the last one counts
+        message = message.replace("Invalid value for", f"Invalid value {values[-1]!r} for", 1)
     return f"{mask(message)}; see roundtable --help"
 
 

@@ -1,5 +1,7 @@
 """The k largest of each row: a router's choice."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ PLACE_BITS = 32
 
 
 def top_k_places(scores_TE: Tensor, k: int) -> Tensor:
-    """The places of each row's ``k`` largest scores, the largest first: (T, K), int64. NaN counts as largest.
+    """The places of each row's ``k`` largest scores, the largest first: (T, K), int64. NaN counts as infinite.
 
     On a CPU the first of equal scores comes first; elsewhere torch decides. There numpy sorts whole numbers, each of a
     score's bits and its place: of 12 of 64 in 4096 rows 0.61 ms instead of torch's 3.0, of 8 of 128 1.1 instead of 4.5
@@ -19,6 +21,9 @@ def top_k_places(scores_TE: Tensor, k: int) -> Tensor:
     if not (scores_TE.is_cpu and is_real(scores_TE) and scores_TE.dtype == torch.float32):
         return scores_TE.topk(k, dim=-1).indices
     n_scores = scores_TE.shape[1]
+    scores_TE = scores_TE.detach() + 0.0  # which takes a zero its sign
+    if math.isnan(scores_TE.sum()):  # some NaN have a sign, by which they would come last
+        scores_TE = scores_TE.masked_fill(scores_TE.isnan(), math.inf)
     bits_TE = scores_TE.contiguous().view(torch.int32)
     ordered_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)  # negative scores: the larger the bits, the less they are
     places_E = torch.arange(n_scores - 1, -1, -1)  # of equal scores the first is the largest number

@@ -61,6 +61,7 @@ USAGE = [
     (["config", "a.yaml", "--bogus"], "No such option: --bogus"),
     (["config", "a.yaml", "--ranks", "many"], "Invalid value 'many' for '--ranks': "),
     (["config", "a.yaml", "--ranks=0"], "Invalid value '0' for '--ranks': "),
+    (["config", "a.yaml", "--ranks", "2", "--ranks", "-1"], "Invalid value '-1' for '--ranks': "),
     (["prove", "a.yaml", "--steps", "33"], "Invalid value '33' for '--steps': Input should be less than"),
     (["config", "none.yaml"], "none.yaml: no such file"),
     (["config", "none.yaml", "steps"], "none.yaml: no such file"),

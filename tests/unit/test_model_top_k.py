@@ -31,11 +31,22 @@ def test_choice_is_that_of_a_stable_sort(n_tokens: int, n_experts: int, seed: in
         assert torch.equal(each_TE.gather(1, found_TK), each_TE.topk(k).values)
 
 
-def test_scores_that_are_no_numbers() -> None:
-    """-inf, which stands outside a token's groups, is last; NaN is first, so that it is not hidden."""
-    scores_TE = torch.tensor([[0.5, -math.inf, 0.0, math.inf, -1.0], [0.5, math.nan, 0.9, -math.inf, 0.1]])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_scores_that_are_no_numbers(sign: float) -> None:
+    """-inf, which stands outside a token's groups, is last; NaN is first, so that it is not hidden.
+
+    The NaN that processors make, of inf - inf, has a sign on some of them.
+    """
+    nan = torch.tensor(math.nan).copysign(torch.tensor(sign))
+    scores_TE = torch.tensor([[0.5, -math.inf, 0.0, math.inf, -1.0], [0.5, 0.0, 0.9, -math.inf, 0.1]])
+    scores_TE[1, 1] = nan
+    assert bool(nan.signbit()) == (sign < 0)
     assert top_k_places(scores_TE, 5)[0].tolist() == [3, 0, 2, 4, 1]
     assert top_k_places(scores_TE, 2)[1].tolist() == [1, 2] == scores_TE.topk(2).indices[1].tolist()
+
+
+def test_both_zeros_are_equal() -> None:
+    assert top_k_places(torch.tensor([[-0.0, 0.0, -0.0]]), 3).tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("form", ["transposed", "sliced", "with a gradient"])
