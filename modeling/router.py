@@ -130,7 +130,7 @@ class Router(nn.Module):
         """The scores, -inf outside each token's best groups (T, E)."""
         if self.n_groups == 1:
             return biased_TE
-        best_TG = self.group_scores(biased_TE).topk(self.top_k_groups, dim=-1).indices
+        best_TG = top_k_places(self.group_scores(biased_TE), self.top_k_groups)
         left_out_TG = torch.ones(len(biased_TE), self.n_groups, dtype=torch.bool, device=biased_TE.device)
         left_out_TG.scatter_(1, best_TG, False)
         left_out_TE = left_out_TG.repeat_interleave(biased_TE.shape[1] // self.n_groups, dim=1)

@@ -1,4 +1,4 @@
-"""The k largest of each row: a router's choice."""
+"""The k largest of each row: a router's choice of experts, and of groups of them."""
 
 import math
 
