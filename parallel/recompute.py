@@ -124,6 +124,10 @@ class RecomputedLayer(TwinLayer):
 class FullyRecomputedLayer(RecomputedLayer):
     """Keeps its input alone."""
 
+    def __init__(self, layer: DecoderLayer, offloader: Offloader | None) -> None:
+        super().__init__(layer, offloader)
+        keep_gates_and_ups(self, 0.0)
+
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
         """As TwinLayer."""
         whole = super().compute
@@ -149,6 +153,7 @@ class HalfRecomputedLayer(RemakingLayer):
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader, weights_stay=weights_stay)
         self.attention_norm.fuse = self.remaker.around(self.attention_norm.fuse)
+        keep_gates_and_ups(self, 0.0)
 
     def add_feed_forward(self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context) -> Passed:
         """As DecoderLayer."""
@@ -167,8 +172,17 @@ class ProductsKeptLayer(RemakingLayer):
         for module in self.modules():
             if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
-            if isinstance(module, Experts):
-                module.kept_share = KEPT_SHARE
+        keep_gates_and_ups(self, KEPT_SHARE)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
             for projection in (layer.attention.q, layer.attention.k, layer.attention.v):
                 projection.fuse = self.remaker.around(projection.fuse)
+
+
+def keep_gates_and_ups(layer: DecoderLayer, share: float) -> None:
+    """Experts that go one after another keep what their products by gate and up put out for that share of the rows.
+
+    With none kept, a half that runs again stops before its experts: they multiply again in their own backward pass.
+    """
+    for module in layer.modules():
+        if isinstance(module, Experts):
+            module.kept_share = share

@@ -34,13 +34,61 @@ class Rows(NamedTuple):
     row_multiple: int = 1
 
 
-class ExpertsByTurn(Function):
-    """(hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF, rows, kept_share) -> each token's sum of weighted SwiGLUs.
+def experts_by_turn(
+    hidden_TD: Tensor,
+    weights_TK: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    rows: Rows,
+    kept_share: float = 1.0,
+) -> Tensor:
+    """Each token's sum of weighted SwiGLUs (T, D). Weights have the hidden states' dtype.
 
-    Weights have the hidden states' dtype. Kept for the backward pass are what enters the products by gate and up, and
-    what leaves them for as many experts as have at most ``kept_share`` of the rows: an expert's tokens are gathered
-    again there, and multiplied again for the other experts. All else is written into ``SCRATCH``.
+    Kept for the backward pass are what enters the products by gate and up, and what leaves them for as many experts as
+    have at most ``kept_share`` of the rows: an expert's tokens are gathered again there, and multiplied again for the
+    other experts. All else is written into ``SCRATCH``. Where nothing that leaves them is kept, autograd has all that
+    it keeps before anything is computed: a layer that runs again to make it, and nothing after it, computes no expert.
     """
+    given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
+    if kept_share:
+        return ExpertsByTurn.apply(*given, rows, kept_share)
+    out_TD = ExpertsByTurn.apply(*given, rows, 0.0)
+    with torch.no_grad():
+        nowhere_0I = hidden_TD.new_empty(0, 2 * gate_EFD.shape[1])
+        return out_TD.copy_(sums_by_turn(*given, rows, GatesAndUps(nowhere_0I, sizes_of(rows))))
+
+
+def sums_by_turn(
+    hidden_TD: Tensor,
+    weights_TK: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    rows: Rows,
+    gates_and_ups: "GatesAndUps",
+) -> Tensor:
+    """``experts_by_turn``, without a graph. Gates and ups are written where ``gates_and_ups`` says."""
+    sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
+    out_RD = SCRATCH.take("rows", (len(rows.tokens_R), d_model), hidden_TD)
+    rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
+    gate_up_ID = SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_EFD)
+    gate_up_DI = gate_up_ID.T
+    matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.mT.unbind(), strict=True))
+    for expert, n, (tokens_N, out_ND) in turns(sizes_E, rows.tokens_R, out_RD):
+        gate_FD, up_FD, down_FD = matrices[expert]
+        gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
+        hidden_ND, inner_NF = rooms(n)
+        torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
+        torch.cat((gate_FD, up_FD), out=gate_up_ID)  # one product by both is faster than two
+        torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
+        aten.silu.out(gate_NF, out=inner_NF).mul_(up_NF)
+        torch.mm(inner_NF, down_FD, out=out_ND)
+    return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
+
+
+class ExpertsByTurn(Function):
+    """The graph's node of ``experts_by_turn``; where ``kept_share`` is 0 its value is not computed yet."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -51,31 +99,17 @@ class ExpertsByTurn(Function):
         up_EFD: Tensor,
         down_EDF: Tensor,
         rows: Rows,
-        kept_share: float = 1.0,
+        kept_share: float,
     ) -> Tensor:
-        n_rows, (_, d_ff, d_model) = len(rows.tokens_R), gate_EFD.shape
-        sizes_E = sizes_of(rows)
+        given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
+        ctx.rows, ctx.sizes_E = rows, sizes_of(rows)
         if any(ctx.needs_input_grad):
-            build_products(max(sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
-        gate_up_RI = hidden_TD.new_empty(int(n_rows * kept_share), 2 * d_ff)
-        out_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
-        rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
-        gate_up_ID = SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_EFD)
-        gate_up_DI = gate_up_ID.T
-        matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.mT.unbind(), strict=True))
-        gates_and_ups = GatesAndUps(gate_up_RI, sizes_E)
-        for expert, n, (tokens_N, out_ND) in turns(sizes_E, rows.tokens_R, out_RD):
-            gate_FD, up_FD, down_FD = matrices[expert]
-            gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
-            hidden_ND, inner_NF = rooms(n)
-            torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
-            torch.cat((gate_FD, up_FD), out=gate_up_ID)  # one product by both is faster than two
-            torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
-            aten.silu.out(gate_NF, out=inner_NF).mul_(up_NF)
-            torch.mm(inner_NF, down_FD, out=out_ND)
+            build_products(max(ctx.sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
+        gate_up_RI = hidden_TD.new_empty(int(len(rows.tokens_R) * kept_share), 2 * gate_EFD.shape[1])
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
-        ctx.rows, ctx.sizes_E = rows, sizes_E
-        return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
+        if not kept_share:
+            return torch.empty_like(hidden_TD)
+        return sums_by_turn(*given, rows, GatesAndUps(gate_up_RI, ctx.sizes_E))
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -159,7 +193,7 @@ def build_products(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Ten
     for n in reversed(missing):  # the largest first, so that scratch is made once
         tokens_R, ctx = torch.zeros(n, dtype=torch.long), Once()
         rows = Rows(tokens_R[:1, None], tokens_R, torch.tensor([n], dtype=torch.int32))
-        ExpertsByTurn.forward(ctx, token_1D, weight_11, gate_1FD, gate_1FD, down_1DF, rows)
+        ExpertsByTurn.forward(ctx, token_1D, weight_11, gate_1FD, gate_1FD, down_1DF, rows, 1.0)
         ExpertsByTurn.backward(ctx, token_1D)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from modeling.kernels.expert_turns import ExpertsByTurn, Rows, sum_of_rows, weights_to_rows
+from modeling.kernels.expert_turns import Rows, experts_by_turn, sum_of_rows, weights_to_rows
 from modeling.kernels.fuse import Fuse, never_compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.row_counts import rounded_up
@@ -97,7 +97,7 @@ def experts_over_rows(
     by_turn = hidden_TD.is_cpu and biases is None and swiglu_limit is None and products is AS_THEY_ARE
     if by_turn and hidden_TD.dtype == gate_EFD.dtype:
         weights = hidden_TD.new_ones(rows.rows_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
-        return ExpertsByTurn.apply(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows, kept_share)
+        return experts_by_turn(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows, kept_share)
     # Rows that came from elsewhere are as large as what they are made of, and not made again.
     pick = plainly if weights_TK is None else fuse
     rows_RD, same_RD = pick(to_rows_twice, hidden_TD, rows.rows_TK, rows.tokens_R, sum_by=fuse)

@@ -22,6 +22,18 @@ class Zero1(Sharding):
         """DeepSpeedZeroOptimizer's."""
         return self.patches.ZeroOptimizer12
 
+    def reduce_all(self) -> None:
+        """DeepSpeed's reduction, or where no weight has another replica what follows it alone.
+
+        Its reduction would copy all gradients into a buffer first.
+        """
+        if any(weight.replicas.degree > 1 for weight in self.weights.values()):
+            super().reduce_all()
+            return
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.optimizer.set_gradient_accumulation_boundary(True)
+        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
+
     @contextmanager
     def collect(self, finish: Callable[[], None]) -> Iterator[None]:
         """Reduces what ``after_backward`` has left in DeepSpeed's places."""

@@ -15,9 +15,20 @@ import torch
 
 from launcher.closed_form.budget import modes_of
 from launcher.prove.shrink import shrink_budget
-from layout_runs import DENSE_MODEL, MOE_MODEL, largest_error, run_config, run_layout, run_reference, write_tokens
+from layout_runs import (
+    DENSE_MODEL,
+    MOE_MODEL,
+    assert_same_bits,
+    largest_error,
+    run_config,
+    run_layout,
+    run_reference,
+    write_tokens,
+)
 from modeling.config import BiasBalance
 from modeling.optimizers.config import AdamWConfig, SGDConfig
+from parallel.config import ParallelConfig
+from parallel.processes.start import RankError
 from rotating import fast_where, some_fast
 
 BOUND = 1e-6
@@ -63,6 +74,15 @@ def test_adamw_equals_one_process(tokens, zero):
     assert errors["weight"] <= 6e-3, errors
     for name, weight in reference.state["weight"].items():
         assert float((ours.state["weight"][name] - weight).abs().mean()) <= 1e-5, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_one_replica_copies_no_gradient(tokens, precision):
+    """DeepSpeed's reduction is not begun where there is nothing to reduce; with two replicas it is."""
+    config = run_config(tokens, parallel=ParallelConfig(zero=1, tp=2, ep=2), precision=precision)
+    assert_same_bits(run_layout(config, 2, "gradients not copied"), run_layout(config, 2))
+    with pytest.raises(RankError, match="a gradient is copied"):
+        run_layout(run_config(tokens, zero=1, precision=precision), 2, "gradients not copied")
 
 
 CHANGES = [

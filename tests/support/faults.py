@@ -17,6 +17,13 @@ def plant(fault: str | None) -> None:
             import deepspeed.comm as comm
 
             comm.all_reduce = skip_for_large(comm.all_reduce)
+        case "gradients not copied":
+            from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+            def refuse(*_: Any, **__: Any) -> None:
+                raise RuntimeError("a gradient is copied into a bucket")
+
+            DeepSpeedZeroOptimizer.reduce_ready_partitions_and_remove_grads = refuse
         case "host gradients lack a weight":
             patch_host_gradients(lambda held: held[:-1])
         case "host gradients are of a copy":

@@ -27,7 +27,7 @@ TAKEN = {
     "runtime/zero/stage_1_and_2.py": """_fill_param_grad_accum_attribute grad_accum params_in_partition
         averaged_gradients bit16_groups single_partition_of_fp32_groups update_lp_params clear_backward_seen_flag
         overflow loss_scaler scaled_global_norm _update_scale create_gradient_handling_hooks check_overflow
-        grad_position get_param_id _wait_for_offload_copies""",
+        grad_position get_param_id _wait_for_offload_copies overlapping_partition_gradients_reduce_epilogue""",
     "runtime/zero/stage3.py": """fp16_groups averaged_gradients fp32_partitioned_groups_flat
         fp16_partitioned_groups_flat grad_position get_param_id persistent_parameters _partition_all_parameters
         _unflatten_partitioned_parameters clear_backward_seen_flag overflow loss_scaler _get_norm_groups

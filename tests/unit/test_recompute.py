@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from modeling.kernels import experts
+from modeling.config import FamilyName
+from modeling.kernels import expert_turns, experts
 from modeling.kernels.fuse import plainly
 from parallel.recompute import Recompute, apply_recompute
 from parallel.remake import Call, Place, Remaker, remade
@@ -257,3 +259,48 @@ def test_rows_of_experts_are_picked_again(monkeypatch: pytest.MonkeyPatch, mode:
     assert all(
         torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
     )
+
+
+ENDS_WITH_THE_EXPERTS: list[tuple[FamilyName, dict[str, object], bool]] = [
+    ("qwen3_moe", {}, True),
+    ("glm4_moe", {}, False),  # a shared expert behind them
+    ("mixtral", {"norm_placement": "post"}, False),
+]
+
+
+@pytest.mark.parametrize("mode", ["feed_forward", "full"])
+@pytest.mark.parametrize(("family", "changed", "ends"), ENDS_WITH_THE_EXPERTS)
+def test_a_second_run_ends_before_experts_that_nothing_waits_for(
+    monkeypatch: pytest.MonkeyPatch, family: FamilyName, changed: dict[str, Any], ends: bool, mode: Recompute
+) -> None:
+    """Experts that go one after another multiply what they need again in their own backward pass."""
+    config = dataclasses.replace(example_config(family), **changed)
+    rows, computed = packed_rows(config.vocab_size, 0, [[7, 1, 12]]), list[int]()
+    compute = expert_turns.sums_by_turn
+    monkeypatch.setattr(expert_turns, "sums_by_turn", lambda *given: computed.append(1) or compute(*given))
+    plain, model = build(config, 0), build(config, 0)
+    apply_recompute(model, mode)
+    passes = []
+    for each in (plain, model):
+        computed.clear()
+        loss = each(rows.tokens_BS, rows.context(), rows.tokens_BS).loss
+        assert loss is not None
+        loss.backward()
+        passes.append(len(computed))
+    assert passes == [passes[0], passes[0] * (1 if ends else 2)] and passes[0] > 0
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
+    )
+
+
+def test_planted_experts_that_are_never_computed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = example_config("qwen3_moe")
+    rows, expected = packed_rows(config.vocab_size, 0, [[20]]), build(config, 0)
+    model = build(config, 0)
+    apply_recompute(model, "full")
+    monkeypatch.setattr(expert_turns, "sums_by_turn", lambda hidden_TD, *given: torch.zeros_like(hidden_TD))
+    losses = []
+    for each in (model, expected):
+        losses.append(each(rows.tokens_BS, rows.context(), rows.tokens_BS).loss)
+        monkeypatch.undo()
+    assert abs(losses[0] - losses[1]) > 1e-4
