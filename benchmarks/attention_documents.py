@@ -1,10 +1,11 @@
 """What attention over packed documents costs on a CPU, by how many and how long they are. Prints one JSON line.
 
-    python benchmarks/attention_documents.py [--rows 8] [--rounds 3]
+    python benchmarks/attention_documents.py [--rows 8] [--rounds 3] [--precision fp32|bf16|auto]
 
 Forward and backward of attention alone, one thread, in rows of SEQ_LEN tokens cut into documents. Each cut is timed by
 ``attend``, which goes document by document, and with one mask of the whole rows (``masked_attention``), in turn; the
-figures are medians of processor time. Rows are cut at different places, so that no two are one call.
+figures are medians of processor time. Rows are cut at different places, so that no two are one call. In fp32, and
+where the precision is bf16 in both.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from cpu_precision import add_precision, choose_precision
 from modeling.context import Context
 from modeling.kernels.attention import attend, masked_attention
 
@@ -29,16 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    add_precision(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    chosen = choose_precision(arguments.precision)
+    dtypes = (torch.float32, torch.bfloat16) if chosen["precision"] == "bf16" else (torch.float32,)
     cases = [
         case(mean, window, dtype, arguments.rows, arguments.rounds)
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in dtypes
         for mean in MEAN_LENGTHS
         for window in (None, WINDOW)
     ]
     about = {"machine": platform.machine(), "torch": torch.__version__, "rows": arguments.rows, "seq_len": SEQ_LEN}
-    print(json.dumps({"benchmark": "attention_documents", **about, "cases": cases}))
+    print(json.dumps({"benchmark": "attention_documents", **about, **chosen, "cases": cases}))
 
 
 def case(mean: int, window: int | None, dtype: torch.dtype, n_rows: int, rounds: int) -> dict[str, object]:

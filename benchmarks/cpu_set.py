@@ -3,8 +3,9 @@
     python benchmarks/cpu_set.py [--only NAME]... [--out FILE] [--precision fp32|bf16|auto]
 
 ``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
-for less than 20 minutes on two idle cores; rounds are three or five, and each side of a comparison is a process of its
-own. In fp32, with every peer installed, it may take longer (docs/speed.md).
+for less than 20 minutes on two idle cores whose processor multiplies bf16; rounds are three or five, and each side of a
+comparison is a process of its own. In fp32 a step takes three times as long, so rounds are three and steps fewer: with
+every peer installed it takes some 23 minutes (docs/speed.md).
 """
 
 import argparse
@@ -15,10 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cpu_precision import add_precision
+from cpu_precision import add_precision, choose_precision
 
 HERE = Path(__file__).parent
-BOTH = ("attention_documents",)  # measures fp32 and bf16 in any case
 SET: dict[str, tuple[str, ...]] = {
     "attention_documents": (),
     "moe_layer": ("--steps", "12", "--rounds", "5"),
@@ -26,6 +26,7 @@ SET: dict[str, tuple[str, ...]] = {
     "step_speed": ("--steps", "1", "--rounds", "3"),
     "zero_step_speed": ("--steps", "1", "--rounds", "3"),
 }
+IN_FP32 = {"moe_layer": ("--steps", "12", "--rounds", "3"), "recomputation": ("--steps", "2", "--rounds", "3")}
 
 
 def main() -> None:
@@ -34,18 +35,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     add_precision(parser)
     arguments = parser.parse_args()
-    lines = [run(name, arguments.precision) for name in arguments.only or SET]
+    chosen = choose_precision(arguments.precision)
+    lines = [run(name, str(chosen["precision"])) for name in arguments.only or SET]
     if arguments.out is not None:
         arguments.out.write_text("".join(f"{line}\n" for line in lines))
     total = sum(json.loads(line)["cpu_seconds"] for line in lines)
-    print(json.dumps({"benchmark": "cpu_set", "cpu_seconds": round(total, 1)}))
+    print(json.dumps({"benchmark": "cpu_set", **chosen, "cpu_seconds": round(total, 1)}))
 
 
 def run(name: str, precision: str) -> str:
     """The JSON line of one of the set."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    options = () if name in BOTH else ("--precision", precision)
-    command = [sys.executable, str(HERE / f"{name}.py"), *SET[name], *options]
+    options = IN_FP32.get(name, SET[name]) if precision == "fp32" else SET[name]
+    command = [sys.executable, str(HERE / f"{name}.py"), *options, "--precision", precision]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

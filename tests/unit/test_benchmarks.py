@@ -130,7 +130,8 @@ def test_a_layer_has_the_precision(dtype):
         assert {weight.dtype for weight in layer.parameters()} == {dtype}
 
 
-def test_the_set_hands_the_precision_on(monkeypatch, capsys):
+@pytest.mark.parametrize(("precision", "rounds"), [("bf16", "5"), ("fp32", "3")])
+def test_the_set_hands_the_precision_on(monkeypatch, capsys, precision, rounds):
     commands = []
 
     def run(command, **_):
@@ -138,10 +139,10 @@ def test_the_set_hands_the_precision_on(monkeypatch, capsys):
         return subprocess.CompletedProcess(command, 0, "{}\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["cpu_set", "--precision", "bf16"])
+    monkeypatch.setattr(sys, "argv", ["cpu_set", "--precision", precision])
     cpu_set.main()
-    capsys.readouterr()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["precision"] == precision
     assert len(commands) == len(cpu_set.SET)
-    for script, *arguments in commands:
-        takes = not any(script.endswith(f"{name}.py") for name in cpu_set.BOTH)
-        assert (arguments[-2:] == ["--precision", "bf16"]) is takes, script
+    assert all(arguments[-2:] == ["--precision", precision] for _, *arguments in commands)
+    of_layers = next(arguments for script, *arguments in commands if script.endswith("moe_layer.py"))
+    assert of_layers[of_layers.index("--rounds") + 1] == rounds
