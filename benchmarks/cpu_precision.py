@@ -5,7 +5,7 @@ Without AVX-512 a product in bf16 takes many times as long as one in fp32, on ev
 
 import argparse
 
-from launcher.commands.demo import bf16_cost
+from launcher.processor.narrow import narrow_cost
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -23,5 +23,5 @@ def choose_precision(asked: str) -> dict[str, str | float]:
     """
     if asked != "auto":
         return {"precision": asked}
-    speed = 1 / bf16_cost()
+    speed = 1 / narrow_cost()
     return {"precision": "bf16" if speed >= 1 else "fp32", "bf16_speed": round(speed, 3)}

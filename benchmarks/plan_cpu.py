@@ -52,9 +52,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
-    from launcher.commands.demo import SLOW, bf16_cost
+    from launcher.processor.narrow import SLOW, narrow_cost
 
-    precision = ("train.precision=fp32",) if bf16_cost() >= SLOW else ()
+    precision = ("train.precision=fp32",) if narrow_cost() >= SLOW else ()
     layouts = {name: (n_ranks, (*overrides, *precision)) for name, (n_ranks, overrides) in LAYOUTS.items()}
     plans = plan_all(layouts, arguments.rounds)
     measured: dict[str, list[float]] = {name: [] for name in layouts}

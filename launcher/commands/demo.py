@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launcher.config.load import load_config
 from launcher.console import say
+from launcher.processor.narrow import SLOW, narrow_cost
 from launcher.training.run_parts import METRICS
 from launcher.watch.metrics import read_metrics
 from launcher.watch.plot import plot_run
@@ -15,7 +16,6 @@ CONFIG = Path("configs/quickstart.yaml")
 RANKS = 2
 PROMPT = 'def read_lines(path):\n    """'
 NEW_TOKENS = 60
-SLOW = 3.0  # times; 66 to 109 were seen on an AMD EPYC without products of its own for bf16 (one thread, 2026-11-22)
 
 
 def main() -> int:
@@ -47,28 +47,10 @@ def precision() -> list[str]:
     """An override to fp32 where the training would run on a processor that is slow in bf16; it is said why."""
     import torch
 
-    if torch.cuda.is_available() or (times := bf16_cost()) < SLOW:
+    if torch.cuda.is_available() or (times := narrow_cost()) < SLOW:
         return []
     say(f"This processor takes {times:.0f} times as long for products in bf16 as in fp32: the demo trains in fp32.")
     return ["train.precision=fp32"]
-
-
-def bf16_cost() -> float:
-    """How many times as long a matrix product takes in bf16 as in fp32 on this processor: the least of ten each.
-
-    In turn, since what else runs here may hold up all of one kind.
-    """
-    import torch
-
-    kinds = (torch.bfloat16, torch.float32)
-    factors = {dtype: (torch.ones(512, 256, dtype=dtype), torch.ones(256, 512, dtype=dtype)) for dtype in kinds}
-    taken: dict[torch.dtype, list[float]] = {dtype: [] for dtype in kinds}
-    for _ in range(10):
-        for dtype, (left, right) in factors.items():
-            started = time.monotonic()
-            torch.mm(left, right)
-            taken[dtype].append(time.monotonic() - started)
-    return min(taken[torch.bfloat16]) / min(taken[torch.float32])
 
 
 def complete(exported: Path) -> str:

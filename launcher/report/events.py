@@ -13,7 +13,7 @@ MOST_DOCUMENTS = 4  # of an event's batch that are named
 
 # Kinds by how much they matter; the others are notes.
 BAD = ("nonfinite", "rollback", "restart", "checkpoint_failed", "damaged_checkpoint", "ranks_ended")
-WARNINGS = ("spike", "no_targets", "checkpoint_warning", "straggler", "stopped")
+WARNINGS = ("spike", "no_targets", "checkpoint_warning", "straggler", "stopped", "slow_products")
 ROUTINE = ("checkpoint",)
 
 

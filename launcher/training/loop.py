@@ -28,7 +28,7 @@ from launcher.training.health import Health, Unhealthy, examine, stop_line, tell
 from launcher.training.heap import keep_heap_from_growing
 from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
-from launcher.training.low_precision import check_precision
+from launcher.training.low_precision import check_precision, report_slow_products
 from launcher.training.planned import plan_start, report_budget
 from launcher.training.samples import Samples, open_samples, steps_to_come
 from launcher.training.stage_changes import STAGES, told_of_stages
@@ -117,6 +117,7 @@ def train_watched(
         planned = plan_start(config, mesh)
         planned.report(watchers, state.step)
         report_budget(watchers, config, mesh, state.step)
+        report_slow_products(watchers, config, mesh, state.step)
         report_packing(watchers, dataset, state.step)
         report_no_heldout_targets(watchers, heldout, config.train.eval_sequences, state.step)
         if tasks is not None:

@@ -29,18 +29,18 @@ SIDES = (
 
 @pytest.mark.parametrize(("speed", "chosen"), [(0.012, "fp32"), (0.999, "fp32"), (1.0, "bf16"), (16.0, "bf16")])
 def test_auto_takes_what_the_processor_multiplies_faster(speed, chosen, monkeypatch):
-    monkeypatch.setattr(cpu_precision, "bf16_cost", lambda: 1 / speed)
+    monkeypatch.setattr(cpu_precision, "narrow_cost", lambda: 1 / speed)
     assert cpu_precision.choose_precision("auto") == {"precision": chosen, "bf16_speed": speed}
 
 
 def test_what_is_asked_for_is_not_measured(monkeypatch):
-    monkeypatch.setattr(cpu_precision, "bf16_cost", pytest.fail)
+    monkeypatch.setattr(cpu_precision, "narrow_cost", pytest.fail)
     for asked in ("fp32", "bf16"):
         assert cpu_precision.choose_precision(asked) == {"precision": asked}
 
 
 def test_both_precisions_are_measured():
-    assert cpu_precision.bf16_cost() > 0
+    assert cpu_precision.narrow_cost() > 0
 
 
 def test_sides_are_there_by_precision_and_package():
@@ -89,7 +89,7 @@ def test_all_sides_run_in_the_chosen_precision_and_one_that_fails_is_told(monkey
         return subprocess.CompletedProcess(command, int(failed), "" if failed else f"noise\n{answer}\n", stderr)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(cpu_precision, "bf16_cost", lambda: 2.0)
+    monkeypatch.setattr(cpu_precision, "narrow_cost", lambda: 2.0)
     monkeypatch.setattr(sys, "argv", ["benchmark", "--rounds", "2", "--steps", "1"])
     sides.compare("name", "script.py", None, SIDES, pytest.fail)
     line = json.loads(capsys.readouterr().out)
