@@ -103,11 +103,16 @@ class Experts(nn.Module):
         self.products: Products = AS_THEY_ARE
         self.kept_share = 1.0
 
-    def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts) -> Tensor:
-        """Each token's weighted sum of its experts' outputs (T, D), from what a Sender gave."""
+    def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts, *, is_last: bool = True) -> Tensor:
+        """Each token's weighted sum of its experts' outputs (T, D), from what a Sender gave.
+
+        ``is_last``: the layer keeps nothing for its backward pass behind them, so that with a share of 0 a second run
+        ends before they are computed. Else it would compute them, and they keep all that it makes.
+        """
         biases = ExpertBiases(self.gate_bias, self.up_bias, self.down_bias) if self.expert_bias else None
         matrices = (self.gate, self.up, self.down)
-        ways = Ways(self.fuse, self.products, self.kept_share)
+        kept_share = self.kept_share if is_last else self.kept_share or 1.0
+        ways = Ways(self.fuse, self.products, kept_share)
         return compute(rows_RD, weights_TK, *matrices, biases, self.swiglu_limit, ways)
 
 
@@ -153,7 +158,8 @@ class MoE(nn.Module):
         shared_BSD = None
         if self.shared is not None and self.shared_early:
             shared_BSD = self.shared(hidden_BSD)
-        out_TD = self.experts(rows_RD, weights_TK, compute)
+        is_last = valid_T is None and self.shared is None
+        out_TD = self.experts(rows_RD, weights_TK, compute, is_last=is_last)
         if valid_T is not None:
             out_TD = torch.zeros_like(hidden_TD).index_copy(0, valid_T, out_TD)
         out_BSD = out_TD.view_as(hidden_BSD)

@@ -126,7 +126,7 @@ class FullyRecomputedLayer(RecomputedLayer):
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None) -> None:
         super().__init__(layer, offloader)
-        keep_gates_and_ups(self, 0.0)
+        keep_gates_and_ups(self, share_of_second_run(self))
 
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
         """As TwinLayer."""
@@ -153,7 +153,7 @@ class HalfRecomputedLayer(RemakingLayer):
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader, weights_stay=weights_stay)
         self.attention_norm.fuse = self.remaker.around(self.attention_norm.fuse)
-        keep_gates_and_ups(self, 0.0)
+        keep_gates_and_ups(self, share_of_second_run(self))
 
     def add_feed_forward(self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context) -> Passed:
         """As DecoderLayer."""
@@ -179,10 +179,17 @@ class ProductsKeptLayer(RemakingLayer):
 
 
 def keep_gates_and_ups(layer: DecoderLayer, share: float) -> None:
-    """Experts that go one after another keep what their products by gate and up put out for that share of the rows.
-
-    With none kept, a half that runs again stops before its experts: they multiply again in their own backward pass.
-    """
+    """Experts that go one after another keep what their products by gate and up put out for that share of the rows."""
     for module in layer.modules():
         if isinstance(module, Experts):
             module.kept_share = share
+
+
+def share_of_second_run(layer: DecoderLayer) -> float:
+    """The share where the layer's half with the experts runs again.
+
+    With 0 the second run stops before its experts, which multiply again in their own backward pass; where something of
+    the layer behind them is kept it would compute them, too, so they keep all.
+    """
+    ends = not layer.norms_outputs and layer.feed_forward_post_norm is None and not layer.residual_dropout
+    return 0.0 if ends else 1.0

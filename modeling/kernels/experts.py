@@ -97,6 +97,8 @@ def experts_over_rows(
     by_turn = hidden_TD.is_cpu and biases is None and swiglu_limit is None and products is AS_THEY_ARE
     if by_turn and hidden_TD.dtype == gate_EFD.dtype:
         weights = hidden_TD.new_ones(rows.rows_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
+        if weights_TK is None:  # what comes back of the rows is kept for the weights, wherever they are
+            kept_share = kept_share or 1.0
         return experts_by_turn(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows, kept_share)
     # Rows that came from elsewhere are as large as what they are made of, and not made again.
     pick = plainly if weights_TK is None else fuse

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from modeling.config import FamilyName
 from modeling.kernels import expert_turns, experts
+from modeling.kernels.expert_turns import GatesAndUps
 from modeling.kernels.fuse import plainly
 from parallel.recompute import Recompute, apply_recompute
 from parallel.remake import Call, Place, Remaker, remade
@@ -261,21 +262,32 @@ def test_rows_of_experts_are_picked_again(monkeypatch: pytest.MonkeyPatch, mode:
     )
 
 
-ENDS_WITH_THE_EXPERTS: list[tuple[FamilyName, dict[str, object], bool]] = [
-    ("qwen3_moe", {}, True),
-    ("glm4_moe", {}, False),  # a shared expert behind them
-    ("mixtral", {"norm_placement": "post"}, False),
+ENDS_WITH_THE_EXPERTS: list[tuple[FamilyName, dict[str, object], bool, bool]] = [
+    ("qwen3_moe", {}, False, True),
+    ("qwen3_moe", {}, True, False),  # padding is put back behind them
+    ("glm4_moe", {}, False, False),  # a shared expert behind them
+    ("mixtral", {"norm_placement": "post"}, False, False),
+    ("mixtral", {"norm_placement": "both"}, False, False),
+    ("mixtral", {"residual_dropout": 0.5}, False, False),
 ]
 
 
 @pytest.mark.parametrize("mode", ["feed_forward", "full"])
-@pytest.mark.parametrize(("family", "changed", "ends"), ENDS_WITH_THE_EXPERTS)
+@pytest.mark.parametrize(("family", "changed", "has_padding", "ends"), ENDS_WITH_THE_EXPERTS)
 def test_a_second_run_ends_before_experts_that_nothing_waits_for(
-    monkeypatch: pytest.MonkeyPatch, family: FamilyName, changed: dict[str, Any], ends: bool, mode: Recompute
+    monkeypatch: pytest.MonkeyPatch,
+    family: FamilyName,
+    changed: dict[str, Any],
+    has_padding: bool,
+    ends: bool,
+    mode: Recompute,
 ) -> None:
-    """Experts that go one after another multiply what they need again in their own backward pass."""
+    """Experts that go one after another multiply what they need again in their own backward pass, and only there."""
     config = dataclasses.replace(example_config(family), **changed)
     rows, computed = packed_rows(config.vocab_size, 0, [[7, 1, 12]]), list[int]()
+    context = dataclasses.replace(rows.context(), has_padding=has_padding)
+    kept, has = list[bool](), GatesAndUps.has
+    monkeypatch.setattr(GatesAndUps, "has", lambda self, expert: kept.append(has(self, expert)) or kept[-1])
     compute = expert_turns.sums_by_turn
     monkeypatch.setattr(expert_turns, "sums_by_turn", lambda *given: computed.append(1) or compute(*given))
     plain, model = build(config, 0), build(config, 0)
@@ -283,11 +295,13 @@ def test_a_second_run_ends_before_experts_that_nothing_waits_for(
     passes = []
     for each in (plain, model):
         computed.clear()
-        loss = each(rows.tokens_BS, rows.context(), rows.tokens_BS).loss
+        kept.clear()
+        loss = each(rows.tokens_BS, context, rows.tokens_BS).loss
         assert loss is not None
         loss.backward()
         passes.append(len(computed))
     assert passes == [passes[0], passes[0] * (1 if ends else 2)] and passes[0] > 0
+    assert set(kept) == {not ends}
     assert all(
         torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
     )
