@@ -23,11 +23,11 @@ class Zero1(Sharding):
         return self.patches.ZeroOptimizer12
 
     def reduce_all(self) -> None:
-        """DeepSpeed's reduction, or where no weight has another replica what follows it alone.
+        """DeepSpeed's reduction, or in fp32 where no weight has another replica what follows it alone.
 
-        Its reduction would copy all gradients into a buffer first.
+        Its reduction would copy all gradients into a buffer first; in fp16 it fills the partition that is updated.
         """
-        if any(weight.replicas.degree > 1 for weight in self.weights.values()):
+        if self.dtype != torch.float32 or any(weight.replicas.degree > 1 for weight in self.weights.values()):
             super().reduce_all()
             return
         self.deepspeed.set_gradient_accumulation_boundary(True)

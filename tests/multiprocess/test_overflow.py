@@ -57,6 +57,7 @@ def disagreements(results: list[OverflowResult]) -> list[str]:
 
 LAYOUTS = {
     "dp": (2, {}),
+    "one replica": (2, {"tp": 2, "ep": 2}),
     "tp": (4, {"tp": 2}),
     "cp": (4, {"cp": 2}),
     "cp ring tp": (4, {"cp": 2, "tp": 2, "cp_attention": "ring"}),
@@ -67,9 +68,9 @@ LAYOUTS = {
     "pp zbv": (4, {"pp": 2, "pipeline": ZBV()}),
     "all": (8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2}),
 }
-FAST = ("dp", 2)
+FAST = (("dp", 2), ("one replica", 1))
 CASES = [
-    pytest.param(name, zero, marks=[] if (name, zero) == FAST else pytest.mark.slow)
+    pytest.param(name, zero, marks=[] if (name, zero) in FAST else pytest.mark.slow)
     for name in LAYOUTS
     for zero in (1, 2, 3)
     if not (name == "pp zbv" and zero == 3)  # refused: torch's zero-bubble schedules cannot run on ZeRO 3

