@@ -27,6 +27,8 @@ class Change:
 
 CHANGES = (
     Change("base"),
+    Change("products of 8 bits", train={"precision": "fp8"}),
+    Change("nothing compiled", train={"compile": "off"}),
     Change("head chunks of 2^27", sizes={"chunk_logits": 2**27}),
     Change("head chunks of 2^29", sizes={"chunk_logits": 2**29}),
     Change("recompute selective", train={"recompute": "selective"}),
