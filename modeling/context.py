@@ -184,6 +184,13 @@ class Context:
         boundaries = torch.cat([starts, end]).to(torch.int32)
         return boundaries, int(boundaries.diff().max())
 
+    @property
+    def rows_are_documents(self) -> bool:
+        """Whether each row is one document from end to end; no CUDA device's host waits for the answer."""
+        boundaries, longest = self.cu_seqlens
+        n_rows, seq_len = self.documents_BS.shape
+        return longest == seq_len and len(boundaries) == n_rows + 1
+
 
 def attention_mask(
     query_positions_BQ: Tensor,

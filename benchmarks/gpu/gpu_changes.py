@@ -16,19 +16,22 @@ from parallel.sizes import DEFAULT_SIZES
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is otherwise than in the base: sizes, keys of `train`, of `parallel`, or flash attention."""
+    """What is otherwise than in the base: sizes, keys of `train`, of `parallel`, flash attention, or the documents."""
 
     name: str
     train: dict[str, Any] = dataclasses.field(default_factory=dict)
     parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
     flash: str | None = None
+    document: int | None = None  # tokens of each; else rows are cut out of longer ones
 
 
 CHANGES = (
     Change("base"),
     Change("products of 8 bits", train={"precision": "fp8"}),
     Change("nothing compiled", train={"compile": "off"}),
+    Change("two sequences a micro-batch", train={"micro_batch_size": 2}),
+    Change("documents of 1,024 tokens", document=1024),
     Change("head chunks of 2^27", sizes={"chunk_logits": 2**27}),
     Change("head chunks of 2^29", sizes={"chunk_logits": 2**29}),
     Change("recompute selective", train={"recompute": "selective"}),
@@ -56,7 +59,9 @@ def check_change(change: Change, name: str, place: Place) -> None:
         raise Skipped("flash attention is CUDA's")
     if change.flash is not None and change.flash not in flash_implementations():
         raise Skipped(f"torch {torch.__version__} knows no {change.flash}")
-    train = {"parallel": ParallelConfig(**{"zero": 1, **change.parallel}), **change.train}
+    train: dict[str, Any] = {"parallel": ParallelConfig(**{"zero": 1, **change.parallel}), **change.train}
     sizes = dataclasses.replace(DEFAULT_SIZES, **change.sizes)
-    job = Job(baseline(name, place, **train), place.dry, steps=place.small(4, 1), sizes=sizes, flash=change.flash)
+    if change.document is not None:
+        train["document"] = place.small(change.document, 8)
+    job = Job(baseline(name, place, **train), place.dry, steps=place.small(3, 1), sizes=sizes, flash=change.flash)
     tell(measured(job, place.seconds(95)), place)

@@ -1,10 +1,11 @@
 """What is asked of a GPU, in functions that a CPU answers as well: waiting, time, memory, the host's waits, kernels."""
 
 import contextlib
+import dataclasses
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +99,18 @@ def set_wait_warnings(device: torch.device, mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def top_kernels(function: Callable[[], object], device: torch.device, count: int = 30) -> list[dict[str, Any]]:
-    """The kernels that take most of the device's time in one call, with milliseconds and calls; on a CPU, operators."""
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """One call, as the profiler saw it."""
+
+    kernels: list[dict[str, Any]]  # those that take most of the device's time, with milliseconds and calls
+    busy_ms: float  # in which the device did anything
+    idle_ms: float  # between its first and its last kernel, in which it did nothing
+    gaps: list[dict[str, Any]]  # the longest such times, each with the kernels before and after
+
+
+def profiled(function: Callable[[], object], device: torch.device, count: int = 30) -> Profile:
+    """What the device does in one call; on a CPU, operators."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -108,13 +119,35 @@ def top_kernels(function: Callable[[], object], device: torch.device, count: int
     with profile(activities=activities) as profiler:
         function()
         synchronize(device)
-    rows = []
-    for event in profiler.key_averages():
-        if on_gpu and event.device_type != DeviceType.CUDA:
-            continue
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [each for each in profiler.events() if each.device_type == wanted and not is_annotation(each)]
+    sums: dict[str, list[float]] = {}
+    for event in events:
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        rows.append({"kernel": event.key[:160], "ms": round(microseconds / 1000, 3), "calls": event.count})
-    return sorted(rows, key=lambda row: -row["ms"])[:count]
+        row = sums.setdefault(event.name, [0.0, 0])
+        row[0] += microseconds / 1000
+        row[1] += 1
+    rows = [{"kernel": name[:400], "ms": round(ms, 3), "calls": calls} for name, (ms, calls) in sums.items()]
+    busy_ms, gaps = busy_and_gaps([(each.time_range.start, each.time_range.end, each.name) for each in events])
+    gaps.sort(key=lambda gap: -gap["ms"])
+    return Profile(sorted(rows, key=lambda row: -row["ms"])[:count], busy_ms, sum(gap["ms"] for gap in gaps), gaps[:12])
+
+
+def is_annotation(event: Any) -> bool:
+    """Whether it is a name that somebody gave to a stretch of time, which the kernels in it count for."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith(("Optimizer.", "ProfilerStep"))
+
+
+def busy_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[float, list[dict[str, Any]]]:
+    """Milliseconds in which one of the spans (microseconds, with a name) lasts, and the times between with none."""
+    busy, gaps, end, before = 0.0, [], None, ""
+    for start, stop, name in sorted(spans):
+        if end is not None and start > end:
+            gaps.append({"ms": round((start - end) / 1000, 3), "after": before[:80], "before": name[:80]})
+        if end is None or stop > end:
+            busy += stop - (start if end is None else max(start, end))
+            end, before = stop, name
+    return busy / 1000, gaps
 
 
 def is_usable(device: torch.device) -> bool:

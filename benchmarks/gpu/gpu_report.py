@@ -82,7 +82,9 @@ def now() -> str:
 
 
 def commit() -> str:
-    """The code's commit: git's, or the one that came with the wheels, or that it is not known."""
+    """The code's commit: as COMMIT in the environment says, git's, the one that came with the wheels, or not known."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
     try:
         asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)

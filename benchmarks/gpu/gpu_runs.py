@@ -104,11 +104,14 @@ def published(name: str, place: Place) -> ModelConfig:
 
 
 def baseline(name: str, place: Place, **train: Any) -> RunConfig:
-    """A run of random tokens with that model: 8,192 tokens a micro-batch, four of them a step, bf16, ZeRO 1."""
+    """A run of random tokens with that model: 8,192 tokens a micro-batch, eight of them a step, bf16, ZeRO 1.
+
+    ``document``: the tokens of each document; by default sequences are cut out of longer ones.
+    """
     model, seq_len = published(name, place), place.small(8192, 64)
-    tokens = write_random_tokens(place.folder, model.vocab_size, 64 * seq_len, 3 * seq_len)
+    tokens = write_random_tokens(place.folder, model.vocab_size, 64 * seq_len, train.pop("document", 3 * seq_len))
     parallel = train.pop("parallel", ParallelConfig(zero=1))
-    settings = {"steps": 1000, "global_batch_size": 4, "micro_batch_size": 1, "precision": "bf16", **train}
+    settings = {"steps": 1000, "global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16", **train}
     return RunConfig(
         run_dir=str(place.folder / "run"),
         model=model,
@@ -150,7 +153,7 @@ def measure_rank(job: Job) -> dict[str, Any]:
     found["waits"] = len(waits)
     found["waited_at"] = {place: waits.count(place) for place in sorted({*waits})}
     if job.kernels:
-        found["kernels"] = gpu_device.top_kernels(step, device, job.kernels)
+        found |= dataclasses.asdict(gpu_device.profiled(step, device, job.kernels))
     close_mesh()
     return found
 
@@ -159,7 +162,7 @@ def figures_of(rows: Sequence[dict[str, Any]], config: RunConfig, device: torch.
     """Of the steps' rows: the median time and what follows from it."""
     seconds = statistics.median(row["step_seconds"] for row in rows)
     tokens = config.train.global_batch_size * config.data.seq_len
-    peak = peak_flops_per_second(device, config.train.precision)
+    peak = peak_flops_per_second(device, config.train.stored)
     flops = flops_per_token(config.model, config.data.seq_len) * tokens / seconds
     assert all(np.isfinite(row["loss"]) for row in rows), [row["loss"] for row in rows]
     return {

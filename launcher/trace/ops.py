@@ -82,6 +82,7 @@ ATTENTION = {
 # Of a backward pass of attention, products for each one of the forward pass: 5 for 2, of which one is repeated.
 BACKWARD_PRODUCTS = 2.5
 CHAINS = "roundtable"  # the namespace of compiled chains
+SUM = "take"  # there, of a sum of gradients that takes one more
 NAMESPACES = ("aten", "prims")  # of operations that multiply no matrices but those above
 
 # Which collective an operation is, and how many times (n-1)/n of its buffer a rank of a ring of n sends.
@@ -170,6 +171,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     n_bytes = sum(each.nbytes for each in (*given, *made))
+    if namespace == CHAINS and name == SUM:
+        total, gradient, adds = args
+        return Work("compiled sum", "other", None, gradient.nbytes + (2 if adds else 1) * total.nbytes, 0)
     if namespace == CHAINS:
         chain = chain_named(args[0])
         n_bytes = chain.moved_bytes(given, made)
@@ -218,7 +222,8 @@ def attention_flops(name: str, given: Sequence[torch.Tensor], told: Mapping[str,
     """Two for each multiplication of queries with keys and of weights with values.
 
     Kernels that are told of limits multiply no pair beyond them; of several pieces, the longest's lengths count for
-    all. A kernel that is given a mask multiplies all pairs. ``told``: the arguments by their names.
+    all. One that is told that a query sees no later key multiplies half of a row's pairs. A kernel that is given a mask
+    multiplies all pairs. ``told``: the arguments by their names.
     """
     first = ATTENTION[name]
     query, key, value = given[first : first + 3]
@@ -228,7 +233,7 @@ def attention_flops(name: str, given: Sequence[torch.Tensor], told: Mapping[str,
         keys = _keys_seen(told)
     else:
         n_queries, n_heads = query.shape[0] * query.shape[2], query.shape[1]
-        keys = key.shape[2]
+        keys = (key.shape[2] + 1) / 2 if told.get("is_causal") else key.shape[2]
     return passes * 2 * n_queries * n_heads * keys * (query.shape[-1] + value.shape[-1])
 
 

@@ -46,6 +46,7 @@ from modeling.moe import RoutingStats
 from modeling.precision import products_of
 from modeling.router_biases import move_router_biases
 from modeling.schedules import lr_factor
+from modeling.transfer import to_device
 from parallel.batch import MicroBatch
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Saved
@@ -319,7 +320,7 @@ def roll_back(
 
 def move_to(totals: Totals, device: torch.device) -> dict[int, torch.Tensor]:
     """The experts' counts by layer, as tensors on the device."""
-    return {layer: torch.from_numpy(counts).to(device) for layer, counts in totals.counts.items()}
+    return {layer: to_device(torch.from_numpy(counts), device) for layer, counts in totals.counts.items()}
 
 
 def metrics_row(

@@ -14,19 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
-from parallel.zero.norm import CPU_PIECE
+from parallel.zero.sums import PLAIN, Sums
 
 Group = dict[str, Any]  # of torch's optimizer
 Stages = tuple[int, ...]  # of this rank's stages, by their places among them
-
-
-def add_in_pieces(total: Tensor, gradient: Tensor) -> None:
-    """Adds a flat gradient to a flat sum of another dtype. On a CPU torch widens it first, whole, in new memory."""
-    if not total.is_cpu:
-        total += gradient
-        return
-    for piece, added in zip(total.split(CPU_PIECE), gradient.split(CPU_PIECE), strict=True):
-        piece += added
 
 
 def stages_of(weight: nn.Parameter, stages: Sequence[AbstractSet[nn.Parameter]]) -> Stages:
@@ -58,7 +49,10 @@ class Bucket:
     ``total`` is fp32 and laid out as the bucket's master is. ``numel`` counts all ranks' parts, and the padding.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], stages: Stages, axis: Axis, total: Tensor) -> None:
+    def __init__(
+        self, weights: Sequence[nn.Parameter], stages: Stages, axis: Axis, total: Tensor, sums: Sums = PLAIN
+    ) -> None:
+        self.sums = sums
         self.weights = list(weights)
         self.stages = stages
         self.axis = axis
@@ -93,7 +87,7 @@ class Bucket:
             if gradient is None:
                 place.zero_()
             else:
-                place.copy_(gradient.reshape(-1))
+                self.sums.write(place, gradient.reshape(-1))
         flat[start:].zero_()
         return flat
 
@@ -122,11 +116,13 @@ class WholeBucket(Bucket):
     Of it this rank's ``total`` is a part.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], stages: Stages, axis: Axis, part: Tensor) -> None:
+    def __init__(
+        self, weights: Sequence[nn.Parameter], stages: Stages, axis: Axis, part: Tensor, sums: Sums = PLAIN
+    ) -> None:
         """``part`` is as long as this rank's part."""
         numel = part.numel()
         self.whole = torch.zeros(numel * axis.degree, dtype=torch.float32, device=part.device)
-        super().__init__(weights, stages, axis, self.whole.narrow(0, axis.rank * numel, numel))
+        super().__init__(weights, stages, axis, self.whole.narrow(0, axis.rank * numel, numel), sums)
         self.places = dict(
             zip(weights, self.whole.split([*map(nn.Parameter.numel, weights), self.padding]), strict=False)
         )
@@ -138,9 +134,9 @@ class WholeBucket(Bucket):
         super().take(weight)
         gradient = self.made[weight].reshape(-1)
         if weight in self.begun:
-            add_in_pieces(self.places[weight], gradient)
+            self.sums.add(self.places[weight], gradient)
         else:
-            self.places[weight].copy_(gradient)
+            self.sums.write(self.places[weight], gradient)
         self.begun.add(weight)
         self.made[weight] = gradient[:0]  # it was made, and is needed no more
 

@@ -28,6 +28,7 @@ from parallel.zero.groups import Mpu, experts_are_separate, mark_parameter, regi
 from parallel.zero.loss_scale import LossScale
 from parallel.zero.matrices import DealtMatrices
 from parallel.zero.settings import deepspeed_config
+from parallel.zero.sums import PLAIN, Sums
 from parallel.zero.weights import HeldWeight
 
 Precision = Stored
@@ -56,12 +57,20 @@ class Sharding(ABC):
     scatters: ClassVar = False  # whether each micro-batch's gradients are reduced into sums of this rank's part alone
 
     def __init__(
-        self, mesh: Mesh, precision: Precision, micro_batch_size: int, clip_norm: float | None, sizes: Sizes
+        self,
+        mesh: Mesh,
+        precision: Precision,
+        micro_batch_size: int,
+        clip_norm: float | None,
+        sizes: Sizes,
+        sums: Sums = PLAIN,
     ) -> None:
+        """``sums``: how sums of ours take gradients."""
         import parallel.zero.patches as patches
 
         self.patches = patches
         self.mesh = mesh
+        self.sums = sums
         self.dtype = DTYPES[precision]
         self.clip_norm = clip_norm
         self.bucket = sizes.bucket

@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
-from modeling.kernels.attention import attend, widened
+from modeling.kernels.attention import attend, fits_rows, widened
 from modeling.kv_cache import LayerCache
 from modeling.pieces import QUERY_BLOCK, cut_documents
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
@@ -142,6 +142,51 @@ def test_boundaries_cut_where_documents_change(context: Context) -> None:
     assert boundaries.tolist() == [*starts, len(flat)]
     assert longest == max(boundaries.diff().tolist())
     assert boundaries.dtype == torch.int32
+
+
+@FEW
+@given(context=contexts())
+def test_rows_that_are_one_document_each(context: Context) -> None:
+    assert context.rows_are_documents == all(len({*row}) == 1 for row in context.documents_BS.tolist())
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "window", "is_whole"),
+    [
+        (8, 64, None, True),
+        (8, 64, 8, True),
+        (8, 64, 7, False),
+        (8, 36, None, False),
+        (8, 136, None, False),
+        (4, 64, None, False),
+    ],
+)
+def test_a_gpu_takes_the_kernel_for_whole_rows_where_it_fits(
+    monkeypatch: pytest.MonkeyPatch, length: int, width: int, window: int | None, is_whole: bool
+) -> None:
+    """Tensors that say that they lie on a GPU, which counts as one of Hopper's kind."""
+    documents_BS = (torch.arange(8) // length).expand(2, 8)
+    context = Context((torch.arange(8) % length).expand(2, 8), documents_BS)
+    monkeypatch.setattr("modeling.kernels.attention.row_attention", lambda *_: "whole rows")
+    monkeypatch.setattr("modeling.kernels.attention.varlen_attention", lambda *_: "documents")
+    heads = [torch.empty(2, 8, n, width, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4, 2, 2)]
+    assert attend(*heads, context, window) == ("whole rows" if is_whole else "documents")
+
+
+def test_deterministic_runs_take_no_kernel_whose_sums_have_no_order() -> None:
+    rows = torch.empty(1, 8, 4, 64)
+    assert fits_rows(rows, rows)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fits_rows(rows, rows)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class OnGpu(Tensor):
+    """A tensor that says so."""
+
+    is_cuda, is_cpu = True, False  # type: ignore[assignment]
 
 
 def test_masks_are_built_once_for_each_window() -> None:

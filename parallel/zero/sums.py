@@ -1,0 +1,110 @@
+"""Sums of micro-batches' gradients: a flat fp32 sum takes a flat gradient of the weights' dtype, in one pass over both.
+
+On a GPU torch's own kernels for two dtypes read number by number: on an H200 (torch 2.11) they moved 2.8 TB/s where a
+copy within its memory moved 4.2. Compiled they are vectorized (``docs/performance.md``).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from modeling.kernels.fuse import LEAST_ROWS, Fuse, compiled
+from parallel.zero.norm import CPU_PIECE
+
+ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies before it calls a compiled kernel
+
+Take = Callable[[Tensor, Tensor], None]
+
+
+class Sums(NamedTuple):
+    """How a flat sum takes a flat gradient. Both change the sum in place, outside of autograd."""
+
+    add: Take  # to what the sum holds
+    write: Take  # over it
+
+
+def sums_by(fuse: Fuse) -> Sums:
+    """Compiled on a GPU where chains are; else torch's own."""
+    return COMPILED if fuse is compiled else PLAIN
+
+
+@torch.no_grad()
+def add(total: Tensor, gradient: Tensor) -> None:
+    """Plainly. On a CPU torch widens the gradient first, whole, in new memory: it goes in pieces."""
+    if not total.is_cpu:
+        total += gradient
+        return
+    for piece, added in zip(total.split(CPU_PIECE), gradient.split(CPU_PIECE), strict=True):
+        piece += added
+
+
+@torch.no_grad()
+def write(total: Tensor, gradient: Tensor) -> None:
+    """Plainly."""
+    total.copy_(gradient)
+
+
+PLAIN = Sums(add, write)
+
+
+def add_in_one_pass(total: Tensor, gradient: Tensor) -> None:
+    """``add``, on a GPU compiled."""
+    take(total, gradient, adds=True)
+
+
+def write_in_one_pass(total: Tensor, gradient: Tensor) -> None:
+    """``write``, on a GPU compiled."""
+    take(total, gradient, adds=False)
+
+
+COMPILED = Sums(add_in_one_pass, write_in_one_pass)
+
+
+def take(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
+    """One operator, ``roundtable::take(total, gradient, adds)``, of which fake tensors see no more than that."""
+    if total.is_cpu:
+        (add if adds else write)(total, gradient)
+        return
+    _library()
+    torch.ops.roundtable.take(total.detach(), gradient.detach(), adds)
+
+
+@torch.no_grad()
+def take_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
+    """What the operator does. Compiled kernels are made for places at which vectors may begin, and for any length."""
+    is_fit = total.numel() >= LEAST_ROWS and (total.data_ptr() | gradient.data_ptr()) % ALIGNED == 0
+    if not is_fit:
+        (add if adds else write)(total, gradient)
+        return
+    given = [each.detach() for each in (total, gradient)]
+    for each in given:
+        torch._dynamo.mark_dynamic(each, 0)
+    _compiled(adds)(*given)
+
+
+def add_flat(total: Tensor, gradient: Tensor) -> None:
+    """``add``, as it is compiled."""
+    total.add_(gradient)
+
+
+def write_flat(total: Tensor, gradient: Tensor) -> None:
+    """``write``, as it is compiled."""
+    total.copy_(gradient)
+
+
+@cache
+def _compiled(adds: bool) -> Take:
+    return torch.compile(add_flat if adds else write_flat, fullgraph=True, options={"compile_threads": 1})
+
+
+@cache
+def _library() -> torch.library.Library:
+    """The operator, defined when it is first called."""
+    library = torch.library.Library("roundtable", "FRAGMENT")
+    library.define("take(Tensor(a!) total, Tensor gradient, bool adds) -> ()")
+    library.impl("take", take_there, "CompositeExplicitAutograd")
+    torch.library.register_fake("roundtable::take", lambda total, gradient, adds: None, lib=library)
+    return library
