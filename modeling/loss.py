@@ -92,13 +92,13 @@ class WeightGradient:
     """Adds each chunk's product grad_VT @ hidden_TD to ``sum_VD`` (fp32; None: the weight needs no gradient).
 
     On a CPU the products of 16 bits take one tensor in turn, and are widened piece by piece: a new tensor of the
-    weight's size costs more for its pages than the product itself. Those of 32 bits are added as they are made.
+    weight's size costs more for its pages than the product itself. All others are added as they are made, in fp32: a
+    GPU's sums of products of 16 bits are fp32 anyway, and rounded to 16 bits they would be written and read once more.
     """
 
     def __init__(self, sum_VD: Tensor | None, weight_VD: Tensor) -> None:
         self.sum_VD = sum_VD
-        self.on_cpu = weight_VD.is_cpu
-        reuses = sum_VD is not None and self.on_cpu and weight_VD.dtype != torch.float32
+        reuses = sum_VD is not None and weight_VD.is_cpu and weight_VD.dtype != torch.float32
         self.product_VD = torch.empty_like(weight_VD) if reuses else None
 
     def __call__(self, grad_TV: Tensor, hidden_TD: Tensor) -> None:
@@ -106,10 +106,10 @@ class WeightGradient:
         if self.sum_VD is None:
             return
         if self.product_VD is None:
-            if self.on_cpu:
+            if grad_TV.dtype == self.sum_VD.dtype:
                 torch.addmm(self.sum_VD, grad_TV.T, hidden_TD, out=self.sum_VD)
             else:
-                self.sum_VD += grad_TV.T @ hidden_TD
+                torch.addmm(self.sum_VD, grad_TV.T, hidden_TD, out_dtype=self.sum_VD.dtype, out=self.sum_VD)
             return
         torch.mm(grad_TV.T, hidden_TD, out=self.product_VD)
         for part in cached_rows(self.product_VD):
@@ -124,6 +124,8 @@ def cached_rows(matrix: Tensor) -> Iterator[slice]:
 def scaled(matrix: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``matrix`` times ``factor``, rounded once to ``dtype``."""
     out = torch.empty_like(matrix, dtype=dtype)
+    if not matrix.is_cpu:
+        return torch.mul(matrix, factor, out=out)  # in fp32, and rounded as it is written
     for part in cached_rows(matrix):
         out[part] = matrix[part] * factor
     return out

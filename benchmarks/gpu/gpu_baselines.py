@@ -92,9 +92,9 @@ def check_head(place: Place) -> None:
 
 def check_ours(name: str, place: Place) -> None:
     """A step of the real loop."""
-    found = measured(
-        Job(baseline(name, place), place.dry, steps=place.small(3, 2), kernels=KERNELS), place.seconds(145)
-    )
+    trace = None if place.report is None else place.report.path.with_name(f"{name.split()[0].lower()}.trace.json.gz")
+    job = Job(baseline(name, place), place.dry, steps=place.small(3, 2), kernels=KERNELS, trace=trace)
+    found = measured(job, place.seconds(145))
     tell(found, place)
     for name in ("kernels", "busy_ms", "idle_ms", "gaps"):
         place.figure(name, found[name], "ms of one step")

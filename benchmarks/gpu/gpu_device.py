@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import fcntl
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,13 +69,24 @@ def seconds_of(function: Callable[[], object], device: torch.device, *, repeats:
     for _ in range(warm_up):
         function()
     found = []
-    for _ in range(repeats):
-        synchronize(device)
-        started = time.perf_counter()
-        function()
-        synchronize(device)
-        found.append(time.perf_counter() - started)
+    with turn():
+        for _ in range(repeats):
+            synchronize(device)
+            started = time.perf_counter()
+            function()
+            synchronize(device)
+            found.append(time.perf_counter() - started)
     return statistics.median(found)
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Around what is timed: parts that run side by side, with one file's path in GPU_TURN, take turns in it."""
+    path = os.environ.get("GPU_TURN")
+    with contextlib.ExitStack() as held:
+        if path is not None:
+            fcntl.flock(held.enter_context(open(path, "a")), fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -109,8 +123,13 @@ class Profile:
     gaps: list[dict[str, Any]]  # the longest such times, each with the kernels before and after
 
 
-def profiled(function: Callable[[], object], device: torch.device, count: int = 30) -> Profile:
-    """What the device does in one call; on a CPU, operators."""
+def profiled(
+    function: Callable[[], object], device: torch.device, count: int = 30, trace: Path | None = None
+) -> Profile:
+    """What the device does in one call; on a CPU, operators. ``trace``: where what runs when is written, for Perfetto.
+
+    A name that ends in .gz is of a packed file.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -119,6 +138,8 @@ def profiled(function: Callable[[], object], device: torch.device, count: int = 
     with profile(activities=activities) as profiler:
         function()
         synchronize(device)
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     events = [each for each in profiler.events() if each.device_type == wanted and not is_annotation(each)]
     sums: dict[str, list[float]] = {}

@@ -96,9 +96,10 @@ def tables() -> list[Table]:
         for what, unit in (("time", "ms"), ("peak memory", "GiB"))
     ]
     changes = [
-        Row(f"{name}, {change.name}", 4, f"{name}: {change.name}", "step_ms", "ms")
+        Row(f"{name}, {change.name}: {what}", 4, f"{name}: {change.name}", figure, unit)
         for name in MODELS
         for change in CHANGES
+        for what, figure, unit in (("step", "step_ms", "ms"), ("MFU", "mfu", "%"), ("memory", "peak_gib", "GiB"))
     ]
     return [
         Table("Ceilings", ceilings),

@@ -57,6 +57,7 @@ class Job:
     sizes: Sizes = DEFAULT_SIZES
     flash: str | None = None  # the implementation of flash attention to activate; None: torch's own choice
     kernels: int = 0  # so many of the profiler's top are told of
+    trace: Path | None = None  # where the profiler's trace goes
 
 
 def command(*arguments: str, timeout: float, environment: dict[str, str] | None = None) -> str:
@@ -145,15 +146,16 @@ def measure_rank(job: Job) -> dict[str, Any]:
 
     rows = [step() for _ in range(2)]
     gpu_device.forget(device)
-    rows = [step() for _ in range(job.steps)]
-    found = figures_of(rows, config, device)
-    found["micro_batch_ms"] = 1000 * micro_batch_seconds(config, engine, dataset, device)
+    with gpu_device.turn():
+        rows = [step() for _ in range(job.steps)]
+        found = figures_of(rows, config, device)
+        found["micro_batch_ms"] = 1000 * micro_batch_seconds(config, engine, dataset, device)
     with gpu_device.counting_waits(device) as waits:
         step()
     found["waits"] = len(waits)
     found["waited_at"] = {place: waits.count(place) for place in sorted({*waits})}
     if job.kernels:
-        found |= dataclasses.asdict(gpu_device.profiled(step, device, job.kernels))
+        found |= dataclasses.asdict(gpu_device.profiled(step, device, job.kernels, job.trace))
     close_mesh()
     return found
 

@@ -59,7 +59,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="on the CPU with small sizes: no figure of it counts")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--minutes", type=float, default=None, help="of each part, instead of its own limit")
-    parser.add_argument("--check", default="", help="only checks whose names contain this")
+    parser.add_argument("--check", default="", help="only checks whose names contain this, or one of these|several")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -231,9 +231,10 @@ def work(arguments: argparse.Namespace) -> int:
 
 
 def chosen_checks(part: Part, n_devices: int, *, dry: bool, text: str = "") -> Sequence[Check]:
-    """The part's checks whose names contain the text."""
+    """The part's checks whose names contain the text, or one of several with | between them."""
     module = importlib.import_module(part.module)
-    return [check for check in module.checks(n_devices, dry=dry) if text in check.name]
+    wanted = text.split("|")
+    return [check for check in module.checks(n_devices, dry=dry) if any(each in check.name for each in wanted)]
 
 
 def run_check(check: Check, report: Report, place: Place) -> bool:

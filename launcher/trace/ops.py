@@ -168,7 +168,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         return None
     if host_copy(func, args):
         return None
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    given = [*{id(each): each for each in leaves}.values()]  # what is read and written in place is named twice
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     n_bytes = sum(each.nbytes for each in (*given, *made))
     if namespace == CHAINS and name == SUM:
@@ -182,7 +183,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         return _wire(name, args, given, n_bytes)
     if name in PRODUCTS:
         kind: Kind = "grouped product" if name in GROUPED else "product"
-        return Work(name, kind, given[0].dtype, n_bytes, product_flops(name, given))
+        return Work(name, kind, factors(name, given)[0].dtype, n_bytes, product_flops(name, given))
     if name in ATTENTION:
         return Work(
             name, "attention", given[0].dtype, n_bytes, attention_flops(name, given, _arguments(func, args, kwargs))
@@ -207,9 +208,14 @@ def _known_products() -> dict[Any, Any]:
     return flop_registry
 
 
+def factors(name: str, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The two matrices that are multiplied; before them may stand what the product is added to, in another dtype."""
+    return given[1:3] if name in ("addmm", "baddbmm") else given[:2]
+
+
 def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
     """Two for each multiplication of a matrix product."""
-    left, right = given[1:3] if name in ("addmm", "baddbmm") else given[:2]
+    left, right = factors(name, given)
     if name in GROUPED and left.dim() == right.dim():  # the weights' gradient: each row in one group
         return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
     if name == LINEAR:

@@ -6,14 +6,16 @@ copy within its memory moved 4.2. Compiled they are vectorized (``docs/performan
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from modeling.kernels.fuse import LEAST_ROWS, Fuse, compiled
+from modeling.kernels.fuse import Fuse, compiled, sizes_alone
 from parallel.zero.norm import CPU_PIECE
 
+WORTH_IT = 1 << 20  # elements: smaller ones a GPU adds in less time than a compiled kernel takes to be called
 ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies before it calls a compiled kernel
 
 Take = Callable[[Tensor, Tensor], None]
@@ -75,14 +77,14 @@ def take(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
 @torch.no_grad()
 def take_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
     """What the operator does. Compiled kernels are made for places at which vectors may begin, and for any length."""
-    is_fit = total.numel() >= LEAST_ROWS and (total.data_ptr() | gradient.data_ptr()) % ALIGNED == 0
-    if not is_fit:
+    is_fit = (total.data_ptr() | gradient.data_ptr()) % ALIGNED == 0
+    if not is_fit or total.numel() < WORTH_IT:
         (add if adds else write)(total, gradient)
         return
     given = [each.detach() for each in (total, gradient)]
     for each in given:
         torch._dynamo.mark_dynamic(each, 0)
-    _compiled(adds)(*given)
+    _compiled(adds, total.dtype, gradient.dtype)(*given)
 
 
 def add_flat(total: Tensor, gradient: Tensor) -> None:
@@ -96,8 +98,11 @@ def write_flat(total: Tensor, gradient: Tensor) -> None:
 
 
 @cache
-def _compiled(adds: bool) -> Take:
-    return torch.compile(add_flat if adds else write_flat, fullgraph=True, options={"compile_threads": 1})
+def _compiled(adds: bool, *_: torch.dtype) -> Take:
+    """Of one pair of dtypes, so that sizes alone are looked at in each call."""
+    function = add_flat if adds else write_flat
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": sizes_alone, "compile_threads": 1})
 
 
 @cache

@@ -76,6 +76,7 @@ REASONS = {
     "parallel.context_parallel.plan.TILE": "the default of Sizes.ring_tile",
     "parallel.zero.scattered.MOST_FLIGHTS": "buckets on their way at once; a proof has many more",
     "parallel.zero.sums.ALIGNED": "where a GPU's vectors may begin; tests/unit/test_sums.py begins elsewhere, too",
+    "parallel.zero.sums.WORTH_IT": "where one kernel gives way to another; tests/unit/test_sums.py takes all by either",
     "parallel.zero.norm.CPU_PIECE": "pieces of one sum; tests/unit/test_norm.py crosses it",
     "parallel.zero.zero12.Zero2.stage": "DeepSpeed's number for it",
     "parallel.zero.zero3.Zero3.stage": "DeepSpeed's number for it",

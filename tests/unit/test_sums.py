@@ -12,6 +12,12 @@ from parallel.zero.norm import CPU_PIECE
 LENGTHS = (1, 2, 5, 1000, CPU_PIECE + 3)
 
 
+@pytest.fixture(autouse=True)
+def all_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones are compiled, too."""
+    monkeypatch.setattr(sums, "WORTH_IT", 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("place", [0, 1], ids=["aligned", "anywhere"])
 def test_compiled_sums_are_plain_ones(dtype: torch.dtype, place: int) -> None:
