@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 import gpu_device
+import gpu_kernels
 from gpu_part import Check, Place
 from gpu_report import Skipped
 from gpu_runs import MODELS, Job, baseline, measured, published
@@ -40,7 +41,7 @@ class Peer:
 def checks(n_devices: int, *, dry: bool) -> list[Check]:
     """The part's checks: the cheap ones first, then ours, then theirs."""
     found = [Check("copy", check_copy, 60), Check("matmul", check_matmul, 60)]
-    found += [Check("head chunks", check_head, 90)]
+    found += [Check("head chunks", check_head, 90), *gpu_kernels.checks()]
     found += [Check(f"{name}: roundtable", partial(check_ours, name), 150) for name in MODELS]
     modes: tuple[Mode, ...] = ("eager", "compiled")
     for mode in modes:

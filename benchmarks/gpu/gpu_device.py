@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpu_report import from_root
 from launcher.watch.speed import GIB, peak_memory_gib
 
 WAIT_MESSAGE = "called a synchronizing CUDA operation"  # torch's warning (c10/cuda/CUDAFunctions.cpp)
@@ -104,7 +105,7 @@ def counting_waits(device: torch.device) -> Iterator[list[str]]:
             yield places
         finally:
             set_wait_warnings(device, "default")
-    places += [f"{each.filename}:{each.lineno}" for each in caught if WAIT_MESSAGE in str(each.message)]
+    places += [from_root(f"{each.filename}:{each.lineno}") for each in caught if WAIT_MESSAGE in str(each.message)]
 
 
 def set_wait_warnings(device: torch.device, mode: str) -> None:

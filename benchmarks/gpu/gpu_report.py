@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import site
 import subprocess
+import sysconfig
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -57,7 +59,8 @@ class Report:
 
     def end(self, check: str, status: str, message: str, seconds: float) -> None:
         """The check has ended: passed, failed, or skipped with a reason."""
-        row = {"check": check, "status": status, "message": message[-LONGEST_MESSAGE:], "seconds": round(seconds, 2)}
+        told = from_root(message)[-LONGEST_MESSAGE:]
+        row = {"check": check, "status": status, "message": told, "seconds": round(seconds, 2)}
         self.content["checks"].append(row)
         self.tell(running=None)
 
@@ -74,6 +77,14 @@ class Report:
     def count(self, status: str) -> int:
         """How many checks have ended so."""
         return sum(row["status"] == status for row in self.content["checks"])
+
+
+def from_root(text: str) -> str:
+    """The text, in which paths begin at the project's root or where packages are installed, not at the machine's."""
+    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")} | set(site.getsitepackages())
+    for folder in sorted({*packages, str(ROOT)}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def now() -> str:

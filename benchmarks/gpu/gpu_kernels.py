@@ -1,0 +1,156 @@
+"""Rates of single kernels at the two models' shapes, each alone: what an estimate of a step is made of.
+
+Shape letters: T tokens, H heads, G key-value heads, C d_head, R rows, E experts, I what goes in, O what comes out.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import gpu_device
+from gpu_part import Check, Place
+from modeling.context import Context
+from modeling.kernels.attention import attend, fits_rows, row_attention, varlen_attention
+from modeling.kernels.fp8 import E4M3, scaled_product
+from parallel.zero import sums
+
+# Documents of one row of 8,192 tokens.
+DOCUMENTS = {"one": (8192,), "five": (3000, 1200, 37, 2155, 1800), "sixteen": (512,) * 16}
+DENSE = ((4096, 6144), (4096, 14336), (14336, 4096), (2048, 5120))  # (I, O): Llama 3 8B's, and one of A3B's
+EXPERTS = ((2048, 768), (768, 2048))  # of 128
+N_EXPERTS, TOP_K = 128, 8
+
+
+def checks() -> list[Check]:
+    """Of part 3."""
+    return [
+        Check("kernels: attention", check_attention, 90),
+        Check("kernels: products", check_products, 60),
+        Check("kernels: grouped products", check_grouped, 60),
+        Check("kernels: sums of gradients", check_sums, 60),
+        Check("kernels: a launch", check_launch, 30),
+    ]
+
+
+def median_seconds(function: Callable[[], object], place: Place) -> float:
+    """Of ten calls, between events on the device."""
+    if place.device.type != "cuda":
+        return gpu_device.seconds_of(function, place.device, repeats=2, warm_up=1)
+    for _ in range(3):
+        function()
+    found = []
+    with gpu_device.turn():
+        for _ in range(10):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            function()
+            end.record()
+            torch.cuda.synchronize(place.device)
+            found.append(begin.elapsed_time(end) / 1000)
+    return statistics.median(found)
+
+
+def rate(name: str, flops: float, function: Callable[[], object], place: Place) -> None:
+    """Writes down the call's TFLOP/s."""
+    place.figure(name, flops / median_seconds(function, place) / 1e12, "TFLOP/s")
+
+
+def drawn(place: Place, *shape: int) -> Tensor:
+    """Random numbers in bf16, on the device."""
+    return torch.randn(shape, device=place.device, dtype=torch.bfloat16)
+
+
+def check_attention(place: Place) -> None:
+    """32 heads of 128 channels with 8 key-value heads, forward and backward, by each kernel that fits."""
+    n_heads, n_kv_heads, d_head = place.small((32, 8, 128), (4, 2, 16))
+    for name, lengths in DOCUMENTS.items():
+        lengths = tuple(max(1, length // place.small(1, 64)) for length in lengths)
+        context = packed(lengths).to(place.device)
+        q, k, v = (drawn(place, 1, sum(lengths), n, d_head).requires_grad_() for n in (n_heads, n_kv_heads, n_kv_heads))
+        kernels: dict[str, Callable[[], Tensor]] = {}
+        if place.device.type == "cuda":
+            kernels["FlashAttention"] = lambda q=q, k=k, v=v, c=context: varlen_attention(q, k, v, c, None)
+            if context.rows_are_documents and fits_rows(q, v):
+                kernels["cuDNN"] = lambda q=q, k=k, v=v: row_attention(q, k, v)
+        else:
+            kernels["by document"] = lambda q=q, k=k, v=v, c=context: attend(q, k, v, c, None)
+        flops = sum(2 * length**2 * n_heads * d_head for length in lengths)
+        for kernel, call in kernels.items():
+            rate(f"{kernel}, {name}, forward", flops, call, place)
+            out = call()
+            grad = torch.randn_like(out)
+            rate(
+                f"{kernel}, {name}, backward",
+                2.5 * flops,
+                lambda out=out, grad=grad, heads=(q, k, v): torch.autograd.grad(out, heads, grad, retain_graph=True),
+                place,
+            )
+
+
+def packed(lengths: Sequence[int]) -> Context:
+    """One row of documents."""
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    return Context(positions, documents)
+
+
+def check_products(place: Place) -> None:
+    """8,192 rows: forward, by rows and by the weight in bf16; forward with factors of 8 bits."""
+    n_rows = place.small(8192, 32)
+    for n_in, n_out in DENSE:
+        n_in, n_out = (each // place.small(1, 64) for each in (n_in, n_out))
+        rows, weight, grad = drawn(place, n_rows, n_in), drawn(place, n_out, n_in), drawn(place, n_rows, n_out)
+        flops, name = 2.0 * n_rows * n_in * n_out, f"{n_in} to {n_out}"
+        rate(f"{name}, forward", flops, lambda a=rows, w=weight: F.linear(a, w), place)
+        rate(f"{name}, by rows", flops, lambda g=grad, w=weight: g @ w, place)
+        rate(f"{name}, by the weight", flops, lambda g=grad, a=rows: g.t() @ a, place)
+        if place.device.type == "cuda":
+            ones = [torch.ones(n, 1, device=place.device) for n in (n_rows, n_out)]
+            cut = rows.to(E4M3), ones[0], weight.to(E4M3), ones[1]
+            rate(f"{name}, forward, 8 bits", flops, lambda c=cut: scaled_product(*c, torch.bfloat16), place)
+
+
+def check_grouped(place: Place) -> None:
+    """65,536 rows of 128 experts, as many for each and unevenly: forward, by rows and by the weights."""
+    n_experts, n_rows = place.small((N_EXPERTS, 8192 * TOP_K), (8, 256))
+    uneven = torch.rand(n_experts, generator=torch.Generator().manual_seed(1)).square()
+    counts = {"even": torch.full((n_experts,), n_rows // n_experts), "uneven": (uneven / uneven.sum() * n_rows).long()}
+    counts["uneven"][0] += n_rows - counts["uneven"].sum()
+    for (n_in, n_out), (kind, counts_E) in itertools.product(EXPERTS, counts.items()):
+        n_in, n_out = (each // place.small(1, 16) for each in (n_in, n_out))
+        ends_E = counts_E.cumsum(0).to(torch.int32).to(place.device)
+        rows, weight, grad = (
+            drawn(place, n_rows, n_in),
+            drawn(place, n_experts, n_out, n_in),
+            drawn(place, n_rows, n_out),
+        )
+        flops, name = 2.0 * n_rows * n_in * n_out, f"{n_in} to {n_out}, {kind}"
+        rate(f"{name}, forward", flops, lambda a=rows, w=weight, e=ends_E: F.grouped_mm(a, w.mT, offs=e), place)
+        rate(f"{name}, by rows", flops, lambda g=grad, w=weight, e=ends_E: F.grouped_mm(g, w, offs=e), place)
+        rate(f"{name}, by the weights", flops, lambda g=grad, a=rows, e=ends_E: F.grouped_mm(g.t(), a, offs=e), place)
+
+
+def check_sums(place: Place) -> None:
+    """A flat fp32 sum takes a gradient in bf16: torch's own kernels, and compiled."""
+    n_elements = place.small(2**28, 2**12)
+    total, gradient = torch.zeros(n_elements, device=place.device), drawn(place, n_elements)
+    for name, kind in (("torch's own", sums.PLAIN), ("compiled", sums.COMPILED)):
+        for way, take, n_bytes in (("add", kind.add, 10), ("write", kind.write, 6)):
+            seconds = median_seconds(lambda take=take: take(total, gradient), place)
+            place.figure(f"{name}, {way}", n_bytes * n_elements / seconds / 1e9, "GB/s")
+
+
+def check_launch(place: Place) -> None:
+    """What one small kernel after the other takes: the host's time for each."""
+    number, n_calls = torch.zeros(1, device=place.device), place.small(2000, 20)
+    gpu_device.synchronize(place.device)
+    started = time.perf_counter()
+    for _ in range(n_calls):
+        number.add_(1)
+    gpu_device.synchronize(place.device)
+    place.figure("a launch", (time.perf_counter() - started) / n_calls * 1e6, "us")
