@@ -12,7 +12,6 @@ import torch
 import gpu_device
 import gpu_kernels
 from gpu_part import Check, Place
-from gpu_report import Skipped
 from gpu_runs import MODELS, Job, baseline, measured, published
 from launcher.watch.speed import peak_flops_per_second
 from modeling.config import ModelConfig
@@ -151,12 +150,3 @@ def measure_peer(peer: Peer) -> dict[str, Any]:
         "attention": str(getattr(model.config, "_attn_implementation", None)),
         "experts": str(getattr(model.config, "_experts_implementation", None)),
     }
-
-
-def flash_implementations() -> list[str]:
-    """The further implementations of flash attention that torch could activate; raises Skipped where it has none."""
-    try:
-        from torch.nn.attention import list_flash_attention_impls
-    except ImportError:
-        raise Skipped(f"torch {torch.__version__} has no choice of flash attention") from None
-    return list(list_flash_attention_impls())

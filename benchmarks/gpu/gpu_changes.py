@@ -5,24 +5,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import restore_flash_attention_impl
 
-from gpu_baselines import flash_implementations, tell
+from gpu_baselines import tell
 from gpu_part import Check, Place
 from gpu_report import Skipped
 from gpu_runs import MODELS, Job, baseline, measured
+from launcher.errors import UserError
+from launcher.training.flash import choose_flash_attention
 from parallel.config import ParallelConfig
 from parallel.sizes import DEFAULT_SIZES
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is otherwise than in the base: sizes, keys of `train`, of `parallel`, flash attention, or the documents."""
+    """What is otherwise than in the base: sizes, keys of `train`, of `parallel`, or the documents."""
 
     name: str
     train: dict[str, Any] = dataclasses.field(default_factory=dict)
     parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    flash: str | None = None
     document: int | None = None  # tokens of each; else rows are cut out of longer ones
 
 
@@ -37,8 +39,8 @@ CHANGES = (
     Change("recompute selective", train={"recompute": "selective"}),
     Change("recompute full", train={"recompute": "full"}),
     Change("deterministic", train={"deterministic": True}),
-    Change("FlashAttention 3", flash="FA3"),
-    Change("FlashAttention 4", flash="FA4"),
+    Change("FlashAttention 3", train={"flash_attention": 3}),
+    Change("FlashAttention 4", train={"flash_attention": 4}),
     Change("ZeRO 2", parallel={"zero": 2}),
     Change("ZeRO 3", parallel={"zero": 3}),
     Change("activations on the host", train={"recompute": "feed_forward", "offload_activations": True}),
@@ -55,13 +57,23 @@ def checks(n_devices: int, *, dry: bool) -> list[Check]:
 
 def check_change(change: Change, name: str, place: Place) -> None:
     """The step with the change."""
-    if change.flash is not None and place.device.type != "cuda":
-        raise Skipped("flash attention is CUDA's")
-    if change.flash is not None and change.flash not in flash_implementations():
-        raise Skipped(f"torch {torch.__version__} knows no {change.flash}")
+    if "flash_attention" in change.train:
+        look_for_flash(change.train["flash_attention"], place.device)
     train: dict[str, Any] = {"parallel": ParallelConfig(**{"zero": 1, **change.parallel}), **change.train}
     sizes = dataclasses.replace(DEFAULT_SIZES, **change.sizes)
     if change.document is not None:
         train["document"] = place.small(change.document, 8)
-    job = Job(baseline(name, place, **train), place.dry, steps=place.small(3, 1), sizes=sizes, flash=change.flash)
+    job = Job(baseline(name, place, **train), place.dry, steps=place.small(3, 1), sizes=sizes)
     tell(measured(job, place.seconds(95)), place)
+
+
+def look_for_flash(version: int, device: torch.device) -> None:
+    """Raises Skipped where there is no such FlashAttention."""
+    if device.type != "cuda":
+        raise Skipped("flash attention is CUDA's")
+    try:
+        choose_flash_attention(version, device)
+    except UserError as problem:
+        raise Skipped(str(problem)) from None
+    finally:
+        restore_flash_attention_impl(_raise_warn=False)

@@ -55,7 +55,6 @@ class Job:
     dry: bool
     steps: int = 5
     sizes: Sizes = DEFAULT_SIZES
-    flash: str | None = None  # the implementation of flash attention to activate; None: torch's own choice
     kernels: int = 0  # so many of the profiler's top are told of
     trace: Path | None = None  # where the profiler's trace goes
 
@@ -133,7 +132,6 @@ def measure_rank(job: Job) -> dict[str, Any]:
     """In a rank: the times of steps and of one micro-batch, tokens/s, MFU, peak memory, the host's waits, kernels."""
     config = job.config
     prepare_process(config)
-    activate_flash(job.flash)
     mesh = open_mesh(config.parallel, 600)
     device = mesh.device
     engine = build_engine(config, mesh, job.sizes)
@@ -206,14 +204,6 @@ def draw_on_device(engine: Engine, deviation: float) -> None:
     for buffer in engine.model.buffers():
         buffer.zero_()
     engine.publish_weights()
-
-
-def activate_flash(name: str | None) -> None:
-    """Another implementation of flash attention, where torch has it."""
-    if name is not None:
-        from torch.nn.attention import activate_flash_attention_impl
-
-        activate_flash_attention_impl(name)
 
 
 def collect(device: torch.device) -> None:

@@ -28,12 +28,13 @@ LAYOUT_KEYS = (
     "train.activation_gib",
     "train.offload_activations",
     "train.compile",
+    "train.flash_attention",
     "train.timeout_seconds",
     "train.deterministic",
 )
 FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead", "data.cache_dir", "data.cache_gib")
 # Those of FREE_KEYS on which sums' order, and so the last bits, depend.
-ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.compile", "train.deterministic")
+ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.compile", "train.flash_attention", "train.deterministic")
 # What an engine is made with: it cannot change between steps that are executed one after another.
 BUILT_IN = ("optimizer", "train.precision")
 

@@ -24,6 +24,7 @@ from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, usable_fuse
+from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing
 from launcher.training.ledger import ledger_row
@@ -224,9 +225,11 @@ def build_engine(
     """The model under its layout and precision, weights not yet set. All ranks call it.
 
     ``fuse``: how chains of elementwise work are computed (None: as train.compile says, and this machine can);
-    ``copies``: how activations go to the host. Raises UserError where the device lacks train.precision.
+    ``copies``: how activations go to the host. Raises UserError where the device lacks train.precision, or the machine
+    the package of train.flash_attention.
     """
     check_precision(config.train.precision, mesh.device)
+    choose_flash_attention(config.train.flash_attention, mesh.device)
     if fuse is None:
         say_so = tell if mesh.rank == 0 else lambda line: None
         fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes)

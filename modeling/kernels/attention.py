@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import current_flash_attention_impl
 
 from modeling.context import Context
 from modeling.kernels.terms import term_attention
@@ -103,11 +104,13 @@ def fits_rows(q_BSHC: Tensor, v_BSGC: Tensor) -> bool:
     """Whether cuDNN's kernel for whole rows is to be taken: its heads, a GPU on which it is faster, any order of sums.
 
     On an H200 (torch 2.11, cuDNN 9.19, one row of 8,192 tokens, 32 heads of 128 channels) it reached 589 and 481
-    TFLOP/s forward and backward, FlashAttention 2 313 and 284. Its backward pass sums in an order that varies.
+    TFLOP/s forward and backward, FlashAttention 2 313 and 284. Its backward pass sums in an order that varies; and who
+    has put another FlashAttention in the place of torch's own wants that one.
     """
     width = q_BSHC.shape[-1]
     knows = width == v_BSGC.shape[-1] and width <= ROW_CHANNELS and width % FLASH_UNIT == 0
-    return knows and is_hopper(q_BSHC.device) and not torch.are_deterministic_algorithms_enabled()
+    is_unwanted = torch.are_deterministic_algorithms_enabled() or current_flash_attention_impl() is not None
+    return knows and not is_unwanted and is_hopper(q_BSHC.device)
 
 
 @functools.cache

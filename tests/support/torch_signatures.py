@@ -139,6 +139,7 @@ def signatures_of(home: str, read: Reader) -> list[Signature] | None:
     module, _, qualname = home.partition(":")
     path = module.replace(".", "/")
     found = _defined(f"{path}.py", qualname, read) or _defined(f"{path}/__init__.py", qualname, read)
+    found = found or [each for file in _taken_from(path, qualname, read) for each in _defined(file, qualname, read)]
     found = found or [each for stub in STUBS for each in _defined(stub, qualname, read)]
     return found or _documented(module, qualname, read) or None
 
@@ -164,6 +165,21 @@ def _defined(path: str, qualname: str, read: Reader) -> list[Signature]:
             made = [each for each in _body(node) if named(each, "__init__") or named(each, "__new__")]
             found += [_signature(each, bound=True) for each in made] or [_anything()]
     return found
+
+
+def _taken_from(path: str, name: str, read: Reader) -> list[str]:
+    """The file of a package's module whose function it passes off as its own: ``name = _module.name``."""
+    tree = _parsed(f"{path}/__init__.py", read)
+    given = [
+        node.value
+        for node in (tree.body if tree else [])
+        if isinstance(node, ast.Assign) and any(isinstance(each, ast.Name) and each.id == name for each in node.targets)
+    ]
+    return [
+        f"{path}/{value.value.id}.py"
+        for value in given
+        if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.attr == name
+    ]
 
 
 def _documented(module: str, name: str, read: Reader) -> list[Signature]:

@@ -1,0 +1,41 @@
+"""train.flash_attention: what is asked of torch, and what is told where a package is not there."""
+
+import pytest
+import torch
+
+from launcher.errors import UserError
+from launcher.training import flash
+from launcher.training.flash import choose_flash_attention
+from modeling.kernels.attention import fits_rows
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_package_that_is_not_there_is_refused_in_one_line(version: int) -> None:
+    """torch's own registry looks for it: none of these packages is among the project's."""
+    with pytest.raises(UserError) as refused:
+        choose_flash_attention(version, GPU)
+    line = str(refused.value)
+    assert "\n" not in line
+    assert line.startswith(f"train.flash_attention={version} needs a package") and "ModuleNotFoundError" in line
+    assert line.endswith(f"install {flash.PACKAGES[version]}, or set train.flash_attention=2")
+
+
+def test_torchs_own_and_a_cpu_need_none() -> None:
+    choose_flash_attention(2, GPU)
+    choose_flash_attention(3, CPU)
+
+
+def test_the_version_is_put_in_the_place_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and then rows of one document go to it as well."""
+    asked: list[str] = []
+    rows = torch.empty(1, 8, 4, 64)
+    assert fits_rows(rows, rows)
+    monkeypatch.setattr(flash, "activate_flash_attention_impl", asked.append)
+    choose_flash_attention(3, GPU)
+    for module in ("launcher.training.flash", "modeling.kernels.attention"):
+        monkeypatch.setattr(f"{module}.current_flash_attention_impl", lambda: "FA3")
+    choose_flash_attention(3, GPU)
+    assert asked == ["FA3"]
+    assert not fits_rows(rows, rows)
