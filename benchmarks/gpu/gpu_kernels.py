@@ -17,7 +17,7 @@ from gpu_part import Check, Place
 from modeling.context import Context
 from modeling.kernels.attention import attend, fits_rows, row_attention, varlen_attention
 from modeling.kernels.fp8 import E4M3, scaled_product
-from parallel.zero import sums
+from parallel.zero import accumulation
 
 # Documents of one row of 8,192 tokens.
 DOCUMENTS = {"one": (8192,), "five": (3000, 1200, 37, 2155, 1800), "sixteen": (512,) * 16}
@@ -139,7 +139,7 @@ def check_sums(place: Place) -> None:
     """A flat fp32 sum takes a gradient in bf16: torch's own kernels, and compiled."""
     n_elements = place.small(2**28, 2**12)
     total, gradient = torch.zeros(n_elements, device=place.device), drawn(place, n_elements)
-    for name, kind in (("torch's own", sums.PLAIN), ("compiled", sums.COMPILED)):
+    for name, kind in (("torch's own", accumulation.PLAIN), ("compiled", accumulation.COMPILED)):
         for way, take, n_bytes in (("add", kind.add, 10), ("write", kind.write, 6)):
             seconds = median_seconds(lambda take=take: take(total, gradient), place)
             place.figure(f"{name}, {way}", n_bytes * n_elements / seconds / 1e9, "GB/s")

@@ -82,7 +82,7 @@ ATTENTION = {
 # Of a backward pass of attention, products for each one of the forward pass: 5 for 2, of which one is repeated.
 BACKWARD_PRODUCTS = 2.5
 CHAINS = "roundtable"  # the namespace of compiled chains
-SUM = "take"  # there, of a sum of gradients that takes one more
+ACCUMULATES = "accumulate"  # there, of a sum of gradients that takes one more
 NAMESPACES = ("aten", "prims")  # of operations that multiply no matrices but those above
 
 # Which collective an operation is, and how many times (n-1)/n of its buffer a rank of a ring of n sends.
@@ -172,9 +172,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     given = [*{id(each): each for each in leaves}.values()]  # what is read and written in place is named twice
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     n_bytes = sum(each.nbytes for each in (*given, *made))
-    if namespace == CHAINS and name == SUM:
+    if namespace == CHAINS and name == ACCUMULATES:
         total, gradient, adds = args
-        return Work("compiled sum", "other", None, gradient.nbytes + (2 if adds else 1) * total.nbytes, 0)
+        return Work("compiled accumulation", "other", None, gradient.nbytes + (2 if adds else 1) * total.nbytes, 0)
     if namespace == CHAINS:
         chain = chain_named(args[0])
         n_bytes = chain.moved_bytes(given, made)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
-from parallel.zero.sums import PLAIN, Sums
+from parallel.zero.accumulation import PLAIN, Accumulation
 
 Group = dict[str, Any]  # of torch's optimizer
 Stages = tuple[int, ...]  # of this rank's stages, by their places among them
@@ -50,9 +50,14 @@ class Bucket:
     """
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], stages: Stages, axis: Axis, total: Tensor, sums: Sums = PLAIN
+        self,
+        weights: Sequence[nn.Parameter],
+        stages: Stages,
+        axis: Axis,
+        total: Tensor,
+        accumulation: Accumulation = PLAIN,
     ) -> None:
-        self.sums = sums
+        self.accumulation = accumulation
         self.weights = list(weights)
         self.stages = stages
         self.axis = axis
@@ -87,7 +92,7 @@ class Bucket:
             if gradient is None:
                 place.zero_()
             else:
-                self.sums.write(place, gradient.reshape(-1))
+                self.accumulation.write(place, gradient.reshape(-1))
         flat[start:].zero_()
         return flat
 
@@ -117,12 +122,17 @@ class WholeBucket(Bucket):
     """
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], stages: Stages, axis: Axis, part: Tensor, sums: Sums = PLAIN
+        self,
+        weights: Sequence[nn.Parameter],
+        stages: Stages,
+        axis: Axis,
+        part: Tensor,
+        accumulation: Accumulation = PLAIN,
     ) -> None:
         """``part`` is as long as this rank's part."""
         numel = part.numel()
         self.whole = torch.zeros(numel * axis.degree, dtype=torch.float32, device=part.device)
-        super().__init__(weights, stages, axis, self.whole.narrow(0, axis.rank * numel, numel), sums)
+        super().__init__(weights, stages, axis, self.whole.narrow(0, axis.rank * numel, numel), accumulation)
         self.places = dict(
             zip(weights, self.whole.split([*map(nn.Parameter.numel, weights), self.padding]), strict=False)
         )
@@ -134,9 +144,9 @@ class WholeBucket(Bucket):
         super().take(weight)
         gradient = self.made[weight].reshape(-1)
         if weight in self.begun:
-            self.sums.add(self.places[weight], gradient)
+            self.accumulation.add(self.places[weight], gradient)
         else:
-            self.sums.write(self.places[weight], gradient)
+            self.accumulation.write(self.places[weight], gradient)
         self.begun.add(weight)
         self.made[weight] = gradient[:0]  # it was made, and is needed no more
 

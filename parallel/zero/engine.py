@@ -34,10 +34,10 @@ from parallel.pipeline.stages import is_second_copy, rank_parts, stage_weights, 
 from parallel.pipeline.tied import add_other_copy
 from parallel.recompute import Modes, Recompute
 from parallel.sizes import DEFAULT_SIZES, Sizes
+from parallel.zero.accumulation import accumulation_by
 from parallel.zero.fragments import Fragment, make_states, owned_fragments
 from parallel.zero.groups import optimizer_groups
 from parallel.zero.norm import global_norm
-from parallel.zero.sums import sums_by
 from parallel.zero.ways import sharding_for
 from parallel.zero.weights import describe_weights
 
@@ -87,7 +87,9 @@ class Engine:
         self.before_change: list[Callable[[], None]] = []
         stored = stored_as(precision)
         make_sharding = sharding_for(parallel, stored)
-        self.sharding = make_sharding(mesh, stored, micro_batch_size, optimizer_config.clip_norm, sizes, sums_by(fuse))
+        self.sharding = make_sharding(
+            mesh, stored, micro_batch_size, optimizer_config.clip_norm, sizes, accumulation_by(fuse)
+        )
         adopt, dtype = self.sharding.adopt, DTYPES[stored]
         held = (mesh, model_config, parallel, dtype, adopt, sizes)
         stay = self.sharding.weights_stay

@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from parallel.processes.device import own_device
-from parallel.zero.sums import PLAIN, Sums
+from parallel.zero.accumulation import PLAIN, Accumulation
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
@@ -123,7 +123,7 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
     write first.
     """
 
-    sums: Sums = PLAIN
+    accumulation: Accumulation = PLAIN
 
     def _update_hp_grad(self, lp: Any, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
         """Takes a weight's gradient into its fp32 sum."""
@@ -131,9 +131,9 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
             return
         total = self.fp32_groups_gradients[group_idx][param_idx]
         if self.fp32_groups_has_gradients[group_idx][param_idx]:
-            self.sums.add(total, lp.grad.detach().view(-1))
+            self.accumulation.add(total, lp.grad.detach().view(-1))
         else:
-            self.sums.write(total, lp.grad.detach().view(-1))
+            self.accumulation.write(total, lp.grad.detach().view(-1))
         lp._hp_grad = total
         self.fp32_groups_has_gradients[group_idx][param_idx] = True
         if clear_lp_grads:

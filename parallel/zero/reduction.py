@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.zero.accumulation import Accumulation
 from parallel.zero.sharding import Sharding
 
 
@@ -33,7 +34,7 @@ class ReducedEachPass(Sharding):
     @cached_property
     def sums(self) -> "GradientSums":
         """A pipeline's sums until then."""
-        return GradientSums(self.dtype)
+        return GradientSums(self.dtype, self.accumulation)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the pass's gradients to this rank's part of DeepSpeed's fp32 sums."""
@@ -65,9 +66,10 @@ class GradientSums:
     In fp32 autograd makes the sums, in ``.grad``. State between steps is memory only.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, accumulation: Accumulation) -> None:
         """``dtype``: the weights'."""
         self.dtype = dtype
+        self.accumulation = accumulation
         self.sums: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
@@ -80,7 +82,7 @@ class GradientSums:
                 continue
             if weight not in self.sums:
                 self.sums[weight] = torch.zeros_like(weight.grad, dtype=torch.float32)
-            self.sums[weight] += weight.grad
+            self.accumulation.add(self.sums[weight].view(-1), weight.grad.reshape(-1))
             weight.grad.zero_()  # kept: under ZeRO 3 a partitioned weight takes no new gradient
 
     def total(self, weight: nn.Parameter) -> Tensor:

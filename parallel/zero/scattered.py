@@ -62,7 +62,7 @@ class Zero1Scattered(Zero1):
                 stages_of(parameters[0], self.stages),
                 weights[parameters[0]].replicas,
                 torch.zeros_like(flat, requires_grad=False),
-                self.sums,
+                self.accumulation,
             )
             for flat, parameters in self.flats()
         ]

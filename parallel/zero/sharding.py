@@ -22,13 +22,13 @@ from parallel.layout import Place
 from parallel.matrices import CutMatrices
 from parallel.mesh import Mesh
 from parallel.sizes import Sizes
+from parallel.zero.accumulation import PLAIN, Accumulation
 from parallel.zero.buckets import Group
 from parallel.zero.fragments import Share
 from parallel.zero.groups import Mpu, experts_are_separate, mark_parameter, register_expert_groups
 from parallel.zero.loss_scale import LossScale
 from parallel.zero.matrices import DealtMatrices
 from parallel.zero.settings import deepspeed_config
-from parallel.zero.sums import PLAIN, Sums
 from parallel.zero.weights import HeldWeight
 
 Precision = Stored
@@ -63,14 +63,14 @@ class Sharding(ABC):
         micro_batch_size: int,
         clip_norm: float | None,
         sizes: Sizes,
-        sums: Sums = PLAIN,
+        accumulation: Accumulation = PLAIN,
     ) -> None:
-        """``sums``: how sums of ours take gradients."""
+        """``accumulation``: how fp32 sums that are not DeepSpeed's own take gradients."""
         import parallel.zero.patches as patches
 
         self.patches = patches
         self.mesh = mesh
-        self.sums = sums
+        self.accumulation = accumulation
         self.dtype = DTYPES[precision]
         self.clip_norm = clip_norm
         self.bucket = sizes.bucket

@@ -26,7 +26,7 @@ class Zero1Bf16(Sharding):
     def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
         """As ``Sharding``, and has autograd give each gradient away: a pass never holds all of them in 16 bits."""
         super().open(model, base, weights)
-        self.optimizer.sums = self.sums
+        self.optimizer.accumulation = self.accumulation
         for group, parameters in enumerate(self.optimizer.bf16_groups):
             for number, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self.take, group, number))

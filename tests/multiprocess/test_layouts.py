@@ -120,15 +120,24 @@ def test_dense_tp_equals_one_process(tokens, zero):
 
 
 @pytest.mark.parametrize(  # on two ranks no weight has another replica; bf16 without tp in `make test`: test_zero.py
-    ("zero", "precision", "ranks"),
-    fast_where(product([1, 2, 3], ["bf16", "fp16"], [4, 2]), lambda *case: case == (1, "fp16", 2)),
+    ("zero", "precision", "ranks", "layout"),
+    [
+        *fast_where(
+            product([1, 2, 3], ["bf16", "fp16"], [4, 2], [{"tp": 2, "ep": 2}]),
+            lambda zero, precision, ranks, _: (zero, precision, ranks) == (1, "fp16", 2),
+        ),
+        (2, "bf16", 2, {"pp": 2}),  # gradients are summed by us until the step's end
+        (3, "bf16", 2, {"pp": 2}),
+    ],
+    ids=str,
 )
-def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, precision, ranks):
+def test_low_precision_is_near_one_process_in_that_precision(tokens, zero, precision, ranks, layout):
     """Not bit for bit: tp sums halves of a product in another order, which 8 (bf16) or 11 bits round differently.
 
     The bounds are four times what two micro-batch sizes of the plain process differ by in that precision.
     """
-    config = run_config(tokens, parallel=ParallelConfig(zero=zero, tp=2, ep=2), precision=precision, steps=3)
+    sizes = {"micro_batch_size": 1} if "pp" in layout else {}
+    config = run_config(tokens, parallel=ParallelConfig(zero=zero, **layout), precision=precision, steps=3, **sizes)
     reference = run_reference(config)
     spread = largest_error(run_reference(config, micro_batch_size=1), reference)
     errors = largest_error(run_layout(config, ranks), reference)

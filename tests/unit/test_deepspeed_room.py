@@ -6,12 +6,17 @@ That what we patch is what DeepSpeed calls is seen by tests/multiprocess/test_de
 import ast
 import importlib.metadata
 import importlib.util
+import inspect
 import tomllib
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import parallel.zero.ways  # and with it all that it chooses from
+from parallel.zero.sharding import Sharding
 
 ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "parallel" / "zero"
@@ -113,7 +118,7 @@ def test_planted_a_name_that_deepspeed_has_not_is_seen():
 def unlisted(path: Path) -> set[str]:
     """What a file takes from DeepSpeed's objects and no table above names."""
     listed = {name for names in TAKEN.values() for name in names.split()} | OF_MODULES
-    listed |= {"given_norm", "is_norm_taken", "sums"}  # our subclasses' own
+    listed |= {"given_norm", "is_norm_taken", "accumulation"}  # our subclasses' own
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
@@ -133,6 +138,45 @@ def test_planted_a_name_that_no_table_has_is_seen(tmp_path):
     path = tmp_path / "more.py"
     path.write_text("def f(self):\n    return self.optimizer.bit16_groups_flat\n")
     assert unlisted(path) == {"optimizer.bit16_groups_flat"}
+
+
+def hidden(ways: Iterable[type]) -> list[str]:
+    """What the base of all ways sets, and a way computes by a property of that name: it never would."""
+    tree = ast.parse(inspect.getsource(Sharding))
+    stored = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    return [
+        f"{way.__name__}.{name}"
+        for way in ways
+        for name in sorted(stored)
+        if isinstance(inspect.getattr_static(way, name, None), property | cached_property)
+    ]
+
+
+def test_no_way_has_a_property_that_its_base_sets():
+    """ZeRO 2 and 3 under a pipeline once asked a namesake for their sums."""
+    assert {*all_ways()} >= {parallel.zero.ways.Zero2, parallel.zero.ways.Zero3}
+    assert hidden(all_ways()) == []
+
+
+def test_planted_a_property_that_the_base_sets_is_seen():
+    class Way(Sharding):
+        @cached_property
+        def mesh(self):
+            return None
+
+    assert hidden([Way]) == ["Way.mesh"]
+
+
+def all_ways() -> Iterator[type]:
+    """Sharding's subclasses, and theirs."""
+    left = [Sharding]
+    while left:
+        left += (found := left.pop().__subclasses__())
+        yield from (way for way in found if way.__module__.startswith("parallel."))  # not those of tests
 
 
 def leaks(path: Path) -> list[str]:

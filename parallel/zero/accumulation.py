@@ -1,4 +1,4 @@
-"""Sums of micro-batches' gradients: a flat fp32 sum takes a flat gradient of the weights' dtype, in one pass over both.
+"""Accumulation of gradients: a flat fp32 sum takes a flat gradient of the weights' dtype, in one pass over both.
 
 On a GPU torch's own kernels for two dtypes read number by number: on an H200 (torch 2.11) they moved 2.8 TB/s where a
 copy within its memory moved 4.2. Compiled they are vectorized (``docs/performance.md``).
@@ -21,14 +21,14 @@ ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies b
 Take = Callable[[Tensor, Tensor], None]
 
 
-class Sums(NamedTuple):
+class Accumulation(NamedTuple):
     """How a flat sum takes a flat gradient. Both change the sum in place, outside of autograd."""
 
     add: Take  # to what the sum holds
     write: Take  # over it
 
 
-def sums_by(fuse: Fuse) -> Sums:
+def accumulation_by(fuse: Fuse) -> Accumulation:
     """Compiled on a GPU where chains are; else torch's own."""
     return COMPILED if fuse is compiled else PLAIN
 
@@ -49,33 +49,33 @@ def write(total: Tensor, gradient: Tensor) -> None:
     total.copy_(gradient)
 
 
-PLAIN = Sums(add, write)
+PLAIN = Accumulation(add, write)
 
 
 def add_in_one_pass(total: Tensor, gradient: Tensor) -> None:
     """``add``, on a GPU compiled."""
-    take(total, gradient, adds=True)
+    accumulate(total, gradient, adds=True)
 
 
 def write_in_one_pass(total: Tensor, gradient: Tensor) -> None:
     """``write``, on a GPU compiled."""
-    take(total, gradient, adds=False)
+    accumulate(total, gradient, adds=False)
 
 
-COMPILED = Sums(add_in_one_pass, write_in_one_pass)
+COMPILED = Accumulation(add_in_one_pass, write_in_one_pass)
 
 
-def take(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
-    """One operator, ``roundtable::take(total, gradient, adds)``, of which fake tensors see no more than that."""
+def accumulate(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
+    """One operator, ``roundtable::accumulate(total, gradient, adds)``, of which fake tensors see no more than that."""
     if total.is_cpu:
         (add if adds else write)(total, gradient)
         return
     _library()
-    torch.ops.roundtable.take(total.detach(), gradient.detach(), adds)
+    torch.ops.roundtable.accumulate(total.detach(), gradient.detach(), adds)
 
 
 @torch.no_grad()
-def take_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
+def accumulate_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
     """What the operator does. Compiled kernels are made for places at which vectors may begin, and for any length."""
     is_fit = (total.data_ptr() | gradient.data_ptr()) % ALIGNED == 0
     if not is_fit or total.numel() < WORTH_IT:
@@ -109,7 +109,7 @@ def _compiled(adds: bool, *_: torch.dtype) -> Take:
 def _library() -> torch.library.Library:
     """The operator, defined when it is first called."""
     library = torch.library.Library("roundtable", "FRAGMENT")
-    library.define("take(Tensor(a!) total, Tensor gradient, bool adds) -> ()")
-    library.impl("take", take_there, "CompositeExplicitAutograd")
-    torch.library.register_fake("roundtable::take", lambda total, gradient, adds: None, lib=library)
+    library.define("accumulate(Tensor(a!) total, Tensor gradient, bool adds) -> ()")
+    library.impl("accumulate", accumulate_there, "CompositeExplicitAutograd")
+    torch.library.register_fake("roundtable::accumulate", lambda total, gradient, adds: None, lib=library)
     return library
