@@ -59,11 +59,11 @@ def check_change(change: Change, name: str, place: Place) -> None:
     """The step with the change."""
     if "flash_attention" in change.train:
         look_for_flash(change.train["flash_attention"], place.device)
-    train: dict[str, Any] = {"parallel": ParallelConfig(**{"zero": 1, **change.parallel}), **change.train}
+    parallel = ParallelConfig(**{"zero": 1, **change.parallel})
+    document = None if change.document is None else place.small(change.document, 8)
+    config = baseline(name, place, parallel, document, **change.train)
     sizes = dataclasses.replace(DEFAULT_SIZES, **change.sizes)
-    if change.document is not None:
-        train["document"] = place.small(change.document, 8)
-    job = Job(baseline(name, place, **train), place.dry, steps=place.small(3, 1), sizes=sizes)
+    job = Job(config, place.dry, steps=place.small(3, 1), sizes=sizes)
     tell(measured(job, place.seconds(95)), place)
 
 

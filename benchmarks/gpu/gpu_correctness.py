@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import gpu_8_bits
 from fake_cuda.dry_run import fitting
+from gpu_compare import BOUNDS, compare
 from gpu_part import Check, Place
 from gpu_report import ROOT
 from gpu_ring import ring_on_one_device
@@ -27,19 +29,14 @@ from modeling.context import PADDING, Context
 from modeling.decoder import Decoder
 from modeling.dropout import Draws, Dropout, ScoreDropout
 from modeling.dtypes import DTYPES
-from modeling.kernels import fp8
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import ExpertBiases, experts_grouped
-from modeling.kernels.fuse import plainly
 from modeling.kernels.varlen import FLASH, NO_LIMIT, PLAIN, Pieces
 from modeling.loss import IGNORE, Head
 from modeling.router import Router
 from modeling.score_terms import Alibi, ScoreTerms
 from small_models import Rows, build, example_config, next_tokens, packed_rows
 
-# Of a token's or a matrix' row's norm. A number in bf16 is rounded by up to 2^-9 of itself and one in fp16 by 2^-12;
-# kernels round the softmax's weights, or an expert's inner value, before the second product, and the result.
-BOUNDS = {"bf16": 2e-2, "fp16": 2.5e-3, "fp32": 1e-5}
 CLAMP = 1.5  # of experts in fp32: in 16 bits a rounded value may lie beyond it, where its gradient is another
 MODEL_LOSS_BOUND = 2e-2  # relative, of a small model's loss in bf16
 
@@ -160,10 +157,8 @@ def checks(n_devices: int, *, dry: bool) -> list[Check]:
     for dtype in ("bf16", "fp16", "fp32"):
         cases = [case for case in EXPERTS if case is EXPERTS[0] or dtype == "bf16" or (case.biases and dtype == "fp32")]
         found += [Check(f"experts {dtype}: {case.name}", partial(check_experts, case, dtype)) for case in cases]
-    for name, across in (("forward", False), ("gradients by rows", True)):
-        found += [Check(f"products of 8 bits, {name}", partial(check_8_bits, across))]
-        found += [Check(f"grouped products of 8 bits, {name}", partial(check_8_bits_by_expert, across))]
     found += [
+        *gpu_8_bits.checks(),
         Check("loss chunks", check_loss_chunks),
         Check("router", check_router),
         Check("dropout: the same masks as on a CPU", check_dropout),
@@ -313,51 +308,6 @@ def check_experts(case: ExpertCase, dtype: str, place: Place) -> None:
         compare(f"gradient of {name}", gradient(mine), gradient(reference), BOUNDS[dtype])
 
 
-def check_8_bits(across: bool, place: Place) -> None:
-    """A product of factors cut to 8 bits is that of the cut ones, but for its rounding."""
-    rows_RI, weight_EOI = factors_of_8_bits(place)
-    weight_OI = weight_EOI[0]
-    there_RI, there = (each.to(place.device) for each in (rows_RI, weight_OI.t().contiguous() if across else weight_OI))
-    ours = fp8.product(there_RI, there, plainly, across=across)
-    compare_8_bits(ours, cut_to_8_bits(rows_RI) @ cut_to_8_bits(weight_OI).t(), place)
-
-
-def check_8_bits_by_expert(across: bool, place: Place) -> None:
-    """The same, each row by its expert's matrix; one expert has no row, one has one."""
-    rows_RI, weight_EOI = factors_of_8_bits(place)
-    n_experts, n_rows = len(weight_EOI), len(rows_RI)
-    ends_E = torch.linspace(0, n_rows, n_experts).to(torch.int32)  # the first has none
-    ends_E[1] = 1
-    there_RI, there = (
-        each.to(place.device) for each in (rows_RI, weight_EOI.transpose(1, 2).contiguous() if across else weight_EOI)
-    )
-    ours = fp8.grouped_product(there_RI, ends_E.to(place.device), there, plainly, across=across)
-    bounds = [0, *ends_E.tolist()]
-    cut_RI, cut_EOI = cut_to_8_bits(rows_RI), cut_to_8_bits(weight_EOI)
-    theirs = [cut_RI[first:end] @ matrix.t() for first, end, matrix in zip(bounds, bounds[1:], cut_EOI, strict=False)]
-    compare_8_bits(ours, torch.cat(theirs), place)
-
-
-def factors_of_8_bits(place: Place) -> tuple[Tensor, Tensor]:
-    """rows_RI and weight_EOI, bf16, on the CPU."""
-    n_rows, n_experts, width, n_inner = place.small((4096, 16, 768, 2048), (96, 4, 32, 64))
-    generator = torch.Generator().manual_seed(2)
-    rows_RI = torch.randn(n_rows, n_inner, generator=generator).bfloat16()
-    return rows_RI, (torch.randn(n_experts, width, n_inner, generator=generator) * n_inner**-0.5).bfloat16()
-
-
-def cut_to_8_bits(numbers: Tensor) -> Tensor:
-    """What is multiplied, in fp32."""
-    return fp8.put_back(*fp8.cut(numbers)).float()
-
-
-def compare_8_bits(ours: Tensor, theirs: Tensor, place: Place) -> None:
-    """By row, and the whole as a figure: rounding to bf16 alone makes 1.7e-3 of the norm."""
-    mine = ours.cpu().float()
-    place.figure("rounding", float((mine - theirs).norm() / theirs.norm()), "of the product's norm")
-    compare("product", mine, theirs, BOUNDS["bf16"])
-
-
 def check_loss_chunks(place: Place) -> None:
     """Whatever the chunks, the loss and its gradients are those of torch's own cross-entropy."""
     n_tokens, d_model, vocab_size = place.small((2048, 512, 32000), (96, 32, 320))
@@ -488,21 +438,3 @@ def gradient(tensor: Tensor) -> Tensor:
 def drawn_like(tensor: Tensor) -> Tensor:
     """Random numbers of its shape, dtype and device, always the same."""
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9)).to(tensor)
-
-
-def compare(what: str, ours: Tensor, theirs: Tensor, bound: float, floor: float | Tensor = 0.0) -> None:
-    """Raises where a row differs by more than ``bound`` of its norm, the rows' mean norm and its floor; a NaN does.
-
-    The mean is that of rows that are not zero: a row's rounding is that of the terms that cancel in it, which are as
-    large beside rows without a gradient (tokens of documents of one) as without such rows.
-    """
-    assert ours.shape == theirs.shape, f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-    if ours.numel() == 0:
-        return
-    ours, theirs = (each.double().reshape(-1, each.shape[-1]) for each in (ours, theirs))
-    errors, norms = (ours - theirs).norm(dim=-1), theirs.norm(dim=-1)
-    usual = norms[norms > 0].mean().nan_to_num()
-    shares = errors / (norms + usual + floor + 1e-30)
-    worst = int(shares.nan_to_num(float("inf")).argmax())
-    is_within = bool((shares <= bound).all())
-    assert is_within, f"{what}: row {worst} differs by {float(shares[worst]):.2e} of its norm, above {bound:.0e}"

@@ -4,7 +4,6 @@ Shape letters: T tokens, H heads, G key-value heads, C d_head, R rows, E experts
 """
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -38,21 +37,8 @@ def checks() -> list[Check]:
 
 
 def median_seconds(function: Callable[[], object], place: Place) -> float:
-    """Of ten calls, between events on the device."""
-    if place.device.type != "cuda":
-        return gpu_device.seconds_of(function, place.device, repeats=2, warm_up=1)
-    for _ in range(3):
-        function()
-    found = []
-    with gpu_device.turn():
-        for _ in range(10):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize(place.device)
-            found.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(found)
+    """Of ten calls."""
+    return gpu_device.seconds_of(function, place.device, repeats=place.small(10, 2), warm_up=place.small(3, 1))
 
 
 def rate(name: str, flops: float, function: Callable[[], object], place: Place) -> None:

@@ -103,14 +103,19 @@ def published(name: str, place: Place) -> ModelConfig:
     return dataclasses.replace(model, n_layers=small if gib < SMALL_CARD_GIB else large)
 
 
-def baseline(name: str, place: Place, **train: Any) -> RunConfig:
+def baseline(
+    name: str,
+    place: Place,
+    parallel: ParallelConfig = ParallelConfig(zero=1),  # noqa: B008 it is frozen
+    document: int | None = None,
+    **train: Any,
+) -> RunConfig:
     """A run of random tokens with that model: 8,192 tokens a micro-batch, eight of them a step, bf16, ZeRO 1.
 
-    ``document``: the tokens of each document; by default sequences are cut out of longer ones.
+    ``document``: the tokens of each document; None: sequences are cut out of longer ones. ``train``: its other keys.
     """
     model, seq_len = published(name, place), place.small(8192, 64)
-    tokens = write_random_tokens(place.folder, model.vocab_size, 64 * seq_len, train.pop("document", 3 * seq_len))
-    parallel = train.pop("parallel", ParallelConfig(zero=1))
+    tokens = write_random_tokens(place.folder, model.vocab_size, 64 * seq_len, document or 3 * seq_len)
     settings = {"steps": 1000, "global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16", **train}
     return RunConfig(
         run_dir=str(place.folder / "run"),

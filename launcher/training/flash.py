@@ -1,13 +1,31 @@
 """Which FlashAttention a run takes on GPUs: train.flash_attention."""
 
+import importlib.util
+
 import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
 from launcher.errors import UserError
 
 TORCHS_OWN = 2
-# What each version comes in, for those that torch can take in its own one's place.
+# Of those that torch can take in its own one's place: what torch imports, and what that comes in.
+MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
 PACKAGES = {3: "flash-attn-3 (for Hopper)", 4: "flash-attn-4 (for Hopper and Blackwell)"}
+
+
+def check_flash_attention(version: int) -> None:
+    """Refuses a version whose package is not there, on a machine with a GPU, before anything is created.
+
+    Raises UserError. What is imported, and may fail at that, is told by ``choose_flash_attention``.
+    """
+    if version == TORCHS_OWN or not torch.cuda.is_available():
+        return
+    try:
+        is_there = importlib.util.find_spec(MODULES[version]) is not None
+    except ImportError:  # of the package that the module lies in
+        is_there = False
+    if not is_there:
+        raise refusal(version, f"no module {MODULES[version]}")
 
 
 def choose_flash_attention(version: int, device: torch.device) -> None:
@@ -21,10 +39,14 @@ def choose_flash_attention(version: int, device: torch.device) -> None:
     try:
         activate_flash_attention_impl(name)
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # a library's, torch's own, a name it has not
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(
-            [
-                f"train.flash_attention={version} needs a package that torch {torch.__version__} can take, and there "
-                f"is none ({reason}); install {PACKAGES[version]}, or set train.flash_attention={TORCHS_OWN}"
-            ]
-        ) from None
+        raise refusal(version, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+def refusal(version: int, reason: str) -> UserError:
+    """In one line, with the remedy."""
+    return UserError(
+        [
+            f"train.flash_attention={version} needs a package that torch {torch.__version__} can take, and there is "
+            f"none ({reason}); install {PACKAGES[version]}, or set train.flash_attention={TORCHS_OWN}"
+        ]
+    )

@@ -127,6 +127,7 @@ def start_checks() -> dict[str, Callable[[RunConfig], object]]:
     """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
     from data.foreign import check_foreign_files
     from launcher.training.compiling import check_compiler
+    from launcher.training.flash import check_flash_attention
     from launcher.training.remote_tokens import check_remote_tokens
 
     return {
@@ -137,6 +138,7 @@ def start_checks() -> dict[str, Callable[[RunConfig], object]]:
         "checkpoint.dir": check_checkpoint_dir,
         "room for checkpoints": check_room,
         "compiler": lambda config: check_compiler(config.train.compile),
+        "flash attention": lambda config: check_flash_attention(config.train.flash_attention),
         "evaluation tasks": check_named_tasks,
     }
 

@@ -21,7 +21,10 @@ from modeling.score_terms import NO_TERMS, ScoreTerms
 FLASH_CHANNELS = 256  # of a head, at most
 FLASH_UNIT = 8  # channels: 16 bytes in 16 bits
 ROW_CHANNELS = 128  # of a head, at most, in cuDNN's kernel for whole rows; a head has whole FLASH_UNITs there
-HOPPER = (9, 0)  # compute capability
+ROW_MULTIPLE = (
+    128  # tokens: of rows of other lengths, which evaluation has by the hundred, it would build as many graphs
+)
+ROW_GENERATIONS = (9, 10)  # of compute capability: Hopper and Blackwell in data centers
 
 
 def attend(
@@ -38,8 +41,8 @@ def attend(
 
     On a CPU each document is attended to by itself, in pieces of at most ``block`` queries. CUDA in half precision
     takes variable-length flash attention, which knows heads of up to ``FLASH_CHANNELS``, and since Hopper cuDNN's
-    kernel where each row is one document. None of them forms a mask of a row's pairs; everything else takes
-    ``masked_attention``. Flash attention knows no terms: with them, on CUDA,
+    kernel where each row is one document (``fits_rows``). None of them forms a mask of a row's pairs; everything
+    else takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA,
     B * S * S numbers of a mask are made, with slopes H times as many, once for all layers of one window; other terms
     take fp32 scores in each layer.
     """
@@ -101,22 +104,25 @@ def masked_attention(
 
 
 def fits_rows(q_BSHC: Tensor, v_BSGC: Tensor) -> bool:
-    """Whether cuDNN's kernel for whole rows is to be taken: its heads, a GPU on which it is faster, any order of sums.
+    """Whether cuDNN's kernel for whole rows is to be taken: for such heads, rows and GPUs, and sums in any order.
 
     On an H200 (torch 2.11, cuDNN 9.19, one row of 8,192 tokens, 32 heads of 128 channels) it reached 589 and 481
     TFLOP/s forward and backward, FlashAttention 2 313 and 284. Its backward pass sums in an order that varies; and who
     has put another FlashAttention in the place of torch's own wants that one.
     """
-    width = q_BSHC.shape[-1]
+    seq_len, width = q_BSHC.shape[1], q_BSHC.shape[-1]
     knows = width == v_BSGC.shape[-1] and width <= ROW_CHANNELS and width % FLASH_UNIT == 0
+    knows = knows and seq_len % ROW_MULTIPLE == 0
     is_unwanted = torch.are_deterministic_algorithms_enabled() or current_flash_attention_impl() is not None
-    return knows and not is_unwanted and is_hopper(q_BSHC.device)
+    return knows and not is_unwanted and has_fast_rows(q_BSHC.device)
 
 
 @functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether a GPU has the tensor cores that Hopper brought; one that only fake tensors lie on has."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= HOPPER
+def has_fast_rows(device: torch.device) -> bool:
+    """Whether cuDNN is there, and a GPU whose tensor cores FlashAttention 2 does not know. Fake tensors have both."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] in ROW_GENERATIONS
 
 
 def row_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> Tensor:

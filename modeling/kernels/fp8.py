@@ -11,7 +11,9 @@ brings its largest number next to E4M3's, 448. Three choices keep a layout from 
   micro-batches, and a scale over them would differ from layout to layout.
 
 Weights, masters, what is kept for the backward pass, and every reduction are as in bf16. Where there is no such GPU the
-same factors are multiplied in bf16, which holds each of them exactly, and only the order of sums differs.
+same factors are multiplied in bf16, which holds each of them exactly, and only sums differ: in their order, and those
+of experts' products in what Hopper's tensor cores keep of them (on an H200 less than the rounding of the result to
+bf16: docs/fp8.md).
 
 Shape letters: R rows, E experts, I what goes in, O what comes out.
 """

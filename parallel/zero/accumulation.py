@@ -16,6 +16,7 @@ from modeling.kernels.fuse import Fuse, compiled, sizes_alone
 from parallel.zero.norm import CPU_PIECE
 
 WORTH_IT = 1 << 20  # elements: smaller ones a GPU adds in less time than a compiled kernel takes to be called
+MOST = 1 << 31  # elements that a kernel counts in 32 bits
 ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies before it calls a compiled kernel
 
 Take = Callable[[Tensor, Tensor], None]
@@ -78,7 +79,7 @@ def accumulate(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
 def accumulate_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
     """What the operator does. Compiled kernels are made for places at which vectors may begin, and for any length."""
     is_fit = (total.data_ptr() | gradient.data_ptr()) % ALIGNED == 0
-    if not is_fit or total.numel() < WORTH_IT:
+    if not is_fit or not WORTH_IT <= total.numel() < MOST:
         (add if adds else write)(total, gradient)
         return
     given = [each.detach() for each in (total, gradient)]
@@ -99,7 +100,10 @@ def write_flat(total: Tensor, gradient: Tensor) -> None:
 
 @cache
 def _compiled(adds: bool, *_: torch.dtype) -> Take:
-    """Of one pair of dtypes, so that sizes alone are looked at in each call."""
+    """Of one pair of dtypes, so that sizes alone are looked at in each call.
+
+    Of its own code object: torch counts the versions that it compiles of each.
+    """
     function = add_flat if adds else write_flat
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, fullgraph=True, options={"guard_filter_fn": sizes_alone, "compile_threads": 1})

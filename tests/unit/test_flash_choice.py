@@ -6,6 +6,7 @@ import torch
 from launcher.errors import UserError
 from launcher.training import flash
 from launcher.training.flash import choose_flash_attention
+from launcher.training.start import start_checks
 from modeling.kernels.attention import fits_rows
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -22,6 +23,19 @@ def test_a_package_that_is_not_there_is_refused_in_one_line(version: int) -> Non
     assert line.endswith(f"install {flash.PACKAGES[version]}, or set train.flash_attention=2")
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_start_on_a_gpu_looks_for_the_package_before_it_creates_anything(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    assert "flash attention" in start_checks()
+    flash.check_flash_attention(version)  # no GPU here
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match=f"^train.flash_attention={version} needs .*no module {flash.MODULES[version]}"):
+        flash.check_flash_attention(version)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    flash.check_flash_attention(version)
+
+
 def test_torchs_own_and_a_cpu_need_none() -> None:
     choose_flash_attention(2, GPU)
     choose_flash_attention(3, CPU)
@@ -30,7 +44,7 @@ def test_torchs_own_and_a_cpu_need_none() -> None:
 def test_the_version_is_put_in_the_place_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and then rows of one document go to it as well."""
     asked: list[str] = []
-    rows = torch.empty(1, 8, 4, 64)
+    rows = torch.empty(1, 128, 4, 64)
     assert fits_rows(rows, rows)
     monkeypatch.setattr(flash, "activate_flash_attention_impl", asked.append)
     choose_flash_attention(3, GPU)

@@ -1,5 +1,6 @@
 """`make gpu` as far as a CPU can tell: its checks, its reports, what a crash or a hang costs, the page of figures."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gpu_compare
 import gpu_correctness
 import gpu_device
 import gpu_page
@@ -22,7 +24,7 @@ import hour
 import parallel.context_parallel.pieces as ring_pieces
 import parallel.context_parallel.ring as ring
 from gpu_part import PARTS, Check, Place
-from gpu_report import Report, Skipped
+from gpu_report import Report, Skipped, from_root
 from modeling.context import Context
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
@@ -137,7 +139,7 @@ def test_planted_a_wrong_expert_is_seen(monkeypatch, tmp_path):
 
 def test_a_nan_differs():
     with pytest.raises(AssertionError):
-        gpu_correctness.compare("x", torch.tensor([[float("nan")]]), torch.ones(1, 1), 1.0)
+        gpu_compare.compare("x", torch.tensor([[float("nan")]]), torch.ones(1, 1), 1.0)
 
 
 def test_waits_are_counted_by_torchs_own_words():
@@ -161,6 +163,31 @@ def test_operators_of_a_call_are_told():
     assert 1 <= len(rows) <= 3
     assert all(row["calls"] > 0 for row in rows)
     assert rows == sorted(rows, key=lambda row: -row["ms"])
+
+
+def test_gaps_are_the_times_in_which_no_kernel_runs():
+    """Kernels of several streams may overlap; one that ends before another has begun after it hides nothing."""
+    spans = [(0.0, 2000.0, "a"), (1000.0, 1500.0, "b"), (2500.0, 3000.0, "c"), (3000.0, 3500.0, "d")]
+    busy_ms, gaps = gpu_device.busy_and_gaps(spans[::-1])
+    assert busy_ms == 3.0
+    assert gaps == [{"ms": 0.5, "after": "a", "before": "c"}]
+
+
+def test_side_by_side_parts_take_turns_in_what_they_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("GPU_TURN", str(tmp_path / "turn"))
+    with gpu_device.turn(), open(tmp_path / "turn") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / "turn") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back
+
+
+def test_files_name_no_path_of_the_machine(tmp_path):
+    """Where waits are, and where a failure was raised."""
+    assert from_root(f"{ROOT}/parallel/mesh.py:3") == "parallel/mesh.py:3"
+    assert from_root(f'File "{torch.__file__}", line 1') == 'File "torch/__init__.py", line 1'
+    report = Report.begin(tmp_path / "part-1.json", 1, "planted", dry=True)
+    report.end("planted", "failed", f"{ROOT}/launcher/x.py", 1.0)
+    assert str(ROOT) not in (tmp_path / "part-1.json").read_text()
 
 
 def fails(place: Place) -> None:
@@ -313,6 +340,18 @@ def test_planted_a_result_changes_its_cells(tmp_path):
     assert "| 3 baselines | 1 passed |" in text
     assert "NVIDIA H200, 2031-01-02" in text
     assert "torch 2.11.0; commit abc" in text
+
+
+def test_a_check_that_was_run_again_ends_as_the_last_time(tmp_path):
+    name = "Llama 3 8B: roundtable"
+    result(tmp_path / "1-part-3.json", checks=[{"check": name, "status": "failed", "message": "", "seconds": 1.0}])
+    result(tmp_path / "2-part-3.json")
+    assert "| 3 baselines | 1 passed |" in gpu_page.page(tmp_path)
+
+
+def test_checks_are_chosen_by_one_of_several_texts():
+    names = [check.name for check in hour.chosen_checks(PARTS[2], 0, dry=True, text="matmul|head chunks")]
+    assert names == ["matmul", "head chunks"]
 
 
 def test_a_figure_of_a_failed_check_does_not_count(tmp_path):

@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
-from modeling.kernels.attention import attend, fits_rows, widened
+from modeling.kernels.attention import attend, fits_rows, has_fast_rows, widened
 from modeling.kv_cache import LayerCache
 from modeling.pieces import QUERY_BLOCK, cut_documents
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
@@ -153,28 +153,54 @@ def test_rows_that_are_one_document_each(context: Context) -> None:
 @pytest.mark.parametrize(
     ("length", "width", "window", "is_whole"),
     [
-        (8, 64, None, True),
-        (8, 64, 8, True),
-        (8, 64, 7, False),
-        (8, 36, None, False),
-        (8, 136, None, False),
-        (4, 64, None, False),
+        (256, 64, None, True),
+        (256, 64, 256, True),
+        (256, 64, 255, False),
+        (256, 36, None, False),
+        (256, 136, None, False),
+        (128, 64, None, False),
     ],
 )
 def test_a_gpu_takes_the_kernel_for_whole_rows_where_it_fits(
     monkeypatch: pytest.MonkeyPatch, length: int, width: int, window: int | None, is_whole: bool
 ) -> None:
     """Tensors that say that they lie on a GPU, which counts as one of Hopper's kind."""
-    documents_BS = (torch.arange(8) // length).expand(2, 8)
-    context = Context((torch.arange(8) % length).expand(2, 8), documents_BS)
+    places_S = torch.arange(256)
+    context = Context((places_S % length).expand(2, 256), (places_S // length).expand(2, 256))
     monkeypatch.setattr("modeling.kernels.attention.row_attention", lambda *_: "whole rows")
     monkeypatch.setattr("modeling.kernels.attention.varlen_attention", lambda *_: "documents")
-    heads = [torch.empty(2, 8, n, width, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4, 2, 2)]
+    heads = [torch.empty(2, 256, n, width, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4, 2, 2)]
     assert attend(*heads, context, window) == ("whole rows" if is_whole else "documents")
 
 
+@pytest.mark.parametrize(
+    ("capability", "has_cudnn", "fits"),
+    [
+        ((9, 0), True, True),
+        ((10, 3), True, True),
+        ((9, 0), False, False),
+        ((8, 0), True, False),
+        ((12, 0), True, False),
+    ],
+)
+def test_the_kernel_for_whole_rows_is_for_gpus_on_which_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_cudnn: bool, fits: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: has_cudnn)
+    assert has_fast_rows.__wrapped__(torch.device("cuda", 0)) == fits
+
+
+@pytest.mark.parametrize("seq_len", [1, 77, 127, 129, 1000])
+def test_rows_of_any_length_build_no_graphs(seq_len: int) -> None:
+    """A graph takes up to a second, and one is built for each shape."""
+    rows = torch.empty(1, seq_len, 4, 64)
+    assert not fits_rows(rows, rows)
+
+
 def test_deterministic_runs_take_no_kernel_whose_sums_have_no_order() -> None:
-    rows = torch.empty(1, 8, 4, 64)
+    rows = torch.empty(1, 128, 4, 64)
     assert fits_rows(rows, rows)
     torch.use_deterministic_algorithms(True)
     try:
