@@ -78,6 +78,9 @@ def why_not(arguments: argparse.Namespace) -> str | None:
     """Why nothing can begin, in one line."""
     if arguments.minutes is not None and not 0 < arguments.minutes <= 1440:
         return f"make gpu: MINUTES={arguments.minutes:g} must be above 0 and at most 1440; try MINUTES=8"
+    turn = os.environ.get("GPU_TURN")
+    if turn is not None and (not Path(turn).parent.is_dir() or Path(turn).is_dir()):
+        return f"make gpu: GPU_TURN={turn} must be a file in a folder that is there; try GPU_TURN=/tmp/turn"
     if not arguments.dry and (problem := no_gpu()) is not None:
         return f"make gpu needs a GPU, and {problem}; `make gpu DRY=1` runs all parts on the CPU, with small sizes"
     return None
@@ -204,6 +207,8 @@ def print_end(report: Report) -> None:
     """The part's sums."""
     counts = ", ".join(f"{report.count(status)} {status}" for status in ("passed", "failed", "skipped"))
     print(f"part {report.content['part']}: {counts}, {len(report.content['figures'])} figures", flush=True)
+    if not report.content["checks"]:
+        print(f"part {report.content['part']}: no check was chosen, by its name", flush=True)
 
 
 def work(arguments: argparse.Namespace) -> int:

@@ -349,6 +349,14 @@ def test_a_check_that_was_run_again_ends_as_the_last_time(tmp_path):
     assert "| 3 baselines | 1 passed |" in gpu_page.page(tmp_path)
 
 
+def test_a_turn_that_cannot_be_taken_is_refused_before_anything_begins(tmp_path, monkeypatch):
+    for turn in (tmp_path / "nowhere" / "turn", tmp_path):
+        monkeypatch.setenv("GPU_TURN", str(turn))
+        done = make_gpu("PART=3", "DRY=1", f"OUT={tmp_path / 'out'}")
+        assert done.returncode == 2 and not (tmp_path / "out").exists()
+        assert f"GPU_TURN={turn} must be a file in a folder that is there" in done.stderr
+
+
 def test_checks_are_chosen_by_one_of_several_texts():
     names = [check.name for check in hour.chosen_checks(PARTS[2], 0, dry=True, text="matmul|head chunks")]
     assert names == ["matmul", "head chunks"]

@@ -14,6 +14,7 @@ from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chun
 from parallel.pipeline.draw import Durations, bubble_fraction, draw_svg, draw_text, peak_activations, summary, timeline
 from parallel.pipeline.rules import pipeline_problems, runs_micro_batches
 from parallel.pipeline.schedule import Action, action_orders
+from parallel.zero.accumulation import PLAIN
 from parallel.zero.reduction import GradientSums
 
 SCHEDULES = [OneFOneB(), Interleaved(), Interleaved(n_chunks=3), ZBV(), DualPipeV()]
@@ -188,7 +189,7 @@ def test_split_backward_passes_want_a_torch_that_splits_rightly(monkeypatch, ins
 def test_sixteen_bit_gradients_are_summed_in_fp32():
     """256 gradients of 2^-8 after one of 1: a bf16 sum stays at 1, the true sum is 2."""
     linear = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    sums = GradientSums(torch.bfloat16)
+    sums = GradientSums(torch.bfloat16, PLAIN)
     for _ in range(2):  # nothing is left over from the step before
         linear.weight.grad = None
         for value in [1.0] + [2.0**-8] * 256:
