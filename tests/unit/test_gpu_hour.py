@@ -420,4 +420,5 @@ def test_the_whole_hour_on_the_cpu(tmp_path):
         ran[part.number] = {row["check"] for row in content["checks"] if row["status"] == "passed"}
     for table in gpu_page.tables():
         for row in table.rows:
-            assert row.check not in ran[row.part] or (row.check, row.figure) in named[row.part], row
+            wanted = {(row.check, figure) for figure in row.figure.split("|")}
+            assert row.check not in ran[row.part] or wanted <= named[row.part], row
