@@ -21,12 +21,12 @@ from cpu_precision import add_precision, choose_precision
 HERE = Path(__file__).parent
 SET: dict[str, tuple[str, ...]] = {
     "attention_documents": (),
-    "moe_layer": ("--steps", "12", "--rounds", "5"),
-    "recomputation": ("--steps", "4", "--rounds", "5"),
+    "moe_layer": ("--rounds", "9"),
+    "recomputation": ("--rounds", "9"),
     "step_speed": ("--steps", "1", "--rounds", "3"),
     "zero_step_speed": ("--steps", "1", "--rounds", "3"),
 }
-IN_FP32 = {"moe_layer": ("--steps", "12", "--rounds", "3"), "recomputation": ("--steps", "2", "--rounds", "3")}
+IN_FP32 = {"recomputation": ("--rounds", "5")}
 
 
 def main() -> None:

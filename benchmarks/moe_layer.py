@@ -1,17 +1,16 @@
 """A MoE layer on a CPU beside a dense SwiGLU of its active width: milliseconds of processor time. One JSON line.
 
-    python benchmarks/moe_layer.py [--steps 12] [--rounds 5] [--precision fp32|bf16|auto]
+    python benchmarks/moe_layer.py [--steps 4] [--rounds 9] [--precision fp32|bf16|auto]
 
 Forward and backward over 4096 tokens of d_model 384, one thread: 16 experts of width 192, 4 a token, and 64
 experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer is all of it: the router, its balance
 loss and what it counts, no shared expert. Hidden states are drawn anew each step, and so is the routing. Each layer is
-a process of its own, in turn; figures are medians over steps, then over rounds, and ratios medians of the rounds'.
+a process of its own, which takes some steps when its turn comes; figures are medians over steps, then over rounds, and
+ratios medians of the rounds'.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -25,58 +24,57 @@ from modeling.context import Context
 from modeling.dtypes import DTYPES
 from modeling.feed_forward import FeedForward
 from modeling.moe import build_moe
+from sides import takes_turns, waiting
 
 BATCH, SEQ_LEN, D_MODEL = 8, 512, 384
 SIZES = {"16 x 192": (16, 192, 4), "64 x 64": (64, 64, 12)}  # experts, width, experts a token
 KINDS = ("moe", "dense")
-WARM_UP = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layer", nargs=2, metavar=("SIZE", "KIND"))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--side", nargs=2, metavar=("SIZE", "KIND"))
     add_precision(parser)
     arguments = parser.parse_args()
-    if arguments.layer is not None:
-        size, kind = arguments.layer
-        print(json.dumps(measure(size, kind, arguments.steps, arguments.precision)))
+    if arguments.side is not None:
+        takes_turns(steps_of(*arguments.side, arguments.steps, arguments.precision))
         return
     chosen = choose_precision(arguments.precision)
     options = ["--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
-    found: dict[str, dict[str, list[float]]] = {size: {kind: [] for kind in KINDS} for size in SIZES}
-    for _ in range(arguments.rounds):
-        for size, kinds in found.items():
-            for kind in KINDS:
-                command = [sys.executable, __file__, "--layer", size, kind, *options]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                kinds[kind].append(json.loads(done.stdout.splitlines()[-1]))
-    figures = {
-        size: {
-            **{f"{kind}_ms": round(median(times), 1) for kind, times in kinds.items()},
-            "ratio": round(median(moe / dense for moe, dense in zip(*kinds.values(), strict=True)), 3),
+    line: dict[str, object] = {"benchmark": "moe_layer", "torch": torch.__version__, **chosen}
+    for size in SIZES:
+        moe, dense = ((size, kind) for kind in KINDS)
+        with waiting(__file__, [moe, dense], options) as measured:
+            rounds = [(measured(moe), measured(dense)) for _ in range(arguments.rounds)]
+        line[size] = {
+            **{
+                f"{kind}_ms": round(median(times), 1)
+                for kind, times in zip(KINDS, zip(*rounds, strict=True), strict=True)
+            },
+            "ratio": round(median(of_moe / of_dense for of_moe, of_dense in rounds), 3),
         }
-        for size, kinds in found.items()
-    }
-    print(json.dumps({"benchmark": "moe_layer", "torch": torch.__version__, **chosen, **figures}))
+    print(json.dumps(line))
 
 
-def measure(size: str, kind: str, steps: int, precision: str) -> float:
-    """Milliseconds of a step's forward and backward pass, the median of ``steps``."""
+def steps_of(size: str, kind: str, n_steps: int, precision: str) -> Callable[[], float]:
+    """What takes ``n_steps`` more, forward and backward; returns their median milliseconds of processor time."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = DTYPES[precision]
     layer, forward = build(size, kind, dtype)
-    times = []
-    for _ in range(WARM_UP + steps):
+
+    def step() -> float:
         hidden_BSD, grad_BSD = (torch.randn(BATCH, SEQ_LEN, D_MODEL).to(dtype) for _ in range(2))
         hidden_BSD.requires_grad_()
         start = time.process_time()
         forward(hidden_BSD).backward(grad_BSD)
-        times.append((time.process_time() - start) * 1e3)
+        milliseconds = (time.process_time() - start) * 1e3
         layer.zero_grad()
-    return median(times[WARM_UP:])
+        return milliseconds
+
+    return lambda: median(step() for _ in range(n_steps))
 
 
 def build(size: str, kind: str, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:

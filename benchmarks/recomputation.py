@@ -1,21 +1,23 @@
 """What recomputation costs on a CPU and what it saves. Prints one JSON line.
 
-    python benchmarks/recomputation.py [--steps 4] [--rounds 5] [--precision fp32|bf16|auto]
+    python benchmarks/recomputation.py [--rounds 9] [--precision fp32|bf16|auto]
 
 A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by ``train.recompute``.
 ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are the bytes that the
 layers have left for the backward pass when the head begins (all tensors that are there then, less those from before the
 forward pass), over those of ``none``. Norms and rotations go by rows and memory goes back to the system as in a run;
 ``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
-there. Each side is a process of its own, in turn; times are medians over steps, then over rounds. Bytes are the same
-each time, and counted once.
+there. Each side is a process of its own, which takes a step when its turn comes; times are medians over rounds, ratios
+medians of the rounds'. Bytes are the same each time, and counted once.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from unittest.mock import patch
@@ -36,6 +38,7 @@ from modeling.init import materialize
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.scratch import Scratch
 from parallel.recompute import Recompute, apply_recompute
+from sides import takes_turns, waiting
 
 BATCH, SEQ_LEN = 4, 512
 DENSE = ModelConfig(vocab_size=4096, d_model=384, n_layers=8, n_heads=6, n_kv_heads=2, d_head=64, d_ff=1024)
@@ -45,8 +48,7 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "feed_forward", "full")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--side", nargs=2, metavar=("MODEL", "MODE"))
     parser.add_argument("--bytes", action="store_true", help="of a side: count its activations instead")
     add_precision(parser)
@@ -57,18 +59,19 @@ def main() -> None:
         if arguments.bytes:
             print(json.dumps(count_bytes(name, mode, arguments.precision)))
         else:
-            print(json.dumps({"milliseconds": milliseconds(name, mode, arguments.steps, arguments.precision)}))
+            takes_turns(step_of(name, mode, arguments.precision))
         return
     chosen = choose_precision(arguments.precision)
-    options = ["--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
-    sides = [(model, mode) for model in MODELS for mode in MODES]
-    times: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
-    for _ in range(arguments.rounds):
-        for side in sides:
-            times[side].append(run_side(*side, *options)["milliseconds"])
-    kept = {side: run_side(*side, *options, "--bytes") for side in sides}
+    options = ["--precision", str(chosen["precision"])]
+    times: dict[tuple[str, str], list[float]] = {}
+    for model in MODELS:
+        sides = [(model, mode) for mode in MODES]
+        with waiting(__file__, sides, options) as measured:
+            rounds = [[measured(side) for side in sides] for _ in range(arguments.rounds)]
+        times |= dict(zip(sides, map(list, zip(*rounds, strict=True)), strict=True))
+    kept = {side: bytes_of(*side, *options) for side in times}
     line: dict[str, object] = {"benchmark": "recomputation", "torch": torch.__version__, **chosen}
-    for model, mode in sides:
+    for model, mode in times:
         side, none = (model, mode), (model, "none")
         line[f"{model} {mode}"] = {
             "milliseconds": round(median(times[side])),
@@ -79,25 +82,26 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def run_side(model: str, mode: str, *options: str) -> dict[str, float]:
-    """What a side's process says."""
-    command = [sys.executable, __file__, "--side", model, mode, *options]
+def bytes_of(model: str, mode: str, *options: str) -> dict[str, float]:
+    """What a side's process counts."""
+    command = [sys.executable, __file__, "--side", model, mode, *options, "--bytes"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
 
-def milliseconds(name: str, mode: Recompute, n_steps: int, precision: str) -> float:
-    """A step's processor time, the median of ``n_steps`` after one that warms up."""
+def step_of(name: str, mode: Recompute, precision: str) -> Callable[[], float]:
+    """What takes one step more, and returns its milliseconds of processor time."""
     keep_heap_from_growing()
     model = build(name, mode, precision, fuse_of("auto", "cpu"))
-    run_step(model, 0)
-    taken = []
-    for step in range(n_steps):
+    seeds = itertools.count()
+
+    def step() -> float:
         begin = time.process_time()
-        run_step(model, step)
-        taken.append(time.process_time() - begin)
-    return 1000 * median(taken)
+        run_step(model, next(seeds))
+        return 1000 * (time.process_time() - begin)
+
+    return step
 
 
 def count_bytes(name: str, mode: Recompute, precision: str) -> dict[str, float]:

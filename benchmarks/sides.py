@@ -7,7 +7,8 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -106,3 +107,41 @@ def summary(sides: Sequence[Side], found: dict[str, list[Figures]]) -> dict[str,
             speeds, peaks = zip(*ratios[compiled], strict=True)
             line |= {f"{prefix}ratio": round(min(speeds), 3), f"{prefix}peak_ratio": round(max(peaks), 3)}
     return line
+
+
+@contextmanager
+def waiting(
+    script: str, sides: Sequence[tuple[str, str]], options: Sequence[str]
+) -> Iterator[Callable[[tuple[str, str]], float]]:
+    """Starts ``script --side NAME NAME OPTIONS`` for each side, one after another; each ``takes_turns`` there.
+
+    Yields what has a side's process measure once, while the others wait: starts and warm-ups are paid once, and all
+    sides of a round are measured within seconds. On leaving the processes end.
+    """
+    with ExitStack() as stack:
+        processes: dict[tuple[str, str], subprocess.Popen[str]] = {}
+
+        def heard(side: tuple[str, str]) -> float:
+            stream = processes[side].stdout
+            line = "" if stream is None else stream.readline()
+            if not line:
+                raise SystemExit(f"{' '.join(side)} failed: exit code {processes[side].wait()}")
+            return float(line)
+
+        def measured(side: tuple[str, str]) -> float:
+            print("turn", file=processes[side].stdin, flush=True)
+            return heard(side)
+
+        for side in sides:
+            command = [sys.executable, script, "--side", *side, *options]
+            begun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            processes[side] = stack.enter_context(begun)
+            heard(side)  # it has warmed up
+        yield measured
+
+
+def takes_turns(measure: Callable[[], float]) -> None:
+    """A side's process: measures once to warm up, then once for each line that comes in, and prints each figure."""
+    print(measure(), flush=True)
+    for _ in sys.stdin:
+        print(measure(), flush=True)

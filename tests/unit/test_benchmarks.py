@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import step_speed
 import zero_step_speed
 from sides import Side, present, summary
 
+BENCHMARKS = Path(sides.__file__).parent
 SIDES = (
     Side(name="ours", beside=None),
     Side(name="eager"),
@@ -130,7 +132,33 @@ def test_a_layer_has_the_precision(dtype):
         assert {weight.dtype for weight in layer.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize(("precision", "rounds"), [("bf16", "5"), ("fp32", "3")])
+TURNS = """
+import sys
+from sides import takes_turns
+turns = iter(range(int(sys.argv[-1])))
+takes_turns(lambda: 10 * len(sys.argv[2]) + next(turns))
+"""
+
+
+def test_sides_that_wait_are_measured_when_their_turn_comes(tmp_path, monkeypatch):
+    """Each process goes on where it was; the first figure, of its warm-up, is nobody's."""
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    script = tmp_path / "script.py"
+    script.write_text(TURNS)
+    with sides.waiting(str(script), [("a", "b"), ("abc", "d")], ["4"]) as measured:
+        told = [measured(side) for side in [("a", "b"), ("abc", "d"), ("a", "b")]]
+    assert told == [11, 31, 12]
+
+
+def test_planted_a_side_that_ends_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    script = tmp_path / "script.py"
+    script.write_text(TURNS)
+    with sides.waiting(str(script), [("a", "b")], ["2"]) as measured, pytest.raises(SystemExit, match="a b failed"):
+        assert [measured(("a", "b")) for _ in range(2)] == [11]
+
+
+@pytest.mark.parametrize(("precision", "rounds"), [("bf16", "9"), ("fp32", "5")])
 def test_the_set_hands_the_precision_on(monkeypatch, capsys, precision, rounds):
     commands = []
 
@@ -144,5 +172,5 @@ def test_the_set_hands_the_precision_on(monkeypatch, capsys, precision, rounds):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["precision"] == precision
     assert len(commands) == len(cpu_set.SET)
     assert all(arguments[-2:] == ["--precision", precision] for _, *arguments in commands)
-    of_layers = next(arguments for script, *arguments in commands if script.endswith("moe_layer.py"))
-    assert of_layers[of_layers.index("--rounds") + 1] == rounds
+    of_modes = next(arguments for script, *arguments in commands if script.endswith("recomputation.py"))
+    assert of_modes[of_modes.index("--rounds") + 1] == rounds
