@@ -3,9 +3,8 @@
     python benchmarks/cpu_set.py [--only NAME]... [--out FILE] [--precision fp32|bf16|auto]
 
 ``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
-for less than 20 minutes on two idle cores whose processor multiplies bf16; rounds are three or five, and each side of a
-comparison is a process of its own. In fp32 a step takes three times as long, so rounds are three and steps fewer: with
-every peer installed it takes some 23 minutes (docs/speed.md).
+for less than 20 minutes on two idle cores whose processor multiplies bf16; each side of a comparison is a process of
+its own, three times anew. In fp32 a step takes three times as long, so turns are fewer (docs/speed.md).
 """
 
 import argparse
@@ -21,12 +20,12 @@ from cpu_precision import add_precision, choose_precision
 HERE = Path(__file__).parent
 SET: dict[str, tuple[str, ...]] = {
     "attention_documents": (),
-    "moe_layer": ("--rounds", "9"),
-    "recomputation": ("--rounds", "9"),
+    "moe_layer": (),
+    "recomputation": (),
     "step_speed": ("--steps", "1", "--rounds", "3"),
     "zero_step_speed": ("--steps", "1", "--rounds", "3"),
 }
-IN_FP32 = {"recomputation": ("--rounds", "5")}
+IN_FP32 = {"recomputation": ("--turns", "1")}
 
 
 def main() -> None:

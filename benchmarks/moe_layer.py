@@ -1,12 +1,12 @@
 """A MoE layer on a CPU beside a dense SwiGLU of its active width: milliseconds of processor time. One JSON line.
 
-    python benchmarks/moe_layer.py [--steps 4] [--rounds 9] [--precision fp32|bf16|auto]
+    python benchmarks/moe_layer.py [--steps 4] [--starts 3] [--turns 5] [--precision fp32|bf16|auto]
 
 Forward and backward over 4096 tokens of d_model 384, one thread: 16 experts of width 192, 4 a token, and 64
 experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer is all of it: the router, its balance
 loss and what it counts, no shared expert. Hidden states are drawn anew each step, and so is the routing. Each layer is
-a process of its own, which takes some steps when its turn comes; figures are medians over steps, then over rounds, and
-ratios medians of the rounds'.
+a process of its own, which takes some steps when its turn comes, and is started anew after some turns; figures are
+medians over steps, then over all turns, and ratios medians of the turns'.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from modeling.context import Context
 from modeling.dtypes import DTYPES
 from modeling.feed_forward import FeedForward
 from modeling.moe import build_moe
-from sides import takes_turns, waiting
+from sides import in_turn, takes_turns
 
 BATCH, SEQ_LEN, D_MODEL = 8, 512, 384
 SIZES = {"16 x 192": (16, 192, 4), "64 x 64": (64, 64, 12)}  # experts, width, experts a token
@@ -34,7 +34,8 @@ KINDS = ("moe", "dense")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--side", nargs=2, metavar=("SIZE", "KIND"))
     add_precision(parser)
     arguments = parser.parse_args()
@@ -45,15 +46,13 @@ def main() -> None:
     options = ["--steps", str(arguments.steps), "--precision", str(chosen["precision"])]
     line: dict[str, object] = {"benchmark": "moe_layer", "torch": torch.__version__, **chosen}
     for size in SIZES:
-        moe, dense = ((size, kind) for kind in KINDS)
-        with waiting(__file__, [moe, dense], options) as measured:
-            rounds = [(measured(moe), measured(dense)) for _ in range(arguments.rounds)]
+        sides = [(size, kind) for kind in KINDS]
+        times = in_turn(__file__, sides, options, arguments.starts, arguments.turns)
+        moe, dense = times.values()
         line[size] = {
-            **{
-                f"{kind}_ms": round(median(times), 1)
-                for kind, times in zip(KINDS, zip(*rounds, strict=True), strict=True)
-            },
-            "ratio": round(median(of_moe / of_dense for of_moe, of_dense in rounds), 3),
+            "moe_ms": round(median(moe), 1),
+            "dense_ms": round(median(dense), 1),
+            "ratio": round(median(of_moe / of_dense for of_moe, of_dense in zip(moe, dense, strict=True)), 3),
         }
     print(json.dumps(line))
 

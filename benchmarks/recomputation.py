@@ -1,14 +1,14 @@
 """What recomputation costs on a CPU and what it saves. Prints one JSON line.
 
-    python benchmarks/recomputation.py [--rounds 9] [--precision fp32|bf16|auto]
+    python benchmarks/recomputation.py [--starts 3] [--turns 3] [--precision fp32|bf16|auto]
 
 A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by ``train.recompute``.
 ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are the bytes that the
 layers have left for the backward pass when the head begins (all tensors that are there then, less those from before the
 forward pass), over those of ``none``. Norms and rotations go by rows and memory goes back to the system as in a run;
 ``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
-there. Each side is a process of its own, which takes a step when its turn comes; times are medians over rounds, ratios
-medians of the rounds'. Bytes are the same each time, and counted once.
+there. Each side is a process of its own, which takes a step when its turn comes, and is started anew after some turns; times
+are medians over all turns, ratios medians of the turns'. Bytes are the same each time, and counted once.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from modeling.init import materialize
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.scratch import Scratch
 from parallel.recompute import Recompute, apply_recompute
-from sides import takes_turns, waiting
+from sides import in_turn, takes_turns
 
 BATCH, SEQ_LEN = 4, 512
 DENSE = ModelConfig(vocab_size=4096, d_model=384, n_layers=8, n_heads=6, n_kv_heads=2, d_head=64, d_ff=1024)
@@ -48,7 +48,8 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "feed_forward", "full")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--side", nargs=2, metavar=("MODEL", "MODE"))
     parser.add_argument("--bytes", action="store_true", help="of a side: count its activations instead")
     add_precision(parser)
@@ -66,9 +67,7 @@ def main() -> None:
     times: dict[tuple[str, str], list[float]] = {}
     for model in MODELS:
         sides = [(model, mode) for mode in MODES]
-        with waiting(__file__, sides, options) as measured:
-            rounds = [[measured(side) for side in sides] for _ in range(arguments.rounds)]
-        times |= dict(zip(sides, map(list, zip(*rounds, strict=True)), strict=True))
+        times |= in_turn(__file__, sides, options, arguments.starts, arguments.turns)
     kept = {side: bytes_of(*side, *options) for side in times}
     line: dict[str, object] = {"benchmark": "recomputation", "torch": torch.__version__, **chosen}
     for model, mode in times:

@@ -109,6 +109,21 @@ def summary(sides: Sequence[Side], found: dict[str, list[Figures]]) -> dict[str,
     return line
 
 
+def in_turn(
+    script: str, sides: Sequence[tuple[str, str]], options: Sequence[str], starts: int, turns: int
+) -> dict[tuple[str, str], list[float]]:
+    """Each side's figures: its process is started ``starts`` times, since where memory comes to lie moves a figure.
+
+    Started together, the sides take ``turns`` turns each.
+    """
+    found: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
+    for _ in range(starts):
+        with waiting(script, sides, options) as measured:
+            for side in [*sides] * turns:
+                found[side].append(measured(side))
+    return found
+
+
 @contextmanager
 def waiting(
     script: str, sides: Sequence[tuple[str, str]], options: Sequence[str]

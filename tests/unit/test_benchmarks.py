@@ -148,6 +148,8 @@ def test_sides_that_wait_are_measured_when_their_turn_comes(tmp_path, monkeypatc
     with sides.waiting(str(script), [("a", "b"), ("abc", "d")], ["4"]) as measured:
         told = [measured(side) for side in [("a", "b"), ("abc", "d"), ("a", "b")]]
     assert told == [11, 31, 12]
+    both = sides.in_turn(str(script), [("a", "b"), ("abc", "d")], ["4"], starts=2, turns=3)
+    assert both == {("a", "b"): [11, 12, 13] * 2, ("abc", "d"): [31, 32, 33] * 2}
 
 
 def test_planted_a_side_that_ends_is_told_of(tmp_path, monkeypatch):
@@ -158,8 +160,8 @@ def test_planted_a_side_that_ends_is_told_of(tmp_path, monkeypatch):
         assert [measured(("a", "b")) for _ in range(2)] == [11]
 
 
-@pytest.mark.parametrize(("precision", "rounds"), [("bf16", "9"), ("fp32", "5")])
-def test_the_set_hands_the_precision_on(monkeypatch, capsys, precision, rounds):
+@pytest.mark.parametrize(("precision", "fewer"), [("bf16", False), ("fp32", True)])
+def test_the_set_hands_the_precision_on(monkeypatch, capsys, precision, fewer):
     commands = []
 
     def run(command, **_):
@@ -173,4 +175,4 @@ def test_the_set_hands_the_precision_on(monkeypatch, capsys, precision, rounds):
     assert len(commands) == len(cpu_set.SET)
     assert all(arguments[-2:] == ["--precision", precision] for _, *arguments in commands)
     of_modes = next(arguments for script, *arguments in commands if script.endswith("recomputation.py"))
-    assert of_modes[of_modes.index("--rounds") + 1] == rounds
+    assert ("--turns" in of_modes) is fewer
