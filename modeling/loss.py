@@ -183,10 +183,9 @@ def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, 
     """
     counts_T = targets_T != IGNORE
     picked_T = logits_TV.gather(1, targets_T.clamp(min=0)[:, None]).squeeze(1)
-    largest_T1 = logits_TV.amax(-1, keepdim=True)
-    sums_T1 = logits_TV.sub_(largest_T1).exp_().sum(-1, keepdim=True)
-    logits_TV.div_(sums_T1)
-    logs_T = (sums_T1.log() + largest_T1).squeeze(1)
+    largest_T = logits_TV.amax(-1)
+    torch.softmax(logits_TV, -1, out=logits_TV)  # one kernel, which reads a row before it writes it
+    logs_T = largest_T - logits_TV.amax(-1).log()  # the largest probability is one over the sum of exponentials
     return (logs_T - picked_T) * counts_T, logs_T * counts_T, counts_T
 
 

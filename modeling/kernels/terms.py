@@ -12,6 +12,7 @@ from torch import Tensor
 
 from modeling.dropout import ScoreDropout
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
+from modeling.kernels.scratch import SCRATCH
 from modeling.kernels.sinks import join_sinks, sinks_gradient
 from modeling.pieces import Piece
 from modeling.score_terms import ScoreTerms, biased, bucket_sums
@@ -57,8 +58,11 @@ class _PieceAttention(torch.autograd.Function):
         dropout: ScoreDropout | None,
     ) -> Tensor:
         added = mask if bias_HN is None or buckets is None else biased(mask, bias_HN, buckets)
-        heads = tuple(computed(each) for each in (q_BQHC, k_BSGC, v_BSGC))
-        out_BQHC = torch.empty_like(q_BQHC, dtype=torch.float32, memory_format=torch.contiguous_format)
+        heads = tuple(
+            computed(each, name)
+            for each, name in zip((q_BQHC, k_BSGC, v_BSGC), ("queries", "keys", "values"), strict=True)
+        )
+        out_BQHC = room_for(q_BQHC, "out")
         lse_BHQ = out_BQHC.new_empty(out_BQHC.transpose(1, 2).shape[:-1])
         for piece in pieces:
             rows, queries, keys = piece
@@ -75,10 +79,10 @@ class _PieceAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask, sinks_H, bias_HN, buckets = ctx.saved_tensors
-        of_queries = [computed(each) for each in (grad_BQHC, q_BQHC, out_BQHC)]
-        of_keys = [computed(each) for each in (k_BSGC, v_BSGC)]
-        dq_BQHC = torch.empty_like(q_BQHC, dtype=torch.float32)
-        dk_BSGC, dv_BSGC = (torch.zeros_like(each, dtype=torch.float32) for each in (k_BSGC, v_BSGC))
+        of_queries = [computed(grad_BQHC, "gradient"), computed(q_BQHC, "queries"), computed(out_BQHC, "out")]
+        of_keys = [computed(k_BSGC, "keys"), computed(v_BSGC, "values")]
+        dq_BQHC = room_for(q_BQHC, "by queries")
+        dk_BSGC, dv_BSGC = room_for(k_BSGC, "by keys").zero_(), room_for(v_BSGC, "by values").zero_()
         dbias_HN = None if bias_HN is None else torch.zeros_like(bias_HN, dtype=torch.float64)
         added = mask if bias_HN is None else biased(mask, bias_HN, buckets)
         is_scored = bias_HN is not None or ctx.cap is not None or ctx.dropout is not None
@@ -103,9 +107,21 @@ class _PieceAttention(torch.autograd.Function):
         return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 5
 
 
-def computed(heads: Tensor) -> Tensor:
-    """Heads in the dtype in which they are computed with: on a CPU fp32."""
-    return heads.float() if heads.is_cpu else heads
+def computed(heads: Tensor, name: str) -> Tensor:
+    """Heads in the dtype in which they are computed with: on a CPU fp32.
+
+    Those of 16 bits are widened into memory that the next call of that name takes: new pages cost as much as the copy.
+    """
+    if not heads.is_cpu or heads.dtype == torch.float32:
+        return heads
+    return room_for(heads, name).copy_(heads)
+
+
+def room_for(heads: Tensor, name: str) -> Tensor:
+    """An fp32 tensor of the heads' shape: kept memory, where 16 bits on a CPU are made of it in the end, else new."""
+    if heads.is_cpu and heads.dtype.itemsize == 2:
+        return SCRATCH.take(f"attention: {name}", heads.shape, heads.new_empty((), dtype=torch.float32))
+    return torch.empty_like(heads, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 def factors_of(dropout: ScoreDropout | None, piece: Piece, device: torch.device) -> Tensor | None:
