@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
+import modeling.kernels.terms as term_kernels
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
@@ -116,6 +117,36 @@ def test_attend_in_bf16() -> None:
     torch.testing.assert_close(
         attend(q, k, v, context, None), attend_reference(q, k, v, context, None), rtol=0, atol=0.03
     )
+
+
+def passes_of_two(dtype: torch.dtype, *, together: bool) -> list[Tensor]:
+    """Outputs and gradients of two samples' attention: both forward passes first, or one sample after the other."""
+    found, waiting = [], []
+    for seed, length in enumerate((40, 24)):
+        context = Context(torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long))
+        tensors = heads(context, 4, 2, seed, dtype)
+        waiting.append((attend(*tensors, context, None), tensors))
+        if together and len(waiting) < 2:
+            continue
+        for out, given_heads in waiting:
+            out.backward(out.detach())
+            found += [out.detach(), *(each.grad for each in given_heads)]
+        waiting = []
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_kept_between_calls_is_no_part_of_a_result(dtype: torch.dtype) -> None:
+    for one, other in zip(passes_of_two(dtype, together=True), passes_of_two(dtype, together=False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_planted_a_result_in_kept_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself sees that a result's memory was written to again."""
+    kept = term_kernels.SCRATCH
+    monkeypatch.setattr(term_kernels, "room_for", lambda heads, name: kept.take(name, heads.shape, heads))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        passes_of_two(torch.float32, together=True)
 
 
 @FEW
