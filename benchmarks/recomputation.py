@@ -7,8 +7,8 @@ A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tok
 layers have left for the backward pass when the head begins (all tensors that are there then, less those from before the
 forward pass), over those of ``none``. Norms and rotations go by rows and memory goes back to the system as in a run;
 ``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
-there. Each side is a process of its own, which takes a step when its turn comes, and is started anew after some turns; times
-are medians over all turns, ratios medians of the turns'. Bytes are the same each time, and counted once.
+there. Each side is a process of its own, which takes a step when its turn comes, and is started anew after some turns;
+times are medians over all turns, ratios medians of the turns'. Bytes are the same each time, and counted once.
 """
 
 import argparse

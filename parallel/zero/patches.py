@@ -71,7 +71,7 @@ class GivenNorm:
     groups. A norm that is not finite makes the step drop the gradients: weights and states stay as they are.
     """
 
-    given_norm: Tensor | None = None  # fp32 scalar, loss scale included
+    given_norm: Tensor | None = None  # fp32 scalar on the host, loss scale included
     is_norm_taken = False
 
     def take_norm(self) -> Tensor:
@@ -95,8 +95,8 @@ class ZeroOptimizer12(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO 1 and 2."""
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> Tensor:
-        """What the step clips by, where its masters are."""
-        return self.take_norm().to(self.single_partition_of_fp32_groups[0].device)
+        """What the step clips by."""
+        return self.take_norm()
 
 
 class ScatteredOptimizer(ZeroOptimizer12):

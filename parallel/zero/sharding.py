@@ -193,7 +193,7 @@ class Sharding(ABC):
     def step(self, norm: Tensor) -> bool:
         """Clips by ``norm`` and applies the gradients, or drops them where it is not finite; whether they were dropped.
 
-        ``norm`` is the norm of all gradients, the same fp32 scalar on every rank, loss scale included.
+        ``norm`` is the norm of all gradients, the same fp32 scalar on every rank's host, loss scale included.
         """
         skipped = self.run_step(norm)
         self.loss_scale.after_step(skipped)
@@ -201,7 +201,7 @@ class Sharding(ABC):
 
     def drop(self) -> None:
         """Drops the gradients: weights, optimizer states and loss scale stay, bit for bit."""
-        skipped = self.run_step(torch.full((), torch.nan, device=self.mesh.device))
+        skipped = self.run_step(torch.tensor(torch.nan))
         assert skipped, "DeepSpeed applied gradients whose norm is not a number"
 
     def run_step(self, norm: Tensor) -> bool:
