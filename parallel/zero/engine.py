@@ -74,6 +74,7 @@ class Engine:
         """``copies``: how what layers keep for their backward passes goes to the host; None: it stays here."""
         self.mesh = mesh
         self.sizes = sizes
+        self.fuse = fuse
         self.zero = parallel.zero  # for records; what follows from it is the sharding's
         self.precision: Precision = precision  # for records; what follows from it is the dtype's and the products'
         self.model_config = model_config
@@ -214,7 +215,7 @@ class Engine:
         """
         if self.measured is None:
             parts = [(gradient, share) for _, gradient, share in self.gradients()]
-            self.measured = global_norm(parts, self.mesh.device).cpu()
+            self.measured = global_norm(parts, self.mesh.device, self.fuse).cpu()
         return self.measured
 
     def measure(self) -> float:

@@ -85,7 +85,7 @@ def plant(title: str) -> None:
         case "norm of the rank's own part":
             import parallel.zero.engine as engine_module
 
-            def own_norm(parts: Any, device: Any) -> Any:
+            def own_norm(parts: Any, *_: Any) -> Any:
                 total = sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 * share for part, share in parts)
                 return torch.as_tensor(math.sqrt(total), dtype=torch.float32)
 

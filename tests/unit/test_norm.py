@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from parallel.zero.norm import CPU_PIECE, sum_of_squares
+from modeling.kernels.fuse import Fuse, compiled, plainly
+from parallel.zero.norm import CPU_PIECE, ROW, sum_by_rows, sum_of_squares
 
 
 @pytest.mark.parametrize("numel", [0, 1, CPU_PIECE, CPU_PIECE + 1, 3 * CPU_PIECE - 7])
@@ -24,3 +25,15 @@ def test_a_number_that_is_not_finite_is_seen_in_any_piece(bad: float) -> None:
         gradient = torch.zeros(2 * CPU_PIECE + 1)
         gradient[place] = bad
         assert not math.isfinite(float(sum_of_squares(gradient)))
+
+
+@pytest.mark.parametrize("fuse", [plainly, pytest.param(compiled, marks=pytest.mark.xdist_group("fuse"))])
+def test_rows_make_the_whole(fuse: Fuse) -> None:
+    """As a GPU sums them: of one row and of many, with and without a rest, of a gradient far below fp32's squares."""
+    for numel in (ROW - 1, ROW, 2 * ROW, 5 * ROW + 3):
+        for scale in (1.0, 1e-30):
+            flat = scale * torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+            expected = float(flat.double().square().sum())
+            assert math.isclose(float(sum_by_rows(flat, fuse)), expected, rel_tol=1e-12), (numel, scale)
+    flat[ROW + 1] = math.inf
+    assert not math.isfinite(float(sum_by_rows(flat, fuse)))
