@@ -15,8 +15,11 @@ import gpu_device
 from gpu_part import Check, Place
 from modeling.context import Context
 from modeling.kernels.attention import attend, fits_rows, row_attention, varlen_attention
+from modeling.kernels.experts import compiled_gathered_sum, gathered_sum
 from modeling.kernels.fp8 import E4M3, scaled_product
+from modeling.kernels.fuse import compiled
 from parallel.zero import accumulation
+from parallel.zero.norm import sum_by_rows
 
 # Documents of one row of 8,192 tokens.
 DOCUMENTS = {"one": (8192,), "five": (3000, 1200, 37, 2155, 1800), "sixteen": (512,) * 16}
@@ -31,6 +34,7 @@ def checks() -> list[Check]:
         Check("kernels: attention", check_attention, 90),
         Check("kernels: products", check_products, 60),
         Check("kernels: grouped products", check_grouped, 60),
+        Check("kernels: rows of experts", check_rows, 60),
         Check("kernels: sums of gradients", check_sums, 60),
         Check("kernels: a launch", check_launch, 30),
     ]
@@ -121,14 +125,46 @@ def check_grouped(place: Place) -> None:
         rate(f"{name}, by the weights", flops, lambda g=grad, a=rows, e=ends_E: F.grouped_mm(g.t(), a, offs=e), place)
 
 
+def check_rows(place: Place) -> None:
+    """8,192 tokens go to the rows of 8 experts each, and each token's rows are added up: plainly, and compiled twice.
+
+    Bytes are those of the tokens and of the rows, once each.
+    """
+    n_tokens, d_model = place.small((8192, 2048), (32, 16))
+    order_R = torch.randperm(n_tokens * TOP_K, generator=torch.Generator().manual_seed(0)).to(place.device)
+    rows_TK = order_R.view(n_tokens, TOP_K)
+    tokens_R = torch.empty_like(order_R).index_copy_(0, order_R, torch.arange(len(order_R), device=place.device))
+    hidden_TD, rows_RD = drawn(place, n_tokens, d_model), drawn(place, n_tokens * TOP_K, d_model)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "to rows": lambda: hidden_TD.index_select(0, tokens_R // TOP_K),
+        "added up, plainly": lambda: gathered_sum(rows_RD, rows_TK),
+        "added up, compiled as a reduction": lambda: compiled(gathered_sum, rows_RD, rows_TK, rows_vary=True),
+        "added up, compiled place by place": lambda: compiled(compiled_gathered_sum, rows_RD, rows_TK, rows_vary=True),
+    }
+    wanted_TD = gathered_sum(rows_RD.float(), rows_TK)
+    for name, way in ways.items():
+        if name != "to rows":
+            torch.testing.assert_close(way().float(), wanted_TD, rtol=2**-6, atol=2**-5)
+        n_bytes = hidden_TD.nbytes + rows_RD.nbytes
+        place.figure(name, n_bytes / median_seconds(way, place) / 1e9, "GB/s")
+
+
 def check_sums(place: Place) -> None:
-    """A flat fp32 sum takes a gradient in bf16: torch's own kernels, and compiled."""
+    """A flat fp32 sum takes a gradient in bf16, and its squares are summed: torch's own kernels, and compiled."""
     n_elements = place.small(2**28, 2**12)
     total, gradient = torch.zeros(n_elements, device=place.device), drawn(place, n_elements)
     for name, kind in (("torch's own", accumulation.PLAIN), ("compiled", accumulation.COMPILED)):
         for way, take, n_bytes in (("add", kind.add, 10), ("write", kind.write, 6)):
             seconds = median_seconds(lambda take=take: take(total, gradient), place)
             place.figure(f"{name}, {way}", n_bytes * n_elements / seconds / 1e9, "GB/s")
+    total.normal_()
+    squares = {
+        "torch's own": lambda: torch.linalg.vector_norm(total, dtype=torch.float64).square(),
+        "compiled": lambda: sum_by_rows(total, compiled),
+    }
+    for name, way in squares.items():
+        torch.testing.assert_close(way(), squares["torch's own"](), rtol=1e-12, atol=0)
+        place.figure(f"{name}, squares", 4 * n_elements / median_seconds(way, place) / 1e9, "GB/s")
 
 
 def check_launch(place: Place) -> None:

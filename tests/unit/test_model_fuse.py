@@ -29,10 +29,11 @@ from modeling.kernels.experts import (
     ExpertBiases,
     Ways,
     WeightedSumRows,
+    compiled_gathered_sum,
+    compiled_sum_of_two,
+    compiled_weighted_sum,
     experts_grouped,
     gathered_sum,
-    gathered_sum_of_two,
-    gathered_weighted_sum,
     place_rows,
     to_rows_twice,
     weighted,
@@ -183,7 +184,7 @@ def test_weights_in_the_sum_of_rows_compiled_are_the_plain_ones(top_k: int) -> N
 
         found = [both_ways(run, fuse, given, {}) for fuse in (compiled, plainly)]
         assert error(*found) < TOLERANCE[torch.float32]
-        summed = compiled(gathered_weighted_sum, *given, rows.rows_TK, rows_vary=True)
+        summed = compiled(compiled_weighted_sum, *given, rows.rows_TK, rows_vary=True)
         assert error([summed], [found[1][0]]) < TOLERANCE[torch.float32]
         if n_tokens == 17:
             before = counters["stats"]["unique_graphs"], len(known_chains())
@@ -310,9 +311,13 @@ def test_the_fused_loss_is_the_loss(z_loss: float) -> None:
 def test_sums_of_rows_are_sums_of_rows() -> None:
     rows_RD, others_RD = drawn([(40, 8), (40, 8)], torch.float32)
     wanted = torch.stack([rows_RD[row].sum(0) for row in PLACES])
-    torch.testing.assert_close(gathered_sum(rows_RD, PLACES), wanted)
+    for add in (gathered_sum, compiled_gathered_sum):
+        torch.testing.assert_close(add(rows_RD, PLACES), wanted)
     both = wanted + torch.stack([others_RD[row].sum(0) for row in PLACES])
-    torch.testing.assert_close(gathered_sum_of_two(rows_RD, others_RD, PLACES), both)
+    torch.testing.assert_close(compiled_sum_of_two(rows_RD, others_RD, PLACES), both)
+    torch.testing.assert_close(
+        compiled_gathered_sum(rows_RD.bfloat16(), PLACES), wanted.bfloat16(), rtol=2**-7, atol=2**-6
+    )
 
 
 @pytest.mark.slow
