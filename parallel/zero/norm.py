@@ -15,6 +15,7 @@ from modeling.kernels.fuse import Fuse, compiled, plainly
 CPU_PIECE = 1 << 16  # elements whose fp64 values stay in a core's cache
 ROW = 1 << 12  # elements that a GPU's compiled kernel sums at once: thousands of sums for each of its multiprocessors
 WORTH_IT = 1 << 20  # elements: fewer are read in less time than a compiled kernel takes to be called
+MOST = 1 << 30  # elements that a kernel is given at once: it counts in 32 bits
 ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies before it calls a compiled kernel
 
 
@@ -50,10 +51,11 @@ def sum_of_squares(gradient: Tensor, fuse: Fuse = plainly) -> Tensor:
 
 def sum_by_rows(flat: Tensor, fuse: Fuse) -> Tensor:
     """The sum of a flat tensor's squares in fp64: of ROW at a time by ``fuse``, then of these sums and of the rest."""
-    n_whole = len(flat) // ROW * ROW
-    total = torch.linalg.vector_norm(flat[n_whole:], dtype=torch.float64).square()
-    rows_NR = flat[:n_whole].view(-1, ROW)
-    return total + fuse(squares_of_rows, rows_NR, rows_vary=True).sum() if n_whole else total
+    n_rows = len(flat) // ROW
+    total = torch.linalg.vector_norm(flat[n_rows * ROW :], dtype=torch.float64).square()
+    for rows_NR in flat[: n_rows * ROW].view(n_rows, ROW).split(MOST // ROW):
+        total = total + fuse(squares_of_rows, rows_NR, rows_vary=True).sum()
+    return total
 
 
 def squares_of_rows(rows_NR: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ REASONS = {
     "parallel.zero.accumulation.WORTH_IT": "where a kernel gives way to another; test_accumulation.py takes all by one",
     "parallel.zero.norm.CPU_PIECE": "pieces of one sum; tests/unit/test_norm.py crosses it",
     "parallel.zero.norm.ROW": "pieces of one sum on a GPU; tests/unit/test_norm.py crosses it",
+    "parallel.zero.norm.MOST": "pieces of one sum on a GPU; tests/unit/test_norm.py crosses it",
     "parallel.zero.norm.WORTH_IT": "where a GPU's kernel gives way to another, which tests/unit/test_norm.py compares",
     "parallel.zero.norm.ALIGNED": "where a GPU's vectors may begin; elsewhere its other kernel is taken",
     "parallel.zero.zero12.Zero2.stage": "DeepSpeed's number for it",
