@@ -154,7 +154,7 @@ def losses_and_gradient(
     found: list[tuple[Tensor, Tensor]] = []
     for rows in cached_rows(logits_TV):
         softmax_TV = torch.empty_like(logits_TV[rows], dtype=torch.float32).copy_(logits_TV[rows])
-        losses_T, logs_T, counts_T = token_losses(softmax_TV, targets_T[rows])
+        losses_T, logs_T, counts_T = token_losses(softmax_TV, targets_T[rows], logits_TV.dtype.itemsize == 2)
         found.append((losses_T, logs_T))
         if wants_gradient:
             logits_TV[rows] = logits_gradient(softmax_TV, targets_T[rows], counts_T, z_slope(logs_T, z_loss))
@@ -176,16 +176,22 @@ def fused_losses(logits_TV: Tensor, targets_T: Tensor, *, z_loss: float) -> tupl
     return losses_T, (logs_T * counts_T).square(), grad_TV.to(logits_TV.dtype)
 
 
-def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def token_losses(logits_TV: Tensor, targets_T: Tensor, were_narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Each target's cross-entropy and logsumexp (fp32, zero where it does not count), and which ones count.
 
-    Turns the logits (fp32) into their softmax.
+    Turns the logits (fp32) into their softmax. ``were_narrow``: they had 16 bits, and are one kernel's work on a CPU,
+    whose exponentials may be 20 units in the last place off: in fp32 that showed in sinks' gradients.
     """
     counts_T = targets_T != IGNORE
     picked_T = logits_TV.gather(1, targets_T.clamp(min=0)[:, None]).squeeze(1)
-    largest_T = logits_TV.amax(-1)
-    torch.softmax(logits_TV, -1, out=logits_TV)  # one kernel, which reads a row before it writes it
-    logs_T = largest_T - logits_TV.amax(-1).log()  # the largest probability is one over the sum of exponentials
+    largest_T1 = logits_TV.amax(-1, keepdim=True)
+    if were_narrow and logits_TV.is_cpu:
+        torch.softmax(logits_TV, -1, out=logits_TV)  # which reads a row before it writes it
+        sums_T1 = 1 / logits_TV.amax(-1, keepdim=True)  # of exponentials, the largest of which is 1
+    else:
+        sums_T1 = logits_TV.sub_(largest_T1).exp_().sum(-1, keepdim=True)
+        logits_TV.div_(sums_T1)
+    logs_T = (sums_T1.log() + largest_T1).squeeze(1)
     return (logs_T - picked_T) * counts_T, logs_T * counts_T, counts_T
 
 

@@ -214,9 +214,9 @@ def count_every_logsumexp() -> None:
 
     make = loss.token_losses
 
-    def all_of_them(logits_TV: Any, targets_T: Any) -> Any:
+    def all_of_them(logits_TV: Any, targets_T: Any, *rest: Any) -> Any:
         logs_T = logits_TV.logsumexp(-1)
-        losses_T, _, counts_T = make(logits_TV, targets_T)
+        losses_T, _, counts_T = make(logits_TV, targets_T, *rest)
         return losses_T, logs_T, counts_T
 
     loss.token_losses = all_of_them
