@@ -47,8 +47,7 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left over
     arguments.out.mkdir(parents=True, exist_ok=True)
-    chosen = [part for part in PARTS if arguments.part in (None, part.number)]
-    return max(run_part(part, arguments) for part in chosen)
+    return max(run_part(part, arguments) for part in chosen_parts(arguments))
 
 
 def parsed() -> argparse.Namespace:
@@ -83,7 +82,17 @@ def why_not(arguments: argparse.Namespace) -> str | None:
         return f"make gpu: GPU_TURN={turn} must be a file in a folder that is there; try GPU_TURN=/tmp/turn"
     if not arguments.dry and (problem := no_gpu()) is not None:
         return f"make gpu needs a GPU, and {problem}; `make gpu DRY=1` runs all parts on the CPU, with small sizes"
+    if not chosen_parts(arguments):
+        where = "a part has" if arguments.part is None else f"part {arguments.part} has"
+        return f"make gpu: CHECK={arguments.check} must be in the name of a check that {where}; try CHECK=kernels"
     return None
+
+
+def chosen_parts(arguments: argparse.Namespace) -> list[Part]:
+    """The part that is asked for, or all; of these, where checks are chosen by name, those that have such."""
+    parts = [part for part in PARTS if arguments.part in (None, part.number)]
+    text = arguments.check
+    return [part for part in parts if not text or chosen_checks(part, 1, dry=arguments.dry, text=text)]
 
 
 def no_gpu() -> str | None:
@@ -207,8 +216,6 @@ def print_end(report: Report) -> None:
     """The part's sums."""
     counts = ", ".join(f"{report.count(status)} {status}" for status in ("passed", "failed", "skipped"))
     print(f"part {report.content['part']}: {counts}, {len(report.content['figures'])} figures", flush=True)
-    if not report.content["checks"]:
-        print(f"part {report.content['part']}: no check was chosen, by its name", flush=True)
 
 
 def work(arguments: argparse.Namespace) -> int:
@@ -238,7 +245,7 @@ def work(arguments: argparse.Namespace) -> int:
 def chosen_checks(part: Part, n_devices: int, *, dry: bool, text: str = "") -> Sequence[Check]:
     """The part's checks whose names contain the text, or one of several with | between them."""
     module = importlib.import_module(part.module)
-    wanted = text.split("|")
+    wanted = [each for each in text.split("|") if each] or [""]
     return [check for check in module.checks(n_devices, dry=dry) if any(each in check.name for each in wanted)]
 
 

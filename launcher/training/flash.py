@@ -10,6 +10,8 @@ from launcher.errors import UserError
 TORCHS_OWN = 2
 # Of those that torch can take in its own one's place: what torch imports, and what that comes in.
 MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+# What looking for one, or taking it, raises: a library's, torch's own, a name it has not, a package's broken parts.
+BROKEN = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
 PACKAGES = {3: "flash-attn-3 (for Hopper)", 4: "flash-attn-4 (for Hopper and Blackwell)"}
 
 
@@ -21,9 +23,11 @@ def check_flash_attention(version: int) -> None:
     if version == TORCHS_OWN or not torch.cuda.is_available():
         return
     try:
-        is_there = importlib.util.find_spec(MODULES[version]) is not None
-    except ImportError:  # of the package that the module lies in
+        is_there = importlib.util.find_spec(MODULES[version]) is not None  # imports the package that it lies in
+    except ModuleNotFoundError:
         is_there = False
+    except BROKEN as error:
+        raise refusal(version, told(error)) from None
     if not is_there:
         raise refusal(version, f"no module {MODULES[version]}")
 
@@ -38,8 +42,13 @@ def choose_flash_attention(version: int, device: torch.device) -> None:
         return
     try:
         activate_flash_attention_impl(name)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:  # a library's, torch's own, a name it has not
-        raise refusal(version, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    except BROKEN as error:
+        raise refusal(version, told(error)) from None
+
+
+def told(error: Exception) -> str:
+    """An error's kind and its first line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def refusal(version: int, reason: str) -> UserError:

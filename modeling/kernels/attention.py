@@ -21,9 +21,8 @@ from modeling.score_terms import NO_TERMS, ScoreTerms
 FLASH_CHANNELS = 256  # of a head, at most
 FLASH_UNIT = 8  # channels: 16 bytes in 16 bits
 ROW_CHANNELS = 128  # of a head, at most, in cuDNN's kernel for whole rows; a head has whole FLASH_UNITs there
-ROW_MULTIPLE = (
-    128  # tokens: of rows of other lengths, which evaluation has by the hundred, it would build as many graphs
-)
+# Tokens. It builds a graph for each length of rows, and evaluation has hundreds of lengths.
+ROW_MULTIPLE = 128
 ROW_GENERATIONS = (9, 10)  # of compute capability: Hopper and Blackwell in data centers
 
 

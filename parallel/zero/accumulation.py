@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from modeling.kernels.fuse import Fuse, compiled, sizes_alone
-from parallel.zero.norm import CPU_PIECE
+from parallel.zero.norm import ALIGNED, CPU_PIECE, WORTH_IT
 
-WORTH_IT = 1 << 20  # elements: smaller ones a GPU adds in less time than a compiled kernel takes to be called
 MOST = 1 << 31  # elements that a kernel counts in 32 bits
-ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies before it calls a compiled kernel
 
 Take = Callable[[Tensor, Tensor], None]
 

@@ -14,7 +14,7 @@ from modeling.kernels.fuse import Fuse, compiled, plainly
 
 CPU_PIECE = 1 << 16  # elements whose fp64 values stay in a core's cache
 ROW = 1 << 12  # elements that a GPU's compiled kernel sums at once: thousands of sums for each of its multiprocessors
-WORTH_IT = 1 << 20  # elements: fewer are read in less time than a compiled kernel takes to be called
+WORTH_IT = 1 << 20  # elements: fewer take a GPU less time than a compiled kernel takes to be called
 MOST = 1 << 30  # elements that a kernel is given at once: it counts in 32 bits
 ALIGNED = 16  # bytes: where vectors may begin; from other places torch copies before it calls a compiled kernel
 

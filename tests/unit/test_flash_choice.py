@@ -1,5 +1,7 @@
 """train.flash_attention: what is asked of torch, and what is told where a package is not there."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -34,6 +36,21 @@ def test_a_start_on_a_gpu_looks_for_the_package_before_it_creates_anything(
         flash.check_flash_attention(version)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     flash.check_flash_attention(version)
+
+
+@pytest.mark.parametrize("error", ["OSError('libcudart.so.12: no such file')", "AttributeError('cute')"])
+def test_a_package_that_does_not_import_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
+) -> None:
+    """As one is that was built for another CUDA."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError) as refused:
+        flash.check_flash_attention(4)
+    (line,) = refused.value.problems
+    assert error.partition("(")[0] in line and line.endswith("or set train.flash_attention=2")
 
 
 def test_torchs_own_and_a_cpu_need_none() -> None:

@@ -360,6 +360,20 @@ def test_a_turn_that_cannot_be_taken_is_refused_before_anything_begins(tmp_path,
 def test_checks_are_chosen_by_one_of_several_texts():
     names = [check.name for check in hour.chosen_checks(PARTS[2], 0, dry=True, text="matmul|head chunks")]
     assert names == ["matmul", "head chunks"]
+    assert [check.name for check in hour.chosen_checks(PARTS[2], 0, dry=True, text="matmul|")] == ["matmul"]
+
+
+def test_a_name_that_no_check_has_is_refused_before_anything_begins(tmp_path):
+    done = make_gpu("PART=1", "DRY=1", "CHECK=head chunks", f"OUT={tmp_path / 'out'}")
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    (line,) = done.stderr.splitlines()[:1]
+    assert line == "make gpu: CHECK=head chunks must be in the name of a check that part 1 has; try CHECK=kernels"
+
+
+def test_parts_without_a_check_of_the_name_are_left_out(tmp_path):
+    done = make_gpu("DRY=1", "CHECK=kernels: a launch", f"OUT={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in (tmp_path / "out").glob("part-*.json")] == ["part-3.json"]
 
 
 def test_a_figure_of_a_failed_check_does_not_count(tmp_path):
