@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import modeling.loss
-from modeling.loss import IGNORE, Head, chunk_tokens, logits_gradient
+from modeling.loss import IGNORE, Head, chunk_tokens, logits_gradient, losses_and_gradient
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -169,3 +169,41 @@ def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(modeling.loss, "slice", lambda start, stop: slice(start, stop - 1), raising=False)
     with pytest.raises((AssertionError, RuntimeError)):
         compare(head, hidden_BSD, targets_BS, scale=1.0)
+
+
+def check_narrow(dtype: torch.dtype) -> None:
+    """Losses and their squares to fp32's rounding, and the gradient to its own, by the very logits in fp64."""
+    generator = torch.Generator().manual_seed(3)
+    for vocab_size, scale in ((2, 1.0), (11, 0.1), (1000, 1.0), (1000, 30.0), (70000, 5.0)):
+        logits_TV = (scale * torch.randn(40, vocab_size, generator=generator)).to(dtype)
+        logits_TV[3, 0] = -torch.inf
+        targets_T = torch.randint(1, vocab_size, (40,), generator=generator)
+        targets_T[::7] = IGNORE
+        counts_T, exact_TV = targets_T != IGNORE, logits_TV.double().requires_grad_()
+        logs_T = exact_TV.logsumexp(-1) * counts_T
+        exact_T = F.cross_entropy(exact_TV, targets_T, ignore_index=IGNORE, reduction="none")
+        (exact_T.sum() + 1e-2 * logs_T.square().sum()).backward()
+        losses_T, squares_T, grad_TV = losses_and_gradient(logits_TV.clone(), targets_T, True, 1e-2)
+        torch.testing.assert_close(losses_T.double(), exact_T.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(squares_T.double(), logs_T.detach().square(), rtol=1e-5, atol=1e-5)
+        assert grad_TV is not None and exact_TV.grad is not None and grad_TV.dtype == dtype
+        tiny = {torch.bfloat16: 1e-30, torch.float16: 2**-24}[dtype]  # what the dtype cannot hold
+        torch.testing.assert_close(grad_TV.double(), exact_TV.grad, rtol=2**-7, atol=tiny + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_narrow_logits_are_those_in_fp64(dtype: torch.dtype) -> None:
+    check_narrow(dtype)
+
+
+@pytest.mark.parametrize("planted", ["a sum that is off", "another row's"])
+def test_planted_narrow_losses_are_seen(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    softmax = torch.softmax
+
+    def wrong(logits_TV: Tensor, dim: int, out: Tensor) -> Tensor:
+        softmax(logits_TV, dim, out=out)
+        return out.mul_(1.001) if planted == "a sum that is off" else out.copy_(out.roll(1, 0))
+
+    monkeypatch.setattr(torch, "softmax", wrong)
+    with pytest.raises(AssertionError):
+        check_narrow(torch.bfloat16)
