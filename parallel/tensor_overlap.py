@@ -28,7 +28,7 @@ from torch.autograd import Function
 from modeling.attention import Attention
 from modeling.decoder import Decoder
 from modeling.feed_forward import FeedForward
-from modeling.kernels.products import Products, weight_grad
+from modeling.kernels.products import Products
 from modeling.linear import Linear
 from parallel.collectives import SequenceGather, gather_sequence
 from parallel.mesh import Axis
@@ -57,7 +57,8 @@ def reads_hidden_states(layer: Linear) -> bool:
 class Left:
     """What a product's backward pass leaves to that of its weight: the gradient by its outputs, and its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products) -> None:
+        self.products = products
         self.held: tuple[Tensor, Tensor] | None = None
 
     def put(self, grad: Tensor, inputs: Tensor) -> None:
@@ -91,7 +92,7 @@ class OverlappedPositions(SharedPositions):
         gather = SequenceGather(self.axis)
         whole_BSD = gather.begin(hidden_BSD)
         for reader in self.readers:
-            left = Left()
+            left = Left(reader.products)
             weights = (reader.weight,) if reader.bias is None else (reader.weight, reader.bias)
             self.late[reader.weight] = _LateWeights.apply(left, *weights), left
         return gather.end(whole_BSD)
@@ -120,15 +121,19 @@ class LateProducts:
         """As Products.linear_grad."""
         return self.products.linear_grad(grad, weight_OI)
 
+    def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
+        """As Products.weight_grad."""
+        return self.products.weight_grad(grad_RO, rows_RI)
+
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """As Products.grouped."""
         return self.products.grouped(rows_RI, ends_E, weight_EOI)
 
 
-def weights_grads(grad: Tensor, inputs: Tensor, n_weights: int) -> tuple[Tensor, ...]:
+def weights_grads(products: Products, grad: Tensor, inputs: Tensor, n_weights: int) -> tuple[Tensor, ...]:
     """The gradients of a product by its weight and, where ``n_weights`` is 2, its bias."""
     grad_RO = grad.flatten(0, -2)
-    return weight_grad(grad_RO, inputs.flatten(0, -2)), *([grad_RO.sum(0)] if n_weights == 2 else [])
+    return products.weight_grad(grad_RO, inputs.flatten(0, -2)), *([grad_RO.sum(0)] if n_weights == 2 else [])
 
 
 class _LateWeights(Function):
@@ -143,7 +148,7 @@ class _LateWeights(Function):
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad, inputs = ctx.left.take()
-        return None, *weights_grads(grad, inputs, ctx.n_weights)
+        return None, *weights_grads(ctx.left.products, grad, inputs, ctx.n_weights)
 
 
 class _Product(Function):
@@ -160,6 +165,6 @@ class _Product(Function):
         inputs, weight_OI = ctx.saved_tensors
         grad_inputs = ctx.products.linear_grad(grad, weight_OI) if ctx.needs_input_grad[2] else None
         if ctx.left is None:
-            return None, None, grad_inputs, *weights_grads(grad, inputs, ctx.n_weights)
+            return None, None, grad_inputs, *weights_grads(ctx.products, grad, inputs, ctx.n_weights)
         ctx.left.put(grad, inputs)
         return None, None, grad_inputs, *([None] * ctx.n_weights)

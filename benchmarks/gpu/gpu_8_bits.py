@@ -20,6 +20,9 @@ def checks() -> list[Check]:
         Check(f"{kind} of 8 bits, {name}", partial(check, across))
         for name, across in (("forward", False), ("gradients by rows", True))
         for kind, check in (("products", check_product), ("grouped products", check_by_expert))
+    ] + [
+        Check("products of 8 bits, forward, long sums", check_long_sums),
+        Check("products of 8 bits, gradients by weights", check_weight_grad),
     ]
 
 
@@ -30,6 +33,25 @@ def check_product(across: bool, place: Place) -> None:
     there_RI, there = (each.to(place.device) for each in (rows_RI, weight_OI.t().contiguous() if across else weight_OI))
     ours = fp8.product(there_RI, there, plainly, across=across)
     compare_product(ours, put_back_in_fp32(rows_RI) @ put_back_in_fp32(weight_OI).t(), place)
+
+
+def check_long_sums(place: Place) -> None:
+    """Over the widest rows of an 8B model: sums that stay in the tensor cores lose more, the longer they are."""
+    n_rows, n_out, n_inner = place.small((2048, 1024, 14336), (96, 32, 128))
+    generator = torch.Generator().manual_seed(3)
+    rows_RI = torch.randn(n_rows, n_inner, generator=generator).bfloat16()
+    weight_OI = (torch.randn(n_out, n_inner, generator=generator) * n_inner**-0.5).bfloat16()
+    ours = fp8.product(rows_RI.to(place.device), weight_OI.to(place.device), plainly)
+    compare_product(ours, put_back_in_fp32(rows_RI) @ put_back_in_fp32(weight_OI).t(), place)
+
+
+def check_weight_grad(place: Place) -> None:
+    """A sum over rows that are no whole units of 16."""
+    n_rows, n_out, n_in = place.small((8191, 1024, 2048), (95, 32, 64))
+    generator = torch.Generator().manual_seed(4)
+    grad_RO, rows_RI = (torch.randn(n_rows, width, generator=generator).bfloat16() for width in (n_out, n_in))
+    ours = fp8.sum_over_rows(grad_RO.to(place.device), rows_RI.to(place.device), plainly)
+    compare_product(ours, put_back_in_fp32(grad_RO.t()) @ put_back_in_fp32(rows_RI.t()).t(), place)
 
 
 def check_by_expert(across: bool, place: Place) -> None:

@@ -6,6 +6,7 @@ Shape letters: T tokens, H heads, G key-value heads, C d_head, R rows, E experts
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from gpu_part import Check, Place
 from modeling.context import Context
 from modeling.kernels.attention import attend, fits_rows, row_attention, varlen_attention
 from modeling.kernels.experts import compiled_gathered_sum, gathered_sum
-from modeling.kernels.fp8 import E4M3, scaled_product
-from modeling.kernels.fuse import compiled
+from modeling.kernels.fp8 import E4M3, cut, cut_across, scaled_product
+from modeling.kernels.fuse import compiled, plainly
 from parallel.zero import accumulation
 from parallel.zero.norm import sum_by_rows
 
@@ -33,6 +34,7 @@ def checks() -> list[Check]:
     return [
         Check("kernels: attention", check_attention, 90),
         Check("kernels: products", check_products, 60),
+        Check("kernels: cutting to 8 bits", check_cutting, 60),
         Check("kernels: grouped products", check_grouped, 60),
         Check("kernels: rows of experts", check_rows, 60),
         Check("kernels: sums of gradients", check_sums, 60),
@@ -101,8 +103,23 @@ def check_products(place: Place) -> None:
         rate(f"{name}, by the weight", flops, lambda g=grad, a=rows: g.t() @ a, place)
         if place.device.type == "cuda":
             ones = [torch.ones(n, 1, device=place.device) for n in (n_rows, n_out)]
-            cut = rows.to(E4M3), ones[0], weight.to(E4M3), ones[1]
-            rate(f"{name}, forward, 8 bits", flops, lambda c=cut: scaled_product(*c, torch.bfloat16), place)
+            factors = rows.to(E4M3), ones[0], weight.to(E4M3), ones[1]
+            for sums, fast in (("sums left", True), ("sums brought out", False)):
+                kernel = partial(scaled_product, *factors, torch.bfloat16, fast=fast)
+                rate(f"{name}, forward, 8 bits, {sums}", flops, kernel, place)
+
+
+def check_cutting(place: Place) -> None:
+    """8,192 rows cut to 8 bits along their width, and along the rows as transposes, compiled.
+
+    Bytes are read in 16 bits and written in 8, once each.
+    """
+    for n_in, _ in DENSE[1:3]:
+        rows = drawn(place, place.small(8192, 32), n_in // place.small(1, 64))
+        for name, function in (("by rows", cut), ("across", cut_across)):
+            fuse = compiled if place.device.type == "cuda" else plainly
+            seconds = median_seconds(partial(fuse, function, rows, rows_vary=True), place)
+            place.figure(f"{n_in} wide, {name}", 3 * rows.numel() / seconds / 1e9, "GB/s")
 
 
 def check_grouped(place: Place) -> None:

@@ -201,7 +201,7 @@ class Step:
         """Products of a forward pass, with their recomputation, and both products of the backward pass."""
         job, gpu = self.job, self.gpu
         peak = gpu.peak(job.precision if self.low else "bf16")
-        weights_low = self.low and not job.is_own_fp8
+        weights_low = self.low and not (job.is_own_fp8 and into == "grouped")
         weights_peak = peak if weights_low else gpu.peak("bf16")
         sms = int(gpu.hardware.multiprocessors)
         rest = self.bandwidth, sms, depth_of(gpu.hardware.peak_flops["bf16"], sms)
@@ -214,8 +214,13 @@ class Step:
                 last = product_seconds(by_weight, weights_peak, *rest)
                 found[f"low_{into}" if weights_low else into] += last
                 if self.low:
-                    cast = shape.cut_bytes if job.is_own_fp8 else shape.cast_bytes
-                    found["casts"] += cast(self.forwards) / self.bandwidth
+                    own = job.is_own_fp8
+                    cast = (
+                        shape.cut_bytes(self.forwards, weights_too=weights_low)
+                        if own
+                        else shape.cast_bytes(self.forwards)
+                    )
+                    found["casts"] += cast / self.bandwidth
                 found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / self.bandwidth  # summed gradients
 
     def add_attention(self, found: dict[str, float]) -> None:

@@ -2,18 +2,19 @@
 
 A factor is cut to E4M3 (Micikevicius et al. 2022, arXiv:2209.05433, section 3), the gradient that comes in too, as in
 DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Each row along what the product sums over has a scale of its own, which
-brings its largest number next to E4M3's, 448. Three choices keep a layout from changing what is computed:
+brings its largest number next to E4M3's, 448. Two choices keep a layout from changing what is computed:
 
 - scales are powers of two, so a scale alone rounds nothing: which numbers a rank sees beside a number matters only
-  where that is 2^-14 of its row's largest or less, and loses bits;
-- scales belong to rows, not to tiles, whose edges a cut weight would move; torch's grouped product takes no others;
-- gradients by weights, whose sum goes over tokens, are products in bf16: tokens are shared out over ranks and
-  micro-batches, and a scale over them would differ from layout to layout.
+  where that is 2^-14 of its row's largest or less, and loses bits. So a dense weight's gradient, too, has factors of 8
+  bits: it sums over tokens, which layouts share out over ranks and micro-batches, and a scale is one channel's of a
+  micro-batch's tokens;
+- scales belong to rows, not to tiles, whose edges a cut weight would move; torch's grouped product takes no others.
 
+Gradients by experts' weights are products in bf16: 8 bits would gain less there than cutting the rows once more costs.
 Weights, masters, what is kept for the backward pass, and every reduction are as in bf16. Where there is no such GPU the
-same factors are multiplied in bf16, which holds each of them exactly, and only sums differ: in their order, and those
-of experts' products in what Hopper's tensor cores keep of them (on an H200 less than the rounding of the result to
-bf16: docs/fp8.md).
+same factors are multiplied in bf16, which holds each of them exactly, and only sums differ: in their order, and in what
+Hopper's tensor cores keep of them, but for gradients by weights, whose sums are brought into fp32 on the way
+(docs/fp8.md).
 
 Shape letters: R rows, E experts, I what goes in, O what comes out.
 """
@@ -26,7 +27,6 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.kernels.fuse import Fuse, in_parts, plainly
-from modeling.kernels.products import weight_grad
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # E4M3's largest number, 1.75 * 2^8
@@ -57,6 +57,10 @@ class Fp8Products:
         grad_RI = product(grad.flatten(0, -2), weight_OI, self.fuse, across=True)
         return grad_RI.view(*grad.shape[:-1], weight_OI.shape[1])
 
+    def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
+        """As Products.weight_grad."""
+        return sum_over_rows(grad_RO, rows_RI, self.fuse)
+
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """As Products.grouped."""
         return Fp8Grouped.apply(rows_RI, ends_E, weight_EOI, self.fuse)
@@ -76,7 +80,7 @@ class Fp8Linear(Function):
         rows_RI, weight_OI = ctx.saved_tensors
         wants_rows, wants_weight, _ = ctx.needs_input_grad
         grad_rows_RI = product(grad_RO, weight_OI, ctx.fuse, across=True) if wants_rows else None
-        return grad_rows_RI, weight_grad(grad_RO, rows_RI) if wants_weight else None, None
+        return grad_rows_RI, sum_over_rows(grad_RO, rows_RI, ctx.fuse) if wants_weight else None, None
 
 
 class Fp8Grouped(Function):
@@ -105,13 +109,31 @@ def product(rows: Tensor, weight: Tensor, fuse: Fuse, *, across: bool = False) -
         return F.linear(put_back(*cut(rows)), put_back(*cut_weight(weight)))
     rows_8, rows_R1 = fuse(cut, rows, rows_vary=True)
     weight_8, weight_O1 = fuse(cut_weight, weight)
-    return scaled_product(rows_8, rows_R1, weight_8, weight_O1, rows.dtype)
+    return scaled_product(rows_8, rows_R1, weight_8, weight_O1, rows.dtype, fast=True)
 
 
-def scaled_product(rows_8: Tensor, rows_R1: Tensor, weight_8: Tensor, weight_O1: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows_8 (R, I) @ weight_8 (O, I).T, times both factors, by torch's operator for GPUs."""
+def sum_over_rows(grad_RO: Tensor, rows_RI: Tensor, fuse: Fuse) -> Tensor:
+    """grad_RO.T @ rows_RI (O, I) in bf16, both factors cut to 8 bits along R, whatever its length."""
+    if len(rows_RI) == 0:
+        return grad_RO.new_zeros(grad_RO.shape[1], rows_RI.shape[1])
+    if rest := -len(rows_RI) % UNIT:
+        grad_RO, rows_RI = (F.pad(each, (0, 0, 0, rest)) for each in (grad_RO, rows_RI))
+    if rows_RI.is_cpu:
+        return F.linear(put_back(*cut_across(grad_RO)), put_back(*cut_across(rows_RI)))
+    grad_8, grad_O1 = fuse(cut_across, grad_RO, rows_vary=True)
+    rows_8, rows_I1 = fuse(cut_across, rows_RI, rows_vary=True)
+    return scaled_product(grad_8, grad_O1, rows_8, rows_I1, grad_RO.dtype, fast=False)
+
+
+def scaled_product(
+    rows_8: Tensor, rows_R1: Tensor, weight_8: Tensor, weight_O1: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """rows_8 (R, I) @ weight_8 (O, I).T, times both factors, by torch's operator for GPUs.
+
+    ``fast``: sums stay in the tensor cores, which keep fewer bits of them, instead of coming into fp32 on the way.
+    """
     row = F.ScalingType.RowWise
-    return F.scaled_mm(rows_8, weight_8.t(), rows_R1, row, weight_O1.t(), row, output_dtype=dtype)
+    return F.scaled_mm(rows_8, weight_8.t(), rows_R1, row, weight_O1.t(), row, output_dtype=dtype, use_fast_accum=fast)
 
 
 def grouped_product(rows: Tensor, ends_E: Tensor, weight: Tensor, fuse: Fuse, *, across: bool = False) -> Tensor:

@@ -20,6 +20,10 @@ class Products(Protocol):
         """``linear``'s gradient by its inputs (..., I), from that by its outputs (..., O)."""
         ...
 
+    def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
+        """``linear``'s gradient by its weight (O, I), from that by its outputs and from its inputs."""
+        ...
+
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """Each row times its expert's matrix (R, O); expert e's rows end before ``ends_E[e]`` (int32)."""
         ...
@@ -36,14 +40,13 @@ class AsTheyAre:
         """As Products.linear_grad."""
         return (grad.flatten(0, -2) @ weight_OI).view(*grad.shape[:-1], weight_OI.shape[1])
 
+    def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
+        """As Products.weight_grad."""
+        return grad_RO.t() @ rows_RI
+
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """As Products.grouped."""
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
-
-
-def weight_grad(grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
-    """The gradient of a product by its weight (O, I). In every precision it is a product of rows as they are."""
-    return grad_RO.t() @ rows_RI
 
 
 AS_THEY_ARE = AsTheyAre()

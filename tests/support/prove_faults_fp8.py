@@ -37,3 +37,16 @@ def put_rows_back_by_their_neighbours() -> None:
         return numbers_8, factors.roll(1, 0) if numbers.dim() == 2 else factors
 
     fp8.cut = wrong
+
+
+def put_weights_gradients_back_by_their_neighbours() -> None:
+    """Each output's gradients have, as their sum over tokens is made, the factor of the output before it."""
+    import modeling.kernels.fp8 as fp8
+
+    sound = fp8.sum_over_rows
+
+    def wrong(grad_RO: Tensor, rows_RI: Tensor, fuse: Any) -> Tensor:
+        factors_O1 = fp8.cut_across(grad_RO)[1]
+        return (sound(grad_RO, rows_RI, fuse) * (factors_O1.roll(1, 0) / factors_O1)).to(grad_RO.dtype)
+
+    fp8.sum_over_rows = wrong

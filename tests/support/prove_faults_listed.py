@@ -280,6 +280,7 @@ FAULTS = [
     Fault("products of 8 bits left in 16", "8 bits are used", "the layout lies", FP8),
     Fault("gradients of 8 bits put back at twice their size", "gradients", FROM_FP32, (*TP, *FP8)),
     Fault("rows of 8 bits put back by their neighbours' scales", "loss", FROM_FP32, FP8),
+    Fault("weights' gradients of 8 bits put back by their neighbours' scales", "gradients", FROM_FP32, FP8),
     Fault("ring: pieces of documents begin one token later", OUTPUTS, "layers.1.attention, sample", RING),
     Fault("tp_overlap: gradients are read before tp has summed them", "gradients", EVERY_GRADIENT, TP_OVERLAP),
     Fault("tp_overlap: weights' gradients dropped", "gradients", "layers.0.attention.q.weight", TP_OVERLAP),

@@ -141,11 +141,67 @@ def test_a_product_and_its_gradients_are_those_of_the_cut_factors():
     sizes = rows_8.abs() @ weight_8.abs().T + bias.double().abs()
     close(out, rows_8 @ weight_8.T + bias.double(), 2 * sizes)
     close(rows.grad, grad_8 @ across_8, grad_8.abs() @ across_8.abs())
-    flat, flat_grad = rows.detach().double().flatten(0, 1), grad.double().flatten(0, 1)
-    close(weight.grad, flat_grad.T @ flat, flat_grad.abs().T @ flat.abs())  # 16 bits: its sum goes over tokens
+    rows_flat, flat_grad = rows.detach().flatten(0, 1), grad.double().flatten(0, 1)
+    over_grad, over_rows = (put_back(*cut_across(each)).double() for each in (grad.flatten(0, 1), rows_flat))
+    close(weight.grad, over_grad @ over_rows.T, over_grad.abs() @ over_rows.abs().T)
     close(bias.grad, flat_grad.sum(0), flat_grad.abs().sum(0))
     # and they are products of 8 bits, not of 16
     assert not torch.equal(out, F.linear(rows, weight, bias))
+    assert not torch.equal(weight.grad, grad.flatten(0, 1).T @ rows_flat)
+
+
+def differences_of_parts(n_parts: int, spread: float, between: float, seed: int) -> Tensor:
+    """Of a weight's gradient, made as a whole and in parts, over what may lie between the two.
+
+    Parts differ from the whole where numbers are 2^-14 of their channel's largest or less: those are rounded to whole
+    multiples of 2^-17 of it, and so lie within 2^-17 of it in either cut. The rest is what bf16 rounds of each part's
+    product and of the whole's, 2^-8 of the sizes of the summands.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    unlike = (between * torch.randn(n_parts, 1, 1, generator=generator)).exp()
+    rows, grad = (
+        (drawn(n_parts, 24, width, seed=seed, spread=spread).float() * unlike).bfloat16() for width in (48, 32)
+    )
+    grad = grad.flip(0)  # the largest rows beside the smallest gradients
+    whole = Fp8Products().weight_grad(grad.flatten(0, 1), rows.flatten(0, 1)).double()
+    parts = [Fp8Products().weight_grad(*each) for each in zip(grad, rows, strict=True)]
+    grad, rows = grad.flatten(0, 1).double().abs(), rows.flatten(0, 1).double().abs()
+    lost = 2.0**-17 * (grad.amax(0)[:, None] * rows.sum(0) + grad.sum(0)[:, None] * rows.amax(0))
+    bound = (2 * ROUNDING * grad.T @ rows + lost) * (1 + 2**-4) ** 2  # sizes after the cut
+    return (whole - torch.stack(parts).double().sum(0)).abs() / (bound + 1e-30)
+
+
+@given(st.sampled_from([2, 3, 4, 8]), st.floats(0, 2), st.floats(0, 3), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_a_weight_s_gradient_is_the_sum_of_its_parts_gradients(n_parts, spread, between, seed):
+    """Ranks and micro-batches share out the tokens, each with scales of its own, however unlike their tokens are."""
+    assert differences_of_parts(n_parts, spread, between, seed).max() <= 1
+
+
+def test_scales_that_are_no_powers_of_two_would_show_which_tokens_lie_together(monkeypatch):
+    def cut_to_the_top(numbers: Tensor) -> tuple[Tensor, Tensor]:
+        factors = numbers.abs().amax(-1, keepdim=True).float() / LARGEST
+        return (numbers.float() / factors).to(E4M3).contiguous(), factors
+
+    monkeypatch.setattr(fp8, "cut", cut_to_the_top)
+    assert differences_of_parts(8, 0.0, 0.0, 0).max() > 1
+
+
+@pytest.mark.parametrize("n_rows", [1, 15, 17, 30])
+def test_a_weight_s_gradient_takes_any_number_of_rows(n_rows):
+    """A GPU's product sums over whole units of 16, so rows of zeros are added."""
+    rows, grad = drawn(n_rows, 48), drawn(n_rows, 32, seed=2)
+    found = Fp8Products().weight_grad(grad, rows)
+    grad_8, rows_8 = (put_back(*cut_across(each)).double() for each in (grad, rows))
+    close(found, grad_8 @ rows_8.T, grad_8.abs() @ rows_8.abs().T)
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+def test_what_is_not_finite_shows_in_the_weight_s_gradient(wrong):
+    rows, grad = drawn(16, 48), drawn(16, 32, seed=2)
+    grad[3, 5] = wrong
+    found = Fp8Products().weight_grad(grad, rows)
+    assert found[5].isnan().all() and found[torch.arange(32) != 5].isfinite().all()
 
 
 def test_experts_products_are_those_of_each_expert():
@@ -158,8 +214,8 @@ def test_experts_products_are_those_of_each_expert():
         Fp8Products().linear(mine, own, None).backward(grad[start:end])
         sizes = put_back(*cut(grad[start:end])).double().abs() @ own.detach().double().abs()
         close(rows.grad[start:end], mine.grad.double(), 2 * sizes)
-        sizes = grad[start:end].double().abs().T @ mine.detach().double().abs()
-        close(weight.grad[expert], own.grad.double(), 2 * sizes)
+        given, taken = grad[start:end].double(), mine.detach().double()
+        close(weight.grad[expert], given.T @ taken, given.abs().T @ taken.abs())  # 16 bits
         start = end
 
 
@@ -177,6 +233,16 @@ def test_the_operator_that_gpus_take_computes_the_same(monkeypatch):
         close(ours, theirs.double(), 2 * sizes)
         found.append(ours)
     assert torch.equal(*found)
+
+
+def test_the_operator_that_gpus_take_sums_over_rows_too():
+    rows, grad = drawn(30, 48), drawn(30, 32, seed=2)
+    ours = Fp8Products().weight_grad(grad, rows)
+    padded = [F.pad(each, (0, 0, 0, 2)) for each in (grad, rows)]
+    (grad_8, grad_O1), (rows_8, rows_I1) = (cut_across(each) for each in padded)
+    theirs = fp8.scaled_product(grad_8, grad_O1, rows_8, rows_I1, torch.bfloat16, fast=False)
+    sizes = put_back(grad_8, grad_O1).double().abs() @ put_back(rows_8, rows_I1).double().abs().T
+    close(ours, theirs.double(), 2 * sizes)
 
 
 def plain_call(function, *tensors, rows_vary=False):
