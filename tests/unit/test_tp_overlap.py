@@ -211,7 +211,7 @@ def test_planted_nodes_made_after_the_gathers_end(monkeypatch: pytest.MonkeyPatc
         gather = SequenceGather(self.axis)
         whole_BSD, self.readers, readers = gather.end(gather.begin(hidden_BSD)), (), self.readers
         for reader in readers:
-            left = tensor_overlap.Left()
+            left = tensor_overlap.Left(reader.products)
             weights = (reader.weight,) if reader.bias is None else (reader.weight, reader.bias)
             self.late[reader.weight] = tensor_overlap._LateWeights.apply(left, *weights), left
         self.readers = readers
@@ -241,7 +241,7 @@ def test_nothing_is_held_after_the_passes(monkeypatch: pytest.MonkeyPatch) -> No
     there = Arriving(monkeypatch)
     left: list[tensor_overlap.Left] = []
     make = tensor_overlap.Left.__init__
-    monkeypatch.setattr(tensor_overlap.Left, "__init__", lambda self: (make(self), left.append(self))[0])
+    monkeypatch.setattr(tensor_overlap.Left, "__init__", lambda self, products: left.append(self) or make(self, products))
     model = layers(FAMILIES["norms of heads"], overlap=True)
     passes(model, there.events)
     assert len(left) == 5 * len(model.own_layers) and all(each.held is None for each in left)
