@@ -241,7 +241,7 @@ def test_nothing_is_held_after_the_passes(monkeypatch: pytest.MonkeyPatch) -> No
     there = Arriving(monkeypatch)
     left: list[tensor_overlap.Left] = []
     make = tensor_overlap.Left.__init__
-    monkeypatch.setattr(tensor_overlap.Left, "__init__", lambda self, products: left.append(self) or make(self, products))
+    monkeypatch.setattr(tensor_overlap.Left, "__init__", lambda self, *given: left.append(self) or make(self, *given))
     model = layers(FAMILIES["norms of heads"], overlap=True)
     passes(model, there.events)
     assert len(left) == 5 * len(model.own_layers) and all(each.held is None for each in left)
