@@ -10,9 +10,12 @@ from modeling.moe import Experts
 from modeling.precision_config import Precision
 
 
-def products_of(precision: Precision, fuse: Fuse = plainly) -> Products:
-    """How layers multiply by their weights. ``fuse``: how chains of elementwise work are computed."""
-    return Fp8Products(fuse) if precision == "fp8" else AS_THEY_ARE
+def products_of(precision: Precision, fuse: Fuse = plainly, *, keeps_weights: bool = False) -> Products:
+    """How layers multiply by their weights. ``fuse``: how chains of elementwise work are computed.
+
+    ``keeps_weights``: weights that were cut to 8 bits stay until they change (modeling.kernels.cuts.Cuts).
+    """
+    return Fp8Products(fuse, keeps_weights=keeps_weights) if precision == "fp8" else AS_THEY_ARE
 
 
 def multiply_by(model: nn.Module, products: Products) -> None:

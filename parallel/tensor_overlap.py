@@ -129,6 +129,14 @@ class LateProducts:
         """As Products.grouped."""
         return self.products.grouped(rows_RI, ends_E, weight_EOI)
 
+    def weights_changed(self) -> None:
+        """As Products.weights_changed."""
+        self.products.weights_changed()
+
+    def kept(self) -> list[Tensor]:
+        """As Products.kept."""
+        return self.products.kept()
+
 
 def weights_grads(products: Products, grad: Tensor, inputs: Tensor, n_weights: int) -> tuple[Tensor, ...]:
     """The gradients of a product by its weight and, where ``n_weights`` is 2, its bias."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu_compare import BOUNDS, compare
 from gpu_part import Check, Place
 from modeling.kernels import fp8
-from modeling.kernels.fuse import plainly
+from modeling.kernels.cuts import Cuts, cut, put_back
 
 
 def checks() -> list[Check]:
@@ -31,7 +31,7 @@ def check_product(across: bool, place: Place) -> None:
     rows_RI, weight_EOI = drawn_factors(place)
     weight_OI = weight_EOI[0]
     there_RI, there = (each.to(place.device) for each in (rows_RI, weight_OI.t().contiguous() if across else weight_OI))
-    ours = fp8.product(there_RI, there, plainly, across=across)
+    ours = (fp8.product_back if across else fp8.product)(there_RI, there, Cuts())
     compare_product(ours, put_back_in_fp32(rows_RI) @ put_back_in_fp32(weight_OI).t(), place)
 
 
@@ -41,7 +41,7 @@ def check_long_sums(place: Place) -> None:
     generator = torch.Generator().manual_seed(3)
     rows_RI = torch.randn(n_rows, n_inner, generator=generator).bfloat16()
     weight_OI = (torch.randn(n_out, n_inner, generator=generator) * n_inner**-0.5).bfloat16()
-    ours = fp8.product(rows_RI.to(place.device), weight_OI.to(place.device), plainly)
+    ours = fp8.product(rows_RI.to(place.device), weight_OI.to(place.device), Cuts())
     compare_product(ours, put_back_in_fp32(rows_RI) @ put_back_in_fp32(weight_OI).t(), place)
 
 
@@ -50,7 +50,7 @@ def check_weight_grad(place: Place) -> None:
     n_rows, n_out, n_in = place.small((8191, 1024, 2048), (95, 32, 64))
     generator = torch.Generator().manual_seed(4)
     grad_RO, rows_RI = (torch.randn(n_rows, width, generator=generator).bfloat16() for width in (n_out, n_in))
-    ours = fp8.sum_over_rows(grad_RO.to(place.device), rows_RI.to(place.device), plainly)
+    ours = fp8.sum_over_rows(grad_RO.to(place.device), rows_RI.to(place.device), Cuts())
     compare_product(ours, put_back_in_fp32(grad_RO.t()) @ put_back_in_fp32(rows_RI.t()).t(), place)
 
 
@@ -63,7 +63,8 @@ def check_by_expert(across: bool, place: Place) -> None:
     there_RI, there = (
         each.to(place.device) for each in (rows_RI, weight_EOI.transpose(1, 2).contiguous() if across else weight_EOI)
     )
-    ours = fp8.grouped_product(there_RI, ends_E.to(place.device), there, plainly, across=across)
+    product = fp8.grouped_product_back if across else fp8.grouped_product
+    ours = product(there_RI, ends_E.to(place.device), there, Cuts())
     bounds = [0, *ends_E.tolist()]
     cut_RI, cut_EOI = put_back_in_fp32(rows_RI), put_back_in_fp32(weight_EOI)
     theirs = [cut_RI[first:end] @ matrix.t() for first, end, matrix in zip(bounds, bounds[1:], cut_EOI, strict=False)]
@@ -80,7 +81,7 @@ def drawn_factors(place: Place) -> tuple[Tensor, Tensor]:
 
 def put_back_in_fp32(numbers: Tensor) -> Tensor:
     """What is multiplied, in fp32."""
-    return fp8.put_back(*fp8.cut(numbers)).float()
+    return put_back(*cut(numbers)).float()
 
 
 def compare_product(ours: Tensor, theirs: Tensor, place: Place) -> None:

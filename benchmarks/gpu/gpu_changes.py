@@ -31,6 +31,7 @@ class Change:
 CHANGES = (
     Change("base"),
     Change("products of 8 bits", train={"precision": "fp8"}),
+    Change("products of 8 bits, weights kept", train={"precision": "fp8", "fp8_keep_weights": True}),
     Change("nothing compiled", train={"compile": "off"}),
     Change("two sequences a micro-batch", train={"micro_batch_size": 2}),
     Change("documents of 1,024 tokens", document=1024),

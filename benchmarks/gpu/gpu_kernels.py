@@ -16,8 +16,9 @@ import gpu_device
 from gpu_part import Check, Place
 from modeling.context import Context
 from modeling.kernels.attention import attend, fits_rows, row_attention, varlen_attention
+from modeling.kernels.cuts import E4M3, cut, cut_across
 from modeling.kernels.experts import compiled_gathered_sum, gathered_sum
-from modeling.kernels.fp8 import E4M3, cut, cut_across, scaled_product
+from modeling.kernels.fp8 import scaled_product
 from modeling.kernels.fuse import compiled, plainly
 from parallel.zero import accumulation
 from parallel.zero.norm import sum_by_rows

@@ -10,6 +10,7 @@ from launcher.closed_form.rows import GIB, Job
 
 HALF = 2
 FULL = 4
+CUT = 2  # bytes of a weight that is kept in 8 bits, as forward products read it and as those by activations do
 MOMENTS_AND_MASTER = 12
 SCORES = 5  # bytes of a score that wait for the backward pass: softmax, dropout and its mask
 LOGIT_BYTES = 10  # in 16 bits, in fp32, and their gradient
@@ -53,6 +54,7 @@ def position_memory(job: Job, position: int) -> Memory:
     if job.ours is not None:
         n_weights, n_updated = weights_of(job, position, layers)
         state, buffers = job.ours.state(n_weights, n_updated), job.ours.buffers(n_weights, layers)
+        state += CUT * sum(product_weights(job, layers)) if job.keeps_cut_weights else 0.0
         held, (gradient, chunk) = own_activations(job, position), own_head(job, position)
         left = job.ours.left(n_weights, gradient / FULL)
         reduces = left * (held + gradient) + buffers
@@ -106,18 +108,24 @@ def expert_shard(job: Job) -> float:
     return max(1.0, min(job.shard, job.dp * job.cp * job.tp / job.ep))
 
 
-def own_weights(job: Job, position: int, layers: float) -> tuple[float, float]:
-    """Weights of a position's rank: all but experts, and experts."""
+def product_weights(job: Job, layers: float) -> tuple[float, float]:
+    """Weights that so many layers of a rank multiply by: all but experts, and experts."""
     arch = job.architecture
     share_moe = arch.n_moe_layers / arch.n_layers
     dense = layers * arch.attention_parameters / job.tp + layers * (1 - share_moe) * arch.dense_parameters / job.tp
-    dense += (
-        layers * share_moe * (arch.n_shared_experts * arch.expert_parameters / job.tp + arch.n_experts * arch.d_model)
-    )
+    dense += layers * share_moe * arch.n_shared_experts * arch.expert_parameters / job.tp
+    return dense, layers * share_moe * arch.n_experts / job.ep * arch.expert_parameters
+
+
+def own_weights(job: Job, position: int, layers: float) -> tuple[float, float]:
+    """Weights of a position's rank: all but experts, and experts."""
+    arch = job.architecture
+    dense, experts = product_weights(job, layers)
+    dense += layers * arch.n_moe_layers / arch.n_layers * arch.n_experts * arch.d_model  # routers
     last = job.pp - 1 if job.ours is None else job.ours.head_at
     ends = (position == 0) + (position == last and (job.pp > 1 or not arch.tied))
     dense += ends * arch.embedding_parameters / job.tp
-    return dense, layers * share_moe * arch.n_experts / job.ep * arch.expert_parameters
+    return dense, experts
 
 
 def state_bytes(job: Job, position: int, layers: float) -> float:

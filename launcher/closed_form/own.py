@@ -72,6 +72,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         micro_batch_size=train.micro_batch_size,
         scaled_fp16=train.precision == "fp16",
         is_own_fp8=train.precision == "fp8",
+        keeps_cut_weights=train.fp8_keep_weights,
         waits=waits_of(schedule, degrees.pp, n),
         ours=ours_of(config, world_size, n),
     )

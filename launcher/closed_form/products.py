@@ -44,14 +44,15 @@ class Product:
         """Read in 16 bits and written in 8, of inputs and gradients; weights are cast once for many micro-batches."""
         return 3 * self.count * (self.m * self.k * forwards + self.m * self.n)
 
-    def cut_bytes(self, forwards: float, *, weights_too: bool) -> float:
-        """The same where weights are cast in every pass, and for the backward pass as transposes, read twice.
+    def cut_bytes(self, forwards: float, *, weights_too: bool, kept_for: float | None) -> float:
+        """The same where weights are cast, too, for the backward pass as transposes, which are read twice.
 
-        ``weights_too``: transposes of inputs and gradients are cast for the weight's gradient.
+        ``weights_too``: transposes of inputs and gradients are cast for the weight's gradient. ``kept_for``: so many
+        micro-batches use the same cast weights; None: each pass casts them.
         """
         weight, rows = self.count * self.k * self.n, self.count * self.m * (self.k + self.n)
-        across = 2 * weight + (5 * rows if weights_too else 0)
-        return self.cast_bytes(forwards) + 3 * weight * (forwards + 1) + across
+        weights = weight * (3 * forwards + 5 if kept_for is None else 8 / kept_for)
+        return self.cast_bytes(forwards) + weights + (5 * rows if weights_too else 0)
 
     def backward(self) -> tuple["Product", "Product"]:
         """The products for the gradients of the input and of the weight."""

@@ -50,6 +50,7 @@ class Job:
     natural_routing: bool = False
     scaled_fp16: bool = False
     is_own_fp8: bool = False  # as docs/fp8.md: weights are cut in every pass, experts' gradients are made in 16 bits
+    keeps_cut_weights: bool = False  # with that: weights are cut once a step
     n_flushes: int = 1  # times in a step that the pipeline runs empty
     imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
     waits: float | None = None  # of the pipeline, in micro-batches; None: by the schedule's closed form

@@ -214,14 +214,15 @@ class Step:
                 last = product_seconds(by_weight, weights_peak, *rest)
                 found[f"low_{into}" if weights_low else into] += last
                 if self.low:
-                    own = job.is_own_fp8
-                    cast = (
-                        shape.cut_bytes(self.forwards, weights_too=weights_low)
-                        if own
-                        else shape.cast_bytes(self.forwards)
-                    )
-                    found["casts"] += cast / self.bandwidth
+                    found["casts"] += self.cast(shape, weights_too=weights_low) / self.bandwidth
                 found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / self.bandwidth  # summed gradients
+
+    def cast(self, shape: Product, *, weights_too: bool) -> float:
+        """Bytes of casting a product's factors to fewer bits; ``weights_too``: its weight's gradient has such ones."""
+        if not self.job.is_own_fp8:
+            return shape.cast_bytes(self.forwards)
+        kept_for = self.job.n_micro_batches if self.job.keeps_cut_weights else None
+        return shape.cut_bytes(self.forwards, weights_too=weights_too, kept_for=kept_for)
 
     def add_attention(self, found: dict[str, float]) -> None:
         """Projections, the core, norms and residual sums, and what tp, cp send."""

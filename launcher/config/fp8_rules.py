@@ -1,4 +1,4 @@
-"""What products with factors of 8 bits ask of a model's widths."""
+"""What products with factors of 8 bits ask of a model's widths, and of how its weights are held."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ def check_fp8_widths(config: RunConfig) -> Iterator[str]:
     """Both sides of each matrix that a rank multiplies by are whole units of 16 bytes: tensor cores take no others."""
     if config.train.precision != "fp8" or config.parallel.tp < 1:
         return
-    from modeling.kernels.fp8 import UNIT  # with torch, which other precisions are checked without
+    from modeling.kernels.cuts import UNIT  # with torch, which other precisions are checked without
     from modeling.logical import logical_parameters
 
     told: set[str] = set()
@@ -28,3 +28,19 @@ def check_fp8_widths(config: RunConfig) -> Iterator[str]:
                     f"train.precision=fp8 needs {dim}={size}{cut} (of {name}) to be a multiple of {UNIT} (products of "
                     "8 bits take rows of 16 bytes); try train.precision=bf16"
                 )
+
+
+def check_kept_weights(config: RunConfig) -> Iterator[str]:
+    """Cut weights are kept where there are any, of weights that stay in memory."""
+    if not config.train.fp8_keep_weights:
+        return
+    if config.train.precision != "fp8":
+        yield (
+            "train.fp8_keep_weights=true needs train.precision=fp8, not "
+            f"train.precision={config.train.precision}, whose weights are not cut; try train.fp8_keep_weights=false"
+        )
+    if config.parallel.zero == 3:
+        yield (
+            "train.fp8_keep_weights=true does not work with parallel.zero=3, whose weights are there during the passes "
+            "of their modules alone; try train.fp8_keep_weights=false, or parallel.zero=2"
+        )

@@ -8,7 +8,7 @@ from data.places import why_no_path
 from launcher.config.batch_rules import check_batch
 from launcher.config.budget_rules import check_budget, check_one_way
 from launcher.config.families import check_family
-from launcher.config.fp8_rules import check_fp8_widths
+from launcher.config.fp8_rules import check_fp8_widths, check_kept_weights
 from launcher.config.layout_rules import check_layout
 from launcher.config.ranges import is_beyond, range_problems
 from launcher.config.tree import RunConfig
@@ -47,6 +47,7 @@ def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list
         *_check_grad_reduce(config),
         *check_one_way(config.train),
         *([] if is_small else check_fp8_widths(config)),
+        *check_kept_weights(config),
         *_check_evaluation(config),
         *_check_tasks(config),
         *_check_retention(config),

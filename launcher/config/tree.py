@@ -33,6 +33,9 @@ class TrainConfig:
     # of the forward and backward passes; the optimizer's state is fp32 always. fp8: bf16, but layers' and experts'
     # products have factors of 8 bits (GPUs since Hopper)
     precision: Precision = "bf16"
+    # under precision fp8: weights are cut to 8 bits once an update, not in every pass, and take two bytes more for each
+    # of their elements
+    fp8_keep_weights: bool = False
     # what the backward pass computes again to save memory
     recompute: Literal["none", "selective", "feed_forward", "full"] = "none"
     # GiB of activations that a rank may hold for its micro-batches in flight: each layer computes again as little as

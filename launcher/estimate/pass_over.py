@@ -64,7 +64,8 @@ def trace_rank(
         adopt = lambda parameter, place: None  # noqa: E731 -- nobody adopts
         train, fuse = config.train, fuse_of(config.train.compile, GPU.type)
         stay = sharding_for(config.parallel, train.stored).weights_stay
-        ways = (modes_of(config, world_size), fuse, products_of(train.precision, fuse))
+        products = products_of(train.precision, fuse, keeps_weights=train.fp8_keep_weights)
+        ways = (modes_of(config, world_size), fuse, products)
         made_of = (config.model, config.parallel, dtype, adopt, DEFAULT_SIZES, *ways)
         model = build_part(mesh, *made_of, weights_stay=stay, copies=AtOnce() if train.offload_activations else None)
         messages = Messages()
@@ -73,8 +74,11 @@ def trace_rank(
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(take_gradient)
+        if train.fp8_keep_weights:  # the recorded micro-batch is not a step's first one
+            there_and_back(model, batch, inputs)
         regions = stack.enter_context(Regions().of(model))
-        recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, {"weights": model.parameters()}, GPU.type)
+        held = {"weights": [*model.parameters(), *products.kept()]}
+        recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, held, GPU.type)
         messages.ops = recorder.ops
         with recorder:
             there_and_back(model, batch, inputs)

@@ -17,7 +17,7 @@ from launcher.estimate.messages import hide
 from launcher.estimate.pass_over import Traced, trace_rank
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
-from launcher.plan.memory import rank_memory, updated_elements
+from launcher.plan.memory import cut_bytes, rank_memory, updated_elements
 from launcher.prove.traffic.axes import pp_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
@@ -151,6 +151,7 @@ def near(degrees: Degrees, rank: int, n_per_node: int) -> dict[str, bool]:
     return found
 
 
+CUT_BYTES = 2  # of a weight that is kept in 8 bits, along either side
 ACCUMULATE = "a micro-batch's gradients added up"
 
 
@@ -158,7 +159,7 @@ def update_ops(step: Step, states: States) -> list[Op]:
     """What ZeRO and the optimizer read and write in a step, each number once: a lower bound, as of fused kernels."""
     n_gradients = states.gradients // FP32_BYTES
     if step.parallel.offload_optimizer:
-        return [*sum_ops(step, n_gradients), *host_ops(step)]
+        return [*sum_ops(step, n_gradients), *host_ops(step), *cut_ops(step)]
     share = (states.masters or states.weights) // (FP32_BYTES if states.masters else step.element_bytes)
 
     return [
@@ -166,7 +167,15 @@ def update_ops(step: Step, states: States) -> list[Op]:
         moved("norm and clipping", "optimizer", n_gradients * 3 * FP32_BYTES),
         moved("update", "optimizer", share * 3 * FP32_BYTES + 2 * states.optimizer),
         moved("weights from masters", "optimizer", share * (FP32_BYTES + step.element_bytes)),
+        *cut_ops(step),
     ]
+
+
+def cut_ops(step: Step) -> Iterator[Op]:
+    """Kept weights cut to 8 bits, once a step: read once for their rows, twice for their transposes."""
+    n_elements = cut_bytes(step) // CUT_BYTES
+    if n_elements:
+        yield moved("weights cut to 8 bits", "optimizer", n_elements * (3 * step.element_bytes + CUT_BYTES))
 
 
 def host_ops(step: Step) -> Iterator[Op]:

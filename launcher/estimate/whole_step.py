@@ -63,6 +63,8 @@ def measure_memory(
 
     To be called in a process without a process group. The step's batch is the config's largest one.
     """
+    import parallel.zero.patches as patches
+
     samples, state, known = WholeSequences(config), TrainState(), KnownValues()
     with fake_rank(config, world_size, rank, device, known) as mesh, Ledger(device.type) as ledger:
         fuse = fuse_of(config.train.compile, device.type, sizes.row_piece_bytes)
@@ -76,8 +78,10 @@ def measure_memory(
         with watched(engine, regions), regions.within("bookkeeping"):
             run_step(config, engine, samples, state)  # type: ignore[arg-type]
             between = ledger.total
+            ledger.sort({"weights": engine.products.kept()})
             ledger.begin()
-            run_step(config, engine, samples, state)  # type: ignore[arg-type]
+            with patches.replaced(engine.products, weights_changed=lambda: None):  # what is kept of them stays
+                run_step(config, engine, samples, state)  # type: ignore[arg-type]
         offloader = offloader_in(engine.model)
         host = offloader.pool.n_bytes if offloader is not None else 0
     at_peak = {name: count for name, count in ledger.at_peak.items() if count}

@@ -5,6 +5,7 @@ are activations, one micro-batch's gradients in 16 bits, weights gathered for a 
 communication, of which DeepSpeed's largest, for reducing gradients, takes up to REDUCTION_BYTES.
 """
 
+import math
 from dataclasses import dataclass
 
 from launcher.prove.traffic.step import FP32_BYTES, Step
@@ -18,7 +19,7 @@ REDUCTION_BYTES = DEFAULT_SIZES.bucket * FP32_BYTES
 class Memory:
     """Bytes of one rank's training state by part. Masters are 0 where the optimizer updates the weights themselves."""
 
-    weights: int  # in the dtype of the forward pass
+    weights: int  # in the dtype of the forward pass, and in 8 bits where those are kept (train.fp8_keep_weights)
     masters: int  # the fp32 weights that the optimizer updates
     optimizer: int  # its states, fp32
     gradients: int  # fp32 sums over the micro-batches
@@ -34,7 +35,7 @@ def rank_memory(step: Step) -> Memory:
     """What each dp, cp, tp and ep rank of the step's pipeline position holds."""
     whole = sum(step.weights.values())
     share = sum(_share(step, n, names) for _, n, names in replicated(step))
-    weights = step.element_bytes * _weight_elements(step)
+    weights = step.element_bytes * _weight_elements(step) + cut_bytes(step)
     states = FP32_BYTES * _state_elements(step)
     if step.parallel.zero == 0:
         return Memory(weights, 0, states, FP32_BYTES * whole)
@@ -42,6 +43,22 @@ def rank_memory(step: Step) -> Memory:
         n_summed = 0 if step.precision == "fp32" and step.parallel.pp == 1 else _gradient_elements(step, share)
         return Memory(weights, 0, 0, FP32_BYTES * n_summed, 2 * FP32_BYTES * share + states)
     return Memory(weights, FP32_BYTES * share, states, FP32_BYTES * _gradient_elements(step, share))
+
+
+def cut_bytes(step: Step) -> int:
+    """Bytes of a rank's weights in 8 bits: a byte an element along either side, and an fp32 factor of each row."""
+    if not step.keeps_cut_weights:
+        return 0
+    found = 0
+    for name, count in step.weights.items():
+        tensor, place = step.tensors[name], step.layout[name]
+        if tensor.weight.is_hidden_matrix:
+            held = list(tensor.shape)
+            if place.axis is not None and place.dim is not None:
+                held[place.dim] //= getattr(step.parallel, place.axis)
+            *stack, n_out, n_in = held
+            found += 2 * count + FP32_BYTES * math.prod(stack) * (n_out + n_in)
+    return found
 
 
 def updated_elements(step: Step) -> int:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from launcher.trace.parts import AXES
 from launcher.trace.roofline import DTYPES, Rates
 from launcher.watch.speed import peak_flops_per_second
-from modeling.kernels.fp8 import E4M3, scaled_product
+from modeling.kernels.cuts import E4M3
+from modeling.kernels.fp8 import scaled_product
 from parallel.mesh import Mesh, wait_for_all
 from parallel.preflight.device import seconds_of
 

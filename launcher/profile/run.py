@@ -117,7 +117,7 @@ def profiled(config: RunConfig, plan: Plan, mesh: Mesh, tell_all: Callable[[str]
         times={key: seconds / plan.steps for key, seconds in times.items()},
         sums=sums_by(((op, 1) for op in recorder.ops), rates),
         rates=rates,
-        memory=recorder.finish(),
+        memory=recorder.finish({"weights": engine.products.kept()}),
         peak_gib=peak_gib,
         tokens=tokens,
         own_tokens=own_tokens,
@@ -179,7 +179,7 @@ def recorded_step(config: RunConfig, engine: WatchedEngine, dataset: Dataset, st
     regions = Regions()
     states = [value for each in engine.base.state.values() for value in each.values()]
     held = {
-        "weights": list(engine.model.parameters()),
+        "weights": [*engine.model.parameters(), *engine.products.kept()],
         "masters": [weight for group in engine.base.param_groups for weight in group["params"]],
         "optimizer state": [value for value in states if isinstance(value, torch.Tensor)],
     }

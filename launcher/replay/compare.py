@@ -12,7 +12,7 @@ from launcher.prove.rounding import NOISE_FACTOR
 from launcher.replay.plan import Plan
 from launcher.replay.record import COMPARED, SAMPLES, Record
 from modeling.dtypes import DTYPES
-from modeling.kernels.fp8 import E4M3
+from modeling.kernels.cuts import E4M3
 from modeling.precision_config import Precision, stored_as
 
 # In 16 bits `roundtable prove` takes this share of the precision's last bit as one process's least distance from fp32.

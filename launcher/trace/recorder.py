@@ -64,6 +64,7 @@ class Recorder(TorchDispatchMode):
         self.memory = Memory()
         self.live: Counter[str] = Counter()
         self.known: dict[int, int] = {}  # storage -> its bytes
+        self.first: dict[int, tuple[str, int]] = {}  # storage -> its holder, and the snapshot in which it is first
         self.met: Counter[str] = Counter()  # bytes held before the beginning, of storages met later
         self.met_by: list[Counter[str]] = []  # the same after each operation
         started = time.perf_counter()
@@ -112,6 +113,7 @@ class Recorder(TorchDispatchMode):
             return False
         n_bytes = storage.nbytes()
         self.known[key] = n_bytes
+        self.first[key] = holder, len(self.memory.held)
         self.live[holder] += n_bytes
         weakref.finalize(storage, self.release, key, holder)
         return True
@@ -129,9 +131,19 @@ class Recorder(TorchDispatchMode):
         memory.phases.append(phase)
         self.met_by.append(self.met.copy())
 
-    def finish(self) -> Memory:
-        """The memory over time, with what was met on the way counted from the beginning on; and its peak."""
+    def finish(self, lasting: Mapping[str, Iterable[torch.Tensor]] | None = None) -> Memory:
+        """The memory over time, with what was met on the way counted from the beginning on; and its peak.
+
+        ``lasting`` says what holds storages that were made on the way and are still there.
+        """
         memory = self.memory
+        for holder, tensors in (lasting or {}).items():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                former, start = self.first[storage._cdata]
+                for now in memory.held[start:]:
+                    now[former] -= storage.nbytes()
+                    now[holder] += storage.nbytes()
         for now, met in zip(memory.held, self.met_by, strict=True):
             for holder, n_bytes in self.met.items():
                 now[holder] += n_bytes - met[holder]

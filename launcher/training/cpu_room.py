@@ -1,6 +1,7 @@
 """What a process that trains on a CPU holds beside its tensors, and what its machine has for it."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.config.tree import RunConfig
@@ -32,7 +33,8 @@ def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
     held, free = resident_bytes(), available_bytes()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or mesh.world_size)
     step = step_of_rank(config, mesh.world_size, mesh.pp.rank)
-    outside = max(0.0, held - rank_memory(step).total) + LATER_BYTES + product_bytes(config)
+    before = rank_memory(replace(step, keeps_cut_weights=False)).total  # no pass has cut any yet
+    outside = max(0.0, held - before) + LATER_BYTES + product_bytes(config)
     vocab_size = max(1, config.model.vocab_size // config.parallel.tp)
     chunk = cpu_chunk_tokens(vocab_size, is_wide=config.train.stored == "fp32")
     tokens = config.train.micro_batch_size * step.positions // config.parallel.tp

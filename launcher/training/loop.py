@@ -246,7 +246,7 @@ def build_engine(
         recompute=modes_of(config, mesh.world_size),
         copies=copies,
         fuse=fuse,
-        products=products_of(config.train.precision, fuse),
+        products=products_of(config.train.precision, fuse, keeps_weights=config.train.fp8_keep_weights),
     )
     if mesh.pp.degree > 1:
         engine.open_pipeline(config.parallel.pipeline, config.train.micro_batch_size, config.data.seq_len)

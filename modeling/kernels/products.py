@@ -28,6 +28,14 @@ class Products(Protocol):
         """Each row times its expert's matrix (R, O); expert e's rows end before ``ends_E[e]`` (int32)."""
         ...
 
+    def weights_changed(self) -> None:
+        """To be called whenever weights have got other values."""
+        ...
+
+    def kept(self) -> list[Tensor]:
+        """What is kept of weights, from one call of ``weights_changed`` to the next."""
+        ...
+
 
 class AsTheyAre:
     """Products of rows and weights in the dtype that both have."""
@@ -47,6 +55,13 @@ class AsTheyAre:
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """As Products.grouped."""
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+    def weights_changed(self) -> None:
+        """As Products.weights_changed."""
+
+    def kept(self) -> list[Tensor]:
+        """As Products.kept: nothing."""
+        return []
 
 
 AS_THEY_ARE = AsTheyAre()

@@ -75,6 +75,7 @@ class Engine:
         self.mesh = mesh
         self.sizes = sizes
         self.fuse = fuse
+        self.products = products
         self.zero = parallel.zero  # for records; what follows from it is the sharding's
         self.precision: Precision = precision  # for records; what follows from it is the dtype's and the products'
         self.model_config = model_config
@@ -244,6 +245,7 @@ class Engine:
             group["lr"] = lr * group["lr_scale"]
         loss_scale, grad_norm = self.loss_scale, self.measure()
         skipped = self.sharding.step(self.scaled_norm())
+        self.products.weights_changed()
         self.measured = None
         return StepResult(grad_norm, skipped, loss_scale)
 
@@ -291,6 +293,7 @@ class Engine:
     def publish_weights(self) -> None:
         """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
         self.sharding.publish(self.rule)
+        self.products.weights_changed()
 
     def updates(self) -> int:
         """How many updates the optimizer has made, where its rule counts them (Adam's step); else 0."""

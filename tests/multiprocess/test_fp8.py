@@ -42,6 +42,34 @@ def test_a_run_of_8_bits_goes_on_bit_for_bit_and_is_evaluated_as_it_trains(tmp_p
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(seen, rel=1e-9)
 
 
+KEPT = "train.fp8_keep_weights=true"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("train.recompute=full", 1),
+        ("parallel.tp=2 parallel.ep=2 parallel.tp_overlap=true parallel.ep_overlap=true parallel.ep_chunks=2", 2),
+        ("parallel.pp=2 parallel.zero=2", 2),
+        ("parallel.zero=2 parallel.offload_optimizer=true", 2),
+    ],
+    ids=str,
+)
+def test_weights_that_are_kept_in_8_bits_change_no_number(tmp_path, layout, ranks):
+    """Through updates, evaluations and a resume: each weight is cut again when it has changed, and only then."""
+    tokens = write_tokens(tmp_path)
+    held_out = [f"data.heldout_path={tokens}", "train.eval_every_steps=2", "train.eval_sequences=4"]
+    plain = run(tmp_path, tokens, "plain", "fp8", *held_out, *layout.split(), ranks=ranks)
+    run(tmp_path, tokens, "kept", "fp8", KEPT, *held_out, *layout.split(), "train.steps=2", ranks=ranks)
+    kept = run(tmp_path, tokens, "kept", "fp8", KEPT, *held_out, *layout.split(), ranks=ranks)
+    assert numbers(kept) == numbers(plain)
+    evaluations = [
+        [row["eval_loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "eval_loss" in row]
+        for name in ("kept", "plain")
+    ]
+    assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.tp=2 parallel.ep=2", "parallel.pp=2", "parallel.cp=2 parallel.zero=3"])
 def test_a_run_of_8_bits_goes_on_under_another_layout(tmp_path, layout):

@@ -18,7 +18,7 @@ from launcher.errors import UserError
 from launcher.profile.rates import product_rate
 from launcher.trace.hardware import FOLDER
 from launcher.watch.metrics import read_metrics
-from modeling.kernels.fp8 import E4M3
+from modeling.kernels.cuts import E4M3
 from task_runs import save_task_run
 
 STEPS = 26  # what a calibration asks for, and one

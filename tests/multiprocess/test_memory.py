@@ -7,7 +7,7 @@ import pytest
 
 from launcher.config.tree import RunConfig
 from launcher.plan.closed_forms import step_of_rank
-from launcher.plan.memory import Memory, rank_memory
+from launcher.plan.memory import Memory, cut_bytes, rank_memory
 from layout_runs import MOE_MODEL, VOCAB_SIZE, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from parallel.config import ParallelConfig
@@ -120,3 +120,28 @@ def test_memory_is_what_the_engines_hold(tmp_path, layout, optimizer):
     found = run_ranks(measure_rank, n_ranks, config, timeout_seconds=240, threads=1)
     degrees = Degrees.of(parallel, n_ranks)
     assert found == [rank_memory(step_of_rank(config, n_ranks, rank // degrees.stage)) for rank in range(n_ranks)]
+
+
+def kept_bytes(config: RunConfig) -> int:
+    """What this rank's engine keeps of its weights in 8 bits after a step."""
+    from launcher.estimate.samples import WholeSequences
+    from launcher.training.loop import build_engine, run_step
+    from launcher.training.state import TrainState
+    from parallel.mesh import close_mesh, open_mesh
+
+    engine = build_engine(config, open_mesh(config.parallel, 120))
+    engine.initialize_weights(0)
+    run_step(config, engine, WholeSequences(config), TrainState())  # type: ignore[arg-type]
+    close_mesh()
+    return bytes_of(engine.products.kept())
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(zero=1, tp=2, ep=2), ParallelConfig(zero=2, pp=2)], ids=str)
+def test_weights_kept_in_8_bits_are_what_the_forms_say(tmp_path, parallel):
+    from parallel.processes.start import run_ranks
+
+    options = {"precision": "fp8", "fp8_keep_weights": True, "model": MOE_MODEL, "optimizer": SGDConfig()}
+    config = run_config(write_tokens(tmp_path), parallel=parallel, global_batch_size=8, **options)
+    found = run_ranks(kept_bytes, 2, config, timeout_seconds=240, threads=1)
+    stage = Degrees.of(parallel, 2).stage
+    assert found == [cut_bytes(step_of_rank(config, 2, rank // stage)) for rank in range(2)]

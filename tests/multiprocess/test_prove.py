@@ -75,6 +75,8 @@ def test_sound_axes_are_proven(tmp_path, overrides):
         (("parallel.zero=3", "train.recompute=full", "parallel.ep=2"), 4),
         (("parallel.pp=2", "parallel.pipeline.name=zbv", "parallel.ep=2"), 4),
         (("parallel.pp=2", "parallel.tp=2", "model.mtp.depth=1"), 4),
+        (("train.fp8_keep_weights=true", "parallel.ep=2", "parallel.ep_chunks=2", "parallel.tp=2"), 4),
+        (("train.fp8_keep_weights=true", "parallel.pp=2", "parallel.zero=2", "train.recompute=full"), 2),
         (("train.recompute=selective", "optimizer={name: muon}"), 2),
     ],
     ids=str,

@@ -439,6 +439,8 @@ def plant(title: str) -> None:
             fp8.put_rows_back_by_their_neighbours()
         case "weights' gradients of 8 bits put back by their neighbours' scales":
             fp8.put_weights_gradients_back_by_their_neighbours()
+        case "kept weights of 8 bits not cut again after an update":
+            fp8.keep_weights_cut_for_good()
         case "the next expert at gaps below a tie's":
             near_ties.choose_otherwise(0.0, 5e-6)
         case "the next expert at gaps above a tie's":

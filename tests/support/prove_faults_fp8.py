@@ -10,43 +10,51 @@ def leave_16_bits() -> None:
     import launcher.training.loop as loop
     from modeling.kernels.products import AS_THEY_ARE
 
-    loop.products_of = lambda *ignored: AS_THEY_ARE
+    loop.products_of = lambda *ignored, **also: AS_THEY_ARE
 
 
 def put_gradients_back_at_twice_their_size() -> None:
     """The factors of the weights, cut across, are those of a scale half as large."""
-    import modeling.kernels.fp8 as fp8
+    import modeling.kernels.cuts as cuts
 
-    cut = fp8.cut_across
+    cut = cuts.cut_across
 
     def wrong(numbers: Tensor) -> Any:
         numbers_8, factors = cut(numbers)
         return numbers_8, 2 * factors
 
-    fp8.cut_across = wrong
+    cuts.cut_across = wrong
 
 
 def put_rows_back_by_their_neighbours() -> None:
     """Each row of tokens has the factor of the row before it."""
-    import modeling.kernels.fp8 as fp8
+    import modeling.kernels.cuts as cuts
 
-    cut = fp8.cut
+    cut = cuts.cut
 
     def wrong(numbers: Tensor) -> Any:
         numbers_8, factors = cut(numbers)
         return numbers_8, factors.roll(1, 0) if numbers.dim() == 2 else factors
 
-    fp8.cut = wrong
+    cuts.cut = wrong
 
 
 def put_weights_gradients_back_by_their_neighbours() -> None:
     """Each output's gradients have, as their sum over tokens is made, the factor of the output before it."""
     import modeling.kernels.fp8 as fp8
+    from modeling.kernels.cuts import Cuts, cut_across
 
     sound = fp8.sum_over_rows
 
-    def wrong(grad_RO: Tensor, rows_RI: Tensor, fuse: Any) -> Tensor:
-        factors_O1 = fp8.cut_across(grad_RO)[1]
-        return (sound(grad_RO, rows_RI, fuse) * (factors_O1.roll(1, 0) / factors_O1)).to(grad_RO.dtype)
+    def wrong(grad_RO: Tensor, rows_RI: Tensor, cuts: Cuts) -> Tensor:
+        factors_O1 = cut_across(grad_RO)[1]
+        return (sound(grad_RO, rows_RI, cuts) * (factors_O1.roll(1, 0) / factors_O1)).to(grad_RO.dtype)
 
     fp8.sum_over_rows = wrong
+
+
+def keep_weights_cut_for_good() -> None:
+    """An update leaves the cut weights of the step before it."""
+    from modeling.kernels.cuts import Cuts
+
+    Cuts.weights_changed = lambda self: None

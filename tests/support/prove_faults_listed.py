@@ -25,6 +25,7 @@ BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)
 FP8, FROM_FP32 = ("train.precision=fp8",), "from fp32, one process"
+KEPT = "train.fp8_keep_weights=true"
 TP, CP, EP, PP = ("parallel.tp=2",), ("parallel.cp=2",), ("parallel.ep=2",), ("parallel.pp=2",)
 EP_CHUNKS = (*EP, "parallel.ep_chunks=2")
 TP_OVERLAP = (*TP, "parallel.tp_overlap=true")
@@ -281,6 +282,7 @@ FAULTS = [
     Fault("gradients of 8 bits put back at twice their size", "gradients", FROM_FP32, (*TP, *FP8)),
     Fault("rows of 8 bits put back by their neighbours' scales", "loss", FROM_FP32, FP8),
     Fault("weights' gradients of 8 bits put back by their neighbours' scales", "gradients", FROM_FP32, FP8),
+    Fault("kept weights of 8 bits not cut again after an update", "loss", FROM_FP32, (*FP8, KEPT)),
     Fault("ring: pieces of documents begin one token later", OUTPUTS, "layers.1.attention, sample", RING),
     Fault("tp_overlap: gradients are read before tp has summed them", "gradients", EVERY_GRADIENT, TP_OVERLAP),
     Fault("tp_overlap: weights' gradients dropped", "gradients", "layers.0.attention.q.weight", TP_OVERLAP),

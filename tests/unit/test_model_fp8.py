@@ -4,8 +4,6 @@ Tolerances: what a factor becomes is exact. A product is summed in fp32 in some 
 at most, so it is held to 2^-8 of its summands' sizes, added up; to twice that where a bias is added.
 """
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -15,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.decoder import build_decoder
-from modeling.kernels import fp8
-from modeling.kernels.fp8 import E4M3, LARGEST, Fp8Products, cut, cut_across, put_back
+from modeling.kernels import cuts, fp8
+from modeling.kernels.cuts import E4M3, LARGEST, Cuts, cut, cut_across, put_back
+from modeling.kernels.fp8 import Fp8Products
 from modeling.kernels.products import AS_THEY_ARE
 from modeling.precision import multiply_by, products_of
 from small_models import example_config
@@ -183,7 +182,7 @@ def test_scales_that_are_no_powers_of_two_would_show_which_tokens_lie_together(m
         factors = numbers.abs().amax(-1, keepdim=True).float() / LARGEST
         return (numbers.float() / factors).to(E4M3).contiguous(), factors
 
-    monkeypatch.setattr(fp8, "cut", cut_to_the_top)
+    monkeypatch.setattr(cuts, "cut", cut_to_the_top)
     assert differences_of_parts(8, 0.0, 0.0, 0).max() > 1
 
 
@@ -225,8 +224,8 @@ def test_the_operator_that_gpus_take_computes_the_same(monkeypatch):
     found = []
     for across in (False, True):
         given_weight = weight.T.contiguous() if across else weight
-        ours = fp8.product(rows, given_weight, partial(plain_call), across=across)
-        (rows_8, rows_R1), (weight_8, weight_O1) = cut(rows), (fp8.cut_across if across else cut)(given_weight)
+        ours = (fp8.product_back if across else fp8.product)(rows, given_weight, Cuts())
+        (rows_8, rows_R1), (weight_8, weight_O1) = cut(rows), (cut_across if across else cut)(given_weight)
         row = F.ScalingType.RowWise
         theirs = F.scaled_mm(rows_8, weight_8.t(), rows_R1, row, weight_O1.t(), row, output_dtype=torch.bfloat16)
         sizes = put_back(rows_8, rows_R1).double().abs() @ put_back(weight_8, weight_O1).double().abs().T
@@ -243,11 +242,6 @@ def test_the_operator_that_gpus_take_sums_over_rows_too():
     theirs = fp8.scaled_product(grad_8, grad_O1, rows_8, rows_I1, torch.bfloat16, fast=False)
     sizes = put_back(grad_8, grad_O1).double().abs() @ put_back(rows_8, rows_I1).double().abs().T
     close(ours, theirs.double(), 2 * sizes)
-
-
-def plain_call(function, *tensors, rows_vary=False):
-    """As modeling.kernels.fuse.plainly."""
-    return function(*tensors)
 
 
 def test_no_rows_are_no_error():

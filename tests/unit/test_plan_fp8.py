@@ -11,16 +11,28 @@ from launcher.closed_form.memory import memory_of
 from launcher.closed_form.own import job_of_config
 from launcher.closed_form.work import Step
 from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.plan.closed_forms import step_of_rank
+from launcher.plan.memory import cut_bytes
+from launcher.plan.quick import fullest
+from modeling.counts import count_parameters
+from modeling.logical import logical_parameters
 
+KEPT = "train.fp8_keep_weights=true"
 DENSE, EXPERTS = "configs/models/llama-3-8b.yaml", "configs/models/qwen3-30b-a3b.yaml"
 
 
-def step_of(path: str, precision: str, recompute: str = "none") -> Step:
-    """A step on one H100, of micro-batches and experts so large that no product waits for its bytes."""
+def config_of(path: str, *changes: str) -> RunConfig:
+    """Of micro-batches and experts so large that no product waits for its bytes, one micro-batch a step."""
     wide = ["model.moe.d_ff=4096"] if path == EXPERTS else []
-    changes = [*wide, f"train.precision={precision}", f"train.recompute={recompute}", "train.micro_batch_size=16"]
+    return load_config(path, [*wide, "train.micro_batch_size=16", "train.global_batch_size=16", *changes])
+
+
+def step_of(path: str, precision: str, recompute: str = "none", *changes: str) -> Step:
+    """A step on one H100."""
     gpu = gpu_of("H100", 8, "")
-    return Step(job_of_config(load_config(path, [*changes, "train.global_batch_size=16"]), 1, gpu, 1), gpu)
+    config = config_of(path, f"train.precision={precision}", f"train.recompute={recompute}", *changes)
+    return Step(job_of_config(config, 1, gpu, 1), gpu)
 
 
 def flops(step: Step, kind: str) -> tuple[float, float]:
@@ -61,6 +73,38 @@ def test_cutting_costs_bytes_and_8_bits_have_twice_the_rate() -> None:
 
 def test_memory_is_that_of_16_bits() -> None:
     assert memory_of(step_of(EXPERTS, "fp8").job) == memory_of(step_of(EXPERTS, "bf16").job)
+
+
+def hidden_elements(config: RunConfig) -> int:
+    """Elements of the weights whose products have factors of 8 bits."""
+    tensors = logical_parameters(config.model).values()
+    return sum(tensor.numel for tensor in tensors if tensor.weight.is_hidden_matrix)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("path", [DENSE, EXPERTS])
+def test_kept_weights_are_cut_once_a_step(path: str, recompute: str) -> None:
+    """Of a micro-batch the rows alone are left, and an eighth of what cutting each weight both ways takes: 8 bytes."""
+    changes = ["train.global_batch_size=128"]  # eight micro-batches
+    each, kept = (step_of(path, "fp8", recompute, *changes, *more) for more in ([], [KEPT]))
+    assert each.job.n_micro_batches == kept.job.n_micro_batches == 8
+    n_weights, forwards = hidden_elements(config_of(path)), 2 if recompute == "full" else 1
+    saved = (each.work().casts - kept.work().casts) * kept.bandwidth
+    assert saved == pytest.approx(n_weights * (3 * forwards + 5 - 8 / 8), rel=1e-3)  # norms and biases are counted
+
+
+@pytest.mark.parametrize("path", [DENSE, EXPERTS])
+def test_kept_weights_take_two_bytes_an_element(path: str) -> None:
+    config, gpu = config_of(path, "train.precision=fp8", KEPT), gpu_of("H100", 8, "")
+    plain, kept = step_of(path, "fp8"), step_of(path, "fp8", "none", KEPT)
+    n_weights = hidden_elements(config)
+    assert memory_of(kept.job).state - memory_of(plain.job).state == pytest.approx(2 * n_weights, rel=1e-3)
+    counted = cut_bytes(step_of_rank(config, 1, 0))
+    assert 2 * n_weights < counted < 2.02 * n_weights  # with the rows' factors
+    assert (
+        fullest(config, 1, job_of_config(config, 1, gpu, 1)).weights
+        == 2 * count_parameters(config.model).total + counted
+    )
 
 
 @pytest.mark.parametrize("command", [["plan"], ["plan", "--search"], ["profile"]])

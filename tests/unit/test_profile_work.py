@@ -155,6 +155,10 @@ def test_memory_counts_each_storage_from_its_making_to_its_end():
     assert memory.held[0]["weights"] == 1000
     assert memory.at_peak["activations"] >= 2000
     assert memory.held[-1]["activations"] < 1100
+    before_it, at_end = memory.held[1]["activations"], memory.held[-1]["activations"]
+    memory = recorder.finish({"weights": [twice]})
+    assert memory.held[-1]["weights"] == 2000 and memory.held[-1]["activations"] == at_end - 1000
+    assert memory.held[1]["weights"] == 1000 and memory.held[1]["activations"] == before_it
 
 
 def test_each_gpu_s_file_has_a_source_and_the_peaks_that_mfu_is_told_by():

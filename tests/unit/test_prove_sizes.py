@@ -51,7 +51,7 @@ REASONS = {
     "parallel.recompute.KEPT_SHARE": "a share: of a proof's few experts, too, some are kept and some multiplied again",
     "parallel.checkpoint.local.BLOCK_BYTES": CHECKPOINT,
     "parallel.checkpoint.local.SMALLEST_DIRECT": CHECKPOINT,
-    "modeling.kernels.fp8.": "how 8 and 32 bits hold numbers; every number of a proof in 8 bits goes through them",
+    "modeling.kernels.cuts.": "how 8 and 32 bits hold numbers; every number of a proof in 8 bits goes through them",
     "modeling.kernels.fuse.ROW_BYTES": "of an estimate, not of what is computed",
     "modeling.kernels.fuse.LEAST_ROWS": "rows of 0 and 1 occur in test_model_fuse.py, and are computed plainly",
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",

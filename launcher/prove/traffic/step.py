@@ -69,6 +69,7 @@ class Step:
     ep_rank: int = 0
     routed: Mapping[int, Sequence[Sequence[int]]] | None = None
     sizes: Sizes = DEFAULT_SIZES
+    keeps_cut_weights: bool = False  # in 8 bits, from update to update
 
     @property
     def in_buckets(self) -> bool:

@@ -43,7 +43,8 @@ from modeling.context import PADDING
 from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, Output
 from modeling.dtypes import DTYPES
-from modeling.kernels.fp8 import UNIT, Fp8Products
+from modeling.kernels.cuts import UNIT
+from modeling.kernels.fp8 import Fp8Products
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from parallel.apply import build_part
@@ -125,7 +126,7 @@ def in_8_bits() -> Iterator[Case]:
     experts = dataclasses.replace(experts, moe=dataclasses.replace(experts.moe, d_ff=2 * UNIT))
     ep4 = {"parallel": ParallelConfig(ep=4), "world_size": 4, "rank": 3, "most_waits": experts.n_layers}
     for fuse in (plainly, compiled):
-        shared: dict[str, Any] = {"fuse": fuse, "products": Fp8Products(fuse)}
+        shared: dict[str, Any] = {"fuse": fuse, "products": Fp8Products(fuse, keeps_weights=fuse is compiled)}
         yield Case(f"qwen3 fp8 {fuse.__name__}", dense, **shared)
         yield Case(f"qwen3_moe fp8 {fuse.__name__}", experts, **shared)
         yield Case(f"qwen3_moe fp8 {fuse.__name__} ep4", experts, **shared, **ep4)
