@@ -1,4 +1,4 @@
-"""What products with factors of 8 bits ask of a model's widths, and of how its weights are held."""
+"""What products with factors of 8 bits ask of a model's widths."""
 
 from collections.abc import Iterator
 
@@ -28,19 +28,3 @@ def check_fp8_widths(config: RunConfig) -> Iterator[str]:
                     f"train.precision=fp8 needs {dim}={size}{cut} (of {name}) to be a multiple of {UNIT} (products of "
                     "8 bits take rows of 16 bytes); try train.precision=bf16"
                 )
-
-
-def check_kept_weights(config: RunConfig) -> Iterator[str]:
-    """Cut weights are kept where there are any, of weights that stay in memory."""
-    if not config.train.fp8_keep_weights:
-        return
-    if config.train.precision != "fp8":
-        yield (
-            "train.fp8_keep_weights=true needs train.precision=fp8, not "
-            f"train.precision={config.train.precision}, whose weights are not cut; try train.fp8_keep_weights=false"
-        )
-    if config.parallel.zero == 3:
-        yield (
-            "train.fp8_keep_weights=true does not work with parallel.zero=3, whose weights are there during the passes "
-            "of their modules alone; try train.fp8_keep_weights=false, or parallel.zero=2"
-        )

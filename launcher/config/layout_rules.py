@@ -32,6 +32,7 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _check_split_backward(config)
     yield from _check_offload(config)
     yield from _check_tp_overlap(parallel)
+    yield from _check_kept_weights(config)
     yield from pipeline_problems(
         parallel.pipeline,
         pp=parallel.pp,
@@ -78,6 +79,15 @@ def _check_tp_overlap(parallel: ParallelConfig) -> Iterator[str]:
             f"parallel.tp_overlap=true does not work with parallel.pipeline.name={parallel.pipeline.name}, which "
             "computes weights' gradients in a part of its own of the backward pass; try parallel.tp_overlap=false, or "
             "parallel.pipeline.name=interleaved"
+        )
+
+
+def _check_kept_weights(config: RunConfig) -> Iterator[str]:
+    """Cut weights are kept of weights that stay in memory."""
+    if config.train.fp8_keep_weights and config.parallel.zero == 3:
+        yield (
+            "train.fp8_keep_weights=true does not work with parallel.zero=3, whose weights are there during the passes "
+            "of their modules alone; try train.fp8_keep_weights=false, or parallel.zero=2"
         )
 
 

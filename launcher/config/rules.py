@@ -8,7 +8,7 @@ from data.places import why_no_path
 from launcher.config.batch_rules import check_batch
 from launcher.config.budget_rules import check_budget, check_one_way
 from launcher.config.families import check_family
-from launcher.config.fp8_rules import check_fp8_widths, check_kept_weights
+from launcher.config.fp8_rules import check_fp8_widths
 from launcher.config.layout_rules import check_layout
 from launcher.config.ranges import is_beyond, range_problems
 from launcher.config.tree import RunConfig
@@ -47,7 +47,6 @@ def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list
         *_check_grad_reduce(config),
         *check_one_way(config.train),
         *([] if is_small else check_fp8_widths(config)),
-        *check_kept_weights(config),
         *_check_evaluation(config),
         *_check_tasks(config),
         *_check_retention(config),
@@ -252,11 +251,16 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _check_precision(config: RunConfig) -> Iterator[str]:
-    """ZeRO 0 goes through DeepSpeed in fp32 only."""
+    """ZeRO 0 goes through DeepSpeed in fp32 only, and weights are cut to 8 bits in fp8 only."""
     if config.parallel.zero == 0 and config.train.precision != "fp32":
         yield (
             f"parallel.zero=0 works with train.precision=fp32 only, not train.precision={config.train.precision}; "
             "try parallel.zero=1"
+        )
+    if config.train.fp8_keep_weights and config.train.precision != "fp8":
+        yield (
+            "train.fp8_keep_weights=true needs train.precision=fp8, not "
+            f"train.precision={config.train.precision}, whose weights are not cut; try train.fp8_keep_weights=false"
         )
 
 
