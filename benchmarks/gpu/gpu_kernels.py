@@ -16,7 +16,7 @@ import gpu_device
 from gpu_part import Check, Place
 from modeling.context import Context
 from modeling.kernels.attention import attend, fits_rows, row_attention, varlen_attention
-from modeling.kernels.cuts import E4M3, cut, cut_across
+from modeling.kernels.cuts import E4M3, Cuts
 from modeling.kernels.experts import compiled_gathered_sum, gathered_sum
 from modeling.kernels.fp8 import scaled_product
 from modeling.kernels.fuse import compiled, plainly
@@ -117,9 +117,9 @@ def check_cutting(place: Place) -> None:
     """
     for n_in, _ in DENSE[1:3]:
         rows = drawn(place, place.small(8192, 32), n_in // place.small(1, 64))
-        for name, function in (("by rows", cut), ("across", cut_across)):
-            fuse = compiled if place.device.type == "cuda" else plainly
-            seconds = median_seconds(partial(fuse, function, rows, rows_vary=True), place)
+        cuts = Cuts(compiled if place.device.type == "cuda" else plainly)
+        for name, function in (("by rows", cuts.gradient), ("across", cuts.gradient_across)):
+            seconds = median_seconds(partial(function, rows), place)
             place.figure(f"{n_in} wide, {name}", 3 * rows.numel() / seconds / 1e9, "GB/s")
 
 

@@ -126,3 +126,15 @@ def test_weights_are_cut_each_time_unless_they_are_kept(n_cuts):
     for _ in range(3):
         cuts.weight(weight, across=False)
     assert len(n_cuts) == 3
+
+
+@pytest.mark.parametrize("n_rows", [1, 16, 30, 48])
+@pytest.mark.parametrize("make", [lambda rows: rows, lambda rows: rows.t().contiguous().t(), lambda rows: rows[:, :1]])
+def test_rows_are_cut_across_in_whole_units(n_rows, make):
+    """However they lie; what fills the last unit is zeros, which change no scale."""
+    rows = make(drawn(n_rows, 48)).expand(n_rows, 48)
+    for ours in (Cuts().rows_across(rows), Cuts().gradient_across(rows)):
+        theirs = cut(rows.t())
+        assert ours[0].shape == (48, -(-n_rows // 16) * 16) and ours[0].is_contiguous()
+        assert torch.equal(ours[0][:, :n_rows].float(), theirs[0].float()) and not ours[0][:, n_rows:].float().any()
+        assert torch.equal(ours[1], theirs[1])
