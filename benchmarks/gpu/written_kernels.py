@@ -120,8 +120,11 @@ def written(function: Callable[..., Any], tensors: Sequence[Shaped], *, rows_var
     """The module that inductor writes for a function of such tensors, whose first dims vary if ``rows_vary``."""
     import torch
     from torch._dynamo.source import ConstantSource
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, _recursive_post_grad_passes
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -142,11 +145,15 @@ def written(function: Callable[..., Any], tensors: Sequence[Shaped], *, rows_var
         )
         return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
 
-    with torch.no_grad(), absent_h200():
+    for passes in (joint_graph, post_grad):
+        passes.lazy_init()  # patterns are traced on the device that there is
+    with torch.no_grad(), absent_h200(), config.patch(joint_graph_constant_folding=False):  # which computes there
         with mode:
             inputs = [made(number, given) for number, given in enumerate(tensors)]
         trace = make_fx(function, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)
-        module = trace(*inputs)
+        module = _recursive_joint_graph_passes(trace(*inputs))
+        with V.set_fake_mode(mode):
+            _recursive_post_grad_passes(module, is_inference=True)
         graph = GraphLowering(module, shape_env=shapes)
         handlers = V.set_graph_handler(graph), V.set_fake_mode(mode), V.set_debug_handler(DebugContext())
         with handlers[0], handlers[1], handlers[2], mode:

@@ -52,6 +52,8 @@ def test_chains_store_whole_words(model):
     found = rows_of([sys.executable, str(TOOL), str(ROOT / f"configs/models/{model}.yaml"), *SMALL])
     names = {row["chain"].rsplit(" ", 1)[0] for row in found}
     assert {"rms_norm", "rms_norm backward", "rotate", "cut", "cut_across", "cut_units_across", "fused_losses"} <= names
+    losses = [row["kernel"] for row in found if row["chain"].startswith("fused_losses")]
+    assert losses and all("softmax_online" in name for name in losses)  # the logits are read twice, not three times
     for kernel in found:
         if kernel["kind"] == "pointwise":
             assert narrowest(kernel) == 16, kernel
