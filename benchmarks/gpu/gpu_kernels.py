@@ -118,7 +118,7 @@ def check_cutting(place: Place) -> None:
     for n_in, _ in DENSE[1:3]:
         rows = drawn(place, place.small(8192, 32), n_in // place.small(1, 64))
         cuts = Cuts(compiled if place.device.type == "cuda" else plainly)
-        for name, function in (("by rows", cuts.gradient), ("across", cuts.gradient_across)):
+        for name, function in (("by rows", cuts.of_gradient), ("across", cuts.of_gradient_across)):
             seconds = median_seconds(partial(function, rows), place)
             place.figure(f"{n_in} wide, {name}", 3 * rows.numel() / seconds / 1e9, "GB/s")
 

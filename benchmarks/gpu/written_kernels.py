@@ -12,6 +12,7 @@ Triton is not among the project's dependencies: `make bench-peers` brings it int
 """
 
 import argparse
+import ast
 import importlib.util
 import json
 import re
@@ -224,7 +225,7 @@ def literal(text: str, pattern: str) -> Any:
     """The Python literal that a pattern's group finds."""
     found = re.search(pattern, text)
     assert found is not None, pattern
-    return eval(found[1], {"__builtins__": {}})
+    return ast.literal_eval(found[1])
 
 
 def tiles_for(kind: str, hint: str, sizes: dict[str, int]) -> dict[str, int]:

@@ -96,23 +96,23 @@ class Cuts:
         self.kept: dict[tuple[Identity, bool], tuple[int, Cut]] | None = {} if keeps_weights else None
         self.n_changes = 0
 
-    def rows(self, rows_RI: Tensor) -> Cut:
+    def of_rows(self, rows_RI: Tensor) -> Cut:
         """What a forward product reads, cut along I."""
         return self.last.of(rows_RI, lambda: self.make(cut, rows_RI, rows_vary=True))
 
-    def rows_across(self, rows_RI: Tensor) -> Cut:
+    def of_rows_across(self, rows_RI: Tensor) -> Cut:
         """The same for the gradient by a weight: (I, R), cut along R, which is filled up to whole units by zeros."""
         return self.last_across.of(rows_RI, lambda: self.across_units(rows_RI))
 
-    def gradient(self, grad_RO: Tensor) -> Cut:
+    def of_gradient(self, grad_RO: Tensor) -> Cut:
         """A gradient by outputs, cut along O."""
         return self.make(cut, grad_RO, rows_vary=True)
 
-    def gradient_across(self, grad_RO: Tensor) -> Cut:
-        """The same for the gradient by a weight, as ``rows_across``."""
+    def of_gradient_across(self, grad_RO: Tensor) -> Cut:
+        """The same for the gradient by a weight, as ``of_rows_across``."""
         return self.across_units(grad_RO)
 
-    def weight(self, weight: Tensor, *, across: bool) -> Cut:
+    def of_weight(self, weight: Tensor, *, across: bool) -> Cut:
         """A weight, or experts' weights, (..., O, I), cut along I; ``across``: (..., I, O) into (..., O, I)."""
         function = cut_across if across else cut
         if self.kept is None:

@@ -102,19 +102,19 @@ class Fp8Grouped(Function):
 
 def product(rows_RI: Tensor, weight_OI: Tensor, cuts: Cuts) -> Tensor:
     """Multiplies rows @ weight.T (R, O) in bf16, both factors cut to 8 bits along I."""
-    return multiplied(cuts.rows(rows_RI), cuts.weight(weight_OI, across=False), rows_RI.dtype, fast=True)
+    return multiplied(cuts.of_rows(rows_RI), cuts.of_weight(weight_OI, across=False), rows_RI.dtype, fast=True)
 
 
 def product_back(grad_RO: Tensor, weight_OI: Tensor, cuts: Cuts) -> Tensor:
     """Multiplies grad @ weight (R, I) in bf16, both factors cut to 8 bits along O."""
-    return multiplied(cuts.gradient(grad_RO), cuts.weight(weight_OI, across=True), grad_RO.dtype, fast=True)
+    return multiplied(cuts.of_gradient(grad_RO), cuts.of_weight(weight_OI, across=True), grad_RO.dtype, fast=True)
 
 
 def sum_over_rows(grad_RO: Tensor, rows_RI: Tensor, cuts: Cuts) -> Tensor:
     """grad.T @ rows (O, I) in bf16, both factors cut to 8 bits along R, whatever its length."""
     if len(rows_RI) == 0:
         return grad_RO.new_zeros(grad_RO.shape[1], rows_RI.shape[1])
-    return multiplied(cuts.gradient_across(grad_RO), cuts.rows_across(rows_RI), grad_RO.dtype, fast=False)
+    return multiplied(cuts.of_gradient_across(grad_RO), cuts.of_rows_across(rows_RI), grad_RO.dtype, fast=False)
 
 
 def multiplied(rows: Cut, weight: Cut, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -137,12 +137,14 @@ def scaled_product(
 
 def grouped_product(rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, cuts: Cuts) -> Tensor:
     """Each row times its expert's matrix (R, O) in bf16, both factors cut to 8 bits along I."""
-    return multiplied_by_expert(cuts.rows(rows_RI), ends_E, cuts.weight(weight_EOI, across=False), rows_RI.dtype)
+    return multiplied_by_expert(cuts.of_rows(rows_RI), ends_E, cuts.of_weight(weight_EOI, across=False), rows_RI.dtype)
 
 
 def grouped_product_back(grad_RO: Tensor, ends_E: Tensor, weight_EOI: Tensor, cuts: Cuts) -> Tensor:
     """Each row's gradient by the rows (R, I) in bf16, both factors cut to 8 bits along O."""
-    return multiplied_by_expert(cuts.gradient(grad_RO), ends_E, cuts.weight(weight_EOI, across=True), grad_RO.dtype)
+    return multiplied_by_expert(
+        cuts.of_gradient(grad_RO), ends_E, cuts.of_weight(weight_EOI, across=True), grad_RO.dtype
+    )
 
 
 def multiplied_by_expert(rows: Cut, ends_E: Tensor, weight: Cut, dtype: torch.dtype) -> Tensor:

@@ -54,13 +54,13 @@ def test_experts_gates_and_ups_share_theirs(n_cuts):
 
 def test_rows_that_have_changed_are_cut_again():
     cuts, rows = Cuts(), drawn(16, 48)
-    former = cuts.rows(rows)
-    assert cuts.rows(rows)[0] is former[0] and cuts.rows(rows.view(16, 48))[0] is former[0]
+    former = cuts.of_rows(rows)
+    assert cuts.of_rows(rows)[0] is former[0] and cuts.of_rows(rows.view(16, 48))[0] is former[0]
     rows.mul_(3)
-    assert same(cuts.rows(rows), cut(rows)) and not same(cuts.rows(rows), former)
-    assert same(cuts.rows(rows[:8]), cut(rows[:8]))  # another part of the same memory
-    assert same(cuts.rows(rows.view(48, 16)), cut(rows.view(48, 16)))
-    assert same(cuts.rows_across(rows), cut_across(rows))
+    assert same(cuts.of_rows(rows), cut(rows)) and not same(cuts.of_rows(rows), former)
+    assert same(cuts.of_rows(rows[:8]), cut(rows[:8]))  # another part of the same memory
+    assert same(cuts.of_rows(rows.view(48, 16)), cut(rows.view(48, 16)))
+    assert same(cuts.of_rows_across(rows), cut_across(rows))
 
 
 def test_other_rows_in_the_same_place_are_cut_again():
@@ -68,7 +68,7 @@ def test_other_rows_in_the_same_place_are_cut_again():
     cuts, seen = Cuts(), set()
     for seed in range(200):
         rows = drawn(16, 48, seed=seed)
-        assert same(cuts.rows(rows), cut(rows))
+        assert same(cuts.of_rows(rows), cut(rows))
         seen.add(rows.data_ptr())
         del rows
     assert len(seen) < 200, "no address came twice, so nothing was tested"
@@ -79,9 +79,9 @@ def test_rows_that_are_not_tracked_are_cut_each_time(n_cuts):
     cuts = Cuts()
     with torch.inference_mode():
         rows = drawn(16, 48)
-        cuts.rows(rows)
+        cuts.of_rows(rows)
         rows.mul_(3)
-        assert same(cuts.rows(rows), cut(rows))
+        assert same(cuts.of_rows(rows), cut(rows))
     assert n_cuts == [(16, 48)] * 2
 
 
@@ -92,8 +92,8 @@ def test_kept_weights_are_cut_once_a_change_each_way(n_cuts, shape):
         weight.data.copy_(drawn(*shape, seed=seed))  # as DeepSpeed writes, unseen by torch's own count
         cuts.weights_changed()
         for _ in range(4):
-            assert same(cuts.weight(weight, across=False), cut(weight))
-            assert same(cuts.weight(weight, across=True), cut(weight.transpose(-1, -2)))
+            assert same(cuts.of_weight(weight, across=False), cut(weight))
+            assert same(cuts.of_weight(weight, across=True), cut(weight.transpose(-1, -2)))
     assert len(n_cuts) == 6
 
 
@@ -102,19 +102,19 @@ def test_parts_of_kept_weights_are_kept_by_themselves(n_cuts):
     cuts, stack = Cuts(keeps_weights=True), drawn(4, 32, 48)
     for _ in range(2):
         for part in (stack[:2], stack[2:], stack):
-            assert same(cuts.weight(part, across=False), cut(part))
+            assert same(cuts.of_weight(part, across=False), cut(part))
     assert n_cuts == [(2, 32, 48), (2, 32, 48), (4, 32, 48)]
 
 
 def test_kept_weights_are_let_go_before_others_take_their_place():
     """So the memory of kept weights is what it was; and of weights that are gone none stays."""
     cuts, weight = Cuts(keeps_weights=True), drawn(32, 48)
-    cuts.weight(weight, across=False)
+    cuts.of_weight(weight, across=False)
     cuts.weights_changed()
     alive = []
     sound = cuts.make
     cuts.make = lambda *given, **named: (alive.append(len(cuts.kept)), sound(*given, **named))[1]
-    cuts.weight(weight, across=False)
+    cuts.of_weight(weight, across=False)
     assert alive == [0]
     del weight
     cuts.weights_changed()
@@ -124,7 +124,7 @@ def test_kept_weights_are_let_go_before_others_take_their_place():
 def test_weights_are_cut_each_time_unless_they_are_kept(n_cuts):
     cuts, weight = Cuts(), drawn(32, 48)
     for _ in range(3):
-        cuts.weight(weight, across=False)
+        cuts.of_weight(weight, across=False)
     assert len(n_cuts) == 3
 
 
@@ -133,7 +133,7 @@ def test_weights_are_cut_each_time_unless_they_are_kept(n_cuts):
 def test_rows_are_cut_across_in_whole_units(n_rows, make):
     """However they lie; what fills the last unit is zeros, which change no scale."""
     rows = make(drawn(n_rows, 48)).expand(n_rows, 48)
-    for ours in (Cuts().rows_across(rows), Cuts().gradient_across(rows)):
+    for ours in (Cuts().of_rows_across(rows), Cuts().of_gradient_across(rows)):
         theirs = cut(rows.t())
         assert ours[0].shape == (48, -(-n_rows // 16) * 16) and ours[0].is_contiguous()
         assert torch.equal(ours[0][:, :n_rows].float(), theirs[0].float()) and not ours[0][:, n_rows:].float().any()
