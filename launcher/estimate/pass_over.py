@@ -76,6 +76,7 @@ def trace_rank(
             weight.register_post_accumulate_grad_hook(take_gradient)
         if train.fp8_keep_weights:  # the recorded micro-batch is not a step's first one
             there_and_back(model, batch, inputs)
+            messages.waits.clear()
         regions = stack.enter_context(Regions().of(model))
         held = {"weights": [*model.parameters(), *products.kept()]}
         recorder = Recorder(regions, Axes(has_tp=mesh.tp.degree > 1), clock, held, GPU.type)

@@ -30,6 +30,9 @@ from launcher.trace.regions import Regions
 from launcher.training.compiling import fuse_of
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState
+from modeling.kernels.cuts import Cut
+from modeling.kernels.fp8 import Fp8Products
+from modeling.kernels.products import Products
 from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.moe import MoE
 from parallel.expert import RowSizes, make_dispatch
@@ -63,8 +66,6 @@ def measure_memory(
 
     To be called in a process without a process group. The step's batch is the config's largest one.
     """
-    import parallel.zero.patches as patches
-
     samples, state, known = WholeSequences(config), TrainState(), KnownValues()
     with fake_rank(config, world_size, rank, device, known) as mesh, Ledger(device.type) as ledger:
         fuse = fuse_of(config.train.compile, device.type, sizes.row_piece_bytes)
@@ -80,12 +81,32 @@ def measure_memory(
             between = ledger.total
             ledger.sort({"weights": engine.products.kept()})
             ledger.begin()
-            with patches.replaced(engine.products, weights_changed=lambda: None):  # what is kept of them stays
+            with sorting_kept(engine.products, ledger):
                 run_step(config, engine, samples, state)  # type: ignore[arg-type]
         offloader = offloader_in(engine.model)
         host = offloader.pool.n_bytes if offloader is not None else 0
     at_peak = {name: count for name, count in ledger.at_peak.items() if count}
     return StepMemory(at_peak, ledger.peak_phase, between, host)
+
+
+@contextlib.contextmanager
+def sorting_kept(products: Products, ledger: Ledger) -> Iterator[None]:
+    """Weights that are cut to 8 bits anew, and kept, are weights: whichever module cuts them first."""
+    import parallel.zero.patches as patches
+
+    if not isinstance(products, Fp8Products) or products.cuts.kept is None:
+        yield
+        return
+    cuts = products.cuts
+    of_weight = cuts.of_weight
+
+    def sorted_at_once(weight: Tensor, *, across: bool) -> Cut:
+        made = of_weight(weight, across=across)
+        ledger.sort({"weights": made})
+        return made
+
+    with patches.replaced(cuts, of_weight=sorted_at_once):
+        yield
 
 
 @contextlib.contextmanager

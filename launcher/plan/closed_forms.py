@@ -55,7 +55,7 @@ def step_of_rank(config: RunConfig, n_ranks: int, pp_rank: int) -> Step:
         precision=config.train.stored,
         recompute=modes_of(config, n_ranks),
         pp_rank=pp_rank,
-        keeps_cut_weights=config.train.fp8_keep_weights,
+        keeps_cut_weights=config.train.fp8_keep_weights and config.train.precision == "fp8",
     )
 
 

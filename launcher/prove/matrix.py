@@ -57,6 +57,8 @@ def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
     """The config, shrunk, under the layout; and the rules that it breaks there, in which case it is not to be run."""
     precision = "fp32" if layout.parallel.zero == 0 else config.train.precision
     train = replace(config.train, global_batch_size=32, batch_ramp=None, micro_batch_size=1, precision=precision)
+    if precision != "fp8" or layout.parallel.zero == 3:
+        train = replace(train, fp8_keep_weights=False)
     parallel = with_switches(layout.parallel, config.parallel, config.model.moe)
     wanted = replace(config, parallel=parallel, train=train)
     problems = check(without_budget(wanted), layout.n_ranks)

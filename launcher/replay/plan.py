@@ -27,6 +27,7 @@ LAYOUT_KEYS = (
     "train.recompute",
     "train.activation_gib",
     "train.offload_activations",
+    "train.fp8_keep_weights",
     "train.compile",
     "train.flash_attention",
     "train.timeout_seconds",

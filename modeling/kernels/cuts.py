@@ -147,7 +147,11 @@ class Cuts:
 
 @dataclass
 class Last:
-    """What was made of the last tensor that came."""
+    """What was made of the last tensor that came.
+
+    torch counts no writing by an all-to-all or through ``.data``: what products read twice in a row must not be written
+    to by those in between. Rows that arrive from other ranks are new tensors.
+    """
 
     key: tuple[Identity, int] | None = None  # and the count of its changes
     made: Cut | None = None
