@@ -3,6 +3,8 @@
 FLOPs are those of bf16, to 1e-9: the same numbers are added in another order.
 """
 
+import json
+
 import pytest
 
 from launcher.cli import main
@@ -15,8 +17,10 @@ from launcher.config.tree import RunConfig
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import cut_bytes
 from launcher.plan.quick import fullest
+from launcher.prove.matrix import Layout, fit
 from modeling.counts import count_parameters
 from modeling.logical import logical_parameters
+from parallel.config import ParallelConfig
 
 KEPT = "train.fp8_keep_weights=true"
 DENSE, EXPERTS = "configs/models/llama-3-8b.yaml", "configs/models/qwen3-30b-a3b.yaml"
@@ -117,3 +121,27 @@ def test_a_gpu_without_a_rate_is_told_in_one_line(command: list[str], capsys: py
         "or try train.precision=bf16\n"
     )
     assert not said.out
+
+
+def test_layouts_of_a_matrix_that_cannot_keep_weights_are_proven_without() -> None:
+    """As with other switches that a layout cannot have."""
+    config = load_config(EXPERTS, ["train.precision=fp8", KEPT])
+    for zero, keeps in ((0, False), (1, True), (2, True), (3, False)):
+        found, problems = fit(config, Layout(ParallelConfig(tp=2, zero=zero), 2))
+        assert not problems and found.train.fp8_keep_weights is keeps
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.ep=2"]], ids=str)
+def test_a_traced_plan_tells_kept_weights_as_weights(layout: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing else of what a rank holds at most is another."""
+    held = []
+    for keeps in (False, True):
+        overrides = ["train.precision=fp8", f"train.fp8_keep_weights={str(keeps).lower()}", *layout]
+        config = load_config("configs/quickstart.yaml", overrides)
+        n_ranks = 2 if layout else 1
+        command = ["plan", "configs/quickstart.yaml", "--gpu", "H100", "--gpus", str(n_ranks), "--json", *overrides]
+        assert main(command) == 0
+        held.append(json.loads(capsys.readouterr().out)["positions"][0]["held_bytes"])
+    plain, kept = held
+    assert kept["weights"] - plain["weights"] == cut_bytes(step_of_rank(config, n_ranks, 0))
+    assert {name for name in kept if kept[name] != plain.get(name)} == {"weights"}
