@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/written_kernels.py CONFIG [KEY=VALUE...] [--out FOLDER]
 
-One micro-batch is traced at its true size on a device that is not there. For each chain that it calls, inductor writes
+One micro-batch of the job's first rank is traced at its true size on a device that is not there, with train.compile=on.
+For each chain that it calls, inductor writes
 its Triton kernels as for an H200, with tile sizes as its heuristics begin with, and Triton compiles them to PTX. One
 JSON line a kernel: the chain, the tiles, and how many instructions of a thread load and store how many bytes. A chain
 whose rows are not aligned, or whose sizes a compiler knows too little of, shows by stores of one or two bytes.
@@ -82,15 +83,22 @@ def main() -> int:
     from launcher.estimate.device import NoShim, open_device
 
     try:
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
         open_device()  # before torch is imported
         found = chains_of(arguments.config, arguments.overrides)
+    except OSError as error:
+        print(
+            f"written_kernels: --out={arguments.out} cannot be a folder ({error.strerror}); name a new one",
+            file=sys.stderr,
+        )
+        return 2
     except (NoShim, UserError) as error:
         print(f"written_kernels: {error}", file=sys.stderr)
         return 2
     for name, function, tensors, rows_vary in found:
         source = written(function, tensors, rows_vary=rows_vary)
         if arguments.out is not None:
-            arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / f"{name.replace(' ', '_')}.py").write_text(source)
         for kernel in kernels_in(name, source):
             print(json.dumps(asdict(kernel)), flush=True)
@@ -99,11 +107,11 @@ def main() -> int:
 
 def chains_of(config_path: Path, overrides: Sequence[str]) -> list[tuple[str, Callable[..., Any], list[Shaped], bool]]:
     """Every chain that one micro-batch of a config calls: its name, function, tensors, and whether its rows vary."""
-    from launcher.config.load import load_config
+    from launcher.commands.profile import load_for_job
     from launcher.estimate.pass_over import trace_rank
     from modeling.kernels import fuse
 
-    config = load_config(config_path, [*overrides, "train.compile=on"])
+    config, world_size = load_for_job(config_path, [*overrides, "train.compile=on"])
     seen: dict[str, list[Shaped]] = {}
     run = fuse.run
 
@@ -112,7 +120,7 @@ def chains_of(config_path: Path, overrides: Sequence[str]) -> list[tuple[str, Ca
         return run(name, tensors)
 
     with patch.object(fuse, "run", run_and_keep):
-        trace_rank(config, 1, 0)
+        trace_rank(config, world_size, 0)
     chains = {name: fuse.chain_named(name) for name in seen}
     return [(name, chain.function, seen[name], chain.rows_vary) for name, chain in chains.items()]
 

@@ -74,7 +74,7 @@ def trace_rank(
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(take_gradient)
-        if train.fp8_keep_weights:  # the recorded micro-batch is not a step's first one
+        if train.fp8_keep_weights:  # the recorded micro-batch is not a step's first one, whose messages are not told
             there_and_back(model, batch, inputs)
             messages.waits.clear()
         regions = stack.enter_context(Regions().of(model))

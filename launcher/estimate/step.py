@@ -11,6 +11,7 @@ written, on kernels of the stated efficiency; it is no measurement.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from launcher.closed_form.memory import CUT
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.estimate.messages import hide
@@ -151,7 +152,6 @@ def near(degrees: Degrees, rank: int, n_per_node: int) -> dict[str, bool]:
     return found
 
 
-CUT_BYTES = 2  # of a weight that is kept in 8 bits, along either side
 ACCUMULATE = "a micro-batch's gradients added up"
 
 
@@ -173,9 +173,9 @@ def update_ops(step: Step, states: States) -> list[Op]:
 
 def cut_ops(step: Step) -> Iterator[Op]:
     """Kept weights cut to 8 bits, once a step: read once for their rows, twice for their transposes."""
-    n_elements = cut_bytes(step) // CUT_BYTES
+    n_elements = cut_bytes(step) // CUT
     if n_elements:
-        yield moved("weights cut to 8 bits", "optimizer", n_elements * (3 * step.element_bytes + CUT_BYTES))
+        yield moved("weights cut to 8 bits", "optimizer", n_elements * (3 * step.element_bytes + CUT))
 
 
 def host_ops(step: Step) -> Iterator[Op]:

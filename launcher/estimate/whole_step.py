@@ -26,13 +26,11 @@ from launcher.estimate.samples import WholeSequences
 from launcher.estimate.values import KnownAnswers, KnownValues
 from launcher.profile.run import watched
 from launcher.profile.twins import WatchedEngine
+from launcher.trace.kept import sort_kept
 from launcher.trace.regions import Regions
 from launcher.training.compiling import fuse_of
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState
-from modeling.kernels.cuts import Cut
-from modeling.kernels.fp8 import Fp8Products
-from modeling.kernels.products import Products
 from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.moe import MoE
 from parallel.expert import RowSizes, make_dispatch
@@ -75,38 +73,17 @@ def measure_memory(
         route(engine, config, mesh, sizes, imbalance)
         engine.publish_weights()
         ledger.sort(lasting(engine))
+        sort_kept(engine.products, ledger.sort)
         ledger.regions = regions = Regions()
         with watched(engine, regions), regions.within("bookkeeping"):
             run_step(config, engine, samples, state)  # type: ignore[arg-type]
             between = ledger.total
-            ledger.sort({"weights": engine.products.kept()})
             ledger.begin()
-            with sorting_kept(engine.products, ledger):
-                run_step(config, engine, samples, state)  # type: ignore[arg-type]
+            run_step(config, engine, samples, state)  # type: ignore[arg-type]
         offloader = offloader_in(engine.model)
         host = offloader.pool.n_bytes if offloader is not None else 0
     at_peak = {name: count for name, count in ledger.at_peak.items() if count}
     return StepMemory(at_peak, ledger.peak_phase, between, host)
-
-
-@contextlib.contextmanager
-def sorting_kept(products: Products, ledger: Ledger) -> Iterator[None]:
-    """Weights that are cut to 8 bits anew, and kept, are weights: whichever module cuts them first."""
-    import parallel.zero.patches as patches
-
-    if not isinstance(products, Fp8Products) or products.cuts.kept is None:
-        yield
-        return
-    cuts = products.cuts
-    of_weight = cuts.of_weight
-
-    def sorted_at_once(weight: Tensor, *, across: bool) -> Cut:
-        made = of_weight(weight, across=across)
-        ledger.sort({"weights": made})
-        return made
-
-    with patches.replaced(cuts, of_weight=sorted_at_once):
-        yield
 
 
 @contextlib.contextmanager

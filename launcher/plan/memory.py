@@ -8,6 +8,7 @@ communication, of which DeepSpeed's largest, for reducing gradients, takes up to
 import math
 from dataclasses import dataclass
 
+from launcher.closed_form.memory import CUT
 from launcher.prove.traffic.step import FP32_BYTES, Step
 from launcher.prove.traffic.zero import flat_elements, optimizer_groups, padded, replicated
 from parallel.sizes import DEFAULT_SIZES
@@ -57,7 +58,7 @@ def cut_bytes(step: Step) -> int:
             if place.axis is not None and place.dim is not None:
                 held[place.dim] //= getattr(step.parallel, place.axis)
             *stack, n_out, n_in = held
-            found += 2 * count + FP32_BYTES * math.prod(stack) * (n_out + n_in)
+            found += CUT * count + FP32_BYTES * math.prod(stack) * (n_out + n_in)
     return found
 
 

@@ -18,6 +18,7 @@ from launcher.profile.spans import Times, seconds_by_part, spans_of, steps_of
 from launcher.profile.tokens import open_tokens
 from launcher.profile.trace_file import write_trace
 from launcher.profile.twins import WatchedDataset, WatchedEngine
+from launcher.trace.kept import sort_kept
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Memory, Recorder
 from launcher.trace.regions import Regions
@@ -117,7 +118,7 @@ def profiled(config: RunConfig, plan: Plan, mesh: Mesh, tell_all: Callable[[str]
         times={key: seconds / plan.steps for key, seconds in times.items()},
         sums=sums_by(((op, 1) for op in recorder.ops), rates),
         rates=rates,
-        memory=recorder.finish({"weights": engine.products.kept()}),
+        memory=recorder.finish(),
         peak_gib=peak_gib,
         tokens=tokens,
         own_tokens=own_tokens,
@@ -185,6 +186,7 @@ def recorded_step(config: RunConfig, engine: WatchedEngine, dataset: Dataset, st
     }
     with watched(engine, regions), regions.within("bookkeeping"):
         recorder = Recorder(regions, axes_of(engine), held=held)
+        sort_kept(engine.products, recorder.sort)
         with recorder:
             run_step(config, engine, WatchedDataset(dataset, regions), state)
     return recorder

@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
         self.memory = Memory()
         self.live: Counter[str] = Counter()
         self.known: dict[int, int] = {}  # storage -> its bytes
-        self.first: dict[int, tuple[str, int]] = {}  # storage -> its holder, and the snapshot in which it is first
+        self.holders: dict[int, str] = {}  # storage -> what it is for
         self.met: Counter[str] = Counter()  # bytes held before the beginning, of storages met later
         self.met_by: list[Counter[str]] = []  # the same after each operation
         started = time.perf_counter()
@@ -113,14 +113,24 @@ class Recorder(TorchDispatchMode):
             return False
         n_bytes = storage.nbytes()
         self.known[key] = n_bytes
-        self.first[key] = holder, len(self.memory.held)
+        self.holders[key] = holder
         self.live[holder] += n_bytes
-        weakref.finalize(storage, self.release, key, holder)
+        weakref.finalize(storage, self.release, key)
         return True
 
-    def release(self, key: int, holder: str) -> None:
+    def release(self, key: int) -> None:
         """Nothing refers to the storage any more."""
-        self.live[holder] -= self.known.pop(key, 0)
+        self.live[self.holders.pop(key)] -= self.known.pop(key)
+
+    def sort(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Says what storages that were made on the way are for, from the next snapshot on."""
+        for holder, tensors in held.items():
+            for tensor in tensors:
+                key = tensor.untyped_storage()._cdata
+                if key in self.known:
+                    self.live[self.holders[key]] -= self.known[key]
+                    self.live[holder] += self.known[key]
+                    self.holders[key] = holder
 
     def snapshot(self, op: Op | None, phase: str) -> None:
         """Keeps what is held after an operation."""
@@ -131,19 +141,9 @@ class Recorder(TorchDispatchMode):
         memory.phases.append(phase)
         self.met_by.append(self.met.copy())
 
-    def finish(self, lasting: Mapping[str, Iterable[torch.Tensor]] | None = None) -> Memory:
-        """The memory over time, with what was met on the way counted from the beginning on; and its peak.
-
-        ``lasting`` says what holds storages that were made on the way and are still there.
-        """
+    def finish(self) -> Memory:
+        """The memory over time, with what was met on the way counted from the beginning on; and its peak."""
         memory = self.memory
-        for holder, tensors in (lasting or {}).items():
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                former, start = self.first[storage._cdata]
-                for now in memory.held[start:]:
-                    now[former] -= storage.nbytes()
-                    now[holder] += storage.nbytes()
         for now, met in zip(memory.held, self.met_by, strict=True):
             for holder, n_bytes in self.met.items():
                 now[holder] += n_bytes - met[holder]

@@ -95,22 +95,25 @@ class Cuts:
         self.last, self.last_across = Last(), Last()
         self.kept: dict[tuple[Identity, bool], tuple[int, Cut]] | None = {} if keeps_weights else None
         self.n_changes = 0
+        self.kept_anew: Callable[[Cut], None] = lambda made: None  # the seam at which a profile sees what is kept
 
     def of_rows(self, rows_RI: Tensor) -> Cut:
         """What a forward product reads, cut along I."""
         return self.last.of(rows_RI, lambda: self.make(cut, rows_RI, rows_vary=True))
 
     def of_rows_across(self, rows_RI: Tensor) -> Cut:
-        """The same for the gradient by a weight: (I, R), cut along R, which is filled up to whole units by zeros."""
-        return self.last_across.of(rows_RI, lambda: self.across_units(rows_RI))
+        """The same for the gradient by a weight: (I, R), as ``of_gradient_across``."""
+        return self.last_across.of(rows_RI, lambda: self.of_gradient_across(rows_RI))
 
     def of_gradient(self, grad_RO: Tensor) -> Cut:
         """A gradient by outputs, cut along O."""
         return self.make(cut, grad_RO, rows_vary=True)
 
     def of_gradient_across(self, grad_RO: Tensor) -> Cut:
-        """The same for the gradient by a weight, as ``of_rows_across``."""
-        return self.across_units(grad_RO)
+        """The same for the gradient by a weight: (O, R), cut along R, which is filled up to whole units by zeros."""
+        rest = -len(grad_RO) % UNIT
+        filled_RO = F.pad(grad_RO, (0, 0, 0, rest)) if rest else grad_RO
+        return self.make(cut_units_across, filled_RO.unflatten(0, (-1, UNIT)), rows_vary=True)
 
     def of_weight(self, weight: Tensor, *, across: bool) -> Cut:
         """A weight, or experts' weights, (..., O, I), cut along I; ``across``: (..., I, O) into (..., O, I)."""
@@ -122,6 +125,7 @@ class Cuts:
         if made is None or changes != self.n_changes:
             made = None  # so that what is made takes its memory
             made = self.make(function, weight)
+            self.kept_anew(made)
         self.kept[key] = self.n_changes, made
         return made
 
@@ -131,12 +135,6 @@ class Cuts:
         self.last, self.last_across = Last(), Last()
         if self.kept is not None:
             self.kept = {key: made for key, made in self.kept.items() if not key[0].memory.expired()}
-
-    def across_units(self, numbers_RI: Tensor) -> Cut:
-        """(I, R), cut along R in whole units."""
-        rest = -len(numbers_RI) % UNIT
-        filled_RI = F.pad(numbers_RI, (0, 0, 0, rest)) if rest else numbers_RI
-        return self.make(cut_units_across, filled_RI.unflatten(0, (-1, UNIT)), rows_vary=True)
 
     def make(self, function: Callable[[Tensor], Cut], numbers: Tensor, *, rows_vary: bool = False) -> Cut:
         """The function's value, as the device does it best."""

@@ -70,6 +70,14 @@ def test_weights_that_are_kept_in_8_bits_change_no_number(tmp_path, layout, rank
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 2
 
 
+def test_a_replay_may_leave_out_what_a_run_kept(tmp_path, capsys):
+    """Where a weight is cut changes no bit, so a replay on less memory is held to the same numbers."""
+    run(tmp_path, write_tokens(tmp_path), "kept", "fp8", KEPT)
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "kept"), "--step", "4", "train.fp8_keep_weights=false"]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.tp=2 parallel.ep=2", "parallel.pp=2", "parallel.cp=2 parallel.zero=3"])
 def test_a_run_of_8_bits_goes_on_under_another_layout(tmp_path, layout):
