@@ -6,12 +6,14 @@ What evaluates a checkpoint computes as the run's own evaluation did; they diffe
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from command_runs import numbers, train, write_config
 from launcher.cli import main
 from launcher.watch.metrics import read_metrics
-from layout_runs import MOE_MODEL, write_tokens
+from layout_runs import MOE_MODEL, run_config, write_tokens
+from parallel.processes.start import run_ranks
 
 UNIT = 16
 assert MOE_MODEL.moe is not None
@@ -68,6 +70,35 @@ def test_weights_that_are_kept_in_8_bits_change_no_number(tmp_path, layout, rank
         for name in ("kept", "plain")
     ]
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 2
+
+
+def losses_of_weights_drawn_again(config):
+    """One rank's held-out losses by the weights of two seeds, written one after the other into one engine."""
+    import torch
+
+    from launcher.estimate.samples import WholeSequences
+    from launcher.training.loop import build_engine
+    from launcher.training.step import read_micro_batch
+    from parallel.mesh import close_mesh, open_mesh
+
+    mesh = open_mesh(config.parallel, 120)
+    engine, losses = build_engine(config, mesh), []
+    batch = read_micro_batch(WholeSequences(config), np.arange(2), mesh)
+    for seed in (0, 1):
+        engine.initialize_weights(seed)
+        with torch.no_grad():
+            losses += [float(output.loss) for output in engine.evaluate([batch])]
+    close_mesh()
+    return losses
+
+
+def test_weights_that_are_written_between_steps_are_cut_again(tmp_path):
+    """As a rollback within a run writes a checkpoint's."""
+    found = []
+    for kept in (False, True):
+        options = {"model": MODEL, "precision": "fp8", "fp8_keep_weights": kept}
+        found += run_ranks(losses_of_weights_drawn_again, 1, run_config(write_tokens(tmp_path), **options), threads=1)
+    assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
 def test_a_replay_may_leave_out_what_a_run_kept(tmp_path, capsys):
