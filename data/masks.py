@@ -73,16 +73,6 @@ def read_mask(file: TokenFile) -> np.ndarray | None:
     return np.asarray(content[HEADER.size :])
 
 
-def n_targets_of(prefix: Path) -> int | None:
-    """How many of a token file's tokens are targets; None where it has no mask. Reads the header alone."""
-    try:
-        with mask_path(prefix).open("rb") as file:
-            head = file.read(HEADER.size)
-    except FileNotFoundError:
-        return None
-    return HEADER.unpack(head)[3] if len(head) == HEADER.size else None
-
-
 class Masks:
     """The masks of several token files."""
 

@@ -271,7 +271,7 @@ class Step:
         scores = self.tokens * job.seq_len * heads
         found["memory"] += scores * (again * SCORE_BYTES + SCORE_BYTES_BACKWARD) / self.bandwidth
 
-    def add_dense(self, found: dict[str, float], d_ff: float | None = None, *, matrices_only: bool = False) -> None:
+    def add_dense(self, found: dict[str, float], d_ff: float | None = None) -> None:
         """A feed-forward without experts."""
         arch, tp = self.arch, self.job.tp
         width = (arch.d_ff if d_ff is None else d_ff) / tp

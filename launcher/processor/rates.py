@@ -27,7 +27,6 @@ WIDTH = 256  # of rows that are gathered
 FRESH_BYTES = 16 << 20
 COLD_BYTES = 64 << 20  # more than caches hold
 SMALL, LARGE = 1 << 10, 4 << 20  # bytes of a message
-REDUCING = ("all-reduce", "reduce-scatter")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -1,0 +1,156 @@
+"""Every switch of the layout and of training, and every block of a model, drawn on top of random_layouts.py's runs."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from launcher.closed_form.budget import halfway_gib
+from launcher.config.rules import check
+from launcher.config.tree import RunConfig
+from launcher.training.batch_ramp import BatchRamp
+from modeling.config import MLAConfig, MoEConfig
+from modeling.mtp_config import MTPConfig
+from modeling.optimizers.muon import MuonConfig
+from modeling.optimizers.sgd import SGDConfig
+from random_layouts import random_run
+
+Change = Callable[[random.Random, RunConfig, int], Iterator[RunConfig]]
+
+SWITCHES: dict[str, list[Any]] = {
+    "parallel.tp_overlap": [True],
+    "parallel.ep_overlap": [False],
+    "parallel.ep_chunks": [2, 3],
+    "parallel.offload_optimizer": [True],
+    "parallel.grad_reduce": ["last_micro_batch", "micro_batch"],
+    "parallel.grad_reduce_dtype": ["bf16"],
+    "train.offload_activations": [True],
+    "train.fp8_keep_weights": [True],
+    "optimizer": [SGDConfig(), MuonConfig()],
+}
+BLOCKS: dict[str, list[Any]] = {
+    "model.norm": ["layer"],
+    "model.norm_placement": ["post", "both"],
+    "model.norm_adds_one": [True],
+    "model.embedding_norm": [True],
+    "model.parallel_block": [True],
+    "model.qk_norm": [True],
+    "model.qk_norm_over": ["all_heads"],
+    "model.qkv_bias": [True],
+    "model.o_bias": [True],
+    "model.ff_bias": [True],
+    "model.ff_gated": [False],
+    "model.activation": ["gelu", "gelu_tanh", "relu"],
+    "model.embedding_scale": [3.0],
+    "model.residual_scale": [0.5],
+    "model.logit_divisor": [2.0],
+    "model.score_cap": [5.0],
+    "model.logit_cap": [4.0],
+    "model.sinks": [True],
+    "model.positions": ["alibi", "sinusoidal", "t5", "none"],
+    "model.nope_layers": [(0,)],
+    "model.rope_fraction": [0.5],
+    "model.sliding_window": [5],
+    "model.full_attention_layers": [(0,)],
+    "model.embedding_dropout": [0.2],
+    "model.residual_dropout": [0.2],
+    "model.attention_dropout": [0.2],
+    "model.z_loss": [1e-2],
+    "model.mtp": [MTPConfig(depth=1), MTPConfig(depth=2)],
+    "model.moe.expert_bias": [True],
+    "model.moe.swiglu_limit": [0.5],
+    "model.moe.shared_gate": [True],
+    "model.moe.logit_bias": [True],
+    "model.moe.every_n_layers": [2],
+}
+
+
+def random_switched_run(seed: int) -> tuple[RunConfig, int]:
+    """The layout and the dims of ``random_run(seed)`` with any switches that go together there."""
+    config, n_ranks = random_run(seed)
+    draw = random.Random(f"switches {seed}")
+    return drawn(draw, config, n_ranks, [*map(setting, SWITCHES.items()), in_8_bits, within_a_budget, grown]), n_ranks
+
+
+def random_free_run(seed: int) -> tuple[RunConfig, int]:
+    """The same with any blocks that go together, in a decoder of no family."""
+    config, n_ranks = random_switched_run(seed)
+    draw = random.Random(f"blocks {seed}")
+    config = replace(config, model=replace(config.model, family="none"))
+    if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
+        config = with_value(config, "train.precision", "bf16")
+    return drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed]), n_ranks
+
+
+def drawn(draw: random.Random, config: RunConfig, n_ranks: int, changes: list[Change]) -> RunConfig:
+    """The config after half of the changes, one after another, but for those that the rules forbid.
+
+    What a rule forbids for want of another change has its second turn when all have had their first.
+    """
+    chosen = [change for change in changes if draw.random() < 0.5]
+    for change in [*draw.sample(chosen, len(chosen)), *chosen]:
+        for changed in change(draw, config, n_ranks):
+            if not check(changed, n_ranks):
+                config = changed
+    return config
+
+
+def setting(item: tuple[str, list[Any]]) -> Change:
+    """A key set to any of some values, where its section is there."""
+    key, values = item
+
+    def change(draw: random.Random, config: RunConfig, _: int) -> Iterator[RunConfig]:
+        if not key.startswith("model.moe.") or config.model.moe is not None:
+            yield with_value(config, key, draw.choice(values))
+
+    return change
+
+
+def with_value(section: Any, key: str, value: Any) -> Any:
+    """A section whose ``key`` below it, with dots, has the value."""
+    name, _, rest = key.partition(".")
+    return replace(section, **{name: with_value(getattr(section, name), rest, value) if rest else value})
+
+
+def in_8_bits(_: random.Random, config: RunConfig, n_ranks: int) -> Iterator[RunConfig]:
+    """All widths whole multiples of 16 on each rank, and products of 8 bits."""
+    unit = 16 * config.parallel.tp
+    model, moe = config.model, config.model.moe
+    if moe is not None:
+        moe = replace(moe, d_ff=16, shared_d_ff=unit if moe.n_shared_experts else None)
+    model = replace(model, d_model=48, d_head=16, d_ff=unit, moe=moe)
+    yield replace(config, model=model, train=replace(config.train, precision="fp8"))
+
+
+def within_a_budget(_: random.Random, config: RunConfig, n_ranks: int) -> Iterator[RunConfig]:
+    """A budget of activations that makes layers recompute in various ways."""
+    free = replace(config, train=replace(config.train, recompute="none", activation_gib=1.0))
+    if not check(free, n_ranks):
+        yield with_value(free, "train.activation_gib", halfway_gib(free, n_ranks))
+
+
+def grown(_: random.Random, config: RunConfig, n_ranks: int) -> Iterator[RunConfig]:
+    """A batch that has half of its size at first."""
+    half = config.train.global_batch_size // 2
+    if half:
+        yield with_value(config, "train.batch_ramp", BatchRamp(start=half, increment=half, samples=1))
+
+
+def grouped(draw: random.Random, config: RunConfig, _: int) -> Iterator[RunConfig]:
+    """Experts in groups, of which a token chooses some first."""
+    moe = config.model.moe
+    if isinstance(moe, MoEConfig) and moe.n_experts >= 4:
+        group = {"n_groups": 2, "top_k_groups": draw.choice([1, 2]), "group_score": draw.choice(["best_two", "best"])}
+        yield replace(config, model=replace(config.model, moe=replace(moe, **group)))
+
+
+def latent(_: random.Random, config: RunConfig, __: int) -> Iterator[RunConfig]:
+    """Latent attention: every head has keys of its own."""
+    mla = MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=8)
+    model = config.model
+    yield replace(config, model=replace(model, mla=mla, n_kv_heads=model.n_heads, d_head=None, qk_norm=False))
+
+
+def placed(_: random.Random, config: RunConfig, __: int) -> Iterator[RunConfig]:
+    """A table of positions as long as a sequence."""
+    yield replace(config, model=replace(config.model, positions="learned", max_positions=config.data.seq_len))
