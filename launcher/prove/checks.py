@@ -15,7 +15,7 @@ from launcher.prove.compare.errors import execution_order, norm, tensor_errors, 
 from launcher.prove.compare.routing import Replayed
 from launcher.prove.rank import PhaseSeen, RankSeen, StepSeen
 from launcher.prove.reference import ReferenceStep
-from launcher.prove.rounding import NOISE_FACTOR, Moves, Nudged, bounds_for
+from launcher.prove.rounding import NOISE_FACTOR, Bounds, Moves, Nudged, bounds_for
 
 LOSS_BOUND = 1e-6  # relative
 GRADIENT_BOUND = 1e-5  # of each tensor's own norm
@@ -93,11 +93,16 @@ def check_tensors(
         assert failed is not None
         return failed
     errors = tensor_errors(ours, theirs) | copy_errors(pieces, ours, theirs)
-    bounds = bounds_for(bound, errors, moves_of(nudged, theirs))
+    worst, bound, note = held_to(errors, bounds_for(bound, errors, moves_of(nudged, theirs)))
+    return Check(phase, name, f"{worst}{step}", errors[worst], bound, note)
+
+
+def held_to(errors: Mapping[str, float], bounds: Bounds) -> tuple[str, float, str]:
+    """The tensor to be shown, its bound and why it is that: the worst, or where any is beyond its own the farthest."""
     excess, share = largest({key: errors[key] / bounds.of(key.removeprefix(COPY)) for key in errors})
     worst = largest(errors)[0] if share <= 1 else excess
     told = worst.removeprefix(COPY)
-    return Check(phase, name, f"{worst}{step}", errors[worst], bounds.of(told), bounds.note(told))
+    return worst, bounds.of(told), bounds.note(told)
 
 
 def moves_of(nudged: Nudged | None, theirs: Mapping[str, Tensor]) -> Moves | None:
@@ -353,21 +358,28 @@ def check_updates(
     bound: float,
     steps: Sequence[ReferenceStep],
     left_out: Collection[str] = (),
+    nudged: Nudged | None = None,
 ) -> Check:
     """Every logical tensor's change since ``start`` against one process's, relative to that change.
 
-    Elements whose gradients in ``steps`` rounding decides (TINY) are left out.
+    Elements whose gradients in ``steps`` rounding decides (TINY) are left out. ``nudged`` gives the weights of one
+    process whose weights are nudged, in each draw; bounds are as in ``check_tensors``.
     """
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
         assert failed is not None
         return failed
     told = {key: told_elements([step.gradients[key] for step in steps]) for key in theirs if key not in left_out}
-    moved = {key: (ours[key].double() - start[key].double()) * mask for key, mask in told.items()}
-    truth = {key: (theirs[key].double() - start[key].double()) * mask for key, mask in told.items()}
-    worst, error = largest(tensor_errors(moved, truth))
-    note = f"left out, for a gradient of rounding alone: {', '.join(left_out)}" if left_out else ""
-    return Check(phase, name, worst, error, bound, note)
+
+    def changes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key: (weights[key].double() - start[key].double()) * mask for key, mask in told.items()}
+
+    truth = changes(theirs)
+    errors = tensor_errors(changes(ours), truth)
+    moves = moves_of(None if nudged is None else lambda: [changes(weights) for weights in nudged()], truth)
+    worst, bound, note = held_to(errors, bounds_for(bound, errors, moves))
+    notes = [f"left out, for a gradient of rounding alone: {', '.join(left_out)}"] if left_out else []
+    return Check(phase, name, worst, errors[worst], bound, "; ".join([*notes, *([note] if note else [])]))
 
 
 def told_elements(gradients: Sequence[Tensor]) -> Tensor:

@@ -180,6 +180,7 @@ def judge_nonlinear(proof: Proof) -> list[Check]:
             checks.DRIFT_BOUND,
             plain.steps[:steps],
             sorted({*checks.without_gradient(plain.steps[:steps]), *proof.cancelled}),
+            lambda: [run.states[steps].weights for run in proof.nudged_nonlinear],
         ),
         checks.check_left_alone(phase, proof.ranks),
     ]

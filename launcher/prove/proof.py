@@ -73,10 +73,18 @@ class Proof:
     @functools.cached_property
     def nudged(self) -> list[PlainRun]:
         """The SGD phase on one process whose weights are nudged before each step, some times."""
+        return self.repeated(self.plain.sgd, sgd_for(self.config.optimizer))
+
+    @functools.cached_property
+    def nudged_nonlinear(self) -> list[PlainRun]:
+        """The phase with the run's own update rule, likewise."""
+        return self.repeated(self.plain.nonlinear, nonlinear_for(self.config.optimizer))
+
+    def repeated(self, run: PlainRun, optimizer: OptimizerConfig) -> list[PlainRun]:
+        """``steps`` of a run on one process whose weights are nudged before each of them, some times."""
         samples = (samples_of_step(step, self.config.train.batches) for step in range(self.steps))
-        steps = list(zip(samples, self.plain.sgd.choices, strict=True))
-        rule, start = sgd_for(self.config.optimizer), self.plain.sgd.states[0]
-        return [run_nudged(self.trainer(rule), start, steps, draw) for draw in range(DRAWS)]
+        steps = list(zip(samples, run.choices, strict=False))
+        return [run_nudged(self.trainer(optimizer), run.states[0], steps, draw) for draw in range(DRAWS)]
 
     def nudged_gradients(self, step: int) -> list[dict[str, Tensor]]:
         """The gradients of one of these steps."""

@@ -1,7 +1,9 @@
 """Models and layouts that nobody chose, proven as the matrix is: sizes that are no powers of two, three and six
-processes, fewer experts than ranks, sequences of a few tokens, accumulation of any length.
+processes, fewer experts than ranks, sequences of a few tokens, accumulation of any length; switches and blocks in any
+company.
 
-A seed that fails names itself: ``random_run(seed)`` in tests/support/random_layouts.py is its config.
+A seed that fails names itself: ``random_run(seed)`` in tests/support/random_layouts.py is its config, or
+``random_switched_run(seed)`` and ``random_free_run(seed)`` in tests/support/random_switches.py.
 """
 
 from typing import Any
@@ -12,9 +14,10 @@ from launcher.commands.prove import prove_in, stay_on_cpu
 from launcher.prove.report import layout_words
 from prove_runs import failures
 from random_layouts import first_run, random_family_run, random_run
+from random_switches import random_free_run, random_switched_run
 
 STEPS = 2
-N_SEEDS, N_FAMILY_SEEDS = 120, 60
+N_SEEDS, N_FAMILY_SEEDS, N_SWITCHED_SEEDS = 120, 60, 40
 
 
 @pytest.mark.slow
@@ -31,6 +34,16 @@ def test_random_layout_is_proven(tmp_path, seed):
 def test_random_family_is_proven(tmp_path, seed):
     stay_on_cpu()
     config, n_ranks = random_family_run(seed)
+    outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300)
+    assert outcome.proven, f"{config.model.family}, {layout_words(config, n_ranks)}\n{failures(outcome)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", [random_switched_run, random_free_run])
+@pytest.mark.parametrize("seed", range(N_SWITCHED_SEEDS))
+def test_random_switches_are_proven(tmp_path, seed, drawn):
+    stay_on_cpu()
+    config, n_ranks = drawn(seed)
     outcome = prove_in(tmp_path, config, n_ranks, STEPS, timeout_seconds=300)
     assert outcome.proven, f"{config.model.family}, {layout_words(config, n_ranks)}\n{failures(outcome)}"
 

@@ -193,7 +193,7 @@ def run_reference(
             read(dataset, part)
             for part in np.split(indices, len(indices) // (micro_batch_size or config.train.micro_batch_size))
         ]
-        seen = trainer.step(batches, config.optimizer.lr)
+        seen = trainer.step(batches, config.optimizer.lr, number=step + 1)
         result.rows.append({"loss": seen.loss, "grad_norm": seen.grad_norm})
     result.state["weight"] = {name: master.detach() for name, master in trainer.masters.items()}
     result.buffers = dict(trainer.model.named_buffers())
@@ -204,7 +204,7 @@ def read(dataset: Any, indices: np.ndarray) -> PlainBatch:
     """Samples as the reference takes them."""
     batch = dataset.read(indices)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
-    return PlainBatch(*(torch.from_numpy(array) for array in arrays))
+    return PlainBatch(*(torch.from_numpy(array) for array in arrays), samples_B=torch.from_numpy(indices))
 
 
 def assert_same_bits(found: LayoutResult, wanted: LayoutResult) -> None:

@@ -13,7 +13,8 @@ from modeling.config import MLAConfig, MoEConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.sgd import SGDConfig
-from random_layouts import random_run
+from parallel.config import ParallelConfig
+from random_layouts import RANKS, draw_parallel, random_run
 
 Change = Callable[[random.Random, RunConfig, int], Iterator[RunConfig]]
 
@@ -80,6 +81,27 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
     if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
         config = with_value(config, "train.precision", "bf16")
     return drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed]), n_ranks
+
+
+def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:
+    """One run in fp32 under two layouts, each with switches of its own: what is saved under one, the other goes on."""
+    config, n_ranks = random_free_run(seed)
+    config = with_value(config, "train.precision", "fp32")
+    draw = random.Random(f"resume {seed}")
+    while True:
+        n_others = draw.choice(RANKS)
+        train = replace(
+            config.train,
+            micro_batch_size=draw.choice([1, 1, 2, 3]),
+            recompute=draw.choice(["none", "selective", "feed_forward", "full"]),
+            activation_gib=None,
+            offload_activations=False,
+        )
+        other = replace(config, parallel=draw_parallel(draw, n_others), train=train)
+        if other.parallel != ParallelConfig(zero=other.parallel.zero) and not check(other, n_others):
+            break
+    switches = [setting(item) for item in SWITCHES.items() if item[0] != "optimizer"]
+    return config, n_ranks, drawn(draw, other, n_others, [*switches, within_a_budget]), n_others
 
 
 def drawn(draw: random.Random, config: RunConfig, n_ranks: int, changes: list[Change]) -> RunConfig:

@@ -316,6 +316,27 @@ def test_an_element_whose_gradient_rounding_decides_is_left_out_alone() -> None:
     assert not any(moved_otherwise(element).passed for element in (0, 1, 3))
 
 
+def test_updates_are_held_to_what_rounding_does_to_one_process() -> None:
+    """Of a tensor whose gradient nearly cancels an update is badly conditioned: others keep their bound."""
+    steps = [ReferenceStep(1.0, {}, {}, 2.0, {"head": torch.ones(4), "bias": torch.ones(4)}, {}, skipped=False)]
+    start = {name: torch.zeros(4) for name in ("head", "bias")}
+    theirs = {name: torch.full((4,), 1e-3) for name in start}
+    nudged = [theirs | {"bias": theirs["bias"] * (1 + share)} for share in (0.004, -0.009)]
+
+    def moved(name: str, share: float) -> Check:
+        ours = theirs | {name: theirs[name] * (1 + share)}
+        pieces = [TensorBox(key, Box((0,), (4,)), value, is_owner=True) for key, value in ours.items()]
+        return check_updates("muon", "weights", pieces, theirs, start, 1e-2, steps, nudged=lambda: nudged)
+
+    within = moved("bias", 0.026)
+    assert within.passed
+    assert within.bound == pytest.approx(0.027, rel=1e-3)
+    assert within.note == "rounding alone moves it by 9.0e-03 on one process"
+    assert not moved("bias", 0.028).passed
+    assert not moved("head", 0.011).passed
+    assert not moved("bias", 1.1).passed
+
+
 def test_gradients_that_cancel_are_held_to_zero() -> None:
     """Keys' biases where no channel turns: what is left of the gradient is rounding, on both sides."""
 
