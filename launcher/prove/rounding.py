@@ -59,10 +59,11 @@ class Bounds:
 
     least: float  # of all of them
     moved: Mapping[str, float]
+    most: float = MOST  # times ``least``
 
     def of(self, name: str) -> float:
-        """``least``, or NOISE_FACTOR times as far as nudging moves it, where that is more."""
-        return max(self.least, min(NOISE_FACTOR * self.moved.get(name, 0.0), MOST * self.least))
+        """``least``, or NOISE_FACTOR times as far as nudging moves it, where that is more; at most ``most`` times."""
+        return max(self.least, min(NOISE_FACTOR * self.moved.get(name, 0.0), self.most * self.least))
 
     def note(self, name: str) -> str:
         """Why its bound is not the least one."""
@@ -71,9 +72,9 @@ class Bounds:
         return f"rounding alone moves it by {self.moved[name]:.1e} on one process"
 
 
-def bounds_for(bound: float, errors: Mapping[str, float], moves: Moves | None) -> Bounds:
-    """``bound`` for all, unless the largest of ``errors`` is beyond it, but not MOST times as large."""
-    if moves is None or not bound < max(errors.values()) <= MOST * bound:
-        return Bounds(bound, {})
+def bounds_for(bound: float, errors: Mapping[str, float], moves: Moves | None, most: float = MOST) -> Bounds:
+    """``bound`` for all, unless the largest of ``errors`` is beyond it, but not ``most`` times as large."""
+    if moves is None or not bound < max(errors.values()) <= most * bound:
+        return Bounds(bound, {}, most)
     draws = moves()
-    return Bounds(bound, {name: max(moved[name] for moved in draws) for name in draws[0]})
+    return Bounds(bound, {name: max(moved[name] for moved in draws) for name in draws[0]}, most)

@@ -220,10 +220,6 @@ def assert_same_bits(found: LayoutResult, wanted: LayoutResult) -> None:
 
 def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, float]:
     """Losses and norms: largest relative error over the steps. Weights, biases: largest absolute error."""
-
-    def relative(mine: list[float], theirs: list[float]) -> float:
-        return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
-
     names = reference.state["weight"]
     weights = max(float((ours.state["weight"][name] - names[name]).abs().max()) for name in names)
     buffers = [float((ours.buffers[name] - value).abs().max()) for name, value in reference.buffers.items()]
@@ -233,3 +229,8 @@ def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, floa
         "weight": weights,
         "buffer": max(buffers, default=0.0),
     }
+
+
+def relative(mine: list[float], theirs: list[float]) -> float:
+    """The largest relative error of a number that each step has."""
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))

@@ -1,7 +1,7 @@
 """Checkpoints between layouts: every layout saves once, every layout loads what every other saved and goes on."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,14 @@ def save_under(layout: str, n_ranks: int, works: Sequence[Work], folder: Path) -
     return run_ranks(_save_rank, n_ranks, layout, works, folder, timeout_seconds=TIMEOUT_SECONDS, threads=1)
 
 
-def load_under(layout: str, n_ranks: int, works: Sequence[Work], folder: Path) -> dict[tuple[str, str], Loaded]:
-    """Every work's sources, each loaded under the layout and gone on with; by (work, source). Ranks' hashes joined."""
-    ranks = run_ranks(_load_rank, n_ranks, layout, works, folder, timeout_seconds=TIMEOUT_SECONDS, threads=1)
+def load_under(
+    layout: str, n_ranks: int, works: Sequence[Work], folder: Path, before: Callable[[], None] | None = None
+) -> dict[tuple[str, str], Loaded]:
+    """Every work's sources, each loaded under the layout and gone on with; by (work, source). Ranks' hashes joined.
+
+    ``before`` runs first in every rank.
+    """
+    ranks = run_ranks(_load_rank, n_ranks, layout, works, folder, before, timeout_seconds=TIMEOUT_SECONDS, threads=1)
     merged = ranks[0]
     for key, loaded in merged.items():
         loaded.state = " ".join(rank[key].state for rank in ranks)
@@ -84,7 +89,11 @@ def _save_one(work: Work, mesh: Mesh, folder: Path) -> Saved:
     return Saved(rows, hash_state(engine))
 
 
-def _load_rank(layout: str, works: Sequence[Work], folder: Path) -> dict[tuple[str, str], Loaded]:
+def _load_rank(
+    layout: str, works: Sequence[Work], folder: Path, before: Callable[[], None] | None
+) -> dict[tuple[str, str], Loaded]:
+    if before is not None:
+        before()
     mesh = open_mesh(works[0].config.parallel, TIMEOUT_SECONDS)
     loaded = {}
     for work in works:

@@ -1,7 +1,7 @@
 """Every switch of the layout and of training, and every block of a model, drawn on top of random_layouts.py's runs."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from launcher.closed_form.budget import halfway_gib
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.training.batch_ramp import BatchRamp
-from modeling.config import MLAConfig, MoEConfig, NoBalance
+from modeling.config import MLAConfig, NoBalance
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.sgd import SGDConfig
@@ -18,7 +18,7 @@ from random_layouts import RANKS, draw_parallel, random_run
 
 TRIES = 300
 
-Change = Callable[[random.Random, RunConfig, int], Iterator[RunConfig]]
+Change = Callable[[random.Random, RunConfig, int], RunConfig]  # with its processes; itself where nothing can change
 
 SWITCHES: dict[str, list[Any]] = {
     "parallel.tp_overlap": [True],
@@ -101,9 +101,15 @@ def chosen_among_more(config: RunConfig) -> RunConfig:
 def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:
     """One run in fp32 under two layouts, each with switches of its own: what is saved under one, the other goes on."""
     config, n_ranks = random_free_run(seed)
-    config = replace(config, train=replace(config.train, precision="fp32", fp8_keep_weights=False))
+    config = replace(
+        config,
+        parallel=replace(config.parallel, grad_reduce_dtype="fp32"),
+        train=replace(config.train, precision="fp32", fp8_keep_weights=False, activation_gib=None),
+    )
     draw = random.Random(f"resume {seed}")
-    other, n_others = replace(config, parallel=ParallelConfig()), 1  # where few layouts fit the model
+    config = drawn(draw, config, n_ranks, [within_a_budget])
+    train = replace(config.train, activation_gib=None)
+    other, n_others = replace(config, parallel=ParallelConfig(), train=train), 1  # where few layouts fit the model
     for _ in range(TRIES):
         ranks = draw.choice(RANKS)
         train = replace(
@@ -128,9 +134,9 @@ def drawn(draw: random.Random, config: RunConfig, n_ranks: int, changes: list[Ch
     """
     chosen = [change for change in changes if draw.random() < 0.5]
     for change in [*draw.sample(chosen, len(chosen)), *chosen]:
-        for changed in change(draw, config, n_ranks):
-            if not check(changed, n_ranks):
-                config = changed
+        changed = change(draw, config, n_ranks)
+        if not check(changed, n_ranks):
+            config = changed
     return config
 
 
@@ -138,9 +144,10 @@ def setting(item: tuple[str, list[Any]]) -> Change:
     """A key set to any of some values, where its section is there."""
     key, values = item
 
-    def change(draw: random.Random, config: RunConfig, _: int) -> Iterator[RunConfig]:
-        if not key.startswith("model.moe.") or config.model.moe is not None:
-            yield with_value(config, key, draw.choice(values))
+    def change(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
+        if key.startswith("model.moe.") and config.model.moe is None:
+            return config
+        return with_value(config, key, draw.choice(values))
 
     return change
 
@@ -151,45 +158,44 @@ def with_value(section: Any, key: str, value: Any) -> Any:
     return replace(section, **{name: with_value(getattr(section, name), rest, value) if rest else value})
 
 
-def in_8_bits(_: random.Random, config: RunConfig, n_ranks: int) -> Iterator[RunConfig]:
+def in_8_bits(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
     """All widths whole multiples of 16 on each rank, and products of 8 bits."""
     unit = 16 * config.parallel.tp
     model, moe = config.model, config.model.moe
     if moe is not None:
         moe = replace(moe, d_ff=16, shared_d_ff=unit if moe.n_shared_experts else None)
     model = replace(model, d_model=48, d_head=16, d_ff=unit, moe=moe)
-    yield replace(config, model=model, train=replace(config.train, precision="fp8"))
+    return replace(config, model=model, train=replace(config.train, precision="fp8"))
 
 
-def within_a_budget(_: random.Random, config: RunConfig, n_ranks: int) -> Iterator[RunConfig]:
+def within_a_budget(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
     """A budget of activations that makes layers recompute in various ways."""
     free = replace(config, train=replace(config.train, recompute="none", activation_gib=1.0))
-    if not check(free, n_ranks):
-        yield with_value(free, "train.activation_gib", halfway_gib(free, n_ranks))
+    return config if check(free, n_ranks) else with_value(free, "train.activation_gib", halfway_gib(free, n_ranks))
 
 
-def grown(_: random.Random, config: RunConfig, n_ranks: int) -> Iterator[RunConfig]:
+def grown(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
     """A batch that has half of its size at first."""
     half = config.train.global_batch_size // 2
-    if half:
-        yield with_value(config, "train.batch_ramp", BatchRamp(start=half, increment=half, samples=1))
+    return with_value(config, "train.batch_ramp", BatchRamp(start=half, increment=half, samples=1))
 
 
-def grouped(draw: random.Random, config: RunConfig, _: int) -> Iterator[RunConfig]:
+def grouped(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
     """Experts in groups, of which a token chooses some first."""
     moe = config.model.moe
-    if isinstance(moe, MoEConfig) and moe.n_experts >= 4:
-        group = {"n_groups": 2, "top_k_groups": draw.choice([1, 2]), "group_score": draw.choice(["best_two", "best"])}
-        yield replace(config, model=replace(config.model, moe=replace(moe, **group)))
+    if moe is None:
+        return config
+    group = {"n_groups": 2, "top_k_groups": draw.choice([1, 2]), "group_score": draw.choice(["best_two", "best"])}
+    return with_value(config, "model.moe", replace(moe, **group))
 
 
-def latent(_: random.Random, config: RunConfig, __: int) -> Iterator[RunConfig]:
+def latent(_: random.Random, config: RunConfig, __: int) -> RunConfig:
     """Latent attention: every head has keys of its own."""
     mla = MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=8)
     model = config.model
-    yield replace(config, model=replace(model, mla=mla, n_kv_heads=model.n_heads, d_head=None, qk_norm=False))
+    return replace(config, model=replace(model, mla=mla, n_kv_heads=model.n_heads, d_head=None, qk_norm=False))
 
 
-def placed(_: random.Random, config: RunConfig, __: int) -> Iterator[RunConfig]:
+def placed(_: random.Random, config: RunConfig, __: int) -> RunConfig:
     """A table of positions as long as a sequence."""
-    yield replace(config, model=replace(config.model, positions="learned", max_positions=config.data.seq_len))
+    return replace(config, model=replace(config.model, positions="learned", max_positions=config.data.seq_len))
