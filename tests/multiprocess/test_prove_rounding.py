@@ -6,8 +6,10 @@ queries' and keys' gradients a thousandth is left, which a unit in the last plac
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from launcher.prove.checks import GRADIENT_BOUND, Check
@@ -59,3 +61,19 @@ def test_planted_nudge_that_moves_nothing_is_noticed(tmp_path: Path, monkeypatch
     monkeypatch.setattr("launcher.prove.rounding.nudge", lambda model, seed: None)
     outcome = prove(tmp_path, LAYOUTS[0])
     assert not outcome.proven and gradients(outcome).bound == GRADIENT_BOUND
+
+
+def test_what_is_repeated_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing nudged both phases come out bit for bit: dropout, a growing batch and the rule's states, too."""
+    proofs: list[Any] = []
+    monkeypatch.setattr("launcher.commands.prove.judge", lambda proof: proofs.append(proof) or [])
+    monkeypatch.setattr("launcher.prove.rounding.nudge", lambda model, seed: None)
+    monkeypatch.setattr("launcher.prove.proof.DRAWS", 1)
+    overrides = ["optimizer={name: muon}", "model.residual_dropout=0.2", "train.batch_ramp={start: 4, increment: 4}"]
+    config, n_ranks = load_small(write_config(tmp_path), overrides, 1)
+    prove_in(tmp_path, config, n_ranks, 3, timeout_seconds=120)
+    (proof,) = proofs
+    for repeated, run in ((proof.nudged, proof.plain.sgd), (proof.nudged_nonlinear, proof.plain.nonlinear)):
+        (again,) = repeated
+        for name, weight in run.states[proof.steps].weights.items():
+            assert torch.equal(again.states[proof.steps].weights[name], weight), name
