@@ -128,8 +128,14 @@ class MoEConfig:
 
     @property
     def balance_coefficient(self) -> float:
-        """Factor of the balance loss; 0 where balance is kept otherwise."""
-        return self.balance.coefficient if isinstance(self.balance, SequenceAuxBalance) else 0.0
+        """Factor of the balance loss; 0 where balance is kept otherwise.
+
+        And where each token goes to all experts: the loss is 1 then, whatever the router does, and its gradient is but
+        its rounding.
+        """
+        if not isinstance(self.balance, SequenceAuxBalance) or self.top_k == self.n_experts:
+            return 0.0
+        return self.balance.coefficient
 
     @property
     def choosable(self) -> int:

@@ -328,6 +328,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
             low.steps[first].gradients,
             exact.steps[first].gradients,
             f" (step {first + 1})",
+            anew=lambda: proof.rounded_anew(first, low.states[first]),
         ),
         checks.check_rows_agree(phase_name, proof.ranks, (*AGREED, "loss_scale", "skipped")),
         checks.check_noisy_losses(
@@ -340,6 +341,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
             exact.steps[steps].gradients,
             "",
             f"{LOADED}: next gradients",
+            lambda: proof.rounded_anew(steps, proof.checkpoint_state),
         ),
     ]
     if precision == "fp8":

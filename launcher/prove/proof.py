@@ -25,7 +25,7 @@ from launcher.prove.rank import (
     RankSeen,
     prove_rank,
 )
-from launcher.prove.rounding import DRAWS, run_nudged
+from launcher.prove.rounding import DRAWS, round_anew, run_nudged
 from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, nonlinear_for, sgd_for
 from modeling.logical import logical_parameters
 from modeling.optimizers.config import OptimizerConfig
@@ -96,6 +96,21 @@ class Proof:
         step = samples_of_step(self.steps, self.config.train.batches), self.plain.nonlinear.choices[self.steps]
         runs = (run_nudged(self.trainer(rule, self.steps), state, [step], draw) for draw in range(DRAWS))
         return [run.steps[0].gradients for run in runs]
+
+    def rounded_anew(self, step: int, state: PlainState) -> list[dict[str, Tensor]]:
+        """One process's gradients in the run's own precision, from ``state``, its weights rounded anew, some times."""
+        exact, low = self.plain.own_exact, self.plain.own_low
+        assert exact is not None and low is not None
+        skipped = sum(seen.skipped and seen.has_targets for seen in low.steps[:step])
+        found = []
+        for draw in range(DRAWS):
+            train = self.config.train
+            trainer = plain_trainer(self.config, self.dataset, self.config.optimizer, train.precision, step)
+            trainer.trainer.loss_scale /= 2**skipped
+            trainer.load(state)
+            round_anew(trainer.trainer.model, trainer.trainer.masters, draw)
+            found.append(trainer.step(samples_of_step(step, train.batches), exact.choices[step]).gradients)
+        return found
 
     @property
     def checkpoint_state(self) -> PlainState:

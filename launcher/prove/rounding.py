@@ -5,6 +5,10 @@ then, and faults by far more; but there are models where a unit in the last plac
 over many steps all weights drift. So a difference beyond its bound is held against one process that repeats the steps
 with each weight of the model moved by one unit in the last place, up or down at random (Monte Carlo arithmetic, D. S.
 Parker, UCLA CSD-970002, 1997, on inputs alone). Nothing of the layout is asked for that.
+
+In 16 bits one process's distance from fp32 is the measure, but of a tensor of a few numbers, each a sum that nearly
+cancels, it may be small by chance. There the process repeats the step with each weight rounded to 16 bits anew, up or
+down at random (stochastic rounding: M. Croci et al., R. Soc. Open Sci. 9:211631, 2022, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +41,23 @@ def nudge(model: nn.Module, seed: int) -> None:
         for weight in model.parameters():
             sign = torch.rand(weight.shape, generator=generator).sub_(0.5).sign()
             weight.copy_(weight.double() * (1 + NEXT * sign.double()))
+
+
+@torch.no_grad()
+def round_anew(model: nn.Module, masters: Mapping[str, Tensor], seed: int) -> None:
+    """Rounds each fp32 master to its 16-bit weight in ``model`` up or down by a coin of ``seed``.
+
+    The nearer of the two is the likelier by as much as it is nearer, so the mean is the master.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        master, info = masters[name], torch.finfo(weight.dtype)
+        nearer = master.to(weight.dtype).float()
+        missed = master - nearer
+        _, exponent = torch.frexp(master)  # of a mantissa of 0.5 to 1
+        unit = torch.ldexp(torch.full(weight.shape, info.eps), exponent - 1).clamp_(min=info.smallest_normal * info.eps)
+        farther = torch.rand(weight.shape, generator=generator) < missed.abs() / unit
+        weight.copy_(nearer + farther * unit * missed.sign())
 
 
 def run_nudged(

@@ -9,7 +9,7 @@ from launcher.closed_form.budget import halfway_gib
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.training.batch_ramp import BatchRamp
-from modeling.config import MLAConfig, NoBalance
+from modeling.config import MLAConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.sgd import SGDConfig
@@ -72,8 +72,7 @@ def random_switched_run(seed: int) -> tuple[RunConfig, int]:
     """The layout and the dims of ``random_run(seed)`` with any switches that go together there."""
     config, n_ranks = random_run(seed)
     draw = random.Random(f"switches {seed}")
-    config = drawn(draw, config, n_ranks, [*map(setting, SWITCHES.items()), in_8_bits, within_a_budget, grown])
-    return chosen_among_more(config), n_ranks
+    return drawn(draw, config, n_ranks, [*map(setting, SWITCHES.items()), in_8_bits, within_a_budget, grown]), n_ranks
 
 
 def random_free_run(seed: int) -> tuple[RunConfig, int]:
@@ -84,18 +83,6 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
     if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
         config = with_value(config, "train.precision", "bf16")
     return drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed]), n_ranks
-
-
-def chosen_among_more(config: RunConfig) -> RunConfig:
-    """Without a balance loss where each token goes to all experts.
-
-    Its gradient is zero by algebra there, so rounding is all that is left of it, and with three ranks of cp more of it
-    than where one process moves its weights by a unit in the last place: 1.7e-5 of a router's, beside 1.4e-5 allowed.
-    """
-    moe = config.model.moe
-    if moe is None or moe.top_k < moe.n_experts or not moe.balance_coefficient:
-        return config
-    return with_value(config, "model.moe.balance", NoBalance())
 
 
 def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:

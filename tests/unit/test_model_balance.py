@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, updated_bias, z_losses
-from modeling.config import BiasBalance, MoEConfig, SequenceAuxBalance
+from modeling.config import BiasBalance, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.moe import MoE, build_moe
 from modeling.router import Router
@@ -184,6 +184,21 @@ def test_auxiliary_gradients_equal_those_of_an_explicit_total() -> None:
     assert float(stats.balance_loss) == float(again.balance_loss) == pytest.approx(float(balance.detach()))
     assert float(stats.z_loss) == pytest.approx(float(z.detach()))
     assert int(stats.counts_E.sum()) == 2 * len(routed_TD)
+
+
+def test_balance_among_experts_that_all_are_chosen_is_no_gradient() -> None:
+    """The loss is 1 whatever the router does: bit for bit the gradients without it."""
+    hidden_BSD = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for balance in (SequenceAuxBalance(coefficient=1e3), NoBalance()):
+        moe = built_moe(MoEConfig(n_experts=5, top_k=5, d_ff=8, score="sigmoid", balance=balance))
+        context = Context(torch.arange(7).expand(2, 7), torch.zeros(2, 7, dtype=torch.long), balance_scale=0.5)
+        out_BSD, stats = moe(hidden_BSD, context, 0)
+        assert float(stats.balance_loss) == pytest.approx(2)  # 1 of each sequence
+        out_BSD.square().sum().backward()
+        assert moe.router.weight.grad is not None and moe.router.weight.grad.any()
+        gradients.append(moe.router.weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_planted_wrong_scale_is_seen() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.prove.checks import check_series, check_tensors
+from launcher.prove.checks import MOST_NOISE, Check, check_noisy_gradients, check_series, check_tensors
 from launcher.prove.compare.boxes import TensorBox
-from launcher.prove.rounding import MOST, NOISE_FACTOR, Bounds, bounds_for, nudge
+from launcher.prove.rounding import MOST, NOISE_FACTOR, Bounds, bounds_for, nudge, round_anew
 from parallel.checkpoint.boxes import Box
 
 BOUND = 1e-5
@@ -37,6 +37,26 @@ def test_each_weight_moves_to_a_neighbor() -> None:
             weight.data.copy_(before[name])
         nudge(model, seed)
         assert all(torch.equal(weight, each) for weight, each in zip(model.parameters(), once, strict=True)) == is_same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_rounded_up_or_down_by_how_near_they_are(dtype: torch.dtype) -> None:
+    """A quarter of a unit above a number: one in four goes up. Numbers that 16 bits hold, and zero, stay."""
+    info = torch.finfo(dtype)
+    model = nn.Linear(4000, 5, bias=False, dtype=dtype)
+    below = torch.tensor([1.5, -1.5, 2.0**-10 * (1 + info.eps), info.smallest_normal / 4, 0.0])
+    units = torch.tensor([1.0, -1.0, 2.0**-10, info.smallest_normal, 0.0]) * info.eps
+    masters = (below + units / 4)[:, None].expand(5, 4000).contiguous()
+    round_anew(model, {"weight": masters}, 3)
+    up = model.weight.float() == (below + units)[:, None]
+    assert bool((up | (model.weight.float() == below[:, None])).all())
+    assert all(0.2 < float(share) < 0.3 for share in up[:-1].float().mean(1))
+    once = model.weight.detach().clone()
+    for seed, is_same in ((3, True), (4, False)):
+        round_anew(model, {"weight": masters}, seed)
+        assert torch.equal(model.weight, once) == is_same
+    round_anew(model, {"weight": once.float()}, 5)
+    assert torch.equal(model.weight, once)
 
 
 def not_asked() -> Sequence[Mapping[str, float]]:
@@ -87,3 +107,23 @@ def test_planted_step_beyond_rounding_is_seen() -> None:
     assert within.passed and within.worst == "step 3" and "by 2.0e-05 on one process" in within.note
     beyond = check_series("p", "norm", [1.0, 1 + 7e-6, 1 + 5e-5], theirs, nudged=lambda: nudged)
     assert not beyond.passed and beyond.worst == "step 2" and "one process 1" in beyond.note
+
+
+def test_planted_gradient_beyond_what_rounding_in_16_bits_moves_is_seen() -> None:
+    """The noise of ``b`` is small by chance; drawn again it is larger. What is farther off than that fails."""
+    exact = ones(**dict.fromkeys("abcd", 0.0))
+    low = ones(a=0.01, b=0.001, c=0.01, d=0.01)
+
+    def check(b: float, a: float = 0.0, drawn: float = 0.05) -> Check:
+        ours = pieces(a=a, b=b, c=0.01, d=0.01)
+        return check_noisy_gradients("p", ours, low, exact, "", anew=lambda: [low, ones(a=0.01, b=drawn, c=0, d=0)])
+
+    within = check(0.14)
+    assert within.passed and within.bound == pytest.approx(5 * NOISE_FACTOR, rel=1e-3)
+    assert within.note == "1.4e-01 from fp32, one process 1.0e-03, 5.0e-02 with its weights rounded otherwise"
+    assert not check(0.16).passed and not check(0.14, drawn=0.04).passed
+    beside = check(0.14, a=0.04)
+    assert not beside.passed and (beside.worst, beside.bound) == ("a", NOISE_FACTOR)
+    assert check(0.29, drawn=9.0).bound == MOST_NOISE * NOISE_FACTOR and not check(0.31, drawn=9.0).passed
+    ours = pieces(**dict.fromkeys("abcd", 0.02))
+    assert check_noisy_gradients("p", ours, low, exact, "", anew=lambda: pytest.fail("all is within its bound")).passed
