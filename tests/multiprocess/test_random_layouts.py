@@ -3,7 +3,8 @@ processes, fewer experts than ranks, sequences of a few tokens, accumulation of 
 company.
 
 A seed that fails names itself: ``random_run(seed)`` in tests/support/random_layouts.py is its config, or
-``random_switched_run(seed)`` and ``random_free_run(seed)`` in tests/support/random_switches.py.
+``random_switched_run(seed)``, ``random_free_run(seed)`` and ``random_further_run(seed)`` in
+tests/support/random_switches.py.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from launcher.commands.prove import prove_in, stay_on_cpu
 from launcher.prove.report import layout_words
 from prove_runs import failures
 from random_layouts import first_run, random_family_run, random_run
-from random_switches import random_free_run, random_switched_run
+from random_switches import random_free_run, random_further_run, random_switched_run
 
 STEPS = 2
 N_SEEDS, N_FAMILY_SEEDS, N_SWITCHED_SEEDS = 120, 60, 40
@@ -39,7 +40,7 @@ def test_random_family_is_proven(tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drawn", [random_switched_run, random_free_run])
+@pytest.mark.parametrize("drawn", [random_switched_run, random_free_run, random_further_run])
 @pytest.mark.parametrize("seed", range(N_SWITCHED_SEEDS))
 def test_random_switches_are_proven(tmp_path, seed, drawn):
     stay_on_cpu()

@@ -10,9 +10,11 @@ from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.training.batch_ramp import BatchRamp
 from modeling.config import MLAConfig
+from modeling.init_config import HeInit, MupInit, NormalInit, XavierInit
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.sgd import SGDConfig
+from modeling.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from parallel.config import ParallelConfig
 from random_layouts import RANKS, draw_parallel, random_run
 
@@ -67,6 +69,27 @@ BLOCKS: dict[str, list[Any]] = {
     "model.moe.every_n_layers": [2],
 }
 
+FURTHER: dict[str, list[Any]] = {
+    "model.rope_scaling": [
+        LinearScaling(factor=3.0),
+        Llama3Scaling(original_seq_len=20),
+        YarnScaling(original_seq_len=8, factor=2.0),
+        YarnScaling(original_seq_len=8, mscale=1.0, mscale_all_dim=0.7, truncate=False),
+        DynamicScaling(original_seq_len=8, factor=2.0),
+    ],
+    "model.local_rope_theta": [100.0],
+    "model.init": [NormalInit(), XavierInit(distribution="normal"), HeInit()],
+    "model.score_scale": [0.4],
+    "model.score_channels": [7.0],
+    "model.norm_eps": [1e-2],
+    "model.t5_buckets": [6],
+    "model.t5_max_distance": [10],
+    "model.moe.dense_layers": [(0,), (1,)],
+    "optimizer.decay_embeddings": [True],
+    "optimizer.weight_decay": [0.5],
+    "optimizer.clip_norm": [None, 0.05],
+}
+
 
 def random_switched_run(seed: int) -> tuple[RunConfig, int]:
     """The layout and the dims of ``random_run(seed)`` with any switches that go together there."""
@@ -83,6 +106,14 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
     if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
         config = with_value(config, "train.precision", "bf16")
     return drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed]), n_ranks
+
+
+def random_further_run(seed: int) -> tuple[RunConfig, int]:
+    """The same with any first weights, scalings of rotations and details of scores and updates."""
+    config, n_ranks = random_free_run(seed)
+    return drawn(
+        random.Random(f"further {seed}"), config, n_ranks, [*map(setting, FURTHER.items()), longer, wider]
+    ), n_ranks
 
 
 def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:
@@ -186,3 +217,17 @@ def latent(_: random.Random, config: RunConfig, __: int) -> RunConfig:
 def placed(_: random.Random, config: RunConfig, __: int) -> RunConfig:
     """A table of positions as long as a sequence."""
     return replace(config, model=replace(config.model, positions="learned", max_positions=config.data.seq_len))
+
+
+def longer(_: random.Random, config: RunConfig, __: int) -> RunConfig:
+    """Rotations of which each pair is slowed by a factor of its own."""
+    model = config.model
+    n_pairs = int((model.mla.d_rope if model.mla else model.head_dim) * model.rope_fraction) // 2
+    short, long = (tuple(first + 0.5 * pair for pair in range(n_pairs)) for first in (1.0, 2.0))
+    scaling = LongRopeScaling(original_seq_len=8, longest_seq_len=64, short_factor=short, long_factor=long)
+    return with_value(config, "model.rope_scaling", scaling)
+
+
+def wider(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
+    """A model that muP takes for a wider one."""
+    return with_value(config, "model.init", MupInit(base_d_model=config.model.d_model // draw.choice([2, 3])))
