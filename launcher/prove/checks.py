@@ -393,13 +393,15 @@ def told_elements(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def without_gradient(steps: Sequence[ReferenceStep]) -> list[str]:
-    """The tensors whose gradients are rounding alone in every step."""
+    """The tensors whose gradients are rounding alone in some step, or nothing in all of them."""
     totals = [total_norm(step.gradients.values()) for step in steps]
-    return [
-        name
-        for name in steps[0].gradients
-        if all(norm(step.gradients[name]) <= ROUNDING_SHARE * total for step, total in zip(steps, totals, strict=True))
-    ]
+    found = []
+    for name in steps[0].gradients:
+        sizes = [norm(step.gradients[name]) for step in steps]
+        is_rounding = (0 < size <= ROUNDING_SHARE * total for size, total in zip(sizes, totals, strict=True))
+        if any(is_rounding) or not any(sizes):
+            found.append(name)
+    return found
 
 
 def check_noisy_gradients(

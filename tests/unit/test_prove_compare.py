@@ -280,15 +280,21 @@ def test_the_document_tells_of_every_planted_fault():
 
 
 def test_updates_by_rounding_alone_are_left_out_and_named():
-    """A small gradient is compared; one of 1e-11 of all is noise, over which AdamW makes whole updates."""
+    """A small gradient is compared; one of 1e-11 of all is noise, over which AdamW makes whole updates.
 
-    def step(router: float, gate: float) -> ReferenceStep:
-        gradients = {"head": torch.ones(4), "router": torch.full((4,), router), "gate": torch.full((4,), gate)}
+    In one step that is enough: it decides that step's update. An expert without tokens in one step has none to decide.
+    """
+
+    def step(**sizes: float) -> ReferenceStep:
+        gradients = {name: torch.full((4,), size) for name, size in ({"head": 1.0} | sizes).items()}
         return ReferenceStep(1.0, {}, {}, 2.0, gradients, {}, skipped=False)
 
-    steps = [step(1e-11, 1e-11), step(-1e-11, 1e-7)]
-    names = without_gradient(steps)
-    assert names == ["router"]
+    steps = [
+        step(router=1e-11, gate=1e-7, sinks=1e-11, expert=0.0, unused=0.0),
+        step(router=-1e-11, gate=1e-7, sinks=1e-3, expert=1e-3, unused=0.0),
+    ]
+    assert without_gradient(steps) == ["router", "sinks", "unused"]
+    names = ["router"]
     start = {name: torch.zeros(4) for name in ("head", "router", "gate")}
     theirs = {name: torch.full((4,), 1e-3) for name in start}
     ours = theirs | {"router": torch.full((4,), -1e-3)}
