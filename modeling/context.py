@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modeling.dropout import Draws
-from modeling.pieces import Piece, band_of, cut_documents
+from modeling.pieces import Piece, band_of, cut_documents, cut_rows
 from modeling.rope import Rotary
 from modeling.score_terms import Alibi, Buckets
 from modeling.transfer import to_device
@@ -58,7 +58,7 @@ class Context:
             to_device(each, device) for each in (self.positions_BS, self.documents_BS)
         )
         boundaries, longest = self.cu_seqlens
-        moved.cu_seqlens = (to_device(boundaries, device), longest)
+        moved.cu_seqlens, moved.bounds = (to_device(boundaries, device), longest), self.bounds
         moved.valid_T = None if self.valid_T is None else to_device(self.valid_T, device)
         moved.part = None if self.part is None else self.part.to(device)
         moved.draws = None if self.draws is None else self.draws.to(device)
@@ -183,6 +183,23 @@ class Context:
         end = torch.tensor([documents_BS.numel()], device=starts.device)
         boundaries = torch.cat([starts, end]).to(torch.int32)
         return boundaries, int(boundaries.diff().max())
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """``cu_seqlens`` on the host."""
+        return self.cu_seqlens[0].tolist()
+
+    def row_pieces(self, window: int | None, block: int) -> list[Piece]:
+        """All rows in pieces of at most ``block`` queries (``cut_rows``). Cut once for all layers."""
+        key = (window, block)
+        if key not in self.row_cuts:
+            self.row_cuts[key] = cut_rows(self.bounds, self.documents_BS.shape[1], window, block)
+        return self.row_cuts[key]
+
+    @cached_property
+    def row_cuts(self) -> dict[tuple[int | None, int], list[Piece]]:
+        """Pieces of rows already cut, by sliding window and block."""
+        return {}
 
     @property
     def rows_are_documents(self) -> bool:

@@ -4,6 +4,7 @@ Attention that goes piece by piece costs what its documents cost: the square of 
 the window, instead of the whole row's square. Shape letters: B batch, S sequence, Q queries, K keys.
 """
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,23 @@ def cut_documents(documents_BS: Tensor, window: int | None, block: int) -> list[
                 last = min(first + block, stop)
                 pieces.append(Piece(slice(row, end), slice(first, last), slice(oldest, last)))
         row = end
+    return pieces
+
+
+def cut_rows(bounds: list[int], seq_len: int, window: int | None, block: int) -> list[Piece]:
+    """Pieces of all rows at once, of at most ``block`` queries: the keys from the first that any row's query sees.
+
+    ``bounds`` are those of the documents in the flattened batch, from 0 to its end. What a row's query does not see of
+    the keys, a mask has to hide.
+    """
+    row_starts = range(0, bounds[-1], seq_len)
+    pieces = []
+    for first in range(0, seq_len, block):
+        oldest = min(bounds[bisect_right(bounds, start + first) - 1] - start for start in row_starts)
+        if window is not None:
+            oldest = max(oldest, first - window + 1)
+        last = min(first + block, seq_len)
+        pieces.append(Piece(slice(0, len(row_starts)), slice(first, last), slice(oldest, last)))
     return pieces
 
 

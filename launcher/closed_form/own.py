@@ -33,7 +33,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
     """The job that `train` would run on ``world_size`` GPUs. Nothing overlaps in it, and nothing is compiled."""
     parallel, train, degrees = config.parallel, config.train, Degrees.of(config.parallel, world_size)
     model = config.model
-    flash = not (model.sinks or model.positions in ("alibi", "t5") or model.attention_dropout)
+    flash = not (model.score_cap is not None or model.positions in ("alibi", "t5") or model.attention_dropout)
     schedule = parallel.pipeline
     n = max(1, train.batches.sizes[-1] // (degrees.dp * train.micro_batch_size))
     return Job(

@@ -38,9 +38,7 @@ def told_on_host(batch: MicroBatch) -> MicroBatch:
     """The batch after what ``Context.to`` tells before it moves anything."""
     for context in (batch.context, getattr(batch.context, "whole", None), batch.context.part):
         if context is not None:
-            _ = context.cu_seqlens, context.valid_T
-        if isinstance(context, HeldContext):
-            _ = context.bounds
+            _ = context.bounds, context.cu_seqlens, context.valid_T
     return batch
 
 

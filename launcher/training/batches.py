@@ -79,6 +79,7 @@ class NarrowBatch:
         device = context.documents_BS.device
         boundaries = self.batch.boundaries
         context.cu_seqlens = (to_device(torch.from_numpy(boundaries), device), int(np.diff(boundaries).max()))
+        context.bounds = boundaries.tolist()
         if context.has_padding:
             n_positions = self.batch.shape[0] * self.seq_len
             is_padding = self.batch.is_padding_BS

@@ -14,15 +14,18 @@ from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
 
 from modeling.context import Context
-from modeling.kernels.terms import term_attention
+from modeling.kernels.sink_attention import sink_attention
+from modeling.kernels.terms import Bands, RowPairs, term_attention
+from modeling.kernels.varlen import fits_flash, fits_pieces
+from modeling.kernels.widths import FLASH_UNIT, widened
 from modeling.pieces import QUERY_BLOCK, whole_piece
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
-FLASH_CHANNELS = 256  # of a head, at most
-FLASH_UNIT = 8  # channels: 16 bytes in 16 bits
 ROW_CHANNELS = 128  # of a head, at most, in cuDNN's kernel for whole rows; a head has whole FLASH_UNITs there
 # Tokens. It builds a graph for each length of rows, and evaluation has hundreds of lengths.
 ROW_MULTIPLE = 128
+ROW_SCORES = 2**26  # 256 MiB in fp32, of which the backward pass has some six at once
+ROW_UNIT = 128  # queries
 ROW_GENERATIONS = (9, 10)  # of compute capability: Hopper and Blackwell in data centers
 
 
@@ -41,18 +44,24 @@ def attend(
     On a CPU each document is attended to by itself, in pieces of at most ``block`` queries. CUDA in half precision
     takes variable-length flash attention, which knows heads of up to ``FLASH_CHANNELS``, and since Hopper cuDNN's
     kernel where each row is one document (``fits_rows``). None of them forms a mask of a row's pairs; everything
-    else takes ``masked_attention``. Flash attention knows no terms: with them, on CUDA,
-    B * S * S numbers of a mask are made, with slopes H times as many, once for all layers of one window; other terms
-    take fp32 scores in each layer.
+    else takes ``masked_attention``. Of terms flash attention's log-sum-exp takes sinks: with others, on CUDA,
+    B * S * S numbers of a mask are made, with slopes H times as many, once for all layers of one window. But for slopes
+    they take fp32 scores in each layer, at most ``ROW_SCORES`` at a time: where there are more, rows are cut into
+    pieces, which make no mask of a whole row and leave out the keys that none of a piece's queries sees.
     """
     if q_BSHC.is_cpu:
         return document_attention(q_BSHC, k_BSGC, v_BSGC, context, window, terms, block)
-    halves = q_BSHC.dtype in (torch.bfloat16, torch.float16)
-    if terms.is_plain and q_BSHC.is_cuda and halves and q_BSHC.shape[-1] <= FLASH_CHANNELS:
+    if terms.sinks_H is not None and fits_pieces(terms) and fits_flash(q_BSHC):
+        return sink_attention(q_BSHC, k_BSGC, v_BSGC, context, window, terms.sinks_H)
+    if terms.is_plain and fits_flash(q_BSHC):
         sees_all = window is None or window >= q_BSHC.shape[1]
         if sees_all and context.rows_are_documents and fits_rows(q_BSHC, v_BSGC):
             return row_attention(q_BSHC, k_BSGC, v_BSGC)
         return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
+    takes_formula = terms.sinks_H is not None or terms.needs_formula
+    block = row_block(q_BSHC)
+    if takes_formula and block < q_BSHC.shape[1]:
+        return row_formula(q_BSHC, k_BSGC, v_BSGC, context, window, terms, block)
     mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
     buckets_BSS = None if terms.buckets is None else context.buckets_BSS(terms.buckets)
     return masked_attention(q_BSHC, k_BSGC, v_BSGC, mask, terms, buckets_BSS)
@@ -73,8 +82,29 @@ def document_attention(
     """
     band = context.band(window, block, terms.alibi, terms.buckets)
     wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-    out_BSHC = term_attention(q_BSHC, k_BSGC, wide_BSGC, context.document_pieces(window, block), terms, *band)
+    out_BSHC = term_attention(q_BSHC, k_BSGC, wide_BSGC, context.document_pieces(window, block), terms, Bands(*band))
     return out_BSHC[..., : v_BSGC.shape[-1]]
+
+
+def row_block(q_BSHC: Tensor) -> int:
+    """Queries of one piece of rows: as many as have no more than ROW_SCORES scores, in whole ROW_UNITs."""
+    batch, seq_len, n_heads, _ = q_BSHC.shape
+    return max(ROW_UNIT, ROW_SCORES // (batch * n_heads * seq_len) // ROW_UNIT * ROW_UNIT)
+
+
+def row_formula(
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    context: Context,
+    window: int | None,
+    terms: ScoreTerms,
+    block: int,
+) -> Tensor:
+    """Attention's output (B, S, H, C) by the formula, in pieces of all rows, each of at most ``block`` queries."""
+    wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
+    pieces, pairs = context.row_pieces(window, block), RowPairs(context, window, terms)
+    return term_attention(q_BSHC, k_BSGC, wide_BSGC, pieces, terms, pairs)[..., : v_BSGC.shape[-1]]
 
 
 def masked_attention(
@@ -93,7 +123,8 @@ def masked_attention(
     if terms.sinks_H is not None or terms.needs_formula:
         wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
         pieces = [whole_piece(*mask.shape[:1], *mask.shape[-2:])]
-        return term_attention(q_BQHC, k_BSGC, wide_BSGC, pieces, terms, mask, buckets_BQS)[..., : v_BSGC.shape[-1]]
+        pairs = Bands(mask, buckets_BQS)
+        return term_attention(q_BQHC, k_BSGC, wide_BSGC, pieces, terms, pairs)[..., : v_BSGC.shape[-1]]
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:
         k_BSGC, v_BSGC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
@@ -174,12 +205,3 @@ def varlen_kernel(*, grouped: bool) -> tuple[Callable[..., Tensor], dict[str, bo
     kernel: Any = varlen.varlen_attn
     told = "enable_gqa" in inspect.signature(kernel).parameters
     return kernel, {"enable_gqa": grouped} if told else {}
-
-
-def widened(heads: Tensor, n_channels: int) -> Tensor:
-    """Queries, keys or values with ``n_channels``, filled up with zeros, for code that wants all equally wide.
-
-    Attention's output then has zeros in the channels that values were given.
-    """
-    missing = n_channels - heads.shape[-1]
-    return F.pad(heads, (0, missing)) if missing else heads

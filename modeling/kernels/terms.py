@@ -3,13 +3,14 @@
 Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C d_head, N buckets of distances.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from modeling.context import Context, attention_mask
 from modeling.dropout import ScoreDropout
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.scratch import SCRATCH
@@ -18,20 +19,78 @@ from modeling.pieces import Piece
 from modeling.score_terms import ScoreTerms, biased, bucket_sums
 
 
-def term_attention(
-    q_BQHC: Tensor,
-    k_BSGC: Tensor,
-    v_BSGC: Tensor,
-    pieces: Sequence[Piece],
-    terms: ScoreTerms,
-    mask: Tensor,
-    buckets: Tensor | None,
-) -> Tensor:
-    """Attention's output (B, Q, H, C) to the keys that ``mask`` shows, and to the sinks; each query is in one piece.
+class Pairs(Protocol):
+    """What is known of a piece's pairs of queries and keys."""
 
-    ``mask``, as ``attend_block`` takes it, and ``buckets``, those of the distances of its pairs, are bands: each piece
-    has a corner of them (``Piece.of_band``). ``mask`` is bool with buckets. Values have as many channels as keys. Where
-    weights are dropped, queries and keys are those of whole samples.
+    def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
+        """What tells which keys a piece's queries see, the bias added, as ``attend_block`` takes it."""
+        ...
+
+    def buckets_of(self, piece: Piece) -> Tensor:
+        """The buckets of the distances between them, where there is a bias: int64 (B or 1, Q, K)."""
+        ...
+
+
+class Bands(NamedTuple):
+    """Of all pieces at once: each has a corner (``Piece.of_band``) of what is made for the longest.
+
+    ``mask`` is as ``attend_block`` takes it, and bool with ``buckets``, those of the distances of its pairs.
+    """
+
+    mask: Tensor
+    buckets: Tensor | None = None
+
+    def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
+        """Corners of the mask, or of the sum of it and the bias."""
+        whole = self.mask
+        if bias_HN is not None and self.buckets is not None:
+            whole = biased(whole, bias_HN, self.buckets)
+        return lambda piece: piece.of_band(whole)
+
+    def buckets_of(self, piece: Piece) -> Tensor:
+        """A corner of the buckets."""
+        assert self.buckets is not None
+        return piece.of_band(self.buckets)
+
+
+class RowPairs(NamedTuple):
+    """Of one piece of rows at a time, made when it is asked for: nothing is as large as a row's square."""
+
+    context: Context
+    window: int | None
+    terms: ScoreTerms
+
+    def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
+        """The piece's mask, with slopes or the bias where there are such."""
+
+        def of_piece(piece: Piece) -> Tensor:
+            positions_BQ, positions_BK = self.positions(piece)
+            documents_BQ, documents_BK = (self.context.documents_BS[piece.rows, each] for each in piece[1:])
+            mask_BQK = attention_mask(positions_BQ, documents_BQ, positions_BK, documents_BK, self.window)
+            if bias_HN is not None:
+                return biased(mask_BQK, bias_HN, self.buckets_of(piece))
+            return self.terms.mask(mask_BQK, positions_BQ, positions_BK)
+
+        return of_piece
+
+    def buckets_of(self, piece: Piece) -> Tensor:
+        """The buckets of the piece's distances."""
+        buckets_BQK = self.terms.buckets_of(*self.positions(piece))
+        assert buckets_BQK is not None
+        return buckets_BQK
+
+    def positions(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Those of the piece's queries (B, Q) and keys (B, K)."""
+        of_queries, of_keys = (self.context.positions_BS[piece.rows, each] for each in piece[1:])
+        return of_queries, of_keys
+
+
+def term_attention(
+    q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Sequence[Piece], terms: ScoreTerms, pairs: Pairs
+) -> Tensor:
+    """Attention's output (B, Q, H, C) to the keys that ``pairs`` show, and to the sinks; each query is in one piece.
+
+    Values have as many channels as keys. Where weights are dropped, queries and keys are those of whole samples.
 
     On a CPU all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took 1.4 times the time over packed
     documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23), since it prepares a product for
@@ -39,7 +98,7 @@ def term_attention(
     """
     assert terms.dropout is None or q_BQHC.shape[1] == k_BSGC.shape[1]
     tensors = (q_BQHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN)
-    return _PieceAttention.apply(*tensors, mask, buckets, pieces, terms.cap, terms.dropout)
+    return _PieceAttention.apply(*tensors, pairs, pieces, terms.cap, terms.dropout)
 
 
 class _PieceAttention(torch.autograd.Function):
@@ -51,13 +110,12 @@ class _PieceAttention(torch.autograd.Function):
         v_BSGC: Tensor,
         sinks_H: Tensor | None,
         bias_HN: Tensor | None,
-        mask: Tensor,
-        buckets: Tensor | None,
+        pairs: Pairs,
         pieces: Sequence[Piece],
         cap: float | None,
         dropout: ScoreDropout | None,
     ) -> Tensor:
-        added = mask if bias_HN is None or buckets is None else biased(mask, bias_HN, buckets)
+        added = pairs.added(bias_HN)
         heads = tuple(
             computed(each, name)
             for each, name in zip((q_BQHC, k_BSGC, v_BSGC), ("queries", "keys", "values"), strict=True)
@@ -67,24 +125,24 @@ class _PieceAttention(torch.autograd.Function):
         for piece in pieces:
             rows, queries, keys = piece
             q, k, v = (each[rows, part] for each, part in zip(heads, (queries, keys, keys), strict=True))
-            found = attend_block(q, k, v, piece.of_band(added), cap, factors_of(dropout, piece, q.device))
+            found = attend_block(q, k, v, added(piece), cap, factors_of(dropout, piece, q.device))
             out_BQHC[rows, queries], lse_BHQ[rows, :, queries] = found
         if sinks_H is not None:
             out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
         out_BQHC = out_BQHC.to(q_BQHC.dtype)
-        ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask, sinks_H, bias_HN, buckets)
-        ctx.pieces, ctx.cap, ctx.dropout = pieces, cap, dropout
+        ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN)
+        ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout = pairs, pieces, cap, dropout
         return out_BQHC
 
     @staticmethod
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask, sinks_H, bias_HN, buckets = ctx.saved_tensors
+        q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN = ctx.saved_tensors
         of_queries = [computed(grad_BQHC, "gradient"), computed(q_BQHC, "queries"), computed(out_BQHC, "out")]
         of_keys = [computed(k_BSGC, "keys"), computed(v_BSGC, "values")]
         dq_BQHC = room_for(q_BQHC, "by queries")
         dk_BSGC, dv_BSGC = room_for(k_BSGC, "by keys").zero_(), room_for(v_BSGC, "by values").zero_()
         dbias_HN = None if bias_HN is None else torch.zeros_like(bias_HN, dtype=torch.float64)
-        added = mask if bias_HN is None else biased(mask, bias_HN, buckets)
+        added = ctx.pairs.added(bias_HN)
         is_scored = bias_HN is not None or ctx.cap is not None or ctx.dropout is not None
         for piece in ctx.pieces:
             rows, queries, keys = piece
@@ -93,18 +151,18 @@ class _PieceAttention(torch.autograd.Function):
             passed = (grad, q, k, v, out, lse_BHQ[rows, :, queries])
             if is_scored:
                 factors = factors_of(ctx.dropout, piece, q_BQHC.device)  # drawn again
-                *found, dscores = attend_scored_backward(*passed, piece.of_band(added), ctx.cap, factors)
+                *found, dscores = attend_scored_backward(*passed, added(piece), ctx.cap, factors)
                 if dbias_HN is not None:
-                    pairs = piece.of_band(buckets).expand(dscores.shape[0], -1, -1)
-                    dbias_HN += bucket_sums(dscores, pairs, dbias_HN.shape[1])
+                    buckets = ctx.pairs.buckets_of(piece).expand(dscores.shape[0], -1, -1)
+                    dbias_HN += bucket_sums(dscores, buckets, dbias_HN.shape[1])
             else:
-                found = attend_block_backward(*passed, piece.of_band(added))
+                found = attend_block_backward(*passed, added(piece))
             dq_BQHC[rows, queries] = found[0]
             dk_BSGC[rows, keys] += found[1]
             dv_BSGC[rows, keys] += found[2]
         grads = (grad.to(q_BQHC.dtype) for grad in (dq_BQHC, dk_BSGC, dv_BSGC))
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)
-        return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 5
+        return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 4
 
 
 def computed(heads: Tensor, name: str) -> Tensor:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modeling.kernels.attention import FLASH_CHANNELS, FLASH_UNIT, widened
 from modeling.kernels.blocks import attend_plain, attend_plain_backward
+from modeling.kernels.widths import FLASH_CHANNELS, FLASH_UNIT, widened
 from modeling.score_terms import ScoreTerms
 
 NO_LIMIT = -1

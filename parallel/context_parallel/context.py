@@ -30,7 +30,7 @@ class HeldContext(Context):
     @cached_property
     def bounds(self) -> list[int]:
         """Where documents begin in the whole flattened batch, and its end; on the host."""
-        return self.whole.cu_seqlens[0].tolist()
+        return self.whole.bounds
 
     def pieces(self, window: int | None, axis: Axis) -> PiecePlan:
         """What ring attention computes where a kernel for various lengths does it. Planned once for all layers."""

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling.context import Context
-from modeling.kernels.attention import widened
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.sinks import join_sinks, sinks_gradient
 from modeling.kernels.varlen import FLASH, PiecesKernel, fits_flash, fits_pieces
+from modeling.kernels.widths import widened
 from modeling.score_terms import NO_TERMS, ScoreTerms, bucket_sums
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.pieces import PieceCall, PiecePlan

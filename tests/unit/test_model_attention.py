@@ -12,10 +12,12 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import modeling.kernels.terms as term_kernels
-from kernel_references import attend_reference
+from kernel_references import attend_reference, like_flash
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
-from modeling.kernels.attention import attend, fits_rows, has_fast_rows, widened
+from modeling.kernels.attention import attend, fits_rows, has_fast_rows, row_block, row_formula
+from modeling.kernels.sink_attention import sink_attention
+from modeling.kernels.widths import widened
 from modeling.kv_cache import LayerCache
 from modeling.pieces import QUERY_BLOCK, cut_documents
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
@@ -108,6 +110,117 @@ def test_attend_equals_reference(
     (reference * weights).sum().backward()
     for mine, theirs in zip(ours, references, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@FEW
+@given(
+    context=contexts(),
+    window=st.none() | st.integers(1, 26),
+    n_kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    d_v=st.sampled_from([8, 4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_sinks_join_what_a_kernel_of_documents_tells(
+    context: Context, window: int | None, n_kv_heads: int, groups: int, d_v: int, dtype: torch.dtype, seed: int
+) -> None:
+    """As CUDA computes them, with the formula in FlashAttention's place: outputs and all gradients.
+
+    fp32 to 1e-5, sums in another order; bf16 to 0.04, a few of its roundings of numbers below 4.
+    """
+    ours, references = (heads(context, n_kv_heads * groups, n_kv_heads, seed, dtype, d_v=d_v) for _ in range(2))
+    is_real_BS11 = (context.documents_BS != PADDING)[..., None, None]
+    found = []
+    for tensors in (ours, references):
+        generator = torch.Generator().manual_seed(seed)
+        sinks_H = torch.randn(n_kv_heads * groups, generator=generator).requires_grad_()
+        if tensors is ours:
+            out = sink_attention(*tensors, context, window, sinks_H, like_flash())
+        else:
+            out = attend_reference(*tensors, context, window, ScoreTerms(sinks_H=sinks_H))
+        assert out.dtype == dtype
+        weights = torch.randn(out.shape, generator=generator) * is_real_BS11
+        (out * weights).sum().backward()
+        found.append([out * is_real_BS11, sinks_H.grad, *(each.grad for each in tensors)])
+    bound = 1e-5 if dtype == torch.float32 else 0.04
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
+
+
+@FEW
+@given(
+    context=contexts(),
+    window=st.none() | st.integers(1, 26),
+    positions=st.sampled_from(["rope", "alibi", "t5"]),
+    has_sinks=st.booleans(),
+    cap=st.sampled_from([None, 0.7]),
+    drops=st.booleans(),
+    block=st.sampled_from([1, 3, 8, 26]),
+    seed=st.integers(0, 99),
+)
+def test_pieces_of_rows_equal_whole_documents(
+    context: Context,
+    window: int | None,
+    positions: str,
+    has_sinks: bool,
+    cap: float | None,
+    drops: bool,
+    block: int,
+    seed: int,
+) -> None:
+    """As CUDA computes scores that no kernel of its own knows: outputs and gradients to 1e-5, in fp32."""
+    ours, references = (heads(context, 4, 2, seed, d_v=4) for _ in range(2))
+    is_real_BS11 = (context.documents_BS != PADDING)[..., None, None]
+    found = []
+    for tensors in (ours, references):
+        generator = torch.Generator().manual_seed(seed)
+        sinks_H, bias_HN = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((4,), (4, 5)))
+        is_biased = positions == "t5"
+        terms = ScoreTerms(
+            Alibi(8, range(1, 5)) if positions == "alibi" else None,
+            sinks_H if has_sinks else None,
+            bias_HN if is_biased else None,
+            Buckets(5, 9) if is_biased else None,
+            cap,
+            ScoreDropout(0.3, torch.arange(context.positions_BS.shape[0]), range(4)) if drops else None,
+        )
+        if tensors is ours:
+            out = row_formula(*tensors, context, window, terms, block)
+        else:
+            out = attend(*tensors, context, window, terms)
+        weights = torch.randn(out.shape, generator=generator) * is_real_BS11
+        (out * weights).sum().backward()
+        joined = [each.grad for each, wanted in ((sinks_H, has_sinks), (bias_HN, is_biased)) if wanted]
+        found.append([out * is_real_BS11, *joined, *(each.grad for each in tensors)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@FEW
+@given(context=contexts(), window=st.none() | st.integers(1, 26), block=st.integers(1, 26))
+def test_pieces_of_rows_hold_all_that_is_seen_and_little_more(context: Context, window: int | None, block: int) -> None:
+    """Each pair that the mask shows is in a piece, each query in one, and the first key is some row's query's.
+
+    Nobody looks at what padding attends to.
+    """
+    mask_BSS = context.mask_BSS(window) & (context.documents_BS != PADDING)[..., None]
+    seen_BSS = torch.zeros_like(mask_BSS)
+    queries: list[int] = []
+    for rows, own, keys in context.row_pieces(window, block):
+        assert rows == slice(0, len(mask_BSS)) and own.stop - own.start <= block and keys.stop == own.stop
+        assert context.mask_BSS(window)[:, own, keys.start].any()
+        seen_BSS[:, own, keys] = True
+        queries += range(own.start, own.stop)
+    assert queries == list(range(mask_BSS.shape[1]))
+    assert not (mask_BSS & ~seen_BSS).any()
+
+
+def test_scores_of_a_piece_of_rows_are_limited() -> None:
+    """gpt-oss-20b's 64 heads over 8,192 tokens in fp32: 17 GB of scores, cut into 256 MiB at a time."""
+    q_BSHC = torch.empty(1, 8192, 64, 64, device="meta")
+    assert row_block(q_BSHC) == 128 and row_block(q_BSHC[:, :, :8]) == 1024
+    assert row_block(q_BSHC[:, :512]) >= 512  # all at once
 
 
 def test_attend_in_bf16() -> None:
