@@ -16,11 +16,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import modeling.kernels.attention as attention
 import parallel.context_parallel.pieces as ring_pieces
 import parallel.context_parallel.ring as ring
 import parallel.expert as expert
@@ -88,6 +90,7 @@ class Case:
     fuse: Fuse = plainly
     products: Products = AS_THEY_ARE
     offloads: bool = False  # activations go to the host, on streams of their own
+    row_block: int | None = None  # queries of a piece of rows, where scores are made in such
 
 
 def fitting(config: ModelConfig) -> ModelConfig:
@@ -114,9 +117,22 @@ def cases() -> Iterator[Case]:
     tied = fitting(example_config("llama", tie_embeddings=True))
     yield Case("tied", tied)
     yield Case("fp32", tied, dtype="fp32")
+    yield from in_pieces()
     yield from in_8_bits()
     yield from layouts()
     yield from on_the_host()
+
+
+def in_pieces() -> Iterator[Case]:
+    """Scores that no kernel knows, in pieces of rows: caps, slopes, buckets, dropped weights, sinks in fp32."""
+    shared: dict[str, Any] = {"padding": True, "row_block": 5}
+    yield Case("gemma2 in pieces", fitting(example_config("gemma2")), **shared, recompute="selective")
+    yield Case("gpt_oss fp32 in pieces", fitting(example_config("gpt_oss")), **shared, dtype="fp32")
+    none = fitting(example_config("llama"))
+    for positions in ("t5", "alibi"):
+        drops = positions == "alibi"
+        config = dataclasses.replace(none, family="none", positions=positions, attention_dropout=0.1 * drops)
+        yield Case(f"{positions} in pieces", config, **shared)
 
 
 def in_8_bits() -> Iterator[Case]:
@@ -198,6 +214,10 @@ FAST = (
     "qwen2_moe bf16 padding=False recompute=selective compiled",
     "bloom bf16 padding=True recompute=full compiled",
     "gpt2 bf16 padding=True recompute=selective",
+    "gpt_oss bf16",
+    "gemma2 in pieces",
+    "t5 in pieces",
+    "alibi in pieces",
     "qwen3_moe fp8 compiled ep4",
     "gpt_oss cp2 ring rank 1 recompute=none",
     "qwen3_moe ep4 in 2 chunks rank 3 recompute=none",
@@ -267,6 +287,8 @@ def run(case: Case) -> list[str]:
         batch = batch_on_host(case.config, case.padding, mesh)
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(waited.watching())
+        if case.row_block is not None:
+            stack.enter_context(mock.patch.object(attention, "row_block", return_value=case.row_block))
         dtype = DTYPES[case.dtype]
         races = stack.enter_context(Races().streams()) if case.offloads else None
         copies = OnStreams(GPU) if case.offloads else None
