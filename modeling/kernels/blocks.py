@@ -97,14 +97,18 @@ def attend_plain(
     cap: float | None = None,
     factors_BHQS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``attend_block`` by the formula, in fp32 whatever the dtype."""
+    """``attend_block`` by the formula, in fp32 whatever the dtype.
+
+    But for factors of products in 16 bits on CUDA, where tensor cores sum what 16 bits hold of weights in fp32, as
+    FlashAttention has it.
+    """
     scores_BGRQS = _seen(_scores(q_BQHC, k_BSGC, cap), mask)
     lse_BGRQ = scores_BGRQS.logsumexp(-1)
     weights_BGRQS = torch.exp(scores_BGRQS - lse_BGRQ.masked_fill(lse_BGRQ.isneginf(), 0)[..., None])
     if factors_BHQS is not None:
         weights_BGRQS *= factors_BHQS.unflatten(1, weights_BGRQS.shape[1:3])
-    out_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", weights_BGRQS, v_BSGC.float())
-    return out_BQGRC.flatten(2, 3), lse_BGRQ.flatten(1, 2)
+    out_BGRQC = _by_keys(weights_BGRQS, v_BSGC)
+    return _in_rows(out_BGRQC), lse_BGRQ.flatten(1, 2)
 
 
 def attend_plain_backward(
@@ -116,7 +120,7 @@ def attend_plain_backward(
     lse_BHQ: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attend_block_backward`` by the formula, in fp32 whatever the dtype."""
+    """``attend_block_backward`` by the formula, as ``attend_plain`` computes it."""
     return attend_scored_backward(grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask)[:3]
 
 
@@ -137,32 +141,72 @@ def attend_scored_backward(
     taken off, the mean over all keys, is the output's part in the loss as ever: the output has the factors in it.
     """
     n_kv_heads = k_BSGC.shape[2]
-    q_BQGRC, grad_BQGRC, out_BQGRC = (
-        heads.float().unflatten(2, (n_kv_heads, -1)) for heads in (q_BQHC, grad_BQHC, out_BQHC)
-    )
+    grad_BGRQC, out_BGRQC = (_by_group(heads, n_kv_heads) for heads in (grad_BQHC, out_BQHC))
     scores_BGRQS = _scores(q_BQHC, k_BSGC, cap)
     weights_BGRQS = torch.exp(_seen(scores_BGRQS, mask) - lse_BHQ.unflatten(1, (n_kv_heads, -1))[..., None])
-    dweights_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", grad_BQGRC, v_BSGC.float())
+    dweights_BGRQS = _with_keys(grad_BQHC, v_BSGC)
     multiplied_BGRQS = weights_BGRQS
     if factors_BHQS is not None:
         factors_BGRQS = factors_BHQS.unflatten(1, weights_BGRQS.shape[1:3])
         multiplied_BGRQS = weights_BGRQS * factors_BGRQS
         dweights_BGRQS *= factors_BGRQS
-    dv_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", multiplied_BGRQS, grad_BQGRC)
-    mean_BGRQ = (grad_BQGRC * out_BQGRC).sum(-1).permute(0, 2, 3, 1)
+    dv_BSGC = _over_queries(multiplied_BGRQS, grad_BQHC)
+    mean_BGRQ = (grad_BGRQC.float() * out_BGRQC.float()).sum(-1)
     dscores_BGRQS = weights_BGRQS * (dweights_BGRQS - mean_BGRQ[..., None])
     slopes_BGRQS = dscores_BGRQS if cap is None else dscores_BGRQS * (1 - (scores_BGRQS / cap).square())
     slopes_BGRQS = slopes_BGRQS * q_BQHC.shape[-1] ** -0.5
-    dq_BQGRC = torch.einsum("bgrqs,bsgc->bqgrc", slopes_BGRQS, k_BSGC.float())
-    dk_BSGC = torch.einsum("bgrqs,bqgrc->bsgc", slopes_BGRQS, q_BQGRC)
-    return dq_BQGRC.flatten(2, 3), dk_BSGC, dv_BSGC, dscores_BGRQS.flatten(1, 2)
+    dq_BGRQC, dk_BSGC = _by_keys(slopes_BGRQS, k_BSGC), _over_queries(slopes_BGRQS, q_BQHC)
+    return _in_rows(dq_BGRQC), dk_BSGC, dv_BSGC, dscores_BGRQS.flatten(1, 2)
 
 
 def _scores(q_BQHC: Tensor, k_BSGC: Tensor, cap: float | None) -> Tensor:
     """scores_BGRQS in fp32, of all pairs."""
-    q_BQGRC = q_BQHC.float().unflatten(2, (k_BSGC.shape[2], -1))
-    scores_BGRQS = torch.einsum("bqgrc,bsgc->bgrqs", q_BQGRC, k_BSGC.float()) * q_BQHC.shape[-1] ** -0.5
+    scores_BGRQS = _with_keys(q_BQHC, k_BSGC).mul_(q_BQHC.shape[-1] ** -0.5)
     return scores_BGRQS if cap is None else scores_BGRQS.div_(cap).tanh_().mul_(cap)
+
+
+def _with_keys(heads_BQHC: Tensor, keys_BSGC: Tensor) -> Tensor:
+    """Each query's product with each key of its group (B, G, R, Q, S), fp32."""
+    heads_BGRQC = _by_group(heads_BQHC, keys_BSGC.shape[2])
+    found_NPS = _product(heads_BGRQC.flatten(2, 3).flatten(0, 1), keys_BSGC.permute(0, 2, 3, 1).flatten(0, 1))
+    return found_NPS.view(*heads_BGRQC.shape[:-1], -1)
+
+
+def _by_keys(weights_BGRQS: Tensor, keys_BSGC: Tensor) -> Tensor:
+    """The keys, or values, times each query's weights, summed (B, G, R, Q, C), fp32."""
+    weights_NPS = _as_factor(weights_BGRQS, keys_BSGC).flatten(2, 3).flatten(0, 1)
+    found_NPC = _product(weights_NPS, keys_BSGC.transpose(1, 2).flatten(0, 1))
+    return found_NPC.view(*weights_BGRQS.shape[:-1], -1)
+
+
+def _over_queries(weights_BGRQS: Tensor, heads_BQHC: Tensor) -> Tensor:
+    """What each key gets of all queries of its group, by their weights (B, S, G, C), fp32."""
+    batch, n_kv_heads = weights_BGRQS.shape[:2]
+    weights_NPS = _as_factor(weights_BGRQS, heads_BQHC).flatten(2, 3).flatten(0, 1)
+    heads_NPC = _by_group(heads_BQHC, n_kv_heads).flatten(2, 3).flatten(0, 1)
+    return _product(weights_NPS.mT, heads_NPC).view(batch, n_kv_heads, -1, heads_NPC.shape[-1]).transpose(1, 2)
+
+
+def _by_group(heads_BQHC: Tensor, n_kv_heads: int) -> Tensor:
+    """heads_BGRQC."""
+    return heads_BQHC.unflatten(2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _in_rows(heads_BGRQC: Tensor) -> Tensor:
+    """heads_BQHC."""
+    return heads_BGRQC.flatten(1, 2).transpose(1, 2)
+
+
+def _as_factor(weights: Tensor, other: Tensor) -> Tensor:
+    """fp32 weights as a product's factor beside ``other``."""
+    return weights.to(other.dtype) if other.is_cuda else weights
+
+
+def _product(left_NIJ: Tensor, right_NJK: Tensor) -> Tensor:
+    """The products (N, I, K), summed in fp32."""
+    if left_NIJ.is_cuda and left_NIJ.dtype == right_NJK.dtype != torch.float32:
+        return torch.bmm(left_NIJ, right_NJK, out_dtype=torch.float32)
+    return torch.bmm(left_NIJ.float(), right_NJK.float())
 
 
 def _seen(scores_BGRQS: Tensor, mask: Tensor | None) -> Tensor:
