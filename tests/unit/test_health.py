@@ -1,6 +1,8 @@
 """What counts as a bad step, and what is decided about it."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import HealthConfig
-from launcher.training.health import Health, robust_z
+from launcher.training.health import Health, examine, robust_z
 from launcher.watch.metrics import MetricsFile, read_metrics
 from launcher.watch.progress import TRACE_POINTS, RunProgress, event_text
 
@@ -57,6 +59,23 @@ def test_skips_are_counted_in_a_row():
     health = Health(HealthConfig(max_skips=2))
     bad = math.nan
     assert actions(health, [bad, bad, 4.0, bad, bad, bad]) == ["skip", "skip", None, "skip", "skip", "stop"]
+
+
+def test_the_update_of_a_reported_spike_ends_a_row_of_skips():
+    health = Health(HealthConfig(spike_window=5, max_skips=2, on_spike="report"))
+    bad, high = math.nan, 9.0
+    expected = ["skip", "report", "skip", "report", "report", "skip", "skip", "stop"]
+    assert actions(health, [bad, high, bad, high, high, bad, bad, bad]) == expected
+
+
+def test_a_step_that_is_left_to_the_loss_scaler_neither_counts_nor_ends_a_row_of_skips():
+    health = Health(HealthConfig(max_skips=1))
+    overflown: Any = SimpleNamespace(measure=lambda: math.inf, can_lower_loss_scale=True)
+    nothing: Any = None
+    assert actions(health, [math.nan]) == ["skip"]
+    for _ in range(3):
+        assert examine(health, overflown, nothing, nothing, nothing, 4.0) is None
+    assert actions(health, [math.nan]) == ["stop"]
 
 
 def test_rollbacks_are_counted_from_the_start():
