@@ -73,6 +73,15 @@ def fan_ratios(weight: Weight, widths: Widths) -> tuple[float, float]:
     return 1.0, r_out
 
 
+def longer_ratio(weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
+    """How many times as long a matrix's longer side is as the base model's longer side, which may be the other one.
+
+    ``shape`` is the whole logical weight's; of a stack each matrix is meant.
+    """
+    (r_in, r_out), (fan_out, fan_in) = fan_ratios(weight, widths), shape[-2:]
+    return min(r_in * max(1.0, fan_out / fan_in), r_out * max(1.0, fan_in / fan_out))
+
+
 def deviation_factor(weight: Weight, widths: Widths) -> float:
     """What muP multiplies the deviation of a weight's first values by."""
     r_in, _ = fan_ratios(weight, widths)

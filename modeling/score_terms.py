@@ -78,10 +78,17 @@ def biased(mask_BQS: Tensor | None, bias_HN: Tensor, buckets_BQS: Tensor) -> Ten
 
 
 def bucket_sums(dscores_BHQS: Tensor, buckets_BQS: Tensor, count: int) -> Tensor:
-    """The bias's gradient, fp64 (H, N): each head's gradients by its scores, summed over each bucket's pairs."""
-    buckets = buckets_BQS.flatten()
-    heads = dscores_BHQS.transpose(0, 1).flatten(1)
-    return torch.stack([torch.bincount(buckets, head.double(), minlength=count) for head in heads])
+    """The bias's gradient, fp64 (H, N): each head's gradients by its scores, summed over each bucket's pairs.
+
+    Each query's pairs are summed first. ``scatter_add_`` has a kernel of a fixed order on GPUs, which
+    ``torch.bincount`` has not; that kernel adds what meets in one place one after the other, so places are to be many.
+    """
+
+    def of_head(dscores_BQS: Tensor) -> Tensor:
+        sums_BQN = dscores_BQS.new_zeros((*dscores_BQS.shape[:2], count), dtype=torch.float64)
+        return sums_BQN.scatter_add_(2, buckets_BQS, dscores_BQS.double()).sum((0, 1))
+
+    return torch.stack([of_head(dscores_BQS) for dscores_BQS in dscores_BHQS.unbind(1)])
 
 
 class ScoreTerms(NamedTuple):

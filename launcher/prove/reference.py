@@ -79,7 +79,7 @@ class ReferenceTrainer:
         multiply_by(self.model, products_of(precision))
         restore_fp32_buffers(self.model)
         stated = stated_weights(self.model)
-        rows = [(master, stated[name]) for name, master in self.masters.items()]
+        rows = [(master, stated[name], tuple(master.shape)) for name, master in self.masters.items()]
         groups = parameter_groups(rows, optimizer, widths_of(config))
         self.rule = optimizer
         self.optimizer = optimizer.build(groups, fused=False)

@@ -49,7 +49,7 @@ def wanted_of(options: Mapping[str, Any], end_of_text: str, max_length: int, req
         until=tuple(dict.fromkeys([*filter(None, until), end_of_text])),
         max_new_tokens=n,
         temperature=0.0 if samples is False else temperature,
-        top_k=options.get("top_k"),
+        top_k=options.get("top_k") or None,  # transformers' 0 means no limit, too
         top_p=options.get("top_p"),
     )
 

@@ -39,7 +39,11 @@ class Problem:
 
 
 class Health:
-    """Judges each step before its update. Counts skips in a row, and rollbacks since the run's start."""
+    """Judges each step before its update. Counts skips in a row, and rollbacks since the run's start.
+
+    An update that is made ends the row, that of a reported spike too. A step that is left to the loss scaler is not
+    judged: it makes no update and is no skip, so the count stays.
+    """
 
     def __init__(self, config: HealthConfig) -> None:
         self.config = config
@@ -60,6 +64,8 @@ class Health:
     def limited(self, problem: Problem) -> Problem:
         """The problem, turned into a stop where its remedy has been tried too often."""
         match problem.action:
+            case "report":
+                self.skips = 0
             case "skip":
                 self.skips += 1
                 if self.skips > self.config.max_skips:

@@ -16,6 +16,7 @@ class Held:
     gradient: float  # this rank's share; the loss scale divided out
     weight: float
     n_nonfinite: int
+    n_counted: float = 0.0  # this rank's share of ``n_nonfinite``: of elements that several ranks hold, a part
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def worst_gradient(engine: Engine) -> Worst:
     """The gradient that is not finite, or else the one with the largest norm in proportion to its weight's.
 
     Of several that are not finite, the one nearest to the loss: from there the others got theirs. All ranks call it
-    before the step's gradients are applied or dropped; they exchange three numbers for each tensor.
+    before the step's gradients are applied or dropped; they exchange four numbers for each tensor.
     """
     mine = (engine.mesh.place, held_sums(engine))
     everyone = [mine] * engine.mesh.world_size
@@ -62,7 +63,9 @@ def held_sums(engine: Engine) -> dict[str, Held]:
         held = found.setdefault(names[id(parameter)], Held(0.0, 0.0, 0))
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / engine.loss_scale
         held.gradient += norm * norm * share
-        held.n_nonfinite += int((~torch.isfinite(gradient)).sum())
+        n_nonfinite = int((~torch.isfinite(gradient)).sum())
+        held.n_nonfinite += n_nonfinite
+        held.n_counted += n_nonfinite * share
     for fragment in engine.fragments:
         if fragment.is_owner:
             held = found.setdefault(fragment.name, Held(0.0, 0.0, 0))
@@ -71,9 +74,13 @@ def held_sums(engine: Engine) -> dict[str, Held]:
 
 
 def add_up(parts: list[Held]) -> Held:
-    """The whole tensor's."""
-    sums = (sum(part.gradient for part in parts), sum(part.weight for part in parts))
-    return Held(*sums, sum(part.n_nonfinite for part in parts))
+    """The whole tensor's, each element once. ``n_nonfinite`` is as many as one rank sees where fewer are counted.
+
+    That is where copies differ, and one that does not count has elements that are not finite.
+    """
+    n_counted = sum(part.n_counted for part in parts)
+    n_nonfinite = max(round(n_counted), *(part.n_nonfinite for part in parts))
+    return Held(sum(part.gradient for part in parts), sum(part.weight for part in parts), n_nonfinite, n_counted)
 
 
 def ratio(held: Held) -> float:

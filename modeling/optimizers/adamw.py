@@ -32,7 +32,7 @@ class AdamWConfig(UpdateRule):
         """Both moments."""
         return ("exp_avg", "exp_avg_sq")
 
-    def width_scale(self, weight: Weight, widths: Widths) -> float:
+    def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
         """1 / r_in (Tensor Programs V, table 3): an element's update is as large whatever the gradient is."""
         r_in, _ = fan_ratios(weight, widths)
         return 1 / r_in

@@ -15,17 +15,17 @@ ON_ONE_DEVICE = Matrices()
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[nn.Parameter, Weight]], config: OptimizerConfig, widths: Widths = BASE
+    parameters: Iterable[tuple[nn.Parameter, Weight, tuple[int, ...]]], config: OptimizerConfig, widths: Widths = BASE
 ) -> list[dict[str, Any]]:
-    """Optimizer groups from parameters and what they are; those on which weight decay falls first.
+    """Optimizer groups from parameters, what they are and their whole shapes; those on which weight decay falls first.
 
     ``widths`` are the whole model's (modeling.mup.widths_of). A group's learning rate is to be set to the run's times
     its ``lr_scale``. Beside each of its weights the rule keeps its ``states``; where its update needs whole matrices,
     it gets them from ``matrices``: here those of one device.
     """
     groups: dict[Group, list[nn.Parameter]] = {}
-    for parameter, weight in parameters:
-        groups.setdefault(config.group(weight, widths), []).append(parameter)
+    for parameter, weight, shape in parameters:
+        groups.setdefault(config.group(weight, shape, widths), []).append(parameter)
     return [
         {
             "params": groups[group],

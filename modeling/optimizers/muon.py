@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from modeling.dims import Weight
-from modeling.mup import Widths, fan_ratios
+from modeling.mup import Widths, fan_ratios, longer_ratio
 from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, UpdateRule, WeightDecay
 
 if TYPE_CHECKING:
@@ -49,14 +49,17 @@ class MuonConfig(UpdateRule):
         """Hidden matrices."""
         return weight.is_hidden_matrix
 
-    def width_scale(self, weight: Weight, widths: Widths) -> float:
-        """Of a hidden matrix sqrt(r_out / (r_in max(r_in, r_out))); of another weight AdamW's.
+    def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
+        """Of a hidden matrix sqrt(r_out / (r_in r_longer)); of another weight AdamW's.
 
         An update should have a spectral norm in proportion to sqrt(fan_out / fan_in) (Yang, Simon & Bernstein 2023,
-        arXiv:2310.17813, condition 1), and has one of lr 0.2 sqrt(max(fan_in, fan_out)).
+        arXiv:2310.17813, condition 1), and has one of lr 0.2 sqrt(max(fan_in, fan_out)). ``r_longer`` is what that
+        maximum is, divided by the base model's.
         """
         r_in, r_out = fan_ratios(weight, widths)
-        return (r_out / (r_in * max(r_in, r_out))) ** 0.5 if weight.is_hidden_matrix else 1 / r_in
+        if not weight.is_hidden_matrix:
+            return 1 / r_in
+        return (r_out / (r_in * longer_ratio(weight, shape, widths))) ** 0.5
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
         """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16."""

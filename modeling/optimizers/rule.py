@@ -70,14 +70,18 @@ class UpdateRule(ABC):
         return 1.0
 
     @abstractmethod
-    def width_scale(self, weight: Weight, widths: Widths) -> float:
+    def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
         """What muP multiplies the learning rate by for a weight whose dims are ``widths`` times the base model's.
 
-        It is 1 where they are as large. ``modeling.mup`` has the table, ``fan_ratios`` what it is made of.
+        ``shape`` is the whole weight's, whatever part of it a rank holds. The factor is 1 where the dims are as large.
+        ``modeling.mup`` has the table, and what it is made of.
         """
 
-    def group(self, weight: Weight, widths: Widths) -> Group:
-        """The group of a weight. The product of learning rate and decay is the base model's at every width."""
-        width_scale, decays = self.width_scale(weight, widths), self.decays(weight)
+    def group(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> Group:
+        """The group of a weight of the whole ``shape``.
+
+        The product of learning rate and decay is the base model's at every width.
+        """
+        width_scale, decays = self.width_scale(weight, shape, widths), self.decays(weight)
         lr_scale = self.lr_scale(weight) * width_scale
         return Group(decays, lr_scale, self.states_of(weight), 1 / width_scale if decays else 1.0)

@@ -27,7 +27,7 @@ class SGDConfig(UpdateRule):
         """The momentum, where there is one."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def width_scale(self, weight: Weight, widths: Widths) -> float:
+    def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
         """r_out / r_in (Tensor Programs V, table 3)."""
         r_in, r_out = fan_ratios(weight, widths)
         return r_out / r_in

@@ -4,9 +4,8 @@ Shape letters: B batch, S sequence, D d_model.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -52,33 +51,32 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
         extra = first_cost * (stage == 0) + last_cost * (stage == n_stages - 1)
         return total[stop] - total[start] + extra
 
+    def starts(stage: int) -> range:
+        return range(stage, len(costs) - n_stages + stage + 1)
+
     def stops(stage: int, start: int) -> range:
-        return (
-            range(start + 1, len(costs) - (n_stages - stage - 1) + 1)
-            if stage < n_stages - 1
-            else range(len(costs), len(costs) + 1)
-        )
+        return range(start + 1, starts(stage + 1).stop) if stage < n_stages - 1 else range(len(costs), len(costs) + 1)
 
-    @cache
-    def largest(stage: int, start: int) -> float:
-        if stage == n_stages:
-            return 0.0
-        return min(max(cost(stage, start, stop), largest(stage + 1, stop)) for stop in stops(stage, start))
+    largest = {len(costs): 0.0}  # from the last stage on: by its start what the costliest of the stages costs at least
+    for stage in reversed(range(n_stages)):
+        largest = {
+            start: min(max(cost(stage, start, stop), largest[stop]) for stop in stops(stage, start))
+            for start in starts(stage)
+        }
+    limit = largest[0]
 
-    limit = largest(0, 0)
+    def most_even(stage: int, start: int, squares: Mapping[int, tuple[float, int]]) -> tuple[float, int]:
+        fitting = [stop for stop in stops(stage, start) if cost(stage, start, stop) <= limit]
+        options = [(cost(stage, start, stop) ** 2 + squares[stop][0], stop) for stop in fitting]
+        return min(options, default=(math.inf, 0))
 
-    @cache
-    def most_even(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
-        if stage == n_stages:
-            return 0.0, ()
-        options: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]
-        for stop in stops(stage, start):
-            if cost(stage, start, stop) <= limit:
-                squares, rest = most_even(stage + 1, stop)
-                options.append((cost(stage, start, stop) ** 2 + squares, (stop - start, *rest)))
-        return min(options)
-
-    return list(most_even(0, 0)[1])
+    rows = [{len(costs): (0.0, 0)}]  # from the last stage on: by its start the stages' sum of squares, and its stop
+    for stage in reversed(range(n_stages)):
+        rows.append({start: most_even(stage, start, rows[-1]) for start in starts(stage)})
+    bounds = [0]
+    for row in rows[:0:-1]:
+        bounds.append(row[bounds[-1]][1])
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | None) -> list[range]:

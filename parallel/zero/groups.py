@@ -127,7 +127,7 @@ def optimizer_groups(
 
     ``widths`` are the whole model's (modeling.mup.widths_of), not those of the parts that this rank holds.
     """
-    rows = [(weight.place.is_expert, (weight.parameter, weight.weight)) for weight in weights]
+    rows = [(held.place.is_expert, (held.parameter, held.weight, held.place.shape)) for held in weights]
     if not experts_are_separate(mesh):
         return parameter_groups([row for _, row in rows], config, widths)
     experts = parameter_groups([row for is_expert, row in rows if is_expert], config, widths)

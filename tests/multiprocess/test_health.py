@@ -17,6 +17,7 @@ from launcher.config.tree import HealthConfig
 from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, write_tokens
+from modeling.logical import logical_shapes
 from modeling.optimizers.config import SGDConfig
 from parallel.config import ParallelConfig
 
@@ -80,6 +81,7 @@ def test_a_skipped_batch_leaves_no_trace(tmp_path, tokens, zero, precision, axes
     (event,) = events(rows, "nonfinite")
     assert (event["step"], event["action"], event["first_sample"], event["last_sample"]) == (3, "skip", 16, 23)
     assert event["n_nonfinite_tensors"] > 0 and not math.isfinite(event["grad_norm"])
+    assert event["n_nonfinite"] == math.prod(logical_shapes(BIAS_MODEL)[event["tensor"]])  # all, each once
     ledger = read_metrics(tmp_path / "skips" / "ledger.jsonl")
     assert [row["trained"] for row in ledger] == [True, True, False, True, True, True]
 

@@ -1,15 +1,19 @@
 """What counts as a bad step, and what is decided about it."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import HealthConfig
-from launcher.training.health import Health, robust_z
+from launcher.training.health import Health, examine, robust_z
+from launcher.training.worst import Held, add_up, held_sums
 from launcher.watch.metrics import MetricsFile, read_metrics
 from launcher.watch.progress import TRACE_POINTS, RunProgress, event_text
 
@@ -59,9 +63,56 @@ def test_skips_are_counted_in_a_row():
     assert actions(health, [bad, bad, 4.0, bad, bad, bad]) == ["skip", "skip", None, "skip", "skip", "stop"]
 
 
+def test_the_update_of_a_reported_spike_ends_a_row_of_skips():
+    health = Health(HealthConfig(spike_window=5, max_skips=2, on_spike="report"))
+    bad, high = math.nan, 9.0
+    expected = ["skip", "report", "skip", "report", "report", "skip", "skip", "stop"]
+    assert actions(health, [bad, high, bad, high, high, bad, bad, bad]) == expected
+
+
+def test_a_step_that_is_left_to_the_loss_scaler_neither_counts_nor_ends_a_row_of_skips():
+    health = Health(HealthConfig(max_skips=1))
+    overflown: Any = SimpleNamespace(measure=lambda: math.inf, can_lower_loss_scale=True)
+    nothing: Any = None
+    assert actions(health, [math.nan]) == ["skip"]
+    for _ in range(3):
+        assert examine(health, overflown, nothing, nothing, nothing, 4.0) is None
+    assert actions(health, [math.nan]) == ["stop"]
+
+
 def test_rollbacks_are_counted_from_the_start():
     health = Health(HealthConfig(on_nonfinite="rollback", max_rollbacks=2))
     assert actions(health, [math.nan, 4.0, math.nan, 4.0, math.nan]) == ["rollback", None, "rollback", None, "stop"]
+
+
+def held_of(*parts: tuple[list[float], float]) -> Held:
+    """What one rank holds of a weight: parts of its gradient, each with the rank's share of it."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(named_parameters=lambda: [("w", weight)]),
+        gradients=lambda: [(weight, torch.tensor(part), share) for part, share in parts],
+        loss_scale=1.0,
+        fragments=[],
+    )
+    return held_sums(engine)["w"]
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2, 3, 7])
+def test_elements_that_are_not_finite_count_once_whoever_holds_them(n_replicas):
+    one, bad = 1 / n_replicas, [math.nan, 1.0, math.inf, -math.inf, math.nan]
+    replicas = [held_of((bad, one)) for _ in range(n_replicas)]
+    assert add_up(replicas).n_nonfinite == 4
+    copies = [held_of((bad, 0.0)) for _ in range(n_replicas)]  # on ranks of tp that do not count
+    assert add_up(replicas + copies).n_nonfinite == 4
+    assert add_up([held_of((bad, 1.0), ([math.nan], 1.0)) for _ in range(n_replicas)]).n_nonfinite == 5 * n_replicas
+
+
+def test_an_element_that_only_a_copy_sees_is_told():
+    """A copy that does not count, or one of several that have a share each."""
+    sound, bad = [1.0, 2.0], [math.nan, 2.0]
+    assert add_up([held_of((sound, 1.0)), held_of((bad, 0.0))]).n_nonfinite == 1
+    assert add_up([held_of((sound, 0.25))] * 3 + [held_of((bad, 0.25))]).n_nonfinite == 1
+    assert add_up([held_of((sound, 1.0)), held_of((sound, 0.0))]).n_nonfinite == 0
 
 
 def test_documents_of_a_sample_are_those_its_input_tokens_lie_in(tmp_path):

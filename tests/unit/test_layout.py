@@ -12,14 +12,20 @@ from launcher.config.layout_rules import check_layout
 from layout_runs import run_config
 from modeling import config as model_config
 from modeling.attention import GroupedQueryAttention
-from modeling.config import ModelConfig
+from modeling.config import ModelConfig, MoEConfig
 from modeling.counts import count_parameters
 from modeling.decoder import build_decoder
 from modeling.dims import DIMS, Weight, stated_weights, units_of
+from modeling.init_config import MupInit
 from modeling.logical import logical_parameters, logical_tensors
+from modeling.mup import widths_of
 from modeling.optimizers.config import AdamWConfig, MuonConfig
 from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF, Place, layout_of, place_of
+from parallel.mesh import Degrees
+from parallel.zero.groups import optimizer_groups
+from parallel.zero.weights import HeldWeight
+from simulated_mesh import meshes
 from small_models import example_config
 
 FAMILIES = {family: example_config(family) for family in model_config.FAMILIES}
@@ -140,3 +146,29 @@ def test_learned_positions_are_an_embedding():
     assert AdamWConfig().decays(weight) is False and AdamWConfig(decay_embeddings=True).decays(weight)
     assert not MuonConfig().takes_whole(weight)
     assert count_parameters(model).embedding == (2 * model.vocab_size + 96) * model.d_model
+
+
+def test_a_rank_learns_its_parts_at_the_whole_weights_rates():
+    """Muon under muP goes by the longer side, which need not be a part's. Experts are cut, too."""
+    sizes = {"d_model": 64, "n_heads": 4, "n_kv_heads": 4, "d_head": 32, "d_ff": 72}
+    kind = MupInit(base_d_model=32, base_d_ff=72, base_expert_d_ff=48)
+    config = ModelConfig(family="none", moe=MoEConfig(d_ff=96, n_dense_layers=1), init=kind, **sizes)
+    tensors, layout, rule, widths = logical_parameters(config), layout_of(config), MuonConfig(), widths_of(config)
+    whole = {name: rule.group(each.weight, each.shape, widths).lr_scale for name, each in tensors.items()}
+    for mesh in meshes(Degrees(4, tp=2, ep=2)):
+        boxes = {name: layout[name].held_box(mesh) for name in tensors}
+        held = [
+            HeldWeight(
+                name,
+                nn.Parameter(torch.empty(boxes[name].shape, device="meta")),
+                tensors[name].weight,
+                place,
+                boxes[name],
+                place.replicas(mesh),
+                place.is_owner(mesh),
+            )
+            for name, place in layout.items()
+        ]
+        names = {each.parameter: each.name for each in held}
+        groups = optimizer_groups(held, mesh, rule, widths)
+        assert {names[part]: group["lr_scale"] for group in groups for part in group["params"]} == whole

@@ -20,7 +20,7 @@ from modeling.kernels.sink_attention import sink_attention
 from modeling.kernels.widths import widened
 from modeling.kv_cache import LayerCache
 from modeling.pieces import QUERY_BLOCK, cut_documents
-from modeling.score_terms import Alibi, Buckets, ScoreTerms
+from modeling.score_terms import Alibi, Buckets, ScoreTerms, bucket_sums
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -407,6 +407,28 @@ def test_buckets_are_those_of_t5() -> None:
         theirs = T5Attention._relative_position_bucket(-keys_S, False, count, max_distance)
         ours = Buckets(count, max_distance).of(torch.tensor([[2999]]), keys_S[None])
         assert torch.equal(ours[0, 0].flip(0), theirs)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_sums_over_buckets_are_those_of_a_loop(count: int) -> None:
+    """Gradients of scores that lie in memory in another order, and a bucket that no pair is in: fp64's rounding."""
+    generator = torch.Generator().manual_seed(count)
+    dscores_BHQS = torch.randn(2, 4, 3, 7, generator=generator).transpose(1, 2)
+    buckets_BQS = torch.randint(count, (2, 4, 7), generator=generator)
+    sums_HN = torch.zeros(3, count + 1, dtype=torch.float64)
+    for row, head, query, key in product(range(2), range(3), range(4), range(7)):
+        sums_HN[head, buckets_BQS[row, query, key]] += dscores_BHQS[row, head, query, key]
+    torch.testing.assert_close(bucket_sums(dscores_BHQS, buckets_BQS, count + 1), sums_HN, rtol=1e-14, atol=1e-14)
+
+
+def test_sums_over_buckets_are_made_by_kernels_that_deterministic_runs_have_on_gpus() -> None:
+    """None of the operations that torch says throw there."""
+    throwing = str(torch.use_deterministic_algorithms.__doc__).split("operations will throw a")[1]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        bucket_sums(torch.ones(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.int64), 4)
+    called = {event.name.removeprefix("aten::") for event in seen.events()}
+    assert len(called) > 3
+    assert [name for name in called if f"torch.{name}`" in throwing or f"Tensor.{name}`" in throwing] == []
 
 
 def test_cached_tokens_are_attended_to_with_the_same_terms() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import modeling.init as init
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import MLAConfig, ModelConfig, MoEConfig
 from modeling.dims import Weight
 from modeling.init import draw_normal, initial_tensor
 from modeling.init_config import DepthScaledInit, HeInit, InitConfig, MupInit, NormalInit, XavierInit
@@ -16,6 +16,7 @@ from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
 from modeling.optimizers.muon import MuonConfig
+from modeling.optimizers.orthogonal import RMS
 from modeling.optimizers.sgd import SGDConfig
 
 D, F, E, EXPERT, V, LAYERS, STD = 96, 160, 4, 64, 512, 3, 0.05
@@ -118,6 +119,12 @@ TABLE = {
 }
 
 
+def rows_of(config: ModelConfig) -> list[tuple[torch.nn.Parameter, Weight, tuple[int, ...]]]:
+    """What parameter groups are made of."""
+    tensors = logical_tensors(config)
+    return [(torch.nn.Parameter(torch.empty(0)), tensors[name].weight, tensors[name].shape) for name in TABLE]
+
+
 def test_mup_is_the_papers_table():
     config = replace(MODEL, init=MUP)
     tensors, narrow = logical_tensors(config), logical_tensors(NARROW)
@@ -130,7 +137,8 @@ def test_mup_is_the_papers_table():
         if weight.is_multiplied and name != GATE:  # the ratios are those of the two models' shapes
             ratios = [ours / base for ours, base in zip(tensors[name].fans, narrow[name].fans, strict=True)]
             assert fan_ratios(weight, widths) == tuple(ratios), name
-        found = [rule.width_scale(weight, widths) for rule in (AdamWConfig(), SGDConfig(), MuonConfig())]
+        rules, shape = (AdamWConfig(), SGDConfig(), MuonConfig()), tensors[name].shape
+        found = [rule.width_scale(weight, shape, widths) for rule in rules]
         assert found == scales, name
 
 
@@ -138,7 +146,7 @@ def test_mup_at_its_base_is_depth_scaled_bit_for_bit():
     for name in TABLE:
         assert torch.equal(drawn(MupInit(base_d_model=D), name), drawn(DepthScaledInit(), name))
     for rule in (AdamWConfig(), SGDConfig(), MuonConfig()):
-        rows = [(torch.nn.Parameter(torch.empty(0)), logical_tensors(MODEL)[name].weight) for name in TABLE]
+        rows = rows_of(MODEL)
         base = parameter_groups(rows, rule, widths_of(replace(MODEL, init=MupInit(base_d_model=D))))
         assert base == parameter_groups(rows, rule)
 
@@ -151,9 +159,38 @@ def test_other_base_widths_count_for_their_own_fan_in():
     assert ratios == {UP: (4.0, 1.0), DOWN: (1.0, 4.0), EXPERT_UP: (4.0, 2.0), EXPERT_DOWN: (2.0, 4.0)}
 
 
+BASE = ModelConfig(family="none", vocab_size=V, d_model=64, n_layers=1, n_heads=2, n_kv_heads=2, d_head=32, d_ff=256)
+WIDER = {  # what a base model has besides, and what grows in a wider one otherwise than in proportion to d_model
+    "latents": ({"mla": MLAConfig()}, {"d_ff": 2048}, MupInit(base_d_model=64)),
+    "d_ff": ({}, {"d_ff": 512}, MupInit(base_d_model=64, base_d_ff=256)),
+    "experts": ({"moe": MoEConfig(d_ff=96)}, {}, MupInit(base_d_model=64, base_expert_d_ff=96)),
+}
+
+
+def norm_over_fans(shape: tuple[int, ...]) -> float:
+    """The spectral norm of an update with a learning rate of 1, over sqrt(fan_out / fan_in)."""
+    fan_out, fan_in = shape[-2:]
+    return RMS * max(fan_out, fan_in) ** 0.5 / (fan_out / fan_in) ** 0.5
+
+
+@pytest.mark.parametrize("case", WIDER)
+def test_an_update_of_muon_has_the_spectral_norm_of_its_fans_at_every_width(case: str):
+    """In proportion to sqrt(fan_out / fan_in) (arXiv:2310.17813, condition 1), whichever side is the longer one."""
+    besides, wider, kind = WIDER[case]
+    base = replace(BASE, **besides)
+    wide = replace(base, d_model=512, n_heads=16, n_kv_heads=16, init=kind, **wider)
+    narrow, widths = logical_tensors(base), widths_of(wide)
+    hidden = {name: each for name, each in logical_tensors(wide).items() if each.weight.is_hidden_matrix}
+    assert len(hidden) >= 7
+    for name, tensor in hidden.items():
+        scale = MuonConfig().width_scale(tensor.weight, tensor.shape, widths)
+        expected = norm_over_fans(narrow[name].shape)
+        assert scale * norm_over_fans(tensor.shape) == pytest.approx(expected), name
+
+
 @pytest.mark.parametrize("rule", [AdamWConfig(), SGDConfig(weight_decay=0.1), MuonConfig()], ids=lambda rule: rule.name)
 def test_a_step_decays_a_weight_alike_at_every_width(rule: OptimizerConfig):
-    rows = [(torch.nn.Parameter(torch.empty(0)), logical_tensors(MODEL)[name].weight) for name in TABLE]
+    rows = rows_of(MODEL)
     groups = parameter_groups(rows, rule, widths_of(replace(MODEL, init=MUP)))
     assert len(groups) > 2
     assert {round(group["lr_scale"] * group["weight_decay"], 9) for group in groups} == {0.0, 0.1}

@@ -35,7 +35,7 @@ def draw(seed: int) -> dict[str, Tensor]:
 def train(rule: MuonConfig | AdamWConfig, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The weights after a few updates from drawn gradients."""
     parameters = {name: nn.Parameter(value.clone()) for name, value in (weights or draw(0)).items()}
-    rows = [(parameter, WEIGHTS[name]) for name, parameter in parameters.items()]
+    rows = [(parameter, WEIGHTS[name], SHAPES[name]) for name, parameter in parameters.items()]
     optimizer = rule.build(parameter_groups(rows, rule), fused=False)
     for group in optimizer.param_groups:
         group["lr"] = LR * group["lr_scale"]
@@ -155,7 +155,9 @@ def test_equal_runs_are_equal_bit_for_bit():
 def test_a_weight_without_gradient_stays():
     rule = MuonConfig()
     parameters = {name: nn.Parameter(value) for name, value in draw(0).items()}
-    optimizer = rule.build(parameter_groups([(p, WEIGHTS[n]) for n, p in parameters.items()], rule), fused=False)
+    optimizer = rule.build(
+        parameter_groups([(p, WEIGHTS[n], SHAPES[n]) for n, p in parameters.items()], rule), fused=False
+    )
     parameters["wide"].grad = torch.ones(SHAPES["wide"])
     before = copy.deepcopy(parameters)
     optimizer.step()

@@ -24,18 +24,18 @@ STATES = {name for rule in RULES for name in rule.states}
 WEIGHTS = {(6, 4): Weight(("vocab", "d_model")), (8, 4): Weight(("d_ff", "d_model")), (4,): Weight(("d_model",))}
 
 
-def weights() -> list[tuple[nn.Parameter, Weight]]:
-    return [(nn.Parameter(torch.ones(shape)), weight) for shape, weight in WEIGHTS.items()]
+def weights() -> list[tuple[nn.Parameter, Weight, tuple[int, ...]]]:
+    return [(nn.Parameter(torch.ones(shape)), weight, shape) for shape, weight in WEIGHTS.items()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_states_and_the_count_of_updates_are_torchs(rule):
     made = weights()
     optimizer = rule.build(parameter_groups(made, rule), fused=False)
-    for parameter, _ in made:
+    for parameter, *_ in made:
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
-    for parameter, weight in made:
+    for parameter, weight, _ in made:
         state = {name for name, value in optimizer.state[parameter].items() if value is not None}
         assert set(rule.states_of(weight)) <= set(rule.states)
         assert state == {*rule.states_of(weight), *(["step"] if rule.counts_updates else [])}

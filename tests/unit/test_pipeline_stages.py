@@ -49,6 +49,17 @@ def test_even_layers_is_the_best_of_all(costs, n_stages, ends):
     assert max(stage_costs(counts)) <= min(max(stage_costs(one)) for one in choices) * (1 + 1e-12)
 
 
+def test_as_many_stages_as_a_large_model_has_layers():
+    costs = [1.0, 2.0, 3.0] * 100
+    assert even_layers(costs, 300, 0.05, 1.3) == [1] * 300
+    assert even_layers(costs, 296, 9.0, 9.0) == [1] * 288 + [2, 1] * 4
+
+
+def test_of_equally_good_splits_the_one_with_the_most_layers_at_the_end_is_taken():
+    assert even_layers([1.0] * 10, 4, 0.0, 0.0) == [2, 2, 3, 3]
+    assert even_layers([1.0] * 5, 3, 1.0, 1.0) == [1, 2, 2]
+
+
 def test_equal_layers_are_dealt_evenly_and_a_large_head_takes_layers_away():
     assert even_layers([1.0] * 8, 4, 0.0, 0.0) == [2, 2, 2, 2]
     assert even_layers([1.0] * 96, 32, 0.05, 1.3)[-1] == 2

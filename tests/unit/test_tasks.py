@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from launcher.cli import main
 from launcher.commands.evaluate_tasks import score_windows
 from launcher.errors import UserError
 from launcher.tasks import load, own
+from launcher.tasks.generation import wanted_of
 from launcher.tasks.load import Asked, Loaded, load_tasks, names_in_harness
 from launcher.tasks.results import build_requests, results_of
 from launcher.tasks.windows import Window, packed_rows, rolling_windows, window_of
 from modeling.context import Context
 from modeling.decoder import Decoder
+from modeling.generate import choose
 from task_runs import KINDS, save_task_run, write_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -350,6 +353,14 @@ def test_a_missing_extra_is_one_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
     line = refused(capsys, run[0], "--tasks", str(task(tmp_path)))
     assert line == "--tasks needs lm-evaluation-harness, which is not installed; pip install 'roundtable[eval]'"
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(None, None), (0, None), (7, 7)])
+def test_a_text_is_drawn_from_all_tokens_where_top_k_is_0(top_k: int | None, expected: int | None) -> None:
+    wanted = wanted_of({"do_sample": True, "top_k": top_k}, "<end>", 512, SimpleNamespace(task_name="story"))
+    assert wanted.top_k == expected
+    token_B = choose(torch.ones(2, 9), wanted.temperature, wanted.top_k, wanted.top_p, torch.Generator())
+    assert token_B.shape == (2,)
 
 
 def test_hostile_documents_are_text(

@@ -164,7 +164,8 @@ class Step:
     def _groups(self) -> dict[str, Group]:
         """The optimizer group of each weight of its stages."""
         widths = widths_of(self.model)
-        return {name: self.optimizer.group(self.tensors[name].weight, widths) for name in self.weights}
+        tensors = {name: self.tensors[name] for name in self.weights}
+        return {name: self.optimizer.group(each.weight, each.shape, widths) for name, each in tensors.items()}
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """What the optimizer keeps beside a weight."""
