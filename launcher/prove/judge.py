@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from launcher.prove import checks
+from launcher.prove import checks, noise_checks
 from launcher.prove.checkpoints import read_plain_checkpoint
 from launcher.prove.checks import Check
 from launcher.prove.compare.boxes import TensorBox
@@ -25,6 +25,7 @@ from launcher.prove.rank import (
     hash_row,
 )
 from launcher.prove.reference import ReferenceStep
+from launcher.prove.rounding import NOISE_FACTOR
 from launcher.prove.shrink import nonlinear_for
 from modeling.config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
@@ -313,16 +314,16 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
     losses = [step.row["loss"] for step in seen[0].steps]
     after = [phase.after_load for phase in seen if phase.after_load is not None]
     exact_losses, low_losses = ([step.loss for step in run.steps] for run in (exact, low))
-    heldout_noise = checks.loss_noise(
+    heldout_noise = noise_checks.loss_noise(
         [*low_losses[:steps], *(seen.loss for seen in low.heldout.values())],
         [*exact_losses[:steps], *(seen.loss for seen in exact.heldout.values())],
         floor,
     )
     first = next((number for number, step in enumerate(low.steps) if not step.skipped), 0)
     shown = [
-        checks.check_noisy_losses(phase_name, "loss", losses, low_losses[:steps], exact_losses[:steps], floor),
-        *check_evaluations(proof, phase_name, exact, checks.NOISE_FACTOR, heldout_noise),
-        checks.check_noisy_gradients(
+        noise_checks.check_noisy_losses(phase_name, "loss", losses, low_losses[:steps], exact_losses[:steps], floor),
+        *check_evaluations(proof, phase_name, exact, NOISE_FACTOR, heldout_noise),
+        noise_checks.check_noisy_gradients(
             phase_name,
             checks.step_boxes(seen, lambda phase: phase.steps[first]),
             low.steps[first].gradients,
@@ -331,10 +332,10 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
             anew=lambda: proof.rounded_anew(first, low.states[first]),
         ),
         checks.check_rows_agree(phase_name, proof.ranks, (*AGREED, "loss_scale", "skipped")),
-        checks.check_noisy_losses(
+        noise_checks.check_noisy_losses(
             phase_name, f"{LOADED}: next loss", [after[0].row["loss"]], low_losses[steps:], exact_losses[steps:], floor
         ),
-        checks.check_noisy_gradients(
+        noise_checks.check_noisy_gradients(
             phase_name,
             checks.step_boxes(seen, lambda phase: phase.after_load),
             low.steps[steps].gradients,
@@ -347,11 +348,11 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
     if precision == "fp8":
         ours, plain = checks.step_boxes(seen, lambda phase: phase.steps[first]), low.steps[first].gradients
         shown.append(
-            checks.check_noise_is_there(phase_name, "8 bits are used", ours, plain, exact.steps[first].gradients)
+            noise_checks.check_noise_is_there(phase_name, "8 bits are used", ours, plain, exact.steps[first].gradients)
         )
     shown += [check_own_updates(proof, phase_name), *check_accumulation(proof, phase_name)]
     if precision == "fp16":
-        shown.append(checks.check_overflow(phase_name, proof.ranks))
+        shown.append(noise_checks.check_overflow(phase_name, proof.ranks))
     return shown
 
 

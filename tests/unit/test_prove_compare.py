@@ -11,8 +11,6 @@ from launcher.prove.checks import (
     Check,
     check_cancelled,
     check_exact,
-    check_noisy_gradients,
-    check_noisy_losses,
     check_series,
     check_tensors,
     check_updates,
@@ -35,6 +33,7 @@ from launcher.prove.compare.routing import (
     StepChoices,
     routers_of,
 )
+from launcher.prove.noise_checks import check_noisy_gradients, check_noisy_losses
 from launcher.prove.plain import PlainTrainer
 from launcher.prove.reference import ReferenceStep
 from launcher.prove.report import number

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.prove.checks import MOST_NOISE, Check, check_noisy_gradients, check_series, check_tensors
+from launcher.prove.checks import Check, check_series, check_tensors
 from launcher.prove.compare.boxes import TensorBox
+from launcher.prove.noise_checks import MOST_NOISE, check_noisy_gradients
 from launcher.prove.rounding import MOST, NOISE_FACTOR, Bounds, bounds_for, nudge, round_anew
 from parallel.checkpoint.boxes import Box
 

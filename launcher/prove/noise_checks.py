@@ -1,0 +1,99 @@
+"""The checks of a proof in 8 and 16 bits: the measure is one process's distance from fp32 in the same precision."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from launcher.prove.checks import Check, held_to, relative, shapes_of, whole_or_failed
+from launcher.prove.compare.boxes import TensorBox
+from launcher.prove.compare.errors import tensor_errors
+from launcher.prove.rank import RankSeen
+from launcher.prove.rounding import NOISE_FACTOR, Nudged, bounds_for
+
+MOST_NOISE = 10  # times NOISE_FACTOR of the usual noise, where one process's own, rounded otherwise, is more
+
+
+def check_noisy_gradients(
+    phase: str,
+    pieces: Iterable[TensorBox],
+    low: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    step: str,
+    name: str = "gradients",
+    anew: Nudged | None = None,
+) -> Check:
+    """In 16 bits, every gradient's distance from fp32, as a multiple of one process's in that precision.
+
+    The multiple's base is the larger of the tensor's own distance and the median one, since a small tensor's own may be
+    small by chance. The bound is NOISE_FACTOR, or that times as far as any of ``anew`` is: one process's gradients with
+    weights rounded otherwise. It is at most MOST_NOISE times NOISE_FACTOR.
+    """
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(exact))
+    if ours is None:
+        assert failed is not None
+        return failed
+    noise = tensor_errors(low, exact)
+    usual = statistics.median(noise.values())
+
+    def multiples(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+        return {key: error / max(noise[key], usual) for key, error in tensor_errors(gradients, exact).items()}
+
+    errors = multiples(ours)
+    draws = None if anew is None else lambda: [multiples(gradients) for gradients in anew()]
+    worst, bound, more = held_to(errors, bounds_for(NOISE_FACTOR, errors, draws, MOST_NOISE))
+    base = max(noise[worst], usual)
+    note = f"{errors[worst] * base:.1e} from fp32, one process {noise[worst]:.1e}"
+    if more:
+        note += f", {bound / NOISE_FACTOR * base:.1e} with its weights rounded otherwise"
+    return Check(phase, name, f"{worst}{step}", errors[worst], bound, note)
+
+
+def check_noise_is_there(
+    phase: str, name: str, pieces: Iterable[TensorBox], low: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> Check:
+    """That the layout computes in the precision at all: its gradients lie about as far from fp32 as one process's.
+
+    The error is one process's median distance as a multiple of the layout's. The bound is NOISE_FACTOR.
+    """
+    ours, failed = whole_or_failed(phase, name, pieces, shapes_of(exact))
+    if ours is None:
+        assert failed is not None
+        return failed
+    found, wanted = (statistics.median(tensor_errors(each, exact).values()) for each in (ours, low))
+    note = f"the layout lies {found:.1e} from fp32, one process {wanted:.1e}"
+    return Check(phase, name, "median tensor", wanted / found if found else math.inf, NOISE_FACTOR, note)
+
+
+def check_noisy_losses(
+    phase: str, name: str, ours: Sequence[float], low: Sequence[float], exact: Sequence[float], floor: float
+) -> Check:
+    """In 16 bits, the losses' largest distance from fp32, as a multiple of one process's (of ``floor`` at least)."""
+    base = loss_noise(low, exact, floor)
+    errors = [relative(a, b) / base for a, b in zip(ours, exact, strict=True)]
+    step = max(range(len(errors)), key=errors.__getitem__)
+    note = f"{errors[step] * base:.1e} from fp32, one process at most {base:.1e}"
+    return Check(phase, name, f"step {step + 1}", errors[step], NOISE_FACTOR, note)
+
+
+def loss_noise(low: Sequence[float], exact: Sequence[float], floor: float) -> float:
+    """One process's largest distance from fp32 in 16 bits, relative; ``floor`` at least."""
+    return max(floor, *(relative(a, b) for a, b in zip(low, exact, strict=True)))
+
+
+def check_overflow(phase: str, ranks: Sequence[RankSeen]) -> Check:
+    """An overflow on one rank: every rank skips the step, keeps its weights, and ends at the same loss scale.
+
+    The error is the number of ranks that did otherwise.
+    """
+    wrong: list[str] = []
+    for number, first in enumerate(ranks[0].phases[phase].overflows):
+        seen = [rank.phases[phase].overflows[number] for rank in ranks]
+        least = min(each.scale for each in seen)
+        for rank, each in zip(ranks, seen, strict=True):
+            if not each.skipped or not each.is_unchanged:
+                wrong.append(f"{rank.place} did not skip an overflow on rank {first.at}")
+            elif each.scale != least:
+                wrong.append(f"{rank.place} is at scale {each.scale:g}, another at {least:g}")
+    return Check(phase, "overflow on one rank", wrong[0] if wrong else "skipped by all", float(len(wrong)), 0.0)
