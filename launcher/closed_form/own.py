@@ -6,14 +6,13 @@ from typing import Any
 from launcher.closed_form.architecture import Architecture, Latent
 from launcher.closed_form.budget import modes_of, way_of
 from launcher.closed_form.gpus import Gpu
-from launcher.closed_form.held import worst_moments
 from launcher.closed_form.own_memory import (
     Ours,
     Repeats,
-    held_by_position,
     layers_by_position,
     layers_of_stages,
     mean_states,
+    most_by_position,
     sent_by_position,
 )
 from launcher.closed_form.rows import Job
@@ -89,8 +88,7 @@ def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
         pp=pp,
         sums_in_place=parallel.zero == 1 and (train.stored == "bf16" or parallel.grad_reduce != "step"),
         scatters=parallel.zero == 1 and parallel.grad_reduce == "micro_batch",
-        stages=held_by_position(model, pipeline, pp, modes, way_of(config)),
-        moments=worst_moments(pipeline, pp, n_micro_batches),
+        held=most_by_position(model, pipeline, pp, modes, way_of(config), n_micro_batches),
         again=Repeats.of(modes, layers_of_stages(model, pipeline, pp)),
         layers=layers_by_position(model, pipeline, pp),
         updates_on_host=parallel.offload_optimizer,
