@@ -40,12 +40,12 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         system=System(
             flash=flash,
             overlaps=False,
-            balances=True,
             fused=False,
             fused_sums=False,
             fp32_sums=True,
             buffer_elements=2.0 * DEFAULT_SIZES.bucket,
             dispatch="all-to-all",
+            n_further=model.mtp.depth if model.mtp is not None else 0,
         ),
         gpu=gpu.hardware.name,
         n_gpus=world_size,
