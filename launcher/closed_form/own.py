@@ -34,7 +34,6 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
     model = config.model
     flash = not (model.sinks or model.positions in ("alibi", "t5") or model.attention_dropout)
     schedule = parallel.pipeline
-    n = max(1, train.batches.sizes[-1] // (degrees.dp * train.micro_batch_size))
     return Job(
         architecture=architecture_of_config(model),
         system=System(
@@ -72,15 +71,22 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         scaled_fp16=train.precision == "fp16",
         is_own_fp8=train.precision == "fp8",
         keeps_cut_weights=train.fp8_keep_weights,
-        waits=waits_of(schedule, degrees.pp, n),
-        ours=ours_of(config, world_size, n),
+        waits=waits_of(schedule, degrees.pp, micro_batches_of(config, world_size)),
+        ours=ours_of(config, world_size),
     )
 
 
-def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
+def micro_batches_of(config: RunConfig, world_size: int) -> int:
+    """Micro-batches of a rank in a step of the largest batch."""
+    train, dp = config.train, Degrees.of(config.parallel, world_size).dp
+    return max(1, train.batches.sizes[-1] // (dp * train.micro_batch_size))
+
+
+def ours_of(config: RunConfig, world_size: int) -> Ours:
     """What closed forms of memory need besides."""
     model, parallel, train = config.model, config.parallel, config.train
     modes, pipeline, pp = modes_of(config, world_size), parallel.pipeline, parallel.pp
+    n_micro_batches = micro_batches_of(config, world_size)
     return Ours(
         element=4 if train.stored == "fp32" else 2,
         states=mean_states(model, config.optimizer),
