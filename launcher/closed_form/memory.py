@@ -137,17 +137,32 @@ def own_weights(job: Job, position: int, layers: Layers) -> tuple[float, float]:
     arch = job.architecture
     dense, experts = product_weights(job, layers)
     dense += layers.moe * arch.n_experts * arch.d_model  # routers
-    last = job.pp - 1 if job.ours is None else job.ours.head_at
-    ends = (position == 0) + (position == last and (job.pp > 1 or not arch.tied))
-    dense += ends * arch.embedding_parameters / job.tp
+    dense += own_further(job, position) * 2 * arch.d_model**2  # a token's embedding joined to what is known of it
+    dense += vocabulary_matrices(job, position) * arch.embedding_parameters / job.tp
     return dense, experts
+
+
+def own_further(job: Job, position: int) -> int:
+    """Modules for further tokens at a position of a job of ours."""
+    return job.system.n_further if job.ours is not None and position == job.ours.head_at else 0
+
+
+def vocabulary_matrices(job: Job, position: int) -> int:
+    """The embedding, the head, and where modules for further tokens lie beside that, their copy of the embedding.
+
+    Tied ones that lie at one position are one matrix.
+    """
+    tied, last = job.architecture.tied, job.pp - 1 if job.ours is None else job.ours.head_at
+    if position == 0:
+        return 1 + (last == 0 and not tied)
+    return 1 + (own_further(job, position) > 0 and not tied) if position == last else 0
 
 
 def state_bytes(job: Job, position: int, layers: Layers) -> float:
     """Weights, gradients and the optimizer's state."""
     arch, expert_ranks = job.architecture, expert_shard(job)
     dense, experts = own_weights(job, position, layers)
-    ends = (position == 0) + (position == job.pp - 1 and (job.pp > 1 or not arch.tied))
+    ends = vocabulary_matrices(job, position)
     if job.zero == 3:
         one = (dense + experts) / max(1.0, layers.total)  # a layer gathered while another one is being gathered
         state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_ranks)

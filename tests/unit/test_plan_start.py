@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher.closed_form.memory import memory_of, position_memory
+from launcher.closed_form.memory import layers_of, memory_of, own_weights, position_memory
 from launcher.config.load import load_config
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import rank_memory
@@ -177,6 +177,29 @@ def test_whatever_position_holds_most_is_found(model, overrides, gpus, position)
     assert held.index(max(held)) == position and fullest(config, gpus, job).total == held[position]
     assert memory_of(job).tensors == max(position_memory(job, each).tensors for each in range(job.pp))
     assert memory_of(job).tensors == pytest.approx(held[position], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("gemma-3-1b", []),
+        ("llama-3-8b", []),
+        ("deepseek-v2-lite", []),
+        ("deepseek-v3", ["model.mtp={depth: 1}", "parallel.ep=64"]),
+    ],
+)
+@pytest.mark.parametrize("pipeline", ["1f1b", "zbv"])
+def test_closed_forms_count_the_weights_that_each_position_has(model, overrides, pipeline):
+    """Without norms. In a V the first position has the embedding and the head, which are one matrix where tied.
+
+    Beside a module for further tokens lies another embedding.
+    """
+    changes = ["parallel.pp=4", f"parallel.pipeline.name={pipeline}", "train.global_batch_size=64", *overrides]
+    config = load_config(Path(f"configs/models/{model}.yaml"), changes)
+    job, _ = job_on(config, 256, None)
+    for position in range(4):
+        counted = sum(own_weights(job, position, layers_of(job, position)))
+        assert counted == pytest.approx(sum(step_of_rank(config, 256, position).weights.values()), rel=0.01)
 
 
 def test_a_report_shows_the_last_starts_plan():
