@@ -120,9 +120,12 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
     windows = [model.window_of(layer) for layer in range(model.n_layers)]
     latent = None
     if mla is not None:
-        rank = mla.q_lora_rank if mla.q_lora_rank is not None else model.d_model
         latent = Latent(
-            query_rank=rank, kv_rank=mla.kv_lora_rank, d_nope=mla.d_nope, d_rope=mla.d_rope, d_value=mla.d_v
+            query_rank=mla.q_lora_rank,
+            kv_rank=mla.kv_lora_rank,
+            d_nope=mla.d_nope,
+            d_rope=mla.d_rope,
+            d_value=mla.d_v,
         )
     experts: dict[str, Any] = {}
     if moe is not None:

@@ -233,7 +233,7 @@ class Step:
         """Projections, the core, norms and residual sums, and what tp, cp send."""
         arch, job = self.arch, self.job
         for inputs, outputs, cuts_outputs in arch.attention_matrices:
-            is_latent = arch.latent is not None and inputs == arch.d_model and cuts_outputs
+            is_latent = arch.latent is not None and (inputs, outputs) == (arch.d_model, arch.latent.down_width)
             cut = 1 if is_latent else job.tp  # latent down-projections are whole on each rank
             shape = Product.of(
                 self.tokens, outputs / cut if cuts_outputs else outputs, inputs if cuts_outputs else inputs / cut
