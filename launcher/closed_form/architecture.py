@@ -18,11 +18,16 @@ class CannotPlan(Exception):
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the ranks of its projections."""
 
-    query_rank: int
+    query_rank: int | None  # None: queries are one product of the hidden state
     kv_rank: int
     d_nope: int
     d_rope: int
     d_value: int
+
+    @property
+    def down_width(self) -> int:
+        """Outputs of the down-projections, which are one product."""
+        return (self.query_rank or 0) + self.kv_rank + self.d_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +68,8 @@ class Architecture:
             return [(self.d_model, width, True), (self.n_heads * self.d_head, self.d_model, False)]
         d_query = latent.d_nope + latent.d_rope
         return [
-            (self.d_model, latent.query_rank + latent.kv_rank + latent.d_rope, True),
-            (latent.query_rank, self.n_heads * d_query, True),
+            (self.d_model, latent.down_width, True),
+            (latent.query_rank or self.d_model, self.n_heads * d_query, True),
             (latent.kv_rank, self.n_heads * (latent.d_nope + latent.d_value), True),
             (self.n_heads * latent.d_value, self.d_model, False),
         ]

@@ -6,6 +6,7 @@ Activations are those of Korthikanti et al. 2022 (arXiv 2205.05198), with groupe
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launcher.closed_form.own_memory import Layers
 from launcher.closed_form.rows import GIB, Job
 
 HALF = 2
@@ -44,8 +45,17 @@ class Memory:
 
 def memory_of(job: Job) -> Memory:
     """The memory of the position that holds most."""
-    positions = range(job.pp) if job.pp <= 2 else (0, 1, job.pp - 1)
-    return max((position_memory(job, each) for each in positions), key=lambda each: each.tensors)
+    return max((position_memory(job, each) for each in unlike_positions(job)), key=lambda each: each.tensors)
+
+
+def unlike_positions(job: Job) -> list[int]:
+    """Pipeline positions of which one holds most: of a job of ours the fullest of each kind (``Ours.stand_ins``).
+
+    Of others' jobs, whose layers are alike, the first, the second and the last.
+    """
+    if job.ours is not None:
+        return sorted(set(job.ours.stand_ins()))
+    return list(range(job.pp)) if job.pp <= 2 else [0, 1, job.pp - 1]
 
 
 def position_memory(job: Job, position: int) -> Memory:
@@ -53,7 +63,7 @@ def position_memory(job: Job, position: int) -> Memory:
     layers = layers_of(job, position)
     if job.ours is not None:
         n_weights, n_updated = weights_of(job, position, layers)
-        state, buffers = job.ours.state(n_weights, n_updated), job.ours.buffers(n_weights, layers)
+        state, buffers = job.ours.state(n_weights, n_updated), job.ours.buffers(n_weights, layers.total)
         state += CUT * sum(product_weights(job, layers)) if job.keeps_cut_weights else 0.0
         held, (gradient, chunk) = own_activations(job, position), own_head(job, position)
         left = job.ours.left(n_weights, gradient / FULL)
@@ -61,17 +71,23 @@ def position_memory(job: Job, position: int) -> Memory:
         return Memory(state, held, max(gradient + chunk, reduces - held), 0.0)
     return Memory(
         state_bytes(job, position, layers),
-        activation_bytes(job, position, layers),
+        activation_bytes(job, position, layers.total),
         logit_bytes(job, position),
         job.system.buffer_elements * HALF,
     )
 
 
-def layers_of(job: Job, position: int) -> float:
-    """Layers of a position: equal parts where pp divides them, else the ends, beside the vocabulary, have fewer."""
-    n_layers, pp = job.architecture.n_layers, job.pp
+def layers_of(job: Job, position: int) -> Layers:
+    """Layers of a position; of others' jobs each position has the model's share of layers with experts."""
     if job.ours is not None:
         return job.ours.layers[position]
+    n_layers, share_moe = inferred_layers(job, position), job.architecture.n_moe_layers / job.architecture.n_layers
+    return Layers(n_layers, n_layers * share_moe)
+
+
+def inferred_layers(job: Job, position: int) -> float:
+    """Layers of a position: equal parts where pp divides them, else the ends, beside the vocabulary, have fewer."""
+    n_layers, pp = job.architecture.n_layers, job.pp
     further = job.system.n_further if position == pp - 1 else 0
     if n_layers % pp == 0:
         return n_layers / pp + further
@@ -97,7 +113,7 @@ def own_head(job: Job, position: int) -> tuple[float, float]:
     return job.ours.head(tokens, vocab_size * job.architecture.d_model, vocab_size, is_cut=job.tp > 1)
 
 
-def weights_of(job: Job, position: int, layers: float) -> tuple[float, float]:
+def weights_of(job: Job, position: int, layers: Layers) -> tuple[float, float]:
     """The weights of a position's rank, and those that it updates where ZeRO cuts them."""
     dense, experts = own_weights(job, position, layers)
     return dense + experts, dense / job.shard + experts / expert_shard(job)
@@ -108,33 +124,47 @@ def expert_shard(job: Job) -> float:
     return max(1.0, min(job.shard, job.dp * job.cp * job.tp / job.ep))
 
 
-def product_weights(job: Job, layers: float) -> tuple[float, float]:
+def product_weights(job: Job, layers: Layers) -> tuple[float, float]:
     """Weights that so many layers of a rank multiply by: all but experts, and experts."""
     arch = job.architecture
-    share_moe = arch.n_moe_layers / arch.n_layers
-    dense = layers * arch.attention_parameters / job.tp + layers * (1 - share_moe) * arch.dense_parameters / job.tp
-    dense += layers * share_moe * arch.n_shared_experts * arch.expert_parameters / job.tp
-    return dense, layers * share_moe * arch.n_experts / job.ep * arch.expert_parameters
+    dense = layers.total * arch.attention_parameters / job.tp + layers.dense * arch.dense_parameters / job.tp
+    dense += layers.moe * arch.n_shared_experts * arch.expert_parameters / job.tp
+    return dense, layers.moe * arch.n_experts / job.ep * arch.expert_parameters
 
 
-def own_weights(job: Job, position: int, layers: float) -> tuple[float, float]:
+def own_weights(job: Job, position: int, layers: Layers) -> tuple[float, float]:
     """Weights of a position's rank: all but experts, and experts."""
     arch = job.architecture
     dense, experts = product_weights(job, layers)
-    dense += layers * arch.n_moe_layers / arch.n_layers * arch.n_experts * arch.d_model  # routers
-    last = job.pp - 1 if job.ours is None else job.ours.head_at
-    ends = (position == 0) + (position == last and (job.pp > 1 or not arch.tied))
-    dense += ends * arch.embedding_parameters / job.tp
+    dense += layers.moe * arch.n_experts * arch.d_model  # routers
+    dense += own_further(job, position) * 2 * arch.d_model**2  # a token's embedding joined to what is known of it
+    dense += vocabulary_matrices(job, position) * arch.embedding_parameters / job.tp
     return dense, experts
 
 
-def state_bytes(job: Job, position: int, layers: float) -> float:
+def own_further(job: Job, position: int) -> int:
+    """Modules for further tokens at a position of a job of ours."""
+    return job.system.n_further if job.ours is not None and position == job.ours.head_at else 0
+
+
+def vocabulary_matrices(job: Job, position: int) -> int:
+    """The embedding, the head, and where modules for further tokens lie beside that, their copy of the embedding.
+
+    Tied ones that lie at one position are one matrix.
+    """
+    tied, last = job.architecture.tied, job.pp - 1 if job.ours is None else job.ours.head_at
+    if position == 0:
+        return 1 + (last == 0 and not tied)
+    return 1 + (own_further(job, position) > 0 and not tied) if position == last else 0
+
+
+def state_bytes(job: Job, position: int, layers: Layers) -> float:
     """Weights, gradients and the optimizer's state."""
     arch, expert_ranks = job.architecture, expert_shard(job)
     dense, experts = own_weights(job, position, layers)
-    ends = (position == 0) + (position == job.pp - 1 and (job.pp > 1 or not arch.tied))
+    ends = vocabulary_matrices(job, position)
     if job.zero == 3:
-        one = (dense + experts) / max(1.0, layers)  # a layer gathered while another one is being gathered
+        one = (dense + experts) / max(1.0, layers.total)  # a layer gathered while another one is being gathered
         state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_ranks)
         return state + one * (2 * HALF + FULL) + ends * arch.embedding_parameters / job.tp * (HALF + FULL)
     cut = job.shard if job.zero else 1

@@ -6,14 +6,13 @@ from typing import Any
 from launcher.closed_form.architecture import Architecture, Latent
 from launcher.closed_form.budget import modes_of, way_of
 from launcher.closed_form.gpus import Gpu
-from launcher.closed_form.held import worst_moments
 from launcher.closed_form.own_memory import (
     Ours,
     Repeats,
-    held_by_position,
     layers_by_position,
     layers_of_stages,
     mean_states,
+    most_by_position,
     sent_by_position,
 )
 from launcher.closed_form.rows import Job
@@ -35,18 +34,17 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
     model = config.model
     flash = not (model.score_cap is not None or model.positions in ("alibi", "t5") or model.attention_dropout)
     schedule = parallel.pipeline
-    n = max(1, train.batches.sizes[-1] // (degrees.dp * train.micro_batch_size))
     return Job(
         architecture=architecture_of_config(model),
         system=System(
             flash=flash,
             overlaps=False,
-            balances=True,
             fused=False,
             fused_sums=False,
             fp32_sums=True,
             buffer_elements=2.0 * DEFAULT_SIZES.bucket,
             dispatch="all-to-all",
+            n_further=model.mtp.depth if model.mtp is not None else 0,
         ),
         gpu=gpu.hardware.name,
         n_gpus=world_size,
@@ -73,15 +71,22 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         scaled_fp16=train.precision == "fp16",
         is_own_fp8=train.precision == "fp8",
         keeps_cut_weights=train.fp8_keep_weights,
-        waits=waits_of(schedule, degrees.pp, n),
-        ours=ours_of(config, world_size, n),
+        waits=waits_of(schedule, degrees.pp, micro_batches_of(config, world_size)),
+        ours=ours_of(config, world_size),
     )
 
 
-def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
+def micro_batches_of(config: RunConfig, world_size: int) -> int:
+    """Micro-batches of a rank in a step of the largest batch."""
+    train, dp = config.train, Degrees.of(config.parallel, world_size).dp
+    return max(1, train.batches.sizes[-1] // (dp * train.micro_batch_size))
+
+
+def ours_of(config: RunConfig, world_size: int) -> Ours:
     """What closed forms of memory need besides."""
     model, parallel, train = config.model, config.parallel, config.train
     modes, pipeline, pp = modes_of(config, world_size), parallel.pipeline, parallel.pp
+    n_micro_batches = micro_batches_of(config, world_size)
     return Ours(
         element=4 if train.stored == "fp32" else 2,
         states=mean_states(model, config.optimizer),
@@ -89,8 +94,7 @@ def ours_of(config: RunConfig, world_size: int, n_micro_batches: int) -> Ours:
         pp=pp,
         sums_in_place=parallel.zero == 1 and (train.stored == "bf16" or parallel.grad_reduce != "step"),
         scatters=parallel.zero == 1 and parallel.grad_reduce == "micro_batch",
-        stages=held_by_position(model, pipeline, pp, modes, way_of(config)),
-        moments=worst_moments(pipeline, pp, n_micro_batches),
+        held=most_by_position(model, pipeline, pp, modes, way_of(config), n_micro_batches),
         again=Repeats.of(modes, layers_of_stages(model, pipeline, pp)),
         layers=layers_by_position(model, pipeline, pp),
         updates_on_host=parallel.offload_optimizer,
@@ -116,9 +120,12 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
     windows = [model.window_of(layer) for layer in range(model.n_layers)]
     latent = None
     if mla is not None:
-        rank = mla.q_lora_rank if mla.q_lora_rank is not None else model.d_model
         latent = Latent(
-            query_rank=rank, kv_rank=mla.kv_lora_rank, d_nope=mla.d_nope, d_rope=mla.d_rope, d_value=mla.d_v
+            query_rank=mla.q_lora_rank,
+            kv_rank=mla.kv_lora_rank,
+            d_nope=mla.d_nope,
+            d_rope=mla.d_rope,
+            d_value=mla.d_v,
         )
     experts: dict[str, Any] = {}
     if moe is not None:

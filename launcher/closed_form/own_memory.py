@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from launcher.closed_form.held import LayerHeld, Moment, Stages, most_held
+from launcher.closed_form.held import LayerHeld, Stages, most_held, worst_moments
 from modeling.config import ModelConfig
 from modeling.logical import logical_tensors
 from modeling.loss import CUDA_CHUNK_LOGITS
@@ -58,6 +58,18 @@ class Repeats(NamedTuple):
         return cls(full, full + half, selective)
 
 
+class Layers(NamedTuple):
+    """How many layers a pipeline position has; those that predict further tokens are layers beside the head."""
+
+    total: float
+    moe: float  # of them with experts
+
+    @property
+    def dense(self) -> float:
+        """Those without experts."""
+        return self.total - self.moe
+
+
 @dataclass(frozen=True)
 class Ours:
     """What the closed forms need of a config besides its dims."""
@@ -67,10 +79,9 @@ class Ours:
     zero: int
     pp: int
     sums_in_place: bool  # bf16 under ZeRO 1: gradients are added to their sums as they are made
-    stages: tuple[Stages, ...]  # of each position: elements that one token leaves in each layer
-    moments: tuple[tuple[Moment, ...], ...]  # of each position
+    held: tuple[float, ...]  # of each position: elements that wait for backward passes, over a micro-batch's tokens
     again: Repeats
-    layers: tuple[int, ...]  # of each position
+    layers: tuple[Layers, ...]  # of each position
     updates_on_host: bool  # masters and optimizer states are the host's
     sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
@@ -113,7 +124,19 @@ class Ours:
 
     def activations(self, tokens: float, position: int) -> float:
         """What waits for the backward passes of the micro-batches in flight, and one layer's own work."""
-        return tokens * self.element * most_held(self.stages[position], self.moments[position])
+        return tokens * self.element * self.held[position]
+
+    def stand_ins(self) -> list[int]:
+        """By position: among those with as many layers of each kind, that whose layers leave the most.
+
+        The first position, which has the embedding, and the head's stand for themselves.
+        """
+        kinds = dict[tuple[int | None, Layers], list[int]]()
+        keys = [(each if each in (0, self.head_at) else None, layers) for each, layers in enumerate(self.layers)]
+        for position, key in enumerate(keys):
+            kinds.setdefault(key, []).append(position)
+        fullest = {key: max(alike, key=self.held.__getitem__) for key, alike in kinds.items()}
+        return [fullest[key] for key in keys]
 
 
 @lru_cache(maxsize=1024)
@@ -163,6 +186,15 @@ def held_by_position(
         )
         for stages in layers_of_stages(model, pipeline, pp)
     )
+
+
+@lru_cache(maxsize=1024)
+def most_by_position(
+    model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way, n_micro_batches: int
+) -> tuple[float, ...]:
+    """What waits for backward passes at the worst moment of each position, in elements over a micro-batch's tokens."""
+    stages, moments = held_by_position(model, pipeline, pp, modes, way), worst_moments(pipeline, pp, n_micro_batches)
+    return tuple(most_held(layers, own) for layers, own in zip(stages, moments, strict=True))
 
 
 def residual_width(model: ModelConfig, mode: Mode, tp: int) -> float:
@@ -216,11 +248,10 @@ def expert_width(model: ModelConfig, mode: Mode, tp: int, *, exchanges: bool) ->
 
 
 @lru_cache(maxsize=1024)
-def layers_by_position(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
+def layers_by_position(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> tuple[Layers, ...]:
     """How many layers each pipeline position has."""
-    own = range(model.n_layers)
-    stages = layers_of_stages(model, pipeline, pp)
-    return tuple(sum(layer in own for stage in each for layer in stage) for each in stages)
+    own = [[layer for stage in stages for layer in stage] for stages in layers_of_stages(model, pipeline, pp)]
+    return tuple(Layers(len(layers), sum(map(model.is_moe_layer, layers))) for layers in own)
 
 
 @lru_cache(maxsize=1024)

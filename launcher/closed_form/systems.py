@@ -26,7 +26,6 @@ class System:
     half_sums: bool = False  # gradients are summed in 16 bits, and sent so
     scatters: bool = True  # what goes to the next pipeline position is cut over tp for the journey
     buffer_elements: float = 0.0  # of 16 bits, that sums over the replicas go through
-    balances: bool = False  # the last position has fewer layers, for the head's sake, where pp divides them, too
     first_flash: bool = False  # the first FlashAttention, or Triton's version of it
     dispatch: Dispatch = "nodes"
     neighbours: bool = False  # a token's experts lie side by side, as where routing is only pretended

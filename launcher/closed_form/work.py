@@ -165,17 +165,22 @@ class Step:
         return Work(**amounts)
 
     def slowest(self, dense: float, moe: float, head: float) -> tuple[float, float, float]:
-        """Layers of each kind and heads of the slowest position: equal parts where pp divides, else the best.
+        """Layers of each kind and heads of the slowest position, given the seconds of one.
 
-        A module for further tokens is a layer, and the head once more, of the last position.
+        A job of ours has its own layers by position; others equal parts where pp divides, else the best. A module for
+        further tokens is a layer, and the head once more, of the head's position.
         """
         arch, pp, n_further = self.arch, self.job.pp, self.job.system.n_further
         n_layers, heads = arch.n_layers + n_further, 1.0 + n_further
+        if self.job.ours is not None:
+            own = self.job.ours
+            found = [(n.dense, n.moe, heads * (place == own.head_at)) for place, n in enumerate(own.layers)]
+            return max(found, key=lambda each: each[0] * dense + each[1] * moe + each[2] * head)
         share_moe = (arch.n_moe_layers + (n_further if arch.n_experts else 0)) / n_layers
         one = (1 - share_moe) * dense + share_moe * moe
         if pp == 1:
             return n_layers * (1 - share_moe), n_layers * share_moe, heads
-        if n_layers % pp == 0 and not self.job.system.balances:
+        if n_layers % pp == 0:
             count, has_head = n_layers / pp, heads
         else:
             last = best_last(n_layers, pp, heads * head / one)
@@ -228,7 +233,7 @@ class Step:
         """Projections, the core, norms and residual sums, and what tp, cp send."""
         arch, job = self.arch, self.job
         for inputs, outputs, cuts_outputs in arch.attention_matrices:
-            is_latent = arch.latent is not None and inputs == arch.d_model and cuts_outputs
+            is_latent = arch.latent is not None and (inputs, outputs) == (arch.d_model, arch.latent.down_width)
             cut = 1 if is_latent else job.tp  # latent down-projections are whole on each rank
             shape = Product.of(
                 self.tokens, outputs / cut if cuts_outputs else outputs, inputs if cuts_outputs else inputs / cut

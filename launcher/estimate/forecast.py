@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from launcher.closed_form.own import ours_of
 from launcher.config.tree import RunConfig
 from launcher.estimate.order import Passes, Simulated, simulate
 from launcher.estimate.step import ACCUMULATE, Estimate, check_known, estimate_position
@@ -67,21 +68,22 @@ def forecast(
 ) -> Forecast:
     """The forecast. The device must be open (launcher.estimate.device), and this process in no process group.
 
-    ``sampled``: of a pipeline's positions the first, the second and the last are traced, and the rest taken for the
-    second, which holds the most of them.
+    ``sampled``: of a pipeline's positions with as many layers of each kind, neither the embedding nor the head beside
+    them, one is traced, and the others taken for it: that which by closed forms holds the most.
     """
     check_known(config)
-    gpu, found = torch.device("cuda", 0), []
-    for pp_rank, ranks in enumerate(Degrees.of(config.parallel, world_size).stages()):
-        if sampled and 1 < pp_rank < config.parallel.pp - 1:
-            found.append(found[1])
-            continue
+    gpu, traced = torch.device("cuda", 0), dict[int, Position]()
+    stages = Degrees.of(config.parallel, world_size).stages()
+    stand_ins = ours_of(config, world_size).stand_ins() if sampled else range(len(stages))
+    for pp_rank in sorted(set(stand_ins)):
+        ranks = stages[pp_rank]
         where = f"pipeline position {pp_rank} of {config.parallel.pp}" if config.parallel.pp > 1 else "the model"
         tell(f"{where}: a whole step without memory")
         memory = measure_memory(shortened(config, world_size), world_size, ranks[0], gpu, ON_GPU, imbalance)
         tell(f"{where}: the time of one micro-batch")
         time = estimate_position(config, world_size, pp_rank, ranks[0], hardware)
-        found.append(Position(ranks[0], memory, time, passes_of(time), update_seconds(time)))
+        traced[pp_rank] = Position(ranks[0], memory, time, passes_of(time), update_seconds(time))
+    found = [traced[each] for each in stand_ins]
     n_micro_batches = found[0].time.n_micro_batches
     order = simulate(config.parallel.pipeline, [each.passes for each in found], n_micro_batches)
     return Forecast(config, hardware, world_size, imbalance, found, order)

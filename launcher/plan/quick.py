@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.closed_form.forecast import chance_to_fit, fitted, seconds_by_part
 from launcher.closed_form.gpus import Gpu, gpu_like
-from launcher.closed_form.memory import own_activations, own_head
+from launcher.closed_form.memory import layers_of, own_activations, own_head, unlike_positions
 from launcher.closed_form.own import job_of_config
 from launcher.closed_form.rows import GIB, Job
 from launcher.config.tree import RunConfig
@@ -82,7 +82,7 @@ def held_by(config: RunConfig, world_size: int, job: Job, position: int) -> Held
         masters=state.masters,
         optimizer=state.optimizer,
         gradients=state.gradients,
-        buffers=job.ours.buffers(n_weights, config.model.n_layers // config.parallel.pp),
+        buffers=job.ours.buffers(n_weights, layers_of(job, position).total),
         activations=own_activations(job, position),
         head=gradient,
         logits=chunk,
@@ -91,10 +91,9 @@ def held_by(config: RunConfig, world_size: int, job: Job, position: int) -> Held
 
 
 def fullest(config: RunConfig, world_size: int, job: Job) -> Held:
-    """The position that holds most: the first, the second, or the last, as in the closed forms."""
-    pp = config.parallel.pp
-    positions = range(pp) if pp <= 2 else (0, 1, pp - 1)
-    return max((held_by(config, world_size, job, each) for each in positions), key=lambda each: each.total)
+    """The position that holds most."""
+    found = (held_by(config, world_size, job, each) for each in unlike_positions(job))
+    return max(found, key=lambda each: each.total)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """`plan --search --traces N`: traces of the best layouts decide their order and whether they fit."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from launcher.cli import main
 from launcher.closed_form.gpus import capacity, gpu_of
 from launcher.config.load import load_config
+from launcher.estimate import forecast as forecast_module
+from launcher.estimate.order import Passes
 from launcher.plan import decide as decide_module
 from launcher.plan.decide import Verdict, decide, in_order, verdict_json
 from launcher.plan.search import overrides_of, search
+from launcher.trace.hardware import read_hardware
 
 CONFIG = """\
 name: small
@@ -90,6 +94,31 @@ def test_closed_forms_alone(path, capsys):
     assert main(["plan", str(path), "--search", "--gpus", "2", "--traces", "0", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["layouts"]
     assert {row["not_traced"] for row in rows} == {"--traces=0"}
+
+
+MOE = "model.moe={n_experts: 4, top_k: 2, d_ff: 64, n_dense_layers: 4}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "traced"),
+    [
+        (["parallel.pipeline.layers=[2,2,2,3,2,1]"], [0, 1, 1, 3, 1, 5]),
+        (["parallel.pipeline.layers=[2,2,2,2,2,2]", MOE], [0, 1, 2, 2, 2, 5]),
+        (["parallel.pipeline.name=zbv"], [0, 5, 5, 5, 5, 5]),  # the head is the first's
+    ],
+)
+def test_the_fullest_of_like_positions_is_traced_for_them(path, changes, traced, monkeypatch):
+    """By hand; of a plan that is asked for each position is traced."""
+    config = load_config(path, ["model.n_layers=12", "parallel.pp=6", "train.global_batch_size=16", *changes])
+    ranks, estimate = [], SimpleNamespace(n_micro_batches=16)
+    monkeypatch.setattr(forecast_module, "measure_memory", lambda config, n_gpus, rank, *rest: ranks.append(rank))
+    monkeypatch.setattr(forecast_module, "estimate_position", lambda *arguments: estimate)
+    monkeypatch.setattr(forecast_module, "passes_of", lambda estimate: Passes(1.0, 2.0))
+    monkeypatch.setattr(forecast_module, "update_seconds", lambda estimate: 0.0)
+    found = forecast_module.forecast(config, 6, read_hardware("H100"), sampled=True)
+    assert [each.rank for each in found.positions] == traced and ranks == sorted(set(traced))
+    whole = forecast_module.forecast(config, 6, read_hardware("H100"))
+    assert [each.rank for each in whole.positions] == list(range(6))
 
 
 @pytest.mark.slow

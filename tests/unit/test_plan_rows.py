@@ -14,6 +14,7 @@ from launcher.closed_form.consistency import contradictions
 from launcher.closed_form.evaluate import COVERED, evaluate, limits, spread_of
 from launcher.closed_form.forecast import FILE, plan_row
 from launcher.closed_form.gpus import gpu_of, network_of
+from launcher.closed_form.own import architecture_of_config
 from launcher.closed_form.page import MEMORY_TARGET, TARGETS, page
 from launcher.closed_form.products import Product, padding
 from launcher.closed_form.rows import job_of, measured_seconds, read_rows, zero_of
@@ -21,6 +22,7 @@ from launcher.closed_form.work import Step, work_of
 from launcher.config.load import load_config
 from launcher.estimate.order import Passes, simulate
 from modeling.counts import count_parameters, flops_per_token
+from modeling.logical import logical_tensors
 from parallel.pipeline.config import Interleaved, OneFOneB
 from plan_table import PAGE, ROOT, ROWS, constants_text
 
@@ -122,6 +124,19 @@ def test_parameters_and_flops_are_the_model_s_own(path):
     flops = 6 * found.active_parameters + 12 * model.n_layers * found.attention_width * keys
     if model.mtp is None:  # of a module for further tokens rows say nothing
         assert flops == pytest.approx(flops_per_token(model, seq_len), rel=0.02)
+
+
+OURS = sorted(path for folder in (".", "models") for path in (ROOT / "configs" / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_parameters_of_our_configs_are_those_of_their_tensors(path):
+    """All, and those that a token meets, but for norms, biases and GPT-2's positions: 0.7% of its smallest."""
+    model = load_config(path, []).model
+    found, embedding = architecture_of_config(model), model.vocab_size * model.d_model
+    assert found.parameters == pytest.approx(sum(each.numel for each in logical_tensors(model).values()), rel=0.01)
+    active = count_parameters(model).active - (0 if model.tie_embeddings else embedding)
+    assert found.active_parameters == pytest.approx(active, rel=0.01)
 
 
 @pytest.mark.parametrize(("pp", "n"), [(2, 8), (4, 8), (8, 32)])

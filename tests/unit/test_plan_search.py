@@ -10,6 +10,7 @@ from launcher.cli import main
 from launcher.closed_form.forecast import plan_on
 from launcher.closed_form.gpus import capacity, gpu_of
 from launcher.closed_form.own import job_of_config, waits_of
+from launcher.closed_form.work import Step
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.estimate.order import Passes, simulate
@@ -79,6 +80,31 @@ def test_waits_of_few_micro_batches_are_those_of_many(schedule):
         schedule, [Passes(*(each / (1 + isinstance(schedule, Interleaved)) for each in (1.0, 2.0)))] * pp, n
     )
     assert max(order.ends) / 3 - n == pytest.approx(waits_of(schedule, pp, n), rel=0.02)
+
+
+MOE = "model.moe={n_experts: 4, top_k: 2, d_ff: 512, n_dense_layers: 2}"
+MTP = ("model.family=deepseek_v3", "model.mtp={depth: 2}")
+PP4, V = ("parallel.pp=4",), ("parallel.pp=4", "parallel.pipeline.name=zbv")
+
+
+@pytest.mark.parametrize(
+    ("changes", "costs", "slowest"),
+    [
+        ([*PP4, "parallel.pipeline.layers=[1,1,5,1]"], (1, 2, 3), (5, 0, 0)),
+        ([*PP4, "parallel.pipeline.layers=[1,1,5,1]"], (1, 2, 5), (1, 0, 1)),
+        ([*PP4, "parallel.pipeline.layers=[2,2,2,2]", MOE], (1, 2, 1), (0, 2, 1)),
+        ([*PP4, "parallel.pipeline.layers=[2,2,2,2]", MOE], (9, 2, 1), (2, 0, 0)),
+        ([*V, "parallel.pipeline.layers=[1,1,1,1,1,1,1,1]", MOE], (1, 2, 3), (1, 1, 1)),  # the first has the head
+        ([MOE], (1, 2, 3), (2, 6, 1)),
+        ([*MTP, MOE], (1, 2, 3), (2, 8, 3)),
+        ([*MTP, MOE, *PP4, "parallel.pipeline.layers=[3,3,1,1]"], (1, 2, 3), (0, 3, 3)),
+    ],
+)
+def test_the_slowest_position_is_one_of_the_layouts_own(path, changes, costs, slowest):
+    """By hand: layers without experts, layers with them, and passes of the head."""
+    gpu = gpu_of("H100", 8, "")
+    config = load_config(path, changes)
+    assert Step(job_of_config(config, 8, gpu, 8), gpu).slowest(*costs) == slowest
 
 
 OFFLOADED = ("parallel.zero=2", "parallel.offload_optimizer=true")

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launcher.closed_form.memory import layers_of, memory_of, own_weights, position_memory
 from launcher.config.load import load_config
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import rank_memory
-from launcher.plan.quick import GIB, GRADIENTS, PASSING, Held, quick_plan, room_on
+from launcher.plan.quick import GIB, GRADIENTS, PASSING, Held, fullest, held_by, job_on, quick_plan, room_on
 from launcher.plan.search import layouts
 from launcher.report.plans import planned_at_start, planned_rows
 from launcher.trace.hardware import known_hardware, read_hardware
@@ -155,6 +156,50 @@ def test_layouts_that_nobody_chose_are_planned_on_every_gpu(name):
             assert found["tensor_bytes"] > 0 and found["step_seconds"] > 0 and 0 <= found["chance_to_fit"] <= 1
             planned_now += 1
     assert planned_now
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "gpus", "position"),
+    [
+        ("qwen3-30b-a3b", ["parallel.pp=4", "parallel.ep=4", "parallel.pipeline.layers=[8,8,24,8]"], 16, 2),
+        ("qwen3-30b-a3b", ["parallel.pp=8", "train.recompute=full"], 8, 2),
+        ("gemma-2-27b", ["parallel.pp=16", "parallel.pipeline.name=zbv"], 16, 14),
+        ("deepseek-v3", ["parallel.pp=16", "parallel.pipeline.name=interleaved"], 16, 3),
+        ("olmoe-1b-7b-0924", ["parallel.pp=8", "train.recompute=full"], 8, 6),
+    ],
+)
+def test_whatever_position_holds_most_is_found(model, overrides, gpus, position):
+    """Each of the positions is looked at one by one to compare."""
+    batch = ["train.micro_batch_size=1", "train.global_batch_size=64", "data.seq_len=4096"]
+    config = load_config(Path(f"configs/models/{model}.yaml"), [*batch, *overrides])
+    job, _ = job_on(config, gpus, None)
+    held = [held_by(config, gpus, job, each).total for each in range(job.pp)]
+    assert held.index(max(held)) == position and fullest(config, gpus, job).total == held[position]
+    assert memory_of(job).tensors == max(position_memory(job, each).tensors for each in range(job.pp))
+    assert memory_of(job).tensors == pytest.approx(held[position], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("gemma-3-1b", []),
+        ("llama-3-8b", []),
+        ("deepseek-v2-lite", []),
+        ("deepseek-v3", ["model.mtp={depth: 1}", "parallel.ep=64"]),
+    ],
+)
+@pytest.mark.parametrize("pipeline", ["1f1b", "zbv"])
+def test_closed_forms_count_the_weights_that_each_position_has(model, overrides, pipeline):
+    """Without norms. In a V the first position has the embedding and the head, which are one matrix where tied.
+
+    Beside a module for further tokens lies another embedding.
+    """
+    changes = ["parallel.pp=4", f"parallel.pipeline.name={pipeline}", "train.global_batch_size=64", *overrides]
+    config = load_config(Path(f"configs/models/{model}.yaml"), changes)
+    job, _ = job_on(config, 256, None)
+    for position in range(4):
+        counted = sum(own_weights(job, position, layers_of(job, position)))
+        assert counted == pytest.approx(sum(step_of_rank(config, 256, position).weights.values()), rel=0.01)
 
 
 def test_a_report_shows_the_last_starts_plan():
