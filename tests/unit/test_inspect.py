@@ -146,6 +146,15 @@ def test_tallies_of_pairs() -> None:
     assert (one, other, tokens) == (0, 1, 18) and chance == pytest.approx(22 * 400 / 560)
 
 
+@pytest.mark.parametrize("n_experts", [2, 3, 5])
+def test_the_strongest_pair_is_one_that_tokens_chose(n_experts: int) -> None:
+    """Also where no pair is above chance, by rounding even below it, and where an expert is idle."""
+    assert strongest_pair(np.full((2, 2), 100)) == (0, 1, 100, 100.0)
+    pairs_EE = np.full((n_experts, n_experts), 7) + np.diag([7 * (n_experts - 2)] * n_experts)
+    one, other, tokens, chance = strongest_pair(np.pad(pairs_EE, (1, 0))) or (0, 0, 0, 0.0)
+    assert 1 <= one < other and tokens == 7 and chance == pytest.approx(7)
+
+
 def test_specialisation_is_the_information_about_the_source() -> None:
     assert specialisation(np.array([[0.5, 0.5], [0.5, 0.5]])) == 0
     assert specialisation(np.array([[1.0, 0.0], [0.0, 1.0]])) == 1
