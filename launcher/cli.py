@@ -31,7 +31,7 @@ from launcher.completion import mend_bash_words, offer_runs, offer_shells
 from launcher.config.secrets import mask
 from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
 from launcher.errors import WRONG_PATH, UserError, why_refused
-from launcher.limits import check_limits, keep_others_from_writing
+from launcher.limits import check_current_folder, check_limits, keep_others_from_writing
 from launcher.streams import open_closed_streams
 from parallel.processes.environment import WrongEnvironment
 
@@ -64,6 +64,7 @@ def _options(
     ] = False,
 ) -> None:
     """Options that come before the command."""
+    check_current_folder()
     if context.invoked_subcommand != "doctor":  # which says what will not work
         check_limits()
 

@@ -31,6 +31,14 @@ def check_limits(n_ranks: int = 1) -> None:
         raise UserError(problems)
 
 
+def check_current_folder() -> None:
+    """Refuses a current folder that was removed: libraries end the process over it, or nothing is found there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError(["the current folder was removed; cd into one that is there"]) from None
+
+
 def check_local_ranks(ranks: int | None) -> None:
     """Refuses more processes to be started here than a machine holds: all would be started before one fails."""
     if ranks is not None and ranks > MOST_LOCAL_RANKS:

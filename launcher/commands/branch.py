@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.places import why_no_path, why_not_writable
@@ -35,7 +36,9 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
     from before any of them was seen, and NEW lists them. Raises UserError or DataError where something is wrong, before
     anything is created. RUN is only read.
     """
-    run_path, out, listed = find_run(run).absolute(), checked_new(new), read_names(without)
+    run_path = find_run(run).absolute()
+    out, listed = checked_new(new, run_path), read_names(without)
+    check_settable(overrides, new)
     config = saved_config(run_path)
     if config is None:
         raise UserError([f"RUN={run} holds no config.yaml, so it is no run directory; give a run that has trained"])
@@ -44,13 +47,14 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
         choice = choose(run_path, step, listed) if listed else None
         checkpoint = open_verified(run_path, choice.step if choice is not None else step)
         left_out = choice.text if choice is not None else own_list(checkpoint)
-        changed = branched_config(checkpoint, run_path, out, overrides, lists=left_out is not None)
+        with naming_config(checkpoint):
+            changed = branched_config(checkpoint, run_path, out, overrides, lists=left_out is not None)
         record = choice.record if choice is not None else own_record(left_out, run_path)
         lineage = Lineage(str(run_path), checkpoint.step, record)
         write_branch(out, changed, checkpoint, folder, lineage, left_out)
     begins = f"{new} branches from {run} at step {lineage.step}"
     say(in_a_line(begins if choice is None else f"{begins}: {choice.words()}"))
-    say(in_a_line(f"`roundtable train {new}/{CONFIG}` goes on from there"))
+    say(in_a_line(f"`{shlex.join(['roundtable', 'train', f'{new}/{CONFIG}'])}` goes on from there"))
     return 0
 
 
@@ -71,15 +75,38 @@ def own_record(left_out: str | None, run_path: Path) -> Without | None:
     return Without(len({each.document for each in listed}), hash_of_list(listed), first_seen=None, known_from=1)
 
 
-def checked_new(new: str) -> Path:
-    """NEW, made absolute. Raises UserError where it is there already, or cannot be made."""
+def checked_new(new: str, run_path: Path) -> Path:
+    """NEW, made absolute. Raises UserError where it is there already, cannot be made, or would lie in the run."""
     rule = why_no_path(new, created=True)
     if rule is None and os.path.lexists(new):
         rule = "must be a new folder, and is there already"
     rule = rule or why_not_writable(new)
+    if rule is None and Path(new).resolve().is_relative_to(run_path.resolve()):
+        rule = "must lie outside the run directory, which is only read"
     if rule is not None:
         raise UserError([f"NEW={new} {rule}; choose another"])
     return Path(new).absolute()
+
+
+def check_settable(overrides: Sequence[str], new: str) -> None:
+    """Raises UserError for overrides of where the branch lies and what it is called, which NEW says."""
+    given = [override for override in overrides if override.partition("=")[0] in ("name", "run_dir", "checkpoint.dir")]
+    if given:
+        rule = f"must be left out: NEW={new} says where the branch and its checkpoints lie, and its name"
+        raise UserError([f"{override} {rule}; give another NEW" for override in given])
+
+
+@contextlib.contextmanager
+def naming_config(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turns errors about the copy of a checkpoint's config into errors about the checkpoint's own file."""
+    copy = checkpoint.attached(CONFIG)
+    try:
+        yield
+    except UserError as error:
+        if copy is None:
+            raise
+        own = checkpoint.folder.path(CONFIG)
+        raise UserError([line.replace(str(copy), own) for line in error.problems]) from None
 
 
 def open_verified(run_path: Path, step: int) -> Checkpoint:

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from launcher.commands.runs import RUNS_DIR, short_names
 from launcher.console import say
 from launcher.errors import UserError
-from launcher.training.run_parts import METRICS
+from launcher.training.run_parts import METRICS, check_parts
 from launcher.watch.metrics import read_metrics
 from launcher.watch.moe import busiest_load
 from launcher.watch.picture import check_picture, save_picture
@@ -87,13 +87,14 @@ def plot_runs(names: Sequence[str], out: str | None, x: str) -> int:
 
 
 def find_metrics(name: str) -> Path:
-    """The metrics.jsonl of a run directory, or of a run's name below runs."""
-    for folder in (Path(name), Path(RUNS_DIR) / name):
-        if (folder / METRICS).is_file():
+    """The metrics.jsonl of a run directory, or of a run's name below runs. Raises UserError where there is none."""
+    folders = [folder for folder in (Path(name), Path(RUNS_DIR) / name) if folder.is_dir()]
+    for folder in folders:
+        check_parts(folder, METRICS)
+        if (folder / METRICS).exists():
             return folder / METRICS
-    for folder in (Path(name), Path(RUNS_DIR) / name):
-        if folder.is_dir():
-            raise UserError([f"RUN={name} has no {METRICS} yet; name a run that has trained at least one step"])
+    if folders:
+        raise UserError([f"RUN={name} has no {METRICS} yet; name a run that has trained at least one step"])
     raise UserError([f"RUN={name} must be a run directory, or a run's name below {RUNS_DIR}; see `roundtable runs`"])
 
 

@@ -40,6 +40,9 @@ def replay_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -
     """
     run_path, config = open_run_to_read(run, "replay")
     out, page = (checked_file(*each, run_path) for each in (("--json", wishes.json_file), ("--html", wishes.html_file)))
+    if out is not None and page is not None and is_one_file(out, page):
+        rule = f"must not be the file of --json={wishes.json_file}, which it would replace"
+        raise UserError([f"--html={wishes.html_file} {rule}; choose another file"])
     with planned(run_path, config, step, overrides, ranks=wishes.ranks, begin=wishes.begin) as (plan, record):
         return execute_and_show(plan, record, out, page, shows_text=wishes.shows_text)
 
@@ -86,6 +89,13 @@ def checked_file(option: str, name: str | None, run_path: Path) -> Path | None:
     if rule is not None:
         raise UserError([f"{option}={name} {rule}; choose another file"])
     return path
+
+
+def is_one_file(path: Path, other: Path) -> bool:
+    """Whether what is written to the one replaces the other: by its name, or through a link of either kind."""
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
 
 
 def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | None, *, shows_text: bool) -> int:

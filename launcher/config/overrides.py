@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config.schema import alternatives, choose_alternative, field_hints, hint_at
+from launcher.config.schema import alternatives, choose_alternative, field_hints, hint_at, is_nullable
 from launcher.config.secret_rules import secret_problems
 from launcher.config.secrets import mask
 from launcher.config.tree import RunConfig
@@ -48,7 +48,8 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
         elif not all(keys):
             problems.append(f"{show(text)} has an empty name before '='; write key=value, e.g. train.steps=100")
         elif not raw.strip():
-            problems.append(f"{show_key(keys)}= has no value; write one, or {show_key(keys)}=null to unset it")
+            remedy = f"{show_key(keys)}=null to unset it" if is_nullable(hint_at(RunConfig, keys)) else "leave it out"
+            problems.append(f"{show_key(keys)}= has no value; write one, or {remedy}")
         elif faults:
             problems.append(f"{show_key(keys)}={show(raw)}: {faults[0][1]}")
         else:

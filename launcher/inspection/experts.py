@@ -95,7 +95,8 @@ def strongest_pair(pairs_EE: np.ndarray) -> tuple[int, int, int, float] | None:
     if not both_EE.any():
         return None
     expected_EE = both_EE.sum() * apart_EE / apart_EE.sum()
-    one, other = (int(each) for each in np.unravel_index(int((both_EE - expected_EE).argmax()), both_EE.shape))
+    above_EE = np.where(both_EE > 0, both_EE - expected_EE, -np.inf)
+    one, other = (int(each) for each in np.unravel_index(int(above_EE.argmax()), above_EE.shape))
     return one, other, int(both_EE[one, other]), float(expected_EE[one, other])
 
 

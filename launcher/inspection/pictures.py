@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from launcher.console import in_a_line
 from launcher.inspection.experts import tokens_of
@@ -166,4 +167,6 @@ def draw_experts(experts: Mapping[str, Any], layer: Mapping[str, Any]) -> Figure
         range(len(counts_NE)), [called(each, 20) for each in experts["sources"]], fontsize=7, parse_math=False
     )
     figure.colorbar(image, ax=right, shrink=0.8)
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure

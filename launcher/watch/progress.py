@@ -70,7 +70,7 @@ class RunProgress:
         self.checkpoint_step: int | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self.losses = Trace()
-        self._moments: deque[tuple[float, int]] = deque([(time.monotonic(), self.step)], maxlen=PACE_ROWS)
+        self._moments: deque[tuple[float, int]] = deque(maxlen=PACE_ROWS)
 
     def observe(self, row: Mapping[str, Any]) -> None:
         """Takes in one row of any kind."""
@@ -82,7 +82,7 @@ class RunProgress:
             if self.is_shown(self.step):
                 self.update = dict(row)
             self.losses.add(row["loss"])
-            self._moments.append((time.monotonic(), self.step))
+            self._clock(row)
         elif "eval_loss" in row:
             self.evaluation = dict(row)
         elif row["event"] == "checkpoint":
@@ -99,10 +99,19 @@ class RunProgress:
         self.step = step
         self.losses.rewind(max(0, step - self.first_step + 1))
         self.first_step = min(self.first_step, step + 1)
-        self._moments = deque([(time.monotonic(), step)], maxlen=PACE_ROWS)
+        self._moments.clear()
+
+    def _clock(self, row: Mapping[str, Any]) -> None:
+        """Notes when an update ended, and of the first one when it began: what came before is start-up, not pace."""
+        now = time.monotonic()
+        if not self._moments and "step_seconds" in row:
+            self._moments.append((now - row["step_seconds"], self.step - 1))
+        self._moments.append((now, self.step))
 
     def seconds_left(self) -> float | None:
         """The time to the last step at the present pace, in sequences, or None before the first update."""
+        if not self._moments:
+            return None
         (start, first), (now, last) = self._moments[0], self._moments[-1]
         if last <= first:
             return None

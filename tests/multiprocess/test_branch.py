@@ -1,5 +1,6 @@
 """`roundtable branch`: a run that goes on from another's checkpoint, as that one did or with other settings."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -57,7 +58,13 @@ def test_other_settings_are_the_branchs_own(made, tmp_path):
 REFUSED = {
     "no such checkpoint": (["--step", "3"], "--step=3 must be that of a checkpoint of"),
     "another model": (["--step", "4", "model.n_layers=4"], "model.n_layers=4 must stay 3"),
-    "another order of data": (["--step", "4", "seed=1"], "seed=1 must stay 0"),
+    "another order of data": (
+        ["--step", "4", "seed=1"],
+        "seed=1 must stay 0, as RUN/checkpoints/step-00000004/config.yaml has it",
+    ),
+    "another name": (["--step", "4", "name=x"], "name=x must be left out: NEW="),
+    "another place": (["--step", "4", "run_dir=x"], "run_dir=x must be left out: NEW="),
+    "checkpoints elsewhere": (["--step", "4", "checkpoint.dir=x"], "checkpoint.dir=x must be left out: NEW="),
 }
 
 
@@ -65,7 +72,25 @@ REFUSED = {
 def test_refusals_take_a_line_and_create_nothing(case, made, tmp_path, capsys):
     arguments, expected = REFUSED[case]
     assert main(["branch", str(made / "run"), str(tmp_path / "new"), *arguments]) == 2
-    assert capsys.readouterr().err.startswith(expected) and list(tmp_path.iterdir()) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(expected.replace("RUN", str(made / "run"))) and list(tmp_path.iterdir()) == []
+
+
+def test_a_branch_within_the_run_is_refused(made, tmp_path, capsys):
+    before = files_of(made)
+    (tmp_path / "link").symlink_to(made / "run")
+    for new in (made / "run/new", made / "run/logs/a/new", tmp_path / "link/new"):
+        assert main(["branch", str(made / "run"), str(new), "--step", "4"]) == 2
+        rule = "must lie outside the run directory, which is only read"
+        assert capsys.readouterr().err == f"NEW={new} {rule}; choose another\n"
+    assert files_of(made) == before
+
+
+def test_the_command_that_goes_on_can_be_pasted(made, tmp_path, capsys):
+    new = tmp_path / "it's new"
+    assert main(["branch", str(made / "run"), str(new), "--step", "4"]) == 0
+    _, command, rest = capsys.readouterr().out.splitlines()[-1].split("`")
+    assert shlex.split(command) == ["roundtable", "train", f"{new}/config.yaml"] and rest == " goes on from there"
 
 
 def test_what_is_there_already_and_what_is_damaged_is_refused(made, tmp_path, capsys):

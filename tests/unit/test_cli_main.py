@@ -135,6 +135,21 @@ def test_quick_commands_import_no_heavy_library(config, arguments, code):
     assert len(done.stderr.splitlines()) == (1 if code else 0)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["train", "config.yaml"], ["generate", "run", "--prompt", "a"], ["runs"], ["doctor"]]
+)
+def test_a_current_folder_that_was_removed_is_told_before_libraries_meet_it(tmp_path, arguments):
+    (tmp_path / "gone").mkdir()
+    script = (
+        "import os, sys; from launcher.cli import main; os.chdir('gone'); os.rmdir('../gone'); "
+        "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    told = "the current folder was removed; cd into one that is there\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
 @pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 0), ("<&- >&- 2>&-", 0), ("2>&-", 2)])
 def test_closed_standard_streams_take_no_file_s_place(config, closed, code):
     """What is opened later must not get their numbers, into which libraries print."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -116,10 +117,14 @@ def test_the_ending_chooses_the_format(tmp_path, monkeypatch, capsys, ending, ma
     assert (tmp_path / f"x.{ending}").read_bytes().startswith(magic)
 
 
+AWAY = "; move it away, or choose another name or run_dir"
 ELSEWHERE = "; choose another place"
 REFUSED = [
     (["none"], "RUN=none must be a run directory, or a run's name below runs; see `roundtable runs`"),
+    (["a\0b"], "RUN=a\\x00b must be a run directory, or a run's name below runs; see `roundtable runs`"),
     (["empty"], "RUN=empty has no metrics.jsonl yet; name a run that has trained at least one step"),
+    (["pipe"], "pipe/metrics.jsonl must be a file, and is a named pipe" + AWAY),
+    (["dangling"], "runs/dangling/metrics.jsonl must be a file, and is a link to what does not exist" + AWAY),
     (["started"], "started/metrics.jsonl holds no update yet; plot the run after its first step"),
     (["good", "--x", "time"], "--x=time must be steps or tokens; leave it out for steps"),
     (["good", "--out", "x.jpg"], "--out=x.jpg must end in .png, .svg or .pdf; try plot.png"),
@@ -135,8 +140,10 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys, argumen
     write_run(tmp_path / "good", [row(1)])
     write_run(tmp_path / "started", [{"step": 0, "event": "start"}])
     write_run(tmp_path / "nan", [{"step": 1, "loss": "NaN", "grad_norm": None, "lr": "Infinity"}])
-    for folder in ("empty", "dir.png"):
-        (tmp_path / folder).mkdir()
+    for folder in ("empty", "dir.png", "pipe", "runs/dangling"):
+        (tmp_path / folder).mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe/metrics.jsonl")
+    (tmp_path / "runs/dangling/metrics.jsonl").symlink_to("gone")
     before = sorted(tmp_path.rglob("*"))
     assert main(["plot", *arguments]) == 2
     assert capsys.readouterr() == ("", line + "\n")

@@ -224,7 +224,10 @@ def test_a_file_that_cannot_be_read(tmp_path):
 OVERRIDES = [
     ("train.steps", "'train.steps' is not an override; write key=value, e.g. train.steps=100"),
     ("train..steps=1", "'train..steps=1' has an empty name before '='; write key=value, e.g. train.steps=100"),
-    ("train.steps=", "train.steps= has no value; write one, or train.steps=null to unset it"),
+    ("train.steps=", "train.steps= has no value; write one, or leave it out"),
+    ("optimizer.lr=", "optimizer.lr= has no value; write one, or leave it out"),
+    ("run_dir=", "run_dir= has no value; write one, or run_dir=null to unset it"),
+    ("data.sources[0].nothing=", "data.sources.0.nothing= has no value; write one, or leave it out"),
     ("data.sources.7.path=x", "data.sources.7.path='x' cannot be set: data.sources is a list of 1; write an index from 0 to 1"),
     ("data.sources.x.path=x", "data.sources.x.path='x' cannot be set: data.sources is a list of 1; write an index from 0 to 1"),
     ("seed.x=1", "seed.x=1 cannot be set: seed is 5, not a section"),

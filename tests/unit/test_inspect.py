@@ -21,6 +21,7 @@ from inspect_runs import HOSTILE, inspectable
 from launcher.cli import main
 from launcher.commands.trained import open_trained
 from launcher.inspection.experts import Tally, by_chance, shares_of, specialisation, strongest_pair, together
+from launcher.inspection.pictures import draw_experts
 from launcher.training.evaluation import open_heldout
 from modeling.context import Context
 from modeling.decoder import Decoder
@@ -146,6 +147,15 @@ def test_tallies_of_pairs() -> None:
     assert (one, other, tokens) == (0, 1, 18) and chance == pytest.approx(22 * 400 / 560)
 
 
+@pytest.mark.parametrize("n_experts", [2, 3, 5])
+def test_the_strongest_pair_is_one_that_tokens_chose(n_experts: int) -> None:
+    """Also where no pair is above chance, by rounding even below it, and where an expert is idle."""
+    assert strongest_pair(np.full((2, 2), 100)) == (0, 1, 100, 100.0)
+    pairs_EE = np.full((n_experts, n_experts), 7) + np.diag([7 * (n_experts - 2)] * n_experts)
+    one, other, tokens, chance = strongest_pair(np.pad(pairs_EE, (1, 0))) or (0, 0, 0, 0.0)
+    assert 1 <= one < other and tokens == 7 and chance == pytest.approx(7)
+
+
 def test_specialisation_is_the_information_about_the_source() -> None:
     assert specialisation(np.array([[0.5, 0.5], [0.5, 0.5]])) == 0
     assert specialisation(np.array([[1.0, 0.0], [0.0, 1.0]])) == 1
@@ -187,6 +197,15 @@ def test_a_folder_gets_the_page_and_pictures(run: tuple[Path, Decoder], tmp_path
 def experts_pictures(model: Decoder) -> set[str]:
     layers = [layer.layer for layer in model.own_layers if hasattr(layer.feed_forward, "router")]
     return {f"experts-layer{layer:02d}.png" for layer in layers}
+
+
+@pytest.mark.parametrize("n_experts", [1, 2, 4, 256])
+def test_experts_are_numbered_by_whole_numbers(n_experts: int) -> None:
+    layer = {"layer": 0, "pairs": np.ones((n_experts, n_experts)), "source_counts": np.ones((2, n_experts))}
+    left, right, *_ = draw_experts({"sources": ["a", "b"]}, layer).axes
+    for axis, limits in ((left.xaxis, left.get_xlim()), (left.yaxis, left.get_ylim()), (right.xaxis, right.get_xlim())):
+        shown = [tick for tick in axis.get_majorticklocs() if min(limits) <= tick <= max(limits)]
+        assert len(shown) >= min(2, n_experts) and all(tick == int(tick) for tick in shown), shown
 
 
 def test_a_page_leaves_out_pairs_of_experts_that_would_make_it_large() -> None:

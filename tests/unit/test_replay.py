@@ -13,6 +13,7 @@ from data.dataset import Dataset
 from data.opened import Source
 from data.spans import document_parts
 from data.tokenfile import TokenFile
+from launcher.commands.replay import is_one_file
 from launcher.errors import UserError
 from launcher.replay.compare import agree, bounds_of
 from launcher.replay.page import write_page
@@ -72,6 +73,15 @@ def test_a_terminal_obeys_nothing_in_the_documents(capsys, monkeypatch):
     without_colours = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", without_colours)
     assert "[bold]" in without_colours and "\\x1b]0;title\\x07" in without_colours
+
+
+def test_a_file_is_known_by_any_of_its_names(tmp_path):
+    there = tmp_path / "there"
+    there.touch()
+    (tmp_path / "hard").hardlink_to(there)
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    assert is_one_file(there, tmp_path / "hard") and is_one_file(tmp_path / "link", tmp_path / "new")
+    assert not is_one_file(there, tmp_path / "new")
 
 
 def test_ids_are_shown_without_a_tokenizer(capsys):

@@ -70,7 +70,7 @@ def test_a_slow_run_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPa
     view = PlainView(RunProgress(100_000, 1, "long", Path("runs/long")), stream)
     for step in range(1, 31):
         now[0] = 4.0 * step
-        view.update(update(step))
+        view.update(update(step) | {"step_seconds": 4.0})
     steps = [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()[1:]]
     assert steps == [1, 4, 7, 10, 13, 16, 19, 22, 25, 28]
     assert "left 4d 15:" in stream.getvalue()
@@ -202,8 +202,22 @@ def test_the_pace_gives_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress.seconds_left() is None
     for step in (11, 12):
         now[0] += 3.0
-        progress.observe(update(step))
+        progress.observe(update(step) | {"step_seconds": 3.0})
     assert progress.seconds_left() == 38 * 3.0
+
+
+def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = RunProgress(3000, 1, "run", Path("runs/run"))
+    now[0] = 60.0
+    progress.observe({"step": 1, "loss": 1.0, "step_seconds": 0.5})
+    assert progress.seconds_left() == 2999 * 0.5
+    progress.rewind(0)
+    assert progress.seconds_left() is None
+    now[0] = 90.0
+    progress.observe({"step": 1, "loss": 1.0, "step_seconds": 0.25})
+    assert progress.seconds_left() == 2999 * 0.25
 
 
 def test_a_trace_of_any_length_keeps_its_shape_in_few_points() -> None:
