@@ -6,6 +6,7 @@ from typing import Any
 from launcher.closed_form.architecture import Architecture, Latent
 from launcher.closed_form.budget import modes_of, way_of
 from launcher.closed_form.gpus import Gpu
+from launcher.closed_form.memory import FULL, HALF
 from launcher.closed_form.own_memory import (
     Ours,
     Repeats,
@@ -20,11 +21,13 @@ from launcher.closed_form.systems import System
 from launcher.config.tree import RunConfig
 from launcher.estimate.order import Passes, simulate
 from modeling.config import ModelConfig
+from modeling.kernels.attention import ROW_SCORES
 from parallel.mesh import Degrees
 from parallel.pipeline.config import Interleaved, OneFOneB, PipelineConfig, chunks, stage_ranks
 from parallel.sizes import DEFAULT_SIZES
 
 LONG_ENOUGH = 4  # times pp: with more micro-batches a pipeline waits no longer
+AT_ONCE = 6  # tensors of a piece's scores
 PASSES = (1.0, 2.0)  # of a forward and a backward pass
 
 
@@ -32,12 +35,11 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
     """The job that `train` would run on ``world_size`` GPUs. Nothing overlaps in it, and nothing is compiled."""
     parallel, train, degrees = config.parallel, config.train, Degrees.of(config.parallel, world_size)
     model = config.model
-    flash = not (model.score_cap is not None or model.positions in ("alibi", "t5") or model.attention_dropout)
     schedule = parallel.pipeline
     return Job(
         architecture=architecture_of_config(model),
         system=System(
-            flash=flash,
+            flash=model.positions != "alibi" and not takes_formula(model),
             overlaps=False,
             fused=False,
             fused_sums=False,
@@ -100,7 +102,23 @@ def ours_of(config: RunConfig, world_size: int) -> Ours:
         updates_on_host=parallel.offload_optimizer,
         sent=sent_by_position(model, pipeline, pp, modes, way_of(config)),
         head_at=stage_ranks(pipeline, pp)[-1],
+        scores=score_bytes(config),
     )
+
+
+def takes_formula(model: ModelConfig) -> bool:
+    """Whether attention's scores are such as no kernel knows, and are written to memory."""
+    return model.score_cap is not None or model.positions == "t5" or model.attention_dropout > 0
+
+
+def score_bytes(config: RunConfig) -> float:
+    """Bytes of scores in memory at once: of a piece of rows, in the backward pass; with slopes alone, a mask of all."""
+    model, parallel, train = config.model, config.parallel, config.train
+    n_heads = model.n_heads / (parallel.tp * parallel.cp)
+    pairs = train.micro_batch_size * n_heads * config.data.seq_len**2
+    if takes_formula(model):
+        return AT_ONCE * FULL * min(pairs, ROW_SCORES)
+    return (FULL + HALF) * pairs if model.positions == "alibi" else 0.0
 
 
 @lru_cache(maxsize=4096)

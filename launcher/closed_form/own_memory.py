@@ -85,6 +85,7 @@ class Ours:
     updates_on_host: bool  # masters and optimizer states are the host's
     sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
+    scores: float = 0.0  # bytes of attention's scores in memory at once, where no kernel keeps them to itself
     scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
     chunk_logits: int = CUDA_CHUNK_LOGITS  # of the head at a time
 
@@ -124,7 +125,7 @@ class Ours:
 
     def activations(self, tokens: float, position: int) -> float:
         """What waits for the backward passes of the micro-batches in flight, and one layer's own work."""
-        return tokens * self.element * self.held[position]
+        return tokens * self.element * self.held[position] + self.scores
 
     def stand_ins(self) -> list[int]:
         """By position: among those with as many layers of each kind, that whose layers leave the most.

@@ -16,6 +16,8 @@ FULL = 4
 ATTENTION_BACKWARD = 2.5  # products of attention's backward pass for each of its forward pass
 SCORE_BYTES = 13  # unfused, forward: write, scale and mask, softmax, dropout and its mask, read
 SCORE_BYTES_BACKWARD = 16
+OWN_SCORE_BYTES = 100  # ours, in fp32, capped: of a trace's 330 both ways (docs/speed.md)
+OWN_SCORE_BYTES_BACKWARD = 230
 FIRST_FLASH_SLOWER = (
     1.7  # Dao 2023, "FlashAttention-2" (arXiv 2307.08691), section 4.1: 1.7 to 3 times, Triton 1.3 to 2.5
 )
@@ -269,6 +271,11 @@ class Step:
             found["attention"] += (products + exponentials) * slower / peak
             return
         heads = arch.n_heads / job.tp
+        if job.ours is not None:
+            keys = self.tokens * arch.attended(job.seq_len, TILE)
+            found["products"] += 4 * keys * width * (again + ATTENTION_BACKWARD) / peak
+            found["memory"] += keys * heads * (again * OWN_SCORE_BYTES + OWN_SCORE_BYTES_BACKWARD) / self.bandwidth
+            return
         flops = 4 * self.tokens * job.seq_len * width
         # Tensor cores need multiples of 8; other heads are computed at the rate of fp32.
         slow = 1.0 if arch.d_head % 8 == 0 else peak / self.gpu.peak("fp32")

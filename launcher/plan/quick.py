@@ -119,6 +119,9 @@ def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, ro
     Corrected by what runs on the hardware have measured. Raises CannotPlan where the hardware lacks the precision.
     """
     job, gpu = job_on(config, world_size, hardware)
+    assert job.ours is not None
+    if hardware is None:  # on a CPU a piece has few scores
+        job = replace(job, ours=replace(job.ours, scores=0.0))
     if room is not None:
         assert job.ours is not None
         job = replace(job, ours=replace(job.ours, chunk_logits=room.chunk_logits))

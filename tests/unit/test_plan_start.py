@@ -202,6 +202,26 @@ def test_closed_forms_count_the_weights_that_each_position_has(model, overrides,
         assert counted == pytest.approx(sum(step_of_rank(config, 256, position).weights.values()), rel=0.01)
 
 
+# Two layers, one with a window, over 8,192 tokens: GB and seconds of `roundtable plan --gpu H100`, 2026-11-27.
+TRACED = {"gemma-2-2b": (21.75, 0.194), "gpt-oss-20b": (56.76, 0.119)}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_scores_that_are_in_memory_are_counted(name):
+    """Within a tenth of what is traced, and seconds within half: sinks ride on FlashAttention, capped scores do not."""
+    run = ["train.micro_batch_size=1", "train.global_batch_size=1", "data.seq_len=8192", "train.recompute=none"]
+    layers = ["model.n_layers=2", "model.full_attention_layers=[1]"]
+    config = load_config(Path(f"configs/models/{name}.yaml"), [*run, *layers])
+    plan = quick_plan(config, 1, read_hardware("H100"), None)
+    gigabytes, seconds = TRACED[name]
+    assert plan["tensor_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.1)
+    assert plan["step_seconds"] == pytest.approx(seconds, rel=0.5)
+    whole = load_config(Path(f"configs/models/{name}.yaml"), [*run, "data.seq_len=131072"])
+    (job, _) = job_on(whole, 1, read_hardware("H100"))
+    assert job.ours is not None
+    assert job.ours.scores == (6 * 4 * 2**26 if name == "gemma-2-2b" else 0)  # of a piece, however long the rows
+
+
 def test_a_report_shows_the_last_starts_plan():
     events = [
         {"step": 0, "event": "plan", "peak_gib": 1.0, "step_seconds": 9.0},
