@@ -29,7 +29,7 @@ from modeling.context import PADDING, Context
 from modeling.decoder import Decoder
 from modeling.dropout import Draws, Dropout, ScoreDropout
 from modeling.dtypes import DTYPES
-from modeling.kernels.attention import attend
+from modeling.kernels.attention import attend, row_formula
 from modeling.kernels.experts import ExpertBiases, experts_grouped
 from modeling.kernels.varlen import FLASH, NO_LIMIT, PLAIN, Pieces
 from modeling.loss import IGNORE, Head
@@ -54,6 +54,8 @@ class AttentionCase:
     padding: int = 0
     has_sinks: bool = False
     has_slopes: bool = False
+    cap: float | None = None
+    row_block: int | None = None  # queries of a piece of rows, where scores are made in such
 
 
 ATTENTION = (
@@ -75,6 +77,11 @@ ATTENTION = (
     AttentionCase("sinks and window", n_kv_heads=2, has_sinks=True, window=33),
     AttentionCase("slopes", has_slopes=True),
     AttentionCase("slopes and padding", n_kv_heads=4, has_slopes=True, padding=20),
+    AttentionCase("cap", n_kv_heads=2, cap=5.0),
+    AttentionCase(
+        "cap, sinks, window, padding, by pieces", 8, 2, window=33, padding=20, has_sinks=True, cap=5.0, row_block=48
+    ),
+    AttentionCase("cap and slopes by pieces", has_slopes=True, cap=5.0, row_block=100),
 )
 
 
@@ -186,6 +193,8 @@ def check_attention(case: AttentionCase, dtype: str, place: Place, kernel: Calla
     context = packed_context(case)
     there = [each.detach().to(place.device).requires_grad_() for each in tensors]
     here = [each.detach().float().requires_grad_() for each in tensors]
+    if case.row_block is not None:
+        kernel = partial(row_formula_of, case.row_block)
     results = [
         run_attention(kernel, there, context.to(place.device), case),
         run_attention(attend_reference, here, context, case),
@@ -199,6 +208,11 @@ def check_attention(case: AttentionCase, dtype: str, place: Place, kernel: Calla
         floor = case.d_head**0.5 if not gradient(reference).any() else 0.0
         floor = cancelled(here, context, case) if name == "queries" else floor
         compare(f"gradient of {name}", gradient(mine), gradient(reference), BOUNDS[dtype], floor)
+
+
+def row_formula_of(block: int, *given: Any) -> Tensor:
+    """``row_formula`` in such pieces."""
+    return row_formula(*given, block)
 
 
 @torch.no_grad()
@@ -268,9 +282,9 @@ def run_attention(
 
 
 def terms_of(tensors: list[Tensor], case: AttentionCase) -> ScoreTerms:
-    """Slopes and sinks, where the case has them."""
+    """Slopes, sinks and a cap, where the case has them."""
     sinks_H = tensors[3] if case.has_sinks else None
-    return ScoreTerms(Alibi(case.n_heads, range(case.n_heads)) if case.has_slopes else None, sinks_H)
+    return ScoreTerms(Alibi(case.n_heads, range(case.n_heads)) if case.has_slopes else None, sinks_H, cap=case.cap)
 
 
 def fixed_weights(out_BSHC: Tensor, context: Context) -> Tensor:

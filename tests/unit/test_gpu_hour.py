@@ -60,6 +60,8 @@ def written(out: Path, part: int) -> dict[str, Any]:
         "attention bf16: padding and window",
         "attention fp16: sinks and window",
         "attention bf16: window of one",
+        "attention fp16: cap, sinks, window, padding, by pieces",
+        "attention bf16: cap and slopes by pieces",
         "pieces fp16: window of earlier keys",
         "pieces bf16: single queries",
         "ring bf16: one query of a document",
