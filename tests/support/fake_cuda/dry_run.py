@@ -127,8 +127,8 @@ def in_pieces() -> Iterator[Case]:
     """Scores that no kernel knows, in pieces of rows: caps, slopes, buckets, dropped weights, sinks in fp32."""
     shared: dict[str, Any] = {"padding": True, "row_block": 5}
     yield Case("gemma2 in pieces", fitting(example_config("gemma2")), **shared, recompute="selective")
-    yield Case("gpt_oss fp32 in pieces", fitting(example_config("gpt_oss")), **shared, dtype="fp32")
     none = fitting(example_config("llama"))
+    yield Case("sinks fp32 in pieces", dataclasses.replace(none, family="none", sinks=True), **shared, dtype="fp32")
     for positions in ("t5", "alibi"):
         drops = positions == "alibi"
         config = dataclasses.replace(none, family="none", positions=positions, attention_dropout=0.1 * drops)
