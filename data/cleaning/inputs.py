@@ -20,10 +20,11 @@ def inputs_of(cleaning: CleaningConfig, sources: Mapping[int, Plan]) -> dict[str
     found: dict[str, Any] = {}
     for each in sources.values():
         found[f"{each.key}.path={each.source.path!r}"] = [asdict(file) for file in each.files]
-    return found | {key: hash_file(path) for key, path in _other_files(cleaning).items()}
+    return found | {key: hash_file(path) for key, path in other_files(cleaning).items()}
 
 
-def _other_files(cleaning: CleaningConfig) -> dict[str, Path]:
+def other_files(cleaning: CleaningConfig) -> dict[str, Path]:
+    """The files that the stages read beside the corpus, each under its key."""
     names = cleaning.decontaminate.files if cleaning.decontaminate is not None else ()
     files = {f"data.cleaning.decontaminate.files={name!r}": Path(expand_path(name)) for name in names}
     if cleaning.language is not None:
@@ -48,5 +49,5 @@ def check_other_files(config: DataConfig) -> None:
     """Raises DataError where an evaluation set or a model has changed since; one that has gone is not missed."""
     for group in groups_of(config):
         if config.cleaning is not None and (group.folder / INPUTS).is_file():
-            files = {key: path for key, path in _other_files(config.cleaning).items() if path.is_file()}
+            files = {key: path for key, path in other_files(config.cleaning).items() if path.is_file()}
             check_unchanged(group.folder, {key: hash_file(path) for key, path in files.items()})
