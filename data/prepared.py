@@ -5,6 +5,7 @@
         train-00000.bin .idx, heldout-00000.bin .idx, ...
         shard-00000.json                            what a finished shard holds
         inputs.json                                 the corpus's files and sizes
+        cleaned_from.json                           of cleaned text: hashes of all that it was cleaned from and with
         manifest.json                               written last: the folder is complete
 
 A HASH covers everything that fixes the contents, so another setting is another folder and nothing is overwritten.
@@ -18,7 +19,7 @@ import xxhash
 
 from data.chat_template import template_of
 from data.cleaning.groups import cleaning_of
-from data.cleaning.inputs import check_other_files
+from data.cleaning.inputs import check_cleaned
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
 from data.manifest import FORMAT, INPUTS, SourceManifest, hash_problems, read_source_manifest
@@ -121,12 +122,13 @@ def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
     be packed and a file's packing is missing.
     """
     prepared = locate(config, vocab_size)
-    for number, part in enumerate(prepared.sources if prepared else ()):
-        if part.manifest is not None:
-            check_inputs(part.path, part.source, f"data.sources[{number}]")
-    if prepared is not None:
-        check_other_files(config)
-    if prepared is not None and missing_packings(config, token_files(config, prepared)):
+    if prepared is None:
+        return None
+    made = {number: part for number, part in enumerate(prepared.sources) if part.manifest is not None}
+    check_cleaned(config, {number: part.path for number, part in made.items()})
+    for number, part in made.items():
+        check_inputs(part.path, part.source, f"data.sources[{number}]")
+    if missing_packings(config, token_files(config, prepared)):
         return None
     return prepared
 
