@@ -18,6 +18,7 @@ from data.config import DataConfig, SourceConfig
 from data.documents import files_to_read, read_documents
 from data.errors import DataError, refuse
 from data.fim import fim_ids
+from data.hub import corpus_files
 from data.manifest import (
     FORMAT,
     INPUTS,
@@ -171,7 +172,7 @@ def _plan_source(config: DataConfig, number: int) -> Plan:
     shards = plan_shards(source, files, config.shard_bytes, key)
     if not any(text for shard in shards for text, _ in read_documents(source, shard, key)):
         raise refuse(f"{key}.path={source.path!r}", "holds no text", "give a path to a corpus that is not empty")
-    return Plan(source, number, files, shards)
+    return Plan(source, number, files or corpus_files(source, key), shards)
 
 
 def _is_finished(config: DataConfig, source: SourceConfig, vocab_size: int, key: str) -> bool:

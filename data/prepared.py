@@ -22,17 +22,16 @@ from data.cleaning.groups import cleaning_of
 from data.cleaning.inputs import check_cleaned
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
-from data.manifest import FORMAT, INPUTS, SourceManifest, hash_problems, read_source_manifest
+from data.hub import corpus_files, is_on_hub
+from data.manifest import FORMAT, INPUTS, MANIFEST, SourceManifest, hash_problems, read_source_manifest
 from data.packed import missing_packings
 from data.remote_index import token_prefix
 from data.sources import (
     InputFile,
     expand_path,
-    input_files,
     is_hugging_face,
     is_raw,
     readable_stem,
-    reads_files,
 )
 from data.tokenizer import read_info, tokenizer_folder
 
@@ -140,12 +139,15 @@ def token_files(config: DataConfig, prepared: Prepared) -> list[Path]:
 
 
 def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
-    """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with."""
+    """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with.
+
+    The hub is asked only while the folder is unfinished: its tokens are enough, whatever comes there later.
+    """
     recorded = read_inputs(folder)
-    if recorded is None or not reads_files(source):
-        return
+    if recorded is None or ((folder / MANIFEST).exists() and (is_on_hub(source) or not recorded)):
+        return  # none were recorded of a dataset's folder before its files were known
     try:
-        present = input_files(source, key)
+        present = corpus_files(source, key)
     except DataError:
         return
     if present != recorded:

@@ -12,9 +12,10 @@ from data.cleaning.config import CleaningConfig
 from data.cleaning.groups import Group, groups_of
 from data.config import DataConfig
 from data.errors import DataError, problem, refuse
+from data.hub import corpus_files, is_on_hub
 from data.manifest import CLEANED_FROM, INPUTS, hash_file, write_json
 from data.shards import Plan
-from data.sources import expand_path, input_files, reads_files
+from data.sources import expand_path
 
 Record = tuple[str, str | None]  # a file or corpus by its key, and what shows a change of it; None: it is gone
 
@@ -96,7 +97,7 @@ def _inputs_now(config: DataConfig, group: Group) -> list[Record]:
     for number in group.numbers:
         source, key = config.sources[number], f"data.sources[{number}]"
         try:
-            files = input_files(source, key) if reads_files(source) else []
+            files = [] if is_on_hub(source) else corpus_files(source, key)
         except DataError:
             files = []
         found.append((f"{key}.path={source.path!r}", _hash_of([asdict(file) for file in files])))
