@@ -7,7 +7,7 @@ folder more names than any search could end.
 import glob
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from data.errors import refuse
@@ -79,6 +79,18 @@ def _expand(
             yield path, place, is_link
         if (is_last or is_folder) and (fnmatchcase(entry.name, part) or (is_last and part == RECURSIVE)):
             yield path, after, is_link
+
+
+def matches_parts(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a glob finds this file, wherever it is looked for; both as the parts between their slashes."""
+    if not (path and pattern):
+        return not (path or pattern)
+    part, rest = pattern[0], pattern[1:]
+    if part == RECURSIVE:
+        n_visible = next((place for place, name in enumerate(path) if name.startswith(".")), len(path))
+        return n_visible == len(path) if not rest else any(matches_parts(path[n:], rest) for n in range(n_visible + 1))
+    is_found = fnmatchcase(path[0], part) and (part.startswith(".") or not path[0].startswith("."))
+    return is_found and matches_parts(path[1:], rest)
 
 
 def identity(status: os.stat_result, path: str) -> object:

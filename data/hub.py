@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.files import find_below, keep_files
-from data.sources import HUGGING_FACE
+from data.sources import HUGGING_FACE, InputFile, input_files, is_hugging_face, reads_files
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -57,13 +57,42 @@ def hub_records(source: SourceConfig, shard: int, key: str) -> Iterator[dict[str
         raise refuse(found, rule, "mend that file, or give another path") from error
 
 
+def corpus_files(source: SourceConfig, key: str) -> list[InputFile]:
+    """The files that a raw source is read from now, of a dataset that is streamed its split's.
+
+    Those on the hub are named with their revision, and count as 0 bytes. Raises DataError as ``input_files`` does, and
+    where ``datasets`` cannot open the dataset.
+    """
+    if reads_files(source):
+        return input_files(source, key)
+    of_splits = _open(source, key)[0].config.data_files or {}
+    named = [of_splits[source.split]] if source.split in of_splits else of_splits.values()
+    paths = [str(path) for files in named for path in files]
+    if is_on_hub(source):
+        return [InputFile(path, 0) for path in paths]
+    name = source.path.removeprefix(HUGGING_FACE)
+    below = {os.path.relpath(os.path.realpath(path), os.path.realpath(name)): path for path in paths}
+    return [InputFile(os.path.join(name, each), os.path.getsize(path)) for each, path in below.items()]
+
+
+def is_on_hub(source: SourceConfig) -> bool:
+    """Whether the dataset is asked of the hub, and is no folder here."""
+    name = source.path.removeprefix(HUGGING_FACE)
+    return is_hugging_face(source) and not (name.startswith("/") or os.path.isdir(name))
+
+
 def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
     """The dataset's split as a stream. Raises DataError where ``datasets`` cannot open it.
 
     No code of a dataset's is run: ``datasets`` refuses loading scripts since version 4.
     """
+    return _open(source, key)[1]
+
+
+def _open(source: SourceConfig, key: str) -> tuple[Any, "IterableDataset"]:
+    """The library's builder of the dataset, and its stream."""
     name = source.path.removeprefix(HUGGING_FACE)
-    is_local = name.startswith("/") or os.path.isdir(name)
+    is_local = not is_on_hub(source)
     if is_local and os.path.isdir(name):
         keep_files(find_below(name), key)  # a pipe among them would be waited for
     unreachable = None if is_local else why_unreachable(name, "dataset")
@@ -86,7 +115,7 @@ def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
         rule = f"names {foreign}, which lies outside it, as data (in its README.md)"
         raise refuse(f"{key}.path={source.path!r}", rule, "take that out, or copy the file into it")
     assert not isinstance(dataset, dict)
-    return dataset
+    return builder, dataset
 
 
 def _foreign_file(builder: Any, folder: str) -> str | None:

@@ -22,6 +22,7 @@ FORMAT = 1  # of the folder; raised when the same input would give other bytes
 MASKED_FORMAT = 2  # of a folder with masks of targets, which readers that know no masks refuse
 MANIFEST = "manifest.json"
 INPUTS = "inputs.json"
+CLEANED_FROM = "cleaned_from.json"
 # left out where they are null: what is said of masks, and of cleaning
 ABSENT = ("n_targets", "mask_bytes", "mask_xxh3", "cleaning")
 

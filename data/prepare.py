@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from data.cleaning.groups import groups_of
-from data.cleaning.inputs import check_other_files
+from data.cleaning.groups import cleaning_of, groups_of
+from data.cleaning.inputs import check_cleaned, write_cleaned_from
 from data.cleaning.run import check_stages, clean_sources
 from data.cleaning.summary import summary_of
 from data.config import DataConfig, SourceConfig
 from data.documents import files_to_read, read_documents
 from data.errors import DataError, refuse
 from data.fim import fim_ids
+from data.hub import corpus_files
 from data.manifest import (
     FORMAT,
     INPUTS,
@@ -61,7 +62,6 @@ def prepare(
         raise DataError(*problems)
     plans = plan_sources(config, vocab_size)
     check_room(config, plans, vocab_size)
-    check_other_files(config)
     if config.cleaning is not None and plans:
         check_stages(config.cleaning, Path(config.token_dir))
     remove_abandoned(Path(config.token_dir))
@@ -147,6 +147,9 @@ def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
 
     Raises DataError where a corpus is missing, empty, without ``text_key``, or not what was prepared before.
     """
+    raw = [(number, source) for number, source in enumerate(config.sources) if is_raw(source)]
+    folders = {number: _folder_if_known(config, source, vocab_size) for number, source in raw}
+    check_cleaned(config, {number: folder for number, folder in folders.items() if folder is not None})
     plans, problems = [], []
     for number, source in enumerate(config.sources):
         key = f"data.sources[{number}]"
@@ -169,7 +172,7 @@ def _plan_source(config: DataConfig, number: int) -> Plan:
     shards = plan_shards(source, files, config.shard_bytes, key)
     if not any(text for shard in shards for text, _ in read_documents(source, shard, key)):
         raise refuse(f"{key}.path={source.path!r}", "holds no text", "give a path to a corpus that is not empty")
-    return Plan(source, number, files, shards)
+    return Plan(source, number, files or corpus_files(source, key), shards)
 
 
 def _is_finished(config: DataConfig, source: SourceConfig, vocab_size: int, key: str) -> bool:
@@ -212,6 +215,8 @@ def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> lis
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
     if not (folder / INPUTS).exists():
+        if config.cleaning is not None:
+            write_cleaned_from(folder, Path(config.token_dir) / str(cleaning_of(config, plan.source)))
         write_json(folder / INPUTS, inputs_tree(plan.files))
     return [
         ShardTask(folder, number, shard, plan.source, plan.key, tokenizer, config.heldout_fraction)

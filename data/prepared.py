@@ -5,6 +5,7 @@
         train-00000.bin .idx, heldout-00000.bin .idx, ...
         shard-00000.json                            what a finished shard holds
         inputs.json                                 the corpus's files and sizes
+        cleaned_from.json                           of cleaned text: hashes of all that it was cleaned from and with
         manifest.json                               written last: the folder is complete
 
 A HASH covers everything that fixes the contents, so another setting is another folder and nothing is overwritten.
@@ -18,20 +19,19 @@ import xxhash
 
 from data.chat_template import template_of
 from data.cleaning.groups import cleaning_of
-from data.cleaning.inputs import check_other_files
+from data.cleaning.inputs import check_cleaned
 from data.config import DataConfig, SourceConfig
 from data.errors import DataError, refuse
-from data.manifest import FORMAT, INPUTS, SourceManifest, hash_problems, read_source_manifest
+from data.hub import corpus_files, is_on_hub
+from data.manifest import FORMAT, INPUTS, MANIFEST, SourceManifest, hash_problems, read_source_manifest
 from data.packed import missing_packings
 from data.remote_index import token_prefix
 from data.sources import (
     InputFile,
     expand_path,
-    input_files,
     is_hugging_face,
     is_raw,
     readable_stem,
-    reads_files,
 )
 from data.tokenizer import read_info, tokenizer_folder
 
@@ -121,12 +121,13 @@ def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
     be packed and a file's packing is missing.
     """
     prepared = locate(config, vocab_size)
-    for number, part in enumerate(prepared.sources if prepared else ()):
-        if part.manifest is not None:
-            check_inputs(part.path, part.source, f"data.sources[{number}]")
-    if prepared is not None:
-        check_other_files(config)
-    if prepared is not None and missing_packings(config, token_files(config, prepared)):
+    if prepared is None:
+        return None
+    made = {number: part for number, part in enumerate(prepared.sources) if part.manifest is not None}
+    check_cleaned(config, {number: part.path for number, part in made.items()})
+    for number, part in made.items():
+        check_inputs(part.path, part.source, f"data.sources[{number}]")
+    if missing_packings(config, token_files(config, prepared)):
         return None
     return prepared
 
@@ -138,12 +139,15 @@ def token_files(config: DataConfig, prepared: Prepared) -> list[Path]:
 
 
 def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
-    """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with."""
+    """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with.
+
+    The hub is asked only while the folder is unfinished: its tokens are enough, whatever comes there later.
+    """
     recorded = read_inputs(folder)
-    if recorded is None or not reads_files(source):
-        return
+    if recorded is None or ((folder / MANIFEST).exists() and (is_on_hub(source) or not recorded)):
+        return  # none were recorded of a dataset's folder before its files were known
     try:
-        present = input_files(source, key)
+        present = corpus_files(source, key)
     except DataError:
         return
     if present != recorded:

@@ -1,6 +1,8 @@
 """The cheap rules of the data section, all checked at once."""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from data.cleaning.rules import check_cleaning
 from data.config import DataConfig, SourceConfig
@@ -8,12 +10,23 @@ from data.errors import DataError, problem
 from data.fim import N_TOKENS
 from data.places import why_no_path, why_not_writable
 from data.prepared import locate
-from data.sources import HUGGING_FACE, expand_path, input_files, is_hugging_face, is_raw, is_url, reads_files
+from data.sources import (
+    HUGGING_FACE,
+    expand_path,
+    input_files,
+    is_hugging_face,
+    is_raw,
+    is_url,
+    place_within,
+    reads_files,
+)
 from data.tokenfile import is_token_file
 from data.trained_tokenizers import BYTES_AND_END, END_OF_TEXT
 from data.without import file_problem
 
 LEAST_WEIGHT = 1e-6
+WRITTEN = ("corpus/train-00000.bin", "corpus/train-00000.idx", "corpus/manifest.json")  # below token_dir
+CLEANED_TEXT = "corpus/text/00000.jsonl.zst"  # there, too, where a corpus is cleaned
 # Of a trained tokenizer: text that spells one out is cut inside it, and so never becomes the token itself.
 SPECIAL_TOKEN = re.compile(r"<\S*[A-Za-z0-9]\S*>|\[\S*[A-Za-z0-9]\S*\]")
 
@@ -145,10 +158,27 @@ def _check_paths(config: DataConfig) -> list[str]:
                 input_files(source, f"data.sources[{number}]")
             except DataError as error:
                 found += error.problems
+    written = WRITTEN if config.cleaning is None else (*WRITTEN, CLEANED_TEXT)
+    found += check_outside(f"data.token_dir={config.token_dir!r}", config.token_dir, written, config)
     rule = why_not_writable(config.token_dir)
     if rule is not None:
         found.append(problem(f"data.token_dir={config.token_dir!r}", rule, "name another folder"))
     return found
+
+
+def check_outside(found: str, folder: str | Path, written: Sequence[str], config: DataConfig) -> list[str]:
+    """A line for each source that would read the files ``written`` in the folder, which ``found`` names, as text.
+
+    Each file that came there would change the corpus, which is refused once tokens have been made of it.
+    """
+    lines = []
+    for number, source in enumerate(config.sources):
+        place = place_within(source, folder, written) if is_raw(source) else None
+        if place is not None:
+            rule = f"lies in data.sources[{number}].path={source.path!r}, which would read its files as text"
+            leave_out = "" if place == "." else f", or add '**/{place}/**' to that source's exclude"
+            lines.append(problem(found, rule, f"name a folder outside of it{leave_out}"))
+    return lines
 
 
 def _is_prepared(config: DataConfig, vocab_size: int) -> bool:

@@ -7,6 +7,7 @@ folder of Python's standard library, text that is on every machine with Python.
 import glob
 import os
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal
 
 from data.config import SourceConfig
 from data.errors import refuse
-from data.files import RECURSIVE, find_below, find_matching, keep_files
+from data.files import RECURSIVE, find_below, find_matching, keep_files, matches_parts
 from data.places import why_no_path
 from data.saved import is_saved, saved_paths
 from data.tokenfile import is_token_file
@@ -116,6 +117,27 @@ def _all_named(path: str) -> list[str]:
     if os.path.isdir(path):
         return find_below(path)
     return [path] if os.path.lexists(path) else find_matching(path)
+
+
+def place_within(source: SourceConfig, folder: str | Path, names: Sequence[str]) -> str | None:
+    """Where the folder, which need not be there yet, lies below what the source names, if it would read it.
+
+    It would where it takes one of ``names``, paths of files within the folder. None where it takes none; so do datasets
+    of ``datasets``, which choose their own files.
+    """
+    path = expand_path(source.path)
+    if is_hugging_face(source) or not (os.path.isdir(path) or glob.has_magic(path)):
+        return None
+    parts = path.rstrip("/").split("/")
+    fixed = len(parts) if os.path.isdir(path) else next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    base, pattern = "/".join(parts[:fixed]) or ("/" if path.startswith("/") else "."), parts[fixed:] or [RECURSIVE]
+    inside = os.path.relpath(os.path.realpath(folder), os.path.realpath(base))
+    files = [os.path.normpath(os.path.join(inside, name)) for name in names]
+    reads = any(
+        matches_parts(file.split("/"), pattern) and not _excluded(os.path.join(base, file), source.exclude)
+        for file in files
+    )
+    return inside if reads else None
 
 
 def _excluded(path: str, patterns: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The files that cleaning reads, and whether they are still what a folder was cleaned from."""
+"""The files that cleaning reads, and whether they are still what texts, and tokens of these, were made from."""
 
 import json
 from collections.abc import Mapping
@@ -6,13 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from data.cleaning.config import CleaningConfig
-from data.cleaning.groups import groups_of
+from data.cleaning.groups import Group, groups_of
 from data.config import DataConfig
-from data.errors import refuse
-from data.manifest import INPUTS, hash_file
+from data.errors import DataError, problem, refuse
+from data.hub import corpus_files, is_on_hub
+from data.manifest import CLEANED_FROM, INPUTS, hash_file, write_json
 from data.shards import Plan
 from data.sources import expand_path
+
+Record = tuple[str, str | None]  # a file or corpus by its key, and what shows a change of it; None: it is gone
 
 
 def inputs_of(cleaning: CleaningConfig, sources: Mapping[int, Plan]) -> dict[str, Any]:
@@ -20,10 +25,11 @@ def inputs_of(cleaning: CleaningConfig, sources: Mapping[int, Plan]) -> dict[str
     found: dict[str, Any] = {}
     for each in sources.values():
         found[f"{each.key}.path={each.source.path!r}"] = [asdict(file) for file in each.files]
-    return found | {key: hash_file(path) for key, path in _other_files(cleaning).items()}
+    return found | {key: hash_file(path) for key, path in other_files(cleaning).items()}
 
 
-def _other_files(cleaning: CleaningConfig) -> dict[str, Path]:
+def other_files(cleaning: CleaningConfig) -> dict[str, Path]:
+    """The files that the stages read beside the corpus, each under its key."""
     names = cleaning.decontaminate.files if cleaning.decontaminate is not None else ()
     files = {f"data.cleaning.decontaminate.files={name!r}": Path(expand_path(name)) for name in names}
     if cleaning.language is not None:
@@ -44,9 +50,72 @@ def check_unchanged(folder: Path, found: Mapping[str, Any]) -> None:
             raise refuse(key, f"is not what {folder} was cleaned with", remedy)
 
 
-def check_other_files(config: DataConfig) -> None:
-    """Raises DataError where an evaluation set or a model has changed since; one that has gone is not missed."""
+def write_cleaned_from(folder: Path, cleaned: Path) -> None:
+    """Notes in a token folder that is begun what its texts, those of ``cleaned``, come from."""
+    write_json(folder / CLEANED_FROM, dict(_records_of(cleaned / INPUTS)))
+
+
+def check_cleaned(config: DataConfig, folders: Mapping[int, Path]) -> None:
+    """Raises DataError where texts or tokens come from files that have changed since: a line for each group.
+
+    ``folders``: the sources' token folders, by their places in data.sources. All of a group are compared with each
+    other, too, for copies are looked for over all its sources. What has gone is not missed. A token folder that was
+    begun before there was a note in it counts as made from the cleaned texts that are there.
+    """
+    problems = []
     for group in groups_of(config):
-        if config.cleaning is not None and (group.folder / INPUTS).is_file():
-            files = {key: path for key, path in _other_files(config.cleaning).items() if path.is_file()}
-            check_unchanged(group.folder, {key: hash_file(path) for key, path in files.items()})
+        notes = {group.folder: group.folder / INPUTS}
+        for folder in (folders[number] for number in group.numbers if number in folders):
+            has_no_note = folder.is_dir() and not (folder / CLEANED_FROM).exists()
+            notes[folder] = group.folder / INPUTS if has_no_note else folder / CLEANED_FROM
+        found = {folder: _records_of(path) for folder, path in notes.items() if path.is_file()}
+        problems += _changes(found, _inputs_now(config, group)) if found else []
+    if problems:
+        raise DataError(*problems)
+
+
+def _changes(found: Mapping[Path, list[Record]], now: list[Record]) -> list[str]:
+    """One line where not all folders come from the same files as now, which names those that do not."""
+    changed: dict[Path, str] = {}
+    for place, (key, present) in enumerate(now):
+        hashes = {folder: records[place][1] for folder, records in found.items() if place < len(records)}
+        known = {each for each in (present, *hashes.values()) if each is not None}
+        if len(known) > 1:
+            stale = [folder for folder, each in hashes.items() if each is not None and each != present]
+            changed = dict.fromkeys(stale, key) | changed
+    if not changed:
+        return []
+    first, key = next(iter(changed.items()))
+    names = ", ".join(map(str, changed))
+    return [problem(key, f"is not what {first} was cleaned with", f"remove {names} and prepare again")]
+
+
+def _inputs_now(config: DataConfig, group: Group) -> list[Record]:
+    """What the group would be cleaned from and with, in the order of ``inputs_of``."""
+    assert config.cleaning is not None
+    found: list[Record] = []
+    for number in group.numbers:
+        source, key = config.sources[number], f"data.sources[{number}]"
+        try:
+            files = [] if is_on_hub(source) else corpus_files(source, key)
+        except DataError:
+            files = []
+        found.append((f"{key}.path={source.path!r}", _hash_of([asdict(file) for file in files])))
+    for key, path in other_files(config.cleaning).items():
+        found.append((key, hash_file(path) if path.is_file() else None))
+    return found
+
+
+def _records_of(path: Path) -> list[Record]:
+    """What inputs.json of cleaned texts, or the note in a token folder, says."""
+    try:
+        return [(key, _hash_of(value)) for key, value in dict(json.loads(path.read_text())).items()]
+    except (OSError, ValueError, TypeError) as error:
+        raise refuse(str(path), f"is damaged ({error})", f"remove {path.parent} and prepare again") from error
+
+
+def _hash_of(value: list[Any] | str | None) -> str | None:
+    """The hash of a corpus's names and sizes, or the one that is given; None where nothing is known."""
+    if isinstance(value, list):
+        return xxhash.xxh3_128_hexdigest(json.dumps(value).encode()) if value else None
+    return value

@@ -4,7 +4,8 @@ Removed is only what is certain to be ours, old and unneeded:
 
 - It lies in a token_dir below the current folder: one that lies elsewhere may be shared by runs that are not seen here.
 - It is no link, belongs to this user, and holds what `prepare` writes.
-- No run in the folders looked at has a saved config that means it, and all of these configs can be read.
+- No run in the folders looked at, at any depth, has a saved config that means it or names a path in it, and all of
+  these configs can be read.
 - It has not changed for a day: `prepare` may be at work in it, or its run is still to be started.
 - No process on this machine has one of its files open.
 
@@ -17,18 +18,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data.cleaning.groups import groups_of
+from data.cleaning.inputs import other_files
 from data.cleaning.kept import SETTINGS
 from data.config import DataConfig
 from data.errors import DataError
 from data.manifest import INPUTS, MANIFEST
 from data.partial import partial_suffix
 from data.prepared import readable_stem, source_folder
-from data.sources import is_raw
+from data.sources import HUGGING_FACE, expand_path, is_raw
+from data.tokenfile import bin_path
 from data.tokenizer import INFO, tokenizer_folder
 from launcher.commands.runs import RUNS_DIR, run_paths, running_where, tree_size
 from launcher.config.tree import RunConfig
@@ -87,8 +91,9 @@ def _ask(question: str) -> bool:
 
 def find_leftovers(directories: Sequence[str]) -> tuple[list[Leftover], list[str]]:
     """What can be removed, and lines on what was not judged."""
-    runs = [path for directory in directories or [RUNS_DIR] for path in run_paths(directory)]
+    runs = [path for directory in directories or [RUNS_DIR] for path in run_paths(directory, deep=True)]
     configs = read_configs(runs)
+    named = named_paths(configs)
     found: list[Leftover] = []
     untouched: list[str] = []
     own = [config for run, config in configs.items() if _starts_here(run, config)]
@@ -103,7 +108,7 @@ def find_leftovers(directories: Sequence[str]) -> tuple[list[Leftover], list[str
         if reason is None and (other := others.get(Path(token_dir).resolve())) is not None:
             reason = f"is also that of {other}, whose paths are read from another folder; go there"
         if reason is None:
-            found += token_leftovers(Path(token_dir), own)
+            found += token_leftovers(Path(token_dir), own, named)
         elif os.path.lexists(token_dir):
             untouched.append(f"data.token_dir={token_dir} {reason}")
     for run in runs:
@@ -114,6 +119,23 @@ def find_leftovers(directories: Sequence[str]) -> tuple[list[Leftover], list[str
 def _starts_here(run: Path, config: RunConfig) -> bool:
     """Whether the config's relative paths are read from the current folder."""
     return start_folder(run, config).resolve() == Path.cwd().resolve()
+
+
+def named_paths(configs: Mapping[Path, RunConfig]) -> set[Path]:
+    """The files and folders that the saved configs name in their data sections, links followed.
+
+    Of a prefix of token files both it and what its .bin leads to; of a glob the pattern.
+    """
+    found: set[Path] = set()
+    for run, config in configs.items():
+        data, start = config.data, start_folder(run, config)
+        names = [source.path.removeprefix(HUGGING_FACE) for source in data.sources]
+        names += [name for name in (data.heldout_path, data.tokenizer, data.without) if name is not None]
+        if data.cleaning is not None:
+            names += map(str, other_files(data.cleaning).values())
+        paths = [start / expand_path(name) for name in names]
+        found |= {path.resolve() for each in paths for path in (each, bin_path(each))}
+    return found
 
 
 def read_configs(runs: Sequence[Path]) -> dict[Path, RunConfig]:
@@ -150,8 +172,8 @@ def why_not_judged(token_dir: Path) -> str | None:
     return None
 
 
-def token_leftovers(token_dir: Path, configs: Sequence[RunConfig]) -> Iterator[Leftover]:
-    """Sources' folders, tokenizers and partial folders in one token_dir that no config means."""
+def token_leftovers(token_dir: Path, configs: Sequence[RunConfig], named: Collection[Path]) -> Iterator[Leftover]:
+    """Sources' folders, tokenizers and partial folders in one token_dir that no config means, nor any path lies in."""
     needed, stems = needed_folders(token_dir, configs)
     in_use = open_files()
     sources_stay = False
@@ -160,7 +182,7 @@ def token_leftovers(token_dir: Path, configs: Sequence[RunConfig]) -> Iterator[L
         kind = kind_of(path)
         if kind is None:
             continue
-        is_needed = path.name in needed or path.name[: -HASH_LETTERS - 1] in stems
+        is_needed = path.name in needed or path.name[: -HASH_LETTERS - 1] in stems or is_named(path, named)
         if kind == "tokenizer" and not is_needed:
             tokenizers.append(path)
         elif is_needed or not is_old(path) or is_open(path, in_use):
@@ -196,6 +218,12 @@ def needed_folders(token_dir: Path, configs: Sequence[RunConfig]) -> tuple[set[s
             except DataError:  # no tokenizer to know the name by
                 stems.add(readable_stem(source.path))
     return needed, stems
+
+
+def is_named(path: Path, named: Collection[Path]) -> bool:
+    """Whether one of the paths, which may be globs, is the folder or lies in it."""
+    parts = path.resolve().parts
+    return any(len(each.parts) >= len(parts) and all(map(fnmatchcase, parts, each.parts)) for each in named)
 
 
 def kind_of(path: Path) -> str | None:

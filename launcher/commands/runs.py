@@ -74,8 +74,11 @@ def list_runs(directories: list[str]) -> list[RunSummary]:
     return sorted((summarize(path) for path in paths), key=lambda run: -run.changed)
 
 
-def run_paths(directory: str) -> list[Path]:
-    """The run directories that DIR is or holds, those of its sweeps included; a run's name below runs will do."""
+def run_paths(directory: str, *, deep: bool = False) -> list[Path]:
+    """The run directories that DIR is or holds, those of its sweeps included; a run's name below runs will do.
+
+    ``deep``: those in folders that are no runs, too, however deep; links to such folders are not followed.
+    """
     named = Path(RUNS_DIR) / directory
     root = named if named.is_dir() and not Path(directory).is_dir() else Path(directory)
     if not root.is_dir():
@@ -84,7 +87,13 @@ def run_paths(directory: str) -> list[Path]:
         raise UserError([f"DIR={directory} must be a folder of runs, or a run directory; check it"])
     if any(os.path.lexists(root / part) for part in PARTS_OF_A_RUN):
         return runs_of(root)
-    return [run for path in sorted(root.iterdir()) if _is_run(path) for run in runs_of(path)]
+    found: list[Path] = []
+    for path in sorted(root.iterdir()):
+        if _is_run(path):
+            found += runs_of(path)
+        elif deep and path.is_dir() and not path.is_symlink():
+            found += run_paths(str(path), deep=True)
+    return found
 
 
 def _is_run(path: Path) -> bool:

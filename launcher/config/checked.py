@@ -9,6 +9,9 @@ from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 
+# in a run directory
+WRITTEN = ("config.yaml", "metrics.jsonl", "report.html", "logs/rank-0.log", "checkpoints/step-1/manifest.json")
+
 
 def load_checked(
     path: str | os.PathLike[str],
@@ -33,6 +36,18 @@ def load_checked(
         problems += [
             line for line in check_data(config.data, config.model.vocab_size) if line.partition("=")[0] not in told
         ]
+        if not any(line.startswith(("run_dir=", "data.sources[")) for line in problems):
+            problems += _check_run_dir(config)
     if problems:
         raise UserError(problems)
     return config
+
+
+def _check_run_dir(config: RunConfig) -> list[str]:
+    """A line for each source that would read what runs write: each start would change its corpus."""
+    from data.rules import check_outside
+
+    if config.run_dir is not None:
+        return check_outside(f"run_dir={config.run_dir!r}", config.run_path, WRITTEN, config.data)
+    runs, written = config.run_path.parent, [f"{config.name}/{name}" for name in WRITTEN]
+    return check_outside(f"run_dir=null ({config.run_path})", runs, written, config.data)

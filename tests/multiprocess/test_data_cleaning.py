@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,78 @@ def test_another_setting_makes_other_files_and_a_changed_evaluation_set_is_refus
     prepared(config)
     exam.unlink()
     assert find_prepared(config, VOCAB) is not None  # a file that has gone is not missed
+
+
+def remedied(call) -> str:
+    """The refusal of the call, after all that it says to remove has been removed."""
+    with pytest.raises(DataError) as refused:
+        call()
+    (line,) = refused.value.problems
+    for folder in line.rpartition("; remove ")[2].removesuffix(" and prepare again").split(", "):
+        shutil.rmtree(folder)
+    return line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_tokens_are_made_again_where_an_evaluation_set_has_changed(tmp_path, tokenizer, is_finished):
+    held, texts = make_texts(2, seed=77), make_texts(6)
+    exam = write_jsonl(tmp_path / "exam.jsonl", held[:1])
+    paths = [write_jsonl(tmp_path / "a.jsonl", [*texts, *held]), write_jsonl(tmp_path / "b.jsonl", [*held, *texts])]
+    cleaning = CleaningConfig(decontaminate=DecontaminateConfig(files=(str(exam),)))
+    config = config_of(paths, tokenizer, tmp_path / "t", cleaning=cleaning, workers=1, heldout_fraction=0.0)
+    assert texts_of(prepared(config), 0) == [*texts, held[1]]
+    if not is_finished:
+        for manifest in (tmp_path / "t").glob("*/manifest.json"):
+            manifest.unlink()
+    write_jsonl(exam, held)
+    for folder in (tmp_path / "t").glob("cleaned-*"):  # tokens alone know what they were cleaned with
+        shutil.rmtree(folder)
+    if is_finished:
+        with pytest.raises(DataError, match=r"files='.*' is not what .*/[ab]-jsonl-\w+ was cleaned with; remove"):
+            find_prepared(config, VOCAB)
+    with pytest.raises(
+        DataError, match=r"files='.*' is not what .*/[ab]-jsonl-\w+ was cleaned with; remove"
+    ) as refused:
+        prepare(config, vocab_size=VOCAB)
+    assert len(refused.value.problems) == 2  # each source is cleaned by itself
+    for line in refused.value.problems:
+        shutil.rmtree(line.rpartition("; remove ")[2].removesuffix(" and prepare again"))
+    assert [texts_of(prepared(config), source) for source in (0, 1)] == [texts, texts]
+    assert find_prepared(config, VOCAB) is not None
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_one_changed_source_invalidates_all_that_were_cleaned_with_it(tmp_path, tokenizer, is_old):
+    texts = make_texts(30)
+    paths = [write_jsonl(tmp_path / "a.jsonl", texts[:20]), write_jsonl(tmp_path / "b.jsonl", texts[10:])]
+    config = config_of(
+        paths, tokenizer, tmp_path / "t", cleaning=CleaningConfig(exact=True), workers=1, heldout_fraction=0.0
+    )
+    assert texts_of(prepared(config), 1) == texts[20:]
+    if is_old:
+        for note in (tmp_path / "t").glob("*/cleaned_from.json"):
+            note.unlink()
+    write_jsonl(paths[0], texts[:10])
+    line = remedied(lambda: prepare(config, vocab_size=VOCAB))
+    assert line.startswith(f"data.sources[0].path='{paths[0]}' is not what {tmp_path}/t/cleaned-a-jsonl-")
+    assert list((tmp_path / "t").glob("[abc]*")) == []
+    result = prepared(config)
+    assert [texts_of(result, source) for source in (0, 1)] == [texts[:10], texts[10:]]
+    assert find_prepared(config, VOCAB) == result
+
+
+def test_tokens_that_were_not_cleaned_together_are_refused_though_their_texts_are_gone(tmp_path, tokenizer):
+    texts = make_texts(30)
+    paths = [write_jsonl(tmp_path / "a.jsonl", texts[:20]), write_jsonl(tmp_path / "b.jsonl", texts[10:])]
+    config = config_of(paths, tokenizer, tmp_path / "t", cleaning=CleaningConfig(exact=True), workers=1)
+    result = prepared(config)
+    paths[0].unlink()
+    assert find_prepared(config, VOCAB) == result
+    note = result.sources[1].path / "cleaned_from.json"
+    note.write_text(note.read_text().replace(json.loads(note.read_text())[f"data.sources[0].path='{paths[0]}'"], "0"))
+    line = remedied(lambda: find_prepared(config, VOCAB))
+    assert str(result.sources[0].path) in line and str(result.sources[1].path) in line
 
 
 def command(tmp_path: Path, config: DataConfig, *overrides: str) -> list[str]:

@@ -3,21 +3,26 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from data.config import SourceConfig
 from data.dataset import open_dataset
 from data.errors import DataError
-from data.manifest import read_source_manifest
+from data.hub import corpus_files
+from data.manifest import read_source_manifest, write_json
 from data.prepare import prepare
-from data.prepared import find_prepared, verify
+from data.prepared import check_inputs, find_prepared, inputs_tree, verify
+from data.sources import InputFile
 from data.tokenfile import TokenFile
 from prepare_runs import (
     VOCAB,
@@ -29,6 +34,7 @@ from prepare_runs import (
     save_tiny_tokenizer,
     texts_of,
     write_jsonl,
+    write_parquet,
 )
 
 
@@ -279,6 +285,48 @@ def test_a_changed_corpus_is_refused_and_a_vanished_one_is_not_missed(tmp_path: 
     path.unlink()
     assert find_prepared(config, VOCAB) == result
     assert prepared(config) == result
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_changed_dataset_that_is_streamed_is_refused(tmp_path: Path, tokenizer: str, is_finished: bool) -> None:
+    folder = tmp_path / "d"
+    WRITERS["hf"](folder, make_documents(40))
+    config = config_of(f"hf://{folder}", tokenizer, tmp_path / "t")
+    result = prepared(config)
+    path = result.sources[0].path
+    if not is_finished:
+        (path / "manifest.json").unlink()
+        (path / "shard-00001.json").unlink()
+    write_parquet(folder / "zero.parquet", make_documents(5, seed=9))
+    calls = [lambda c, v: prepare(c, vocab_size=v), *([find_prepared] if is_finished else [])]
+    for call in calls:
+        with pytest.raises(
+            DataError, match=r"\[0\].path='hf://.*': 1 files differ, such as .*d/zero.parquet from .*; rem"
+        ):
+            call(config, VOCAB)
+    (folder / "zero.parquet").unlink()
+    assert prepared(config) == result
+    (path / "inputs.json").write_text("[]\n")  # as it was while the files were not known
+    write_parquet(folder / "zero.parquet", make_documents(5, seed=9))
+    assert find_prepared(config, VOCAB) == result
+    shutil.rmtree(folder)
+    assert find_prepared(config, VOCAB) == result
+
+
+def test_files_on_the_hub_are_known_by_their_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"train": ["hf://datasets/org/name@0a1b/a.parquet"], "test": ["hf://datasets/org/name@0a1b/b.parquet"]}
+    builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
+    monkeypatch.setattr("data.hub._open", lambda source, key: (builder, None))
+    source = SourceConfig(path="hf://org/name")
+    (begun,) = corpus_files(source, "data.sources[0]")
+    assert begun == InputFile("hf://datasets/org/name@0a1b/a.parquet", 0)
+    write_json(tmp_path / "inputs.json", inputs_tree([begun]))
+    check_inputs(tmp_path, source, "data.sources[0]")
+    files["train"] = ["hf://datasets/org/name@2c3d/a.parquet"]
+    with pytest.raises(DataError, match=r"hf://org/name': 2 files differ, such as hf://datasets/org/name@0a1b/a.parq"):
+        check_inputs(tmp_path, source, "data.sources[0]")
+    (tmp_path / "manifest.json").touch()  # finished: its tokens are enough
+    check_inputs(tmp_path, source, "data.sources[0]")
 
 
 def test_datasets_smaller_vocabulary_is_refused_at_opening(tmp_path: Path, tokenizer: str) -> None:

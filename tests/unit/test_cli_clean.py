@@ -124,6 +124,43 @@ def test_runs_elsewhere_count_where_they_are_named(place):
     assert leftovers("runs", "other") == []
 
 
+@pytest.mark.parametrize("by", ["source", "link", "glob", "heldout_path", "tokenizer", "another token_dir"])
+def test_what_a_run_names_by_path_stays(place, by):
+    tokenizer, unused = sorted((leftover.path for leftover in find_leftovers([])[0]), key=stem)
+    config = data("used", token_dir="elsewhere" if by == "another token_dir" else "tokens")
+    match by:
+        case "source" | "another token_dir":
+            config = dataclasses.replace(config, sources=(SourceConfig(path=str(unused / "train-00000")),))
+        case "link":
+            for half in ("bin", "idx"):
+                (place / f"linked.{half}").symlink_to(f"{unused}/train-00000.{half}")
+            config = dataclasses.replace(config, sources=(SourceConfig(path="linked"),))
+        case "glob":
+            config = dataclasses.replace(config, sources=(SourceConfig(path="tokens/unused-*/*.idx"),))
+        case "heldout_path":
+            config = dataclasses.replace(config, heldout_path=f"{unused}/heldout-00000")
+        case "tokenizer":
+            config = dataclasses.replace(config, tokenizer=str(tokenizer))
+    save_run(place / "runs" / "two", config)
+    assert leftovers() == (["unused"] if by == "tokenizer" else ["tokenizer-bpe-260"])
+
+
+def test_a_run_started_elsewhere_keeps_what_it_names(place, tmp_path_factory):
+    (unused,) = (place / "tokens").glob("unused-*")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "shared").symlink_to(place / "tokens")
+    config = dataclasses.replace(data("used", token_dir="own"), heldout_path=f"shared/{unused.name}/heldout-00000")
+    run = save_run(elsewhere / "runs" / "run", config)
+    assert leftovers("runs", str(run)) == ["tokenizer-bpe-260"]
+
+
+def test_a_run_in_a_folder_of_runs_keeps_its_tokens(place):
+    assert "unused" in leftovers()
+    save_run(place / "runs" / "group" / "flat", data("unused"))
+    (place / "runs" / "group" / "round").symlink_to("..")
+    assert leftovers() == []
+
+
 def test_a_run_whose_config_is_damaged_stops_it(place, capsys):
     (place / "runs/run/config.yaml").write_text("a: [")
     before = sorted(place.rglob("*"))

@@ -217,3 +217,27 @@ def test_load_checked_tells_all_problems_of_config_and_data(tmp_path):
         load_checked(path, ["train.steps=5", "data.seq_len=0"], world_size=1)
     assert len([line for line in caught.value.problems if line.startswith("data.seq_len=")]) == 1
     assert dataclasses.is_dataclass(load_checked(path, ["train.steps=5"], world_size=1, data=False))
+
+
+def test_a_run_directory_that_a_source_would_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus/x").mkdir(parents=True)
+    Path("corpus/a.txt").write_text("text")
+    Path("corpus/x/a.jsonl").write_text('{"text": "a"}')
+    Path("config.yaml").write_text("name: one\ndata: {sources: [{path: .}], token_dir: elsewhere/.tokens}\n")
+    with pytest.raises(UserError) as caught:
+        load_checked("config.yaml", world_size=1)
+    (line,) = caught.value.problems
+    assert line.startswith(
+        "run_dir=null (runs/one) lies in data.sources[0].path='.', which would read its files as text;"
+    )
+    assert line.endswith("; name a folder outside of it, or add '**/runs/**' to that source's exclude")
+    for fitting in ("data.sources=[{path: ., exclude: ['**/runs/**']}]", "data.sources=[{path: corpus}]"):
+        assert load_checked("config.yaml", [fitting], world_size=1)
+    with pytest.raises(
+        UserError, match=r"^run_dir='corpus/here' lies in data\.sources\[0\]\.path='corpus/\*/\*\.jsonl'"
+    ):
+        load_checked("config.yaml", ["data.sources=[{path: corpus/*/*.jsonl}]", "run_dir=corpus/here"], world_size=1)
+    with pytest.raises(UserError) as caught:  # two keys, two lines
+        load_checked("config.yaml", ["data.token_dir=tokens"], world_size=1)
+    assert [line.partition("=")[0] for line in caught.value.problems] == ["data.token_dir", "run_dir"]

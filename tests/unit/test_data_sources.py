@@ -236,6 +236,46 @@ def test_each_rule_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt"]
 
 
+@pytest.mark.parametrize(
+    ("path", "token_dir", "place"),
+    [
+        (".", "tokens", "tokens"),
+        ("corpus", "corpus/deep/tokens", "deep/tokens"),
+        ("corpus/", "corpus", "."),
+        ("linked", "corpus/tokens", "tokens"),
+        ("**/*.json", "tokens", "tokens"),
+        ("c*/**", "corpus/tokens", "corpus/tokens"),
+        ("**", "tokens", "tokens"),
+        ("corpus/*/*/train-*", "corpus/tokens", "tokens"),
+        ("**/*.txt", "tokens", None),
+        ("*", "tokens", None),
+        ("corpus", "tokens", None),
+        ("corpus", "corpus2/tokens", None),
+        ("corpus/a.txt", "corpus/tokens", None),
+        (".", ".hidden/tokens", None),
+        ("hf://.", "tokens", None),
+    ],
+)
+def test_a_token_dir_that_a_source_would_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, token_dir: str, place: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "corpus/a.txt", "corpus/a.json", "corpus/x/x/train-0"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+    Path("linked").symlink_to("corpus")
+    config = replace(GOOD, sources=(SourceConfig(path=path),), token_dir=token_dir)
+    if place is None:
+        assert check_data(config, 300) == []
+        return
+    (line,) = check_data(config, 300)
+    assert line.startswith(f"data.token_dir='{token_dir}' lies in data.sources[0].path='{path}', which would read its")
+    assert (f"; name a folder outside of it, or add '**/{place}/**' to" in line) == (place != ".")
+    if place != ".":
+        source = SourceConfig(path=path, exclude=(f"**/{place}/**",))
+        assert check_data(replace(config, sources=(source,)), 300) == []
+
+
 def test_all_problems_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sources = (SourceConfig(path=""), SourceConfig(path="hf://"))
