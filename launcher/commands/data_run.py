@@ -18,7 +18,7 @@ from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.ledger_rows import StepData, steps_of
 from launcher.training.run_dir import in_start_folder, saved_config
-from launcher.training.run_parts import CONFIG
+from launcher.training.run_parts import CONFIG, TOKEN_FILES, check_parts
 from launcher.training.token_files import check_files_of_run
 
 RUNS_DIR = "runs"
@@ -65,6 +65,7 @@ def open_run(name: str) -> DataOfRun:
     run_path = path.absolute()
     with in_start_folder(path, config):
         check_token_files(config)
+        check_parts(run_path, TOKEN_FILES)
         check_files_of_run(config, run_path)
         vocab_size = config.model.vocab_size
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=vocab_size, split="train")

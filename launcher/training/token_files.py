@@ -14,10 +14,14 @@ from launcher.training.run_parts import TOKEN_FILES, check_parts
 def check_files_of_run(config: RunConfig, run_path: Path) -> None:
     """Raises UserError where a token file is not the one that the run in ``run_path`` began with. Reads only.
 
-    A run that began before this was kept, or whose token files are still to be prepared, passes.
+    A run that began before this was kept, or whose token files are still to be prepared, passes. So does a record that
+    is damaged, which ``check_parts`` names.
     """
-    check_parts(run_path, TOKEN_FILES)
     path, prepared = run_path / TOKEN_FILES, _prepared(config)
+    try:
+        check_parts(run_path, TOKEN_FILES)
+    except UserError:
+        return
     if prepared is None or not path.exists():
         return
     try:

@@ -13,7 +13,7 @@ from data_reference import write_token_file
 from launcher.commands.data_run import open_run
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from launcher.training.run_dir import claim
+from launcher.training.run_dir import check_run_dir, claim
 from launcher.training.start import check_tokens
 from layout_runs import DENSE_MODEL, run_config
 from prepare_runs import VOCAB, make_documents, save_tiny_tokenizer, write_jsonl
@@ -100,7 +100,10 @@ def test_a_run_from_before_there_was_a_record_goes_on_and_writes_it(tmp_path: Pa
     check_tokens(config)
     for content in ("[1]", '{"a": 3}', '{"a": {"b": 3}}', "{"):
         record.write_text(content)
-        assert refusal(config).startswith(f"{record} must hold what the token files were")
+        with pytest.raises(UserError, match="token_files.json must hold what the token files were"):
+            open_run(str(config.run_path))
+        with pytest.raises(UserError, match="token_files.json must hold what the token files were"):
+            check_run_dir(config)
 
 
 def test_a_change_anywhere_in_a_sampled_file_of_another_size_is_seen(tmp_path: Path) -> None:
