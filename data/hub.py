@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.files import find_below, keep_files
-from data.sources import HUGGING_FACE
+from data.sources import HUGGING_FACE, check_no_exclude
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -62,6 +62,7 @@ def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
 
     No code of a dataset's is run: ``datasets`` refuses loading scripts since version 4.
     """
+    check_no_exclude(source, key)
     name = source.path.removeprefix(HUGGING_FACE)
     is_local = name.startswith("/") or os.path.isdir(name)
     if is_local and os.path.isdir(name):

@@ -100,9 +100,9 @@ def test_a_run_from_before_there_was_a_record_goes_on_and_writes_it(tmp_path: Pa
     check_tokens(config)
     for content in ("[1]", '{"a": 3}', '{"a": {"b": 3}}', "{"):
         record.write_text(content)
-        with pytest.raises(UserError, match="token_files.json must hold what the token files were"):
+        with pytest.raises(UserError, match=r"token_files\.json must hold what the token files were"):
             open_run(str(config.run_path))
-        with pytest.raises(UserError, match="token_files.json must hold what the token files were"):
+        with pytest.raises(UserError, match=r"token_files\.json must hold what the token files were"):
             check_run_dir(config)
 
 
