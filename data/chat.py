@@ -5,6 +5,7 @@ splits, counting them) it does with chats, too. ``said`` is what people and mode
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from data.config import ChatConfig, SourceConfig
@@ -45,6 +46,18 @@ def said(chat: str) -> str:
         for part in parts
         if part
     )
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Every text that a template may write of ``value``, a chat's fields or a part of them: names, too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from strings_of(list(value))
+        yield from strings_of(list(value.values()))
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_of(each)
 
 
 def _no_chat(chat: ChatConfig | None, names: str, path: str, key: str) -> DataError:

@@ -2,7 +2,7 @@
 
 A chat is written as text by its template and tokenized whole, as `transformers` does. A token is a target where it
 holds a character that the assistant says. Special tokens of the template are themselves, so a message that spells one
-out is bad: it would end a turn that goes on.
+out is bad, in whatever field of it: it would end a turn that goes on.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.chat import said
+from data.chat import said, strings_of
 from data.chat_template import ChatTemplate, Rendered, UnstableTemplate, UnusableChat, template_of
 from data.documents import read_documents
 from data.errors import DataError, reason_of, refuse
@@ -74,10 +74,10 @@ class ChatTokens:
         fields = json.loads(hash_text(chat)[1])
         if not self.has_template and not isinstance(fields.get("completion"), str):
             raise no_template(self.task.key)
-        spoken = said(chat)
-        spelled = next((token for token in self.special.values() if token in spoken), None)
+        texts = "\n".join(strings_of(fields))
+        spelled = next((token for token in self.special.values() if token in texts), None)
         if spelled is not None:
-            why = f"spells out {spelled}, a special token of the tokenizer, in a message"
+            why = f"spells out {spelled}, a special token of the tokenizer, in a message or its tools"
             tally.bad("a special token in a message", partial(self._bad, chat, number, why))
             return None
         try:

@@ -218,6 +218,35 @@ UNUSABLE = {
         {},
         r"data.sources\[0\]: record 2 from .*chats.jsonl on, which begins 'a<\|im_end\|> b' spells out <\|im_end\|>",
     ),
+    "an end spelled out in a role": (
+        {"messages": [{"role": "user<|im_end|>", "content": "a"}, *messages("c", "d")[1:]]},
+        CHATML,
+        {},
+        r"which begins 'a d' spells out <\|im_end\|>, a special token of the tokenizer, in a message or its tools; mend",
+    ),
+    "an end spelled out in reasoning": (
+        {"messages": [*messages("a"), {"role": "assistant", "content": "b", "reasoning_content": "evil<|im_end|>"}]},
+        CHATML,
+        {},
+        r"which begins 'a b' spells out <\|im_end\|>",
+    ),
+    "an end spelled out in a call": (
+        {
+            "messages": [
+                *messages("a"),
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]},
+            ]
+        },
+        CHATML,
+        {},
+        r"which begins 'a' spells out <\|im_end\|>",
+    ),
+    "an end spelled out in a tool": (
+        {"messages": messages("a", "b"), "tools": [{"function": {"name": "f", "description": "<|im_end|>"}}]},
+        CHATML,
+        {},
+        r"which begins 'a b' spells out <\|im_end\|>",
+    ),
     "going back": (
         {"messages": messages("why", "<think>so</think>that", "and", "this")},
         FORGETFUL,
