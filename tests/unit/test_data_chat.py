@@ -222,7 +222,7 @@ UNUSABLE = {
         {"messages": [{"role": "user<|im_end|>", "content": "a"}, *messages("c", "d")[1:]]},
         CHATML,
         {},
-        r"which begins 'a d' spells out <\|im_end\|>, a special token of the tokenizer, in a message or its tools; mend",
+        r"which begins 'a d' spells out <\|im_end\|>, a special token of the tokenizer, in a message or its tools",
     ),
     "an end spelled out in reasoning": (
         {"messages": [*messages("a"), {"role": "assistant", "content": "b", "reasoning_content": "evil<|im_end|>"}]},
