@@ -55,13 +55,46 @@ def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> It
         row, n_characters, limit = 0, 0, Expansion(piece.path, piece.file_bytes)
         for batch in batches:
             batch = batch.select(names)
-            batch.validate(full=True)  # offsets that lead outside the file would be read all the same
+            check_structure(batch)
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                 rows = batch.slice(start, ROWS_AT_ONCE)
                 for text in documents_of(rows, source, piece.path, row, key, tally):
                     row, n_characters = row + 1, n_characters + len(text or "")
                     yield text, 0.0
                 limit.check(n_characters)
+
+
+def check_structure(batch: "pyarrow.RecordBatch") -> None:
+    """Raises pyarrow's error where a batch's offsets lead outside the file, which would be read all the same.
+
+    Text that is not UTF-8 passes: its row is bad, and is named when it is read.
+    """
+    import pyarrow
+
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        for column in batch.columns:
+            column.view(_of_bytes(column.type)).validate(full=True)
+
+
+def _of_bytes(kind: "pyarrow.DataType") -> "pyarrow.DataType":
+    """The type with bytes in the place of text, which lie in the same buffers."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _of_bytes(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_of_bytes(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        field = kind.value_field.with_type(_of_bytes(kind.value_type))
+        return pyarrow.list_(field) if types.is_list(kind) else pyarrow.large_list(field)
+    if types.is_string(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind):
+        return pyarrow.large_binary()
+    return pyarrow.binary_view() if types.is_string_view(kind) else kind
 
 
 def columns_of(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> list[str]:
