@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from data.chat import chat_of
+from data.chat import chat_of, no_chat
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.lines import MEND, Expansion
@@ -33,7 +33,8 @@ def read_parquet(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> 
         row, before = 0, sum(groups[:-1])
         limit, n_characters = Expansion(piece.path, piece.file_bytes), 0
         for batch in batches:
-            for text in documents_of(batch, source, piece.path, before + row, key, tally):
+            rows = batch.select(names)  # of a column "a.b" pyarrow reads column a with its field b, too
+            for text in documents_of(rows, source, piece.path, before + row, key, tally):
                 row, n_characters = row + 1, n_characters + len(text or "")
                 yield text, row / max(row, groups[-1])
             limit.check(n_characters)
@@ -98,12 +99,18 @@ def _of_bytes(kind: "pyarrow.DataType") -> "pyarrow.DataType":
 
 
 def columns_of(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> list[str]:
-    """The columns to read. Raises DataError where they are not there, or where that of text holds none."""
+    """The columns to read. Raises DataError where they are not there, or where that of text holds none.
+
+    Of chats, one with the messages or the completion must be there.
+    """
     if source.chat is None:
         check_column(schema, source, path, key)
         return [source.text_key]
     wanted = (source.chat.messages_key, source.chat.prompt_key, source.chat.completion_key, "tools")
-    return [name for name in wanted if schema.names.count(name) == 1]
+    found = [name for name in wanted if schema.names.count(name) == 1]
+    if not {source.chat.messages_key, source.chat.completion_key} & set(found):
+        raise no_chat(source.chat, schema.names, path, key)
+    return found
 
 
 def documents_of(
