@@ -295,6 +295,16 @@ def test_the_command_tells_it_in_one_line(tmp_path: Path, capsys: pytest.Capture
     assert re.search(line, told) and not (tmp_path / "tokens").exists()
 
 
+def test_a_source_that_keeps_no_chat_is_refused(tmp_path: Path) -> None:
+    rows = [UNUSABLE["an end spelled out"][0], {"messages": []}]
+    line = (
+        r"chats.jsonl' keeps none of its documents: all 2 are empty, or cannot be read; mend them, or give another path"
+    )
+    with pytest.raises(DataError, match=line):
+        opened(tmp_path, rows, max_bad_share=0.5)
+    assert not (tmp_path / "tokens").exists()
+
+
 def test_bad_chats_are_counted_within_the_share(tmp_path: Path) -> None:
     rows = [{"prompt": "so", "completion": f"what {n}"} for n in range(20)]
     bad = [UNUSABLE[name][0] for name in ("no messages", "an end spelled out", "no answer")]
