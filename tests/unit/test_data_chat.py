@@ -255,7 +255,18 @@ UNUSABLE = {
         r"\(record 2 from .*chats.jsonl on, which begins 'why <think>so</think>that and this'\) so which tokens",
     ),
     "no template": ({"messages": messages("a", "b")}, None, {}, r"data.sources\[0\].chat.template=null needs a templ"),
-    "not jinja": ({"messages": messages("a", "b")}, None, {"template": "{% if"}, r"the template cannot render it \("),
+    "not jinja": (
+        {"messages": messages("a", "b")},
+        None,
+        {"template": "{% if", "max_bad_share": 0.5},
+        r"data.sources\[0\].chat.template='{% if' is no jinja template: line 1: .*; mend it, or set it to null for",
+    ),
+    "not jinja, of the tokenizer": (
+        {"messages": messages("a", "b")},
+        "{{ messages[0 }}",
+        {},
+        r"data.sources\[0\].chat.template=null: that of .*tokenizer-.* is no jinja template: line 1: unexpected '}'",
+    ),
     "a clock": (
         {"messages": messages("a", "b")},
         None,
