@@ -18,9 +18,7 @@ from launcher.replay.plan import Plan, make_plan
 from launcher.replay.record import Record, read_record
 from launcher.slurm.follow import find_run
 from launcher.training.run_dir import saved_config, start_folder
-from launcher.training.run_parts import TOKEN_FILES, check_parts
 from launcher.training.start import check_gpus, check_tokens, exit_two_for
-from launcher.training.token_files import check_files_of_run
 from parallel.processes.world import world_size_from_environment
 
 
@@ -72,8 +70,6 @@ def planned(
         check_limits(plan.n_ranks)
         check_gpus(plan.n_ranks)
         check_tokens(plan.config)
-        check_parts(run_path, TOKEN_FILES)
-        check_files_of_run(plan.config, run_path)
         yield plan, record
 
 
