@@ -5,6 +5,7 @@ splits, counting them) it does with chats, too. ``said`` is what people and mode
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from data.config import ChatConfig, SourceConfig
@@ -24,8 +25,8 @@ def chat_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally
     assert source.chat is not None
     fields = _fields(record, source.chat)
     if fields is None:
-        names = ", ".join(map(str, list(record)[:20])) if isinstance(record, dict) else type(record).__name__
-        tally.bad("no chat", lambda: _no_chat(source.chat, names, path, key))
+        names = list(record) if isinstance(record, dict) else [type(record).__name__]
+        tally.bad("no chat", lambda: no_chat(source.chat, names, path, key))
         return None
     if not any(fields.get(name) for name in ("messages", "completion")):
         return ""
@@ -47,11 +48,25 @@ def said(chat: str) -> str:
     )
 
 
-def _no_chat(chat: ChatConfig | None, names: str, path: str, key: str) -> DataError:
+def strings_of(value: Any) -> Iterator[str]:
+    """Every text that a template may write of ``value``, a chat's fields or a part of them: names, too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from strings_of(list(value))
+        yield from strings_of(list(value.values()))
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_of(each)
+
+
+def no_chat(chat: ChatConfig | None, names: list[str], path: str, key: str) -> DataError:
+    """The refusal of records or columns, which have these ``names``, among which is neither messages nor completion."""
+    there = ", ".join(map(str, names[:20])) or "no named fields"
     assert chat is not None
     found = f"{key}.chat.messages_key={chat.messages_key!r} and .completion_key={chat.completion_key!r}"
     remedy = "set them to the fields with the messages, or with the prompt and its completion"
-    return refuse(found, f"are not in a record of {path}, which holds {names or 'no named fields'}", remedy)
+    return refuse(found, f"are not in a record of {path}, which holds {there}", remedy)
 
 
 def _fields(record: Any, chat: ChatConfig) -> dict[str, Any] | None:

@@ -31,6 +31,10 @@ class UnusableChat(Exception):
     """The template does not render this chat; one line."""
 
 
+class BrokenTemplate(Exception):
+    """The template is none; one line."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A chat as text, and the characters of it that the assistant says. ``exact``: the template itself marks them."""
@@ -63,7 +67,7 @@ class ChatTemplate:
         self.is_marked = MARKED.search(text) is not None
 
     def render(self, fields: dict[str, Any], targets: str) -> Rendered:
-        """The chat of ``data.chat.chat_of``'s fields. Raises UnstableTemplate, or UnusableChat."""
+        """The chat of ``data.chat.chat_of``'s fields. Raises UnstableTemplate, BrokenTemplate or UnusableChat."""
         if isinstance(fields.get("completion"), str):
             prompt, completion = fields["prompt"], fields["completion"]
             text = prompt + completion
@@ -115,11 +119,14 @@ class ChatTemplate:
     def _write(
         self, messages: Messages, tools: Any, *, prompts: bool = False, marked: bool = False
     ) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {"add_generation_prompt": prompts, "return_assistant_tokens_mask": marked, **NO_CLOCK, **self._names}
         try:
             texts, spans = render_jinja_template([messages], tools=tools, chat_template=self.text, **options)
+        except TemplateSyntaxError as error:
+            raise BrokenTemplate(f"is no jinja template: line {error.lineno}: {reason_of(error)}") from error
         except Exception as error:  # of jinja, and whatever a template makes Python raise
             raise UnusableChat(f"the template cannot render it ({reason_of(error)})") from error
         return texts[0], [(int(start), int(stop)) for start, stop in spans[0]] if marked else []

@@ -2,7 +2,7 @@
 
 A chat is written as text by its template and tokenized whole, as `transformers` does. A token is a target where it
 holds a character that the assistant says. Special tokens of the template are themselves, so a message that spells one
-out is bad: it would end a turn that goes on.
+out is bad, in whatever field of it: it would end a turn that goes on.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.chat import said
-from data.chat_template import ChatTemplate, Rendered, UnstableTemplate, UnusableChat, template_of
+from data.chat import said, strings_of
+from data.chat_template import BrokenTemplate, ChatTemplate, Rendered, UnstableTemplate, UnusableChat, template_of
+from data.config import ChatConfig
 from data.documents import read_documents
 from data.errors import DataError, reason_of, refuse
 from data.shardtask import Report, ShardTask, StoppedError, hash_text
@@ -74,10 +75,10 @@ class ChatTokens:
         fields = json.loads(hash_text(chat)[1])
         if not self.has_template and not isinstance(fields.get("completion"), str):
             raise no_template(self.task.key)
-        spoken = said(chat)
-        spelled = next((token for token in self.special.values() if token in spoken), None)
+        texts = "\n".join(strings_of(fields))
+        spelled = next((token for token in self.special.values() if token in texts), None)
         if spelled is not None:
-            why = f"spells out {spelled}, a special token of the tokenizer, in a message"
+            why = f"spells out {spelled}, a special token of the tokenizer, in a message or its tools"
             tally.bad("a special token in a message", partial(self._bad, chat, number, why))
             return None
         try:
@@ -85,6 +86,8 @@ class ChatTokens:
         except UnusableChat as error:
             tally.bad("not rendered", partial(self._bad, chat, number, f"is no chat: {error}"))
             return None
+        except BrokenTemplate as error:
+            raise broken_template(self.task, self.chat, str(error)) from None
         except UnstableTemplate as error:
             found = f"{self.task.key}.chat: the template {error} ({self._where(chat, number)})"
             raise refuse(found, "so which tokens are targets is not known", MARKS) from None
@@ -141,6 +144,15 @@ def fast_with_offsets(task: ShardTask) -> "Tokenizer":
         found = str(task.tokenizer)
         raise refuse(found, f"cannot be loaded ({reason_of(error)})", "prepare the data again") from error
     return tokenizer
+
+
+def broken_template(task: ShardTask, chat: ChatConfig, why: str) -> DataError:
+    """The refusal of a template that cannot be parsed, the config's or the tokenizer's."""
+    if chat.template is None:
+        found = f"{task.key}.chat.template=null: that of {task.tokenizer}"
+        return refuse(found, why, "mend it there, or give the text of another one")
+    shown = repr(chat.template[:SHOWN_CHARACTERS]) + ("..." if len(chat.template) > SHOWN_CHARACTERS else "")
+    return refuse(f"{task.key}.chat.template={shown}", why, "mend it, or set it to null for the tokenizer's own")
 
 
 def no_template(key: str) -> DataError:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from data.chat import chat_of
+from data.chat import chat_of, no_chat
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.lines import MEND, Expansion
@@ -33,7 +33,8 @@ def read_parquet(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> 
         row, before = 0, sum(groups[:-1])
         limit, n_characters = Expansion(piece.path, piece.file_bytes), 0
         for batch in batches:
-            for text in documents_of(batch, source, piece.path, before + row, key, tally):
+            rows = batch.select(names)  # of a column "a.b" pyarrow reads column a with its field b, too
+            for text in documents_of(rows, source, piece.path, before + row, key, tally):
                 row, n_characters = row + 1, n_characters + len(text or "")
                 yield text, row / max(row, groups[-1])
             limit.check(n_characters)
@@ -55,7 +56,7 @@ def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> It
         row, n_characters, limit = 0, 0, Expansion(piece.path, piece.file_bytes)
         for batch in batches:
             batch = batch.select(names)
-            batch.validate(full=True)  # offsets that lead outside the file would be read all the same
+            check_structure(batch)
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                 rows = batch.slice(start, ROWS_AT_ONCE)
                 for text in documents_of(rows, source, piece.path, row, key, tally):
@@ -64,13 +65,52 @@ def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> It
                 limit.check(n_characters)
 
 
+def check_structure(batch: "pyarrow.RecordBatch") -> None:
+    """Raises pyarrow's error where a batch's offsets lead outside the file, which would be read all the same.
+
+    Text that is not UTF-8 passes: its row is bad, and is named when it is read.
+    """
+    import pyarrow
+
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        for column in batch.columns:
+            column.view(_of_bytes(column.type)).validate(full=True)
+
+
+def _of_bytes(kind: "pyarrow.DataType") -> "pyarrow.DataType":
+    """The type with bytes in the place of text, which lie in the same buffers."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _of_bytes(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_of_bytes(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        field = kind.value_field.with_type(_of_bytes(kind.value_type))
+        return pyarrow.list_(field) if types.is_list(kind) else pyarrow.large_list(field)
+    if types.is_string(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind):
+        return pyarrow.large_binary()
+    return pyarrow.binary_view() if types.is_string_view(kind) else kind
+
+
 def columns_of(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> list[str]:
-    """The columns to read. Raises DataError where they are not there, or where that of text holds none."""
+    """The columns to read. Raises DataError where they are not there, or where that of text holds none.
+
+    Of chats, one with the messages or the completion must be there.
+    """
     if source.chat is None:
         check_column(schema, source, path, key)
         return [source.text_key]
     wanted = (source.chat.messages_key, source.chat.prompt_key, source.chat.completion_key, "tools")
-    return [name for name in wanted if schema.names.count(name) == 1]
+    found = [name for name in wanted if schema.names.count(name) == 1]
+    if not {source.chat.messages_key, source.chat.completion_key} & set(found):
+        raise no_chat(source.chat, schema.names, path, key)
+    return found
 
 
 def documents_of(

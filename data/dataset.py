@@ -271,7 +271,8 @@ class Dataset:
         if self._packings:
             start_B, mark_B = pieces_of(self._packings, file_B, start_B).marks(len(file_B))
         for row, *_, cut in self.cuts(indices):
-            mark_B[row] ^= xxhash.xxh3_64_intdigest(repr(cut.row()).encode()) >> 1
+            assert self.fim is not None
+            mark_B[row] ^= xxhash.xxh3_64_intdigest(repr((cut.row(), self.fim.ids)).encode()) >> 1
         return np.stack([file_B, start_B, length_B, mark_B])
 
     def numbers_of(self, file: int, first: int, stop: int, consumed: int) -> list[tuple[int, int, int]]:

@@ -3,10 +3,14 @@
 A tokenizer cuts a word at the piece's ends otherwise than inside a document, where the word may go on. So the tokens of
 the words in between are looked for, as bytes of the .bin, and what is found there counts once the document's own tokens
 spell the piece. A piece of fewer than three words has none in between: each document is spelled out and searched.
+
+A special token is no text, unless the piece spells it out: then it may lie there as text, or as the token that a chat
+template has written. The one that ends a document is none in any case.
 """
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +24,14 @@ from data.tokenizer_files import check_files
 MOST_PLACES = 1000
 CHUNK_TOKENS = 1 << 24  # of a .bin, looked through at once
 SPELLED_TOKENS = 1 << 13  # of a document, spelled out at once
+NO_TEXT = "\ud800"  # no document spells it
 TOKENS_AROUND = 64  # beyond as many as the piece has bytes, on each side of a find
 
 
 class Speller:
-    """A tokenizer's text of tokens, and tokens of text."""
+    """A tokenizer's text of tokens, and tokens of text, as they are looked for in ``piece``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, piece: str) -> None:
         """Raises DataError where the folder's tokenizer cannot serve."""
         from tokenizers import Tokenizer
 
@@ -36,23 +41,33 @@ class Speller:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library's own kind
             raise refuse(str(path), f"cannot be loaded ({reason_of(error)})", "prepare the data again") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.piece = piece
+        self.special = {number for number, token in added.items() if token.special}
+        self._hidden = np.array([number for number in self.special if added[number].content not in piece], np.int64)
 
     def spell(self, tokens_N: np.ndarray) -> str:
-        """The text of these tokens, special ones included."""
-        return self._tokenizer.decode(tokens_N.tolist(), skip_special_tokens=False)
+        """The text of these tokens. In the place of special ones that the piece does not name stands NO_TEXT."""
+        parts = np.split(tokens_N, np.flatnonzero(np.isin(tokens_N, self._hidden)))
+        texts = [each[1:] if number else each for number, each in enumerate(parts)]
+        return NO_TEXT.join(self._tokenizer.decode(each.tolist(), skip_special_tokens=False) for each in texts)
 
-    def middle(self, piece: str) -> list[int]:
-        """The ids of the piece's words but for the first and the last; they do not depend on what surrounds it."""
-        words = [match.span() for match in re.finditer(r"\S+", piece)]
+    def middles(self) -> list[list[int]]:
+        """The ids of the piece's words but for the first and the last; they do not depend on what surrounds it.
+
+        Once with special tokens that it names as text, and once as such, where there are any.
+        """
+        words = [match.span() for match in re.finditer(r"\S+", self.piece)]
         if len(words) < 3:
             return []
         begin, end = words[1][0] - 1, words[-2][1]
-        encoded = self._tokenizer.encode(piece, add_special_tokens=False)
-        return [
-            number
-            for number, (first, stop) in zip(encoded.ids, encoded.offsets, strict=True)
-            if begin <= first and stop <= end
-        ]
+        found = []
+        for as_text in (True, False):
+            self._tokenizer.encode_special_tokens = as_text
+            encoded = self._tokenizer.encode(self.piece, add_special_tokens=False)
+            numbered = zip(encoded.ids, encoded.offsets, strict=True)
+            found.append([number for number, (first, stop) in numbered if begin <= first and stop <= end])
+        return found[:1] if found[0] == found[1] else found
 
 
 def find_text(dataset: Dataset, tokenizer: Path, piece: str, key: str) -> list[Place]:
@@ -63,12 +78,13 @@ def find_text(dataset: Dataset, tokenizer: Path, piece: str, key: str) -> list[P
     if not piece.strip():
         raise refuse(f"{key}={piece!r}", "must hold a word", "give a piece of a document")
     found: set[Place] = set()
-    speller = Speller(tokenizer)
-    middle = speller.middle(piece)
+    speller = Speller(tokenizer, piece)
+    middles = speller.middles()
     for number, file in enumerate(dataset.files):
         n_around = len(piece.encode()) + TOKENS_AROUND  # a token of the piece spells a byte of it or more
-        for document, first, stop in _near(file, middle, n_around) if middle else _everywhere(file, n_around):
-            for tokens in _spelled(speller, file, piece, first, stop):
+        parts = [_near(file, each, n_around) for each in middles] if middles and all(middles) else []
+        for document, first, stop in chain(*parts or [_everywhere(file, n_around)]):
+            for tokens in _spelled(speller, file, document, first, stop):
                 found.add(Place(number, document, *tokens))
                 if len(found) > MOST_PLACES:
                     raise refuse(f"{key}={piece!r}", f"lies in more than {MOST_PLACES} places", "give a longer piece")
@@ -100,8 +116,14 @@ def _near(file: TokenFile, middle: list[int], n_around: int) -> Iterator[tuple[i
             at = chunk.find(wanted, at + 1)
 
 
-def _spelled(speller: Speller, file: TokenFile, piece: str, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The fewest tokens, as [first, stop), that spell the piece, each time that it occurs within [first, stop)."""
+def _spelled(speller: Speller, file: TokenFile, document: int, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The fewest tokens, as [first, stop), that spell the piece, each time that it occurs within [first, stop).
+
+    These lie in the document; its end of text is left out.
+    """
+    piece, end = speller.piece, file.document_range(document)[1]
+    if stop == end and first < stop and int(file.tokens[stop - 1]) in speller.special:
+        stop -= 1
     while piece in speller.spell(file.tokens[first:stop]):
         end = _least(first + 1, stop, lambda end, begin=first: piece in speller.spell(file.tokens[begin:end]))
         begin = end - _least(1, end - first, lambda n, end=end: piece in speller.spell(file.tokens[end - n : end]))

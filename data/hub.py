@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.files import find_below, keep_files
-from data.sources import HUGGING_FACE, InputFile, input_files, is_hugging_face, reads_files
+from data.sources import HUGGING_FACE, InputFile, check_no_exclude, input_files, is_hugging_face, reads_files
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -91,6 +91,7 @@ def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
 
 def _open(source: SourceConfig, key: str) -> tuple[Any, "IterableDataset"]:
     """The library's builder of the dataset, and its stream."""
+    check_no_exclude(source, key)
     name = source.path.removeprefix(HUGGING_FACE)
     is_local = not is_on_hub(source)
     if is_local and os.path.isdir(name):

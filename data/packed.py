@@ -1,30 +1,39 @@
 r"""A packing on the disk, beside the token file that it is of: PREFIX.best_fit-2048.pack, say.
 
-    8 bytes  magic "RTPACK\0\1"
-    uint64   seq_len, tokens of the file, fingerprint of its .idx, samples n, pieces p, documents, documents cut,
-             tokens left out
+    8 bytes  magic "RTPACK\0\2"
+    uint64   seq_len, tokens of the file, hash of samples of its .idx, samples n, pieces p, documents, documents cut,
+             tokens left out, hash of its whole .idx
     int64[n + 1]  the first piece of each sample, and last p
     int64[p]      the token that each piece begins with
     int32[p]      its tokens
 
-Little-endian, and the same bytes whoever makes it. It is mapped into memory: opening it costs the same for any size.
+Little-endian, and the same bytes whoever makes it. It is mapped into memory: opening it costs the same for any size,
+so of a large .idx only the samples are compared then, which are spread over it. The whole is, where it is small, and
+once at a start where the .idx may have been written after the packing, as their times say.
+
+Packings of magic "RTPACK\0\1" have no last number, and a fingerprint of the .idx's ends in the place of the samples.
 """
 
+import os
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from data.config import DataConfig
 from data.errors import reason_of, refuse
 from data.packing import PackedBy, Packing, pack
 from data.partial import written_whole
-from data.tokenfile import TokenFile, fingerprint, idx_path
+from data.tokenfile import TokenFile, fingerprint, idx_path, sampled_hash
 from data.tokenizer import PREPARE
 
-MAGIC = b"RTPACK\x00\x01"
-HEADER = struct.Struct("<8s8Q")
+MAGIC, OLD_MAGIC = b"RTPACK\x00\x02", b"RTPACK\x00\x01"
+HEADER, OLD_HEADER = struct.Struct("<8s9Q"), struct.Struct("<8s8Q")
+OLD_NUMBERS = 8  # after the magic
+SMALL_BYTES = 1 << 22  # an .idx up to here is hashed whole whenever its packing is opened: 1 ms
 
 
 def pack_path(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
@@ -38,13 +47,50 @@ def packed_by_of(config: DataConfig) -> PackedBy | None:
 
 
 def is_packed(prefix: Path, seq_len: int, packed_by: PackedBy) -> bool:
-    """Whether the packing is there, of the token file as it is."""
+    """Whether the packing is there, of the token file as it is.
+
+    Where the .idx is not older than the packing (both were copied, say), it is hashed whole, and the packing made the
+    newer one, so that the next start need not do it.
+    """
+    idx, pack = idx_path(prefix), pack_path(prefix, seq_len, packed_by)
     try:
-        with pack_path(prefix, seq_len, packed_by).open("rb") as file:
-            head = file.read(HEADER.size)
-        return len(head) == HEADER.size and HEADER.unpack(head)[3] == fingerprint(idx_path(prefix))
+        with pack.open("rb") as file:
+            head = _numbers(file.read(HEADER.size))
+        if head is None or not _fits(head, idx):
+            return False
+        is_settled = len(head) == OLD_NUMBERS or idx.stat().st_mtime_ns < pack.stat().st_mtime_ns
+        if not is_settled and head[-1] != whole_hash(idx):
+            return False
     except OSError:
         return False
+    if not is_settled:
+        with suppress(OSError):  # another's file: it is hashed again at the next start
+            os.utime(pack)
+    return True
+
+
+def whole_hash(path: Path) -> int:
+    """A hash of all of a file."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.intdigest()
+
+
+def _numbers(head: bytes) -> tuple[int, ...] | None:
+    """The numbers that a packing begins with; None where it is none."""
+    form = {MAGIC: HEADER, OLD_MAGIC: OLD_HEADER}.get(head[: len(MAGIC)])
+    return form.unpack(head[: form.size])[1:] if form is not None and len(head) >= form.size else None
+
+
+def _fits(head: tuple[int, ...], idx: Path) -> bool:
+    """Whether a packing that begins so is of the .idx, as far as that is looked at when it is opened."""
+    if len(head) == OLD_NUMBERS:
+        return head[2] == fingerprint(idx)
+    if idx.stat().st_size <= SMALL_BYTES:
+        return head[-1] == whole_hash(idx)
+    return head[2] == sampled_hash(idx)
 
 
 def missing_packings(config: DataConfig, prefixes: Iterable[Path]) -> list[Path]:
@@ -63,7 +109,8 @@ def write_packing(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
     counts = (packing.n_samples, len(packing.start_P), packing.n_documents, packing.n_cut, packing.n_left_out)
     try:
         with written_whole(path) as out:
-            out.write(HEADER.pack(MAGIC, seq_len, file.n_tokens, fingerprint(idx_path(prefix)), *counts))
+            idx = idx_path(prefix)
+            out.write(HEADER.pack(MAGIC, seq_len, file.n_tokens, sampled_hash(idx), *counts, whole_hash(idx)))
             for array, dtype in ((packing.first_piece, "<i8"), (packing.start_P, "<i8"), (packing.length_P, "<i4")):
                 out.write(np.ascontiguousarray(array, dtype).data)
     except OSError as error:
@@ -80,16 +127,18 @@ def read_packing(file: TokenFile, seq_len: int, packed_by: PackedBy) -> Packing:
     except (OSError, ValueError) as error:
         raise refuse(str(path), f"cannot be read ({reason_of(error)})", PREPARE) from error
     again = f"delete it, and {PREPARE}"
-    if len(content) < HEADER.size or content[:8].tobytes() != MAGIC:
+    head = _numbers(content[: HEADER.size].tobytes())
+    if head is None:
         raise refuse(str(path), "is no packing", again)
-    _, length, n_tokens, mark, n, p, n_documents, n_cut, n_left_out = HEADER.unpack(content[: HEADER.size].tobytes())
-    size = HEADER.size + 8 * (n + 1) + 12 * p
+    length, n_tokens, _, n, p, n_documents, n_cut, n_left_out = head[:OLD_NUMBERS]
+    begin = (HEADER if len(head) > OLD_NUMBERS else OLD_HEADER).size
+    size = begin + 8 * (n + 1) + 12 * p
     if (length, len(content)) != (seq_len, size):
         raise refuse(str(path), f"has {len(content)} bytes where {n} samples of {p} pieces take {size}", again)
-    if (n_tokens, mark) != (file.n_tokens, fingerprint(idx_path(file.prefix))):
+    if n_tokens != file.n_tokens or not _fits(head, idx_path(file.prefix)):
         raise refuse(str(path), f"is the packing of another file than {idx_path(file.prefix)} is now", again)
-    starts_at, lengths_at = HEADER.size + 8 * (n + 1), HEADER.size + 8 * (n + 1) + 8 * p
-    first_piece = content[HEADER.size : starts_at].view("<i8")
+    starts_at, lengths_at = begin + 8 * (n + 1), begin + 8 * (n + 1) + 8 * p
+    first_piece = content[begin:starts_at].view("<i8")
     if n and (first_piece[0], first_piece[-1]) != (0, p):
         raise refuse(str(path), "must number its pieces from the first to the last one", again)
     start_P, length_P = content[starts_at:lengths_at].view("<i8"), content[lengths_at:].view("<i4")

@@ -250,6 +250,11 @@ def _finish_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> bo
     there = [record for record in records if record is not None]
     if len(there) < len(tasks):
         return False
+    if not any(record.n_documents for record in there):
+        shutil.rmtree(folder)
+        n_left_out = sum(sum(record.dropped.values()) for record in there)
+        rule = f"keeps none of its documents: all {n_left_out} are empty, or cannot be read"
+        raise refuse(f"{plan.key}.path={plan.source.path!r}", rule, "mend them, or give another path")
     moved = _task_for_empty_split(tasks, there)
     if moved is not None:
         write_shards([moved], config.workers, lambda *_: None)

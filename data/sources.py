@@ -101,6 +101,7 @@ def input_files(source: SourceConfig, key: str) -> list[InputFile]:
     if rule is not None:
         raise refuse(f"{key}.path={source.path!r}", rule, "give another path")
     if is_hugging_face(source):
+        check_no_exclude(source, key)
         paths = saved_paths(_dataset_folder(source), source.split, f"{key}.path={source.path!r}")
         sizes = dict(keep_files(paths, key, folders_are_wrong=True))
         return [InputFile(path, sizes[path]) for path in dict.fromkeys(paths) if path in sizes]
@@ -111,6 +112,14 @@ def input_files(source: SourceConfig, key: str) -> list[InputFile]:
     if not kept:
         raise refuse(f"{key}.path={source.path!r}", _why_nothing(path, found), "check the path, or give another one")
     return [InputFile(path, n_bytes) for path, n_bytes in kept]
+
+
+def check_no_exclude(source: SourceConfig, key: str) -> None:
+    """Raises DataError where a Hugging Face dataset is to be read without some of its files, which are not ours."""
+    if source.exclude:
+        rule = f"must be empty for path={source.path!r}, since datasets chooses the files that it reads"
+        remedy = "leave it out, or give the folder with the files as path, without hf://"
+        raise refuse(f"{key}.exclude={list(source.exclude)}", rule, remedy)
 
 
 def _all_named(path: str) -> list[str]:
@@ -141,7 +150,11 @@ def place_within(source: SourceConfig, folder: str | Path, names: Sequence[str])
 
 
 def _excluded(path: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern matches the path; ``*`` also matches slashes, and ``**/x`` also matches x at the top."""
+    """Whether a pattern matches the path; ``*`` also matches slashes, and ``**/x`` also matches x at the top.
+
+    Both are compared in their shortest form, so ``./a`` and ``a`` are the same.
+    """
+    path, patterns = os.path.normpath(path), tuple(os.path.normpath(expand_path(each)) for each in patterns)
     anchored = path if path.startswith("/") else f"/{path}"
     return any(fnmatchcase(path, pattern) or fnmatchcase(anchored, pattern) for pattern in patterns)
 

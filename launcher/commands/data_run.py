@@ -18,7 +18,8 @@ from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.ledger_rows import StepData, steps_of
 from launcher.training.run_dir import in_start_folder, saved_config
-from launcher.training.run_parts import CONFIG
+from launcher.training.run_parts import CONFIG, TOKEN_FILES, check_parts
+from launcher.training.token_files import check_files_of_run
 
 RUNS_DIR = "runs"
 
@@ -52,7 +53,8 @@ class DataOfRun:
 def open_run(name: str) -> DataOfRun:
     """The run of this directory, or of this name below runs.
 
-    Raises UserError where there is none, and DataError where its token files are gone or damaged.
+    Raises UserError where there is none, or its token files are others than it began with, and DataError where they are
+    gone or damaged.
     """
     path = next((path for path in (Path(name), Path(RUNS_DIR) / name) if (path / CONFIG).exists()), None)
     config = saved_config(path) if path is not None else None
@@ -60,8 +62,11 @@ def open_run(name: str) -> DataOfRun:
         raise UserError(
             [f"RUN={name} must be a run directory, or a run's name below {RUNS_DIR}; see `roundtable runs`"]
         )
+    run_path = path.absolute()
     with in_start_folder(path, config):
         check_token_files(config)
+        check_parts(run_path, TOKEN_FILES)
+        check_files_of_run(config, run_path)
         vocab_size = config.model.vocab_size
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=vocab_size, split="train")
         prepared = locate(config.data, vocab_size)

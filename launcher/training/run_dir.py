@@ -21,8 +21,17 @@ from launcher.errors import UserError
 from launcher.guard.fence import Fence, raise_fence
 from launcher.slurm.queue import has_ended, slurm_job
 from launcher.training.remote_tokens import remote_tokens
-from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, REMOTE_TOKENS, STARTED_IN, check_parts
+from launcher.training.run_parts import (
+    CHECKPOINTS,
+    CONFIG,
+    LOCK,
+    REMOTE_TOKENS,
+    STARTED_IN,
+    TOKEN_FILES,
+    check_parts,
+)
 from launcher.training.stage_changes import STAGES, is_of_stages, stage_problem
+from launcher.training.token_files import token_files
 from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, open_store
 from parallel.checkpoint.store import step_of
@@ -340,7 +349,7 @@ def claim(config: RunConfig) -> Claim:
 
     Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it.
     """
-    run_path, kept = config.run_path, remote_tokens(config)
+    run_path, kept = config.run_path, {REMOTE_TOKENS: remote_tokens(config), TOKEN_FILES: token_files(config)}
     with contextlib.ExitStack() as opened:  # closes the lock again before a failure
         try:
             run_path.mkdir(parents=True, exist_ok=True)
@@ -350,8 +359,9 @@ def claim(config: RunConfig) -> Claim:
                 (run_path / CHECKPOINTS).mkdir(exist_ok=True)
                 _replace(run_path / STARTED_IN, f"{Path.cwd()}\n")
                 _replace(run_path / CONFIG, dump_config(config))
-                if kept is not None:
-                    _replace(run_path / REMOTE_TOKENS, kept)
+                for name, text in kept.items():
+                    if text is not None:
+                        _replace(run_path / name, text)
             lock.truncate(0)
             lock.write(json.dumps(holder_of_this_process()))
             lock.flush()

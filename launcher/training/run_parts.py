@@ -28,6 +28,7 @@ LINEAGE = "branched_from.json"
 REPORT = "report.html"
 WITHOUT = "without.jsonl"  # of a branched run, and the copy in a checkpoint of any run with data.without
 REMOTE_TOKENS = "remote_tokens.json"  # what the stores said of token files at URLs when the run began
+TOKEN_FILES = "token_files.json"  # what the token files on this machine were when the run began
 LOGS = "logs"
 WANDB = "wandb"
 WANDB_ID = f"{WANDB}/run_id"
@@ -107,6 +108,19 @@ def _why_no_records(path: Path) -> str | None:
     return f"{path} {rule}; put it back, or remove it, and what they say now counts"
 
 
+def _why_no_token_files(path: Path) -> str | None:
+    """A record of each token file, by source and by name."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    sources = list(found.values()) if isinstance(found, dict) else [None]
+    if all(isinstance(each, dict) and all(isinstance(file, dict) for file in each.values()) for each in sources):
+        return None
+    rule = "must hold what the token files were when the run began"
+    return f"{path} {rule}; put it back, or remove it, and what they are now counts"
+
+
 def _why_no_id(path: Path) -> str | None:
     if re.fullmatch(rb"[\w-]*\n?", path.read_bytes()):
         return None
@@ -140,6 +154,8 @@ PARTS = (
     Part(WITHOUT, "file", 1 << 24),
     Part(REMOTE_TOKENS, "file", 1 << 24, _why_no_records),
     Part(f"{REMOTE_TOKENS}.partial", "file"),
+    Part(TOKEN_FILES, "file", 1 << 24, _why_no_token_files),
+    Part(f"{TOKEN_FILES}.partial", "file"),
     Part(".seen", "file", 1 << 16),
     Part(CHECKPOINTS, "folder"),
     Part(LOGS, "folder"),

@@ -157,13 +157,18 @@ def check_prepared(config: RunConfig, path: Path) -> None:
 
 
 def check_tokens(config: RunConfig) -> None:
-    """Opens what the ranks will open, so that damaged or empty token files are refused before anything is created."""
+    """Opens what the ranks will open, so that damaged, empty or changed token files are refused before anything else.
+
+    Nothing is created before that.
+    """
     from data.dataset import open_dataset
+    from launcher.training.token_files import check_files_of_run
 
     for split in ("train", "heldout") if config.train.eval_every_steps is not None else ("train",):
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
         if split == "train":
             check_enough(dataset.stages.end, config.train)
+    check_files_of_run(config, config.run_path)
 
 
 def check_named_tasks(config: RunConfig) -> None:

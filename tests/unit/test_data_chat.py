@@ -218,6 +218,35 @@ UNUSABLE = {
         {},
         r"data.sources\[0\]: record 2 from .*chats.jsonl on, which begins 'a<\|im_end\|> b' spells out <\|im_end\|>",
     ),
+    "an end spelled out in a role": (
+        {"messages": [{"role": "user<|im_end|>", "content": "a"}, *messages("c", "d")[1:]]},
+        CHATML,
+        {},
+        r"which begins 'a d' spells out <\|im_end\|>, a special token of the tokenizer, in a message or its tools",
+    ),
+    "an end spelled out in reasoning": (
+        {"messages": [*messages("a"), {"role": "assistant", "content": "b", "reasoning_content": "evil<|im_end|>"}]},
+        CHATML,
+        {},
+        r"which begins 'a b' spells out <\|im_end\|>",
+    ),
+    "an end spelled out in a call": (
+        {
+            "messages": [
+                *messages("a"),
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]},
+            ]
+        },
+        CHATML,
+        {},
+        r"which begins 'a' spells out <\|im_end\|>",
+    ),
+    "an end spelled out in a tool": (
+        {"messages": messages("a", "b"), "tools": [{"function": {"name": "f", "description": "<|im_end|>"}}]},
+        CHATML,
+        {},
+        r"which begins 'a b' spells out <\|im_end\|>",
+    ),
     "going back": (
         {"messages": messages("why", "<think>so</think>that", "and", "this")},
         FORGETFUL,
@@ -226,7 +255,18 @@ UNUSABLE = {
         r"\(record 2 from .*chats.jsonl on, which begins 'why <think>so</think>that and this'\) so which tokens",
     ),
     "no template": ({"messages": messages("a", "b")}, None, {}, r"data.sources\[0\].chat.template=null needs a templ"),
-    "not jinja": ({"messages": messages("a", "b")}, None, {"template": "{% if"}, r"the template cannot render it \("),
+    "not jinja": (
+        {"messages": messages("a", "b")},
+        None,
+        {"template": "{% if", "max_bad_share": 0.5},
+        r"data.sources\[0\].chat.template='{% if' is no jinja template: line 1: .*; mend it, or set it to null for",
+    ),
+    "not jinja, of the tokenizer": (
+        {"messages": messages("a", "b")},
+        "{{ messages[0 }}",
+        {},
+        r"data.sources\[0\].chat.template=null: that of .*tokenizer-.* is no jinja template: line 1: unexpected '}'",
+    ),
     "a clock": (
         {"messages": messages("a", "b")},
         None,
@@ -264,6 +304,16 @@ def test_the_command_tells_it_in_one_line(tmp_path: Path, capsys: pytest.Capture
     assert main(["prepare", str(tmp_path / "run.yaml")]) == 2
     (told,) = capsys.readouterr().err.splitlines()[-1:]
     assert re.search(line, told) and not (tmp_path / "tokens").exists()
+
+
+def test_a_source_that_keeps_no_chat_is_refused(tmp_path: Path) -> None:
+    rows = [UNUSABLE["an end spelled out"][0], {"messages": []}]
+    line = (
+        r"chats.jsonl' keeps none of its documents: all 2 are empty, or cannot be read; mend them, or give another path"
+    )
+    with pytest.raises(DataError, match=line):
+        opened(tmp_path, rows, max_bad_share=0.5)
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_bad_chats_are_counted_within_the_share(tmp_path: Path) -> None:

@@ -268,6 +268,27 @@ def test_text_is_found_where_documents_spell_it(tmp_path: Path, monkeypatch: pyt
             assert all(piece not in tokenizer.decode(part) for part in (tokens[1:], tokens[:-1]))
 
 
+def test_special_tokens_are_text_only_where_a_document_spells_them_out(tmp_path: Path) -> None:
+    """As token 0 they end a document, or stand where a chat template has written them."""
+    tokenizer = train_tokenizer(tmp_path)
+    tokenizer.encode_special_tokens = True
+    texts = ["the end", "it says <|endoftext|> and then goes on here", "<|endoftext|>", "no such word"]
+    spelled = [[*tokenizer.encode(text).ids, 0] for text in texts]
+    tokenizer.encode_special_tokens = False
+    chat = [*tokenizer.encode("quick brown fox<|endoftext|> jumps over the lazy dog").ids, 0]
+    dataset = open_prefix(write_token_file(tmp_path / "x", [*spelled, chat]))
+
+    def found(piece: str) -> list[int]:
+        return [place.document for place in find_text(dataset, tmp_path, piece, "--text")]
+
+    assert found("end") == [0, 1, 2]
+    assert found("endoftext|>") == [1, 2]
+    assert found("<|endoftext|>") == [1, 2, 4]
+    assert found("it says <|endoftext|> and then goes") == [1]
+    assert found("quick brown fox<|endoftext|> jumps over") == [4]
+    assert found("fox jumps") == found("word<|endoftext|>") == []
+
+
 def open_prefix(prefix: Path) -> Dataset:
     config = DataConfig(seq_len=16, sources=(SourceConfig(path=str(prefix)),))
     return open_dataset(config, seed=0, vocab_size=300, split="train")

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from data import columns, lines
-from data.config import SourceConfig
+from data.config import ChatConfig, SourceConfig
 from data.documents import check_text, read_documents
 from data.errors import DataError
 from data.rules import check_data
@@ -227,6 +227,30 @@ def test_parquet_columns_and_footers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("data.shards.MOST_BYTES", 10)
     path.write_bytes(good)
     assert "claims to hold" in refused(path)
+
+
+def test_a_column_whose_name_holds_a_dot_is_no_field(tmp_path: Path) -> None:
+    fields = pyarrow.array([{"text": "a field"}] * len(TEXTS))
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"m": fields, "m.text": pyarrow.array(TEXTS, pyarrow.string())}), path)
+    assert read(path, text_key="m.text") == KEPT
+    chats = pyarrow.array([[{"role": "assistant", "content": text or ""}] for text in TEXTS])
+    pyarrow.parquet.write_table(pyarrow.table({"m": fields, "m.text": chats}), path)
+    found = read(path, chat=ChatConfig(messages_key="m.text"))
+    assert [json.loads(chat)["messages"][0]["content"] for chat in found] == [text or "" for text in TEXTS]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_columns_without_chats_are_named(tmp_path: Path, form: str) -> None:
+    whole = pyarrow.table({"conversations": [["a"]], "prompt": ["b"]})
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(whole, path)
+    else:
+        with pyarrow.ipc.new_file(str(path), whole.schema) as writer:
+            writer.write_table(whole)
+    with pytest.raises(DataError, match=r"are not in a record of .*, which holds conversations, prompt; set them to"):
+        read(path, chat=ChatConfig())
 
 
 def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,15 @@ def test_a_samples_tokens_do_not_depend_on_who_reads_it_and_when(folder: Path, p
     assert digest(opened(folder, packing, fim_spm_share=0.2), [indices]) != one
 
 
+def test_samples_with_other_tokens_before_their_parts_are_told_apart(folder: Path) -> None:
+    """What `data diff` goes by."""
+    indices = np.arange(60)
+    one, other = opened(folder), opened(folder, fim_tokens=("<suf>", "<pre>", "<mid>"))
+    rows = np.flatnonzero((one.windows(indices) != other.windows(indices)).any(axis=0))
+    assert rows.tolist() == sorted({row for row, *_ in one.cuts(indices)})
+    assert 0 < len(rows) < len(indices)
+
+
 def test_another_epoch_cuts_elsewhere(folder: Path) -> None:
     dataset = opened(folder, "one_document", fim_rate=1.0)
     n = dataset.n_samples

@@ -1,6 +1,7 @@
 """Packed samples: no document cut without need, each token predicted once, the same index whoever makes it."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,12 @@ from data.batch import IGNORED, PADDING
 from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
-from data.packed import pack_path, write_packing
+from data.packed import is_packed, pack_path, read_packing, whole_hash, write_packing
 from data.packing import best_fit, n_cut_in_sequence, pack
 from data.prepare import prepare
 from data.prepared import find_prepared
 from data.spans import Place, document_parts, samples_with, spans_of
-from data.tokenfile import TokenFile
+from data.tokenfile import TokenFile, fingerprint
 from data_reference import write_foreign_file, write_token_file
 
 VOCAB = 1000
@@ -171,6 +172,54 @@ def test_a_packing_of_other_bytes_is_refused(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(DataError, match=words):
             packed.read_packing(TokenFile(prefix), 4, "best_fit")
+
+
+def swapped(lengths: list[int], at: int) -> list[int]:
+    return [*lengths[:at], lengths[at + 1], lengths[at], *lengths[at + 2 :]]
+
+
+@pytest.mark.parametrize("small_bytes", [packed.SMALL_BYTES, 0])
+def test_two_lengths_changed_in_the_middle_of_an_index_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int
+) -> None:
+    """At the next start, and where the index is small at each opening, too."""
+    monkeypatch.setattr(packed, "SMALL_BYTES", small_bytes)
+    lengths = [4] * 20_000
+    lengths[17_000] = 2
+    prefix = write_token_file(tmp_path / "x", [[1] * n for n in lengths])
+    path = write_packing(prefix, 8, "best_fit")
+    os.utime(path, (2e9, 2e9))
+    assert is_packed(prefix, 8, "best_fit")
+    write_token_file(prefix, [[1] * n for n in swapped(lengths, 17_000)])
+    os.utime(f"{prefix}.idx", (2e9, 2e9))
+    assert not is_packed(prefix, 8, "best_fit")
+    if small_bytes:
+        with pytest.raises(DataError, match="is the packing of another file than"):
+            read_packing(TokenFile(prefix), 8, "best_fit")
+    write_token_file(prefix, [[1] * n for n in lengths])
+    os.utime(f"{prefix}.idx", (1e9, 1e9))
+    os.utime(path, (1e9, 1e9))  # as where both were copied
+    for hashed_whole in (1, 0):
+        calls: list[Path] = []
+        monkeypatch.setattr(packed, "whole_hash", lambda idx, calls=calls: (calls.append(idx), whole_hash(idx))[1])
+        assert is_packed(prefix, 8, "best_fit")
+        assert len(calls) == hashed_whole + (small_bytes > 0)
+
+
+def test_a_packing_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    prefix = write_token_file(tmp_path / "x", documents_of([5, 9, 3]))
+    path = write_packing(prefix, 4, "best_fit")
+    numbers, names = path.read_bytes(), ("first_piece", "start_P", "length_P")
+    new = [getattr(read_packing(TokenFile(prefix), 4, "best_fit"), name).tolist() for name in names]
+    seq_len, n_tokens, _, *counts, _ = packed.HEADER.unpack_from(numbers)[1:]
+    mark = fingerprint(tmp_path / "x.idx")
+    old = packed.OLD_HEADER.pack(packed.OLD_MAGIC, seq_len, n_tokens, mark, *counts)
+    path.write_bytes(old + numbers[packed.HEADER.size :])
+    assert is_packed(prefix, 4, "best_fit")
+    again = read_packing(TokenFile(prefix), 4, "best_fit")
+    assert [getattr(again, name).tolist() for name in names] == new
+    write_token_file(prefix, documents_of([9, 5, 3]))
+    assert not is_packed(prefix, 4, "best_fit")
 
 
 def test_a_far_sample_is_found_at_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from data.cleaning.config import CleaningConfig
 from data.config import ChatConfig, DataConfig, SourceConfig
 from data.documents import read_documents
 from data.errors import DataError
+from data.hub import count_hub_shards
 from data.prepared import readable_stem
 from data.rules import check_data
 from data.shards import plan_shards
@@ -49,6 +50,29 @@ def test_excludes_match_relative_paths_at_the_top(tree: Path, monkeypatch: pytes
     monkeypatch.chdir(tree)
     files = input_files(SourceConfig(path="**/*.py", exclude=("**/site-packages/**",)), "data.sources[0]")
     assert [file.path for file in files] == ["sub/deep/d.py"]
+
+
+@pytest.mark.parametrize("path", [".", "./", "./sub", "sub/", "sub/../sub", "./**/*.py"])
+@pytest.mark.parametrize("pattern", ["sub/deep/*", "./sub/deep/*", "sub//deep/*", "site-packages/../sub/deep/*"])
+def test_excludes_match_whichever_way_a_path_is_written(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, path: str, pattern: str
+) -> None:
+    monkeypatch.chdir(tree)
+    files = input_files(SourceConfig(path=path, exclude=(pattern,)), "data.sources[0]")
+    assert files and not [file.path for file in files if file.path.endswith("d.py")]
+
+
+def test_excludes_are_refused_where_datasets_chooses_the_files(tree: Path) -> None:
+    source = SourceConfig(path=f"hf://{tree}", exclude=("**/b.txt",))
+    line = (
+        f"data.sources[0].exclude=['**/b.txt'] must be empty for path='hf://{tree}', since datasets chooses the files "
+        "that it reads; leave it out, or give the folder with the files as path, without hf://"
+    )
+    (tree / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for read in (count_hub_shards, input_files):
+        with pytest.raises(DataError) as refused:
+            read(source, "data.sources[0]")
+        assert refused.value.problems == [line]
 
 
 def test_nothing_there_is_said(tree: Path) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.config import DataConfig, SourceConfig
+from data.config import ChatConfig, DataConfig, SourceConfig
 from data.documents import read_documents
 from data.errors import DataError
 from data.prepare import prepare
@@ -74,6 +75,45 @@ def test_a_row_of_parquet_that_is_not_utf8(tmp_path: Path) -> None:
     found, (tally,) = read(tmp_path / "a.parquet", 0.3)
     assert (found, tally.dropped, tally.n_documents) == (["a", "b"], {"not UTF-8": 1, "empty": 2}, 5)
     assert "row 1 is not UTF-8" in tally.named[0]
+
+
+STRINGS = {
+    "text": pyarrow.string(),
+    "large text": pyarrow.large_string(),
+    "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_a_row_of_arrow_that_is_not_utf8(tmp_path: Path, kind: str) -> None:
+    values = [b"a", b"\xff", b"b", None, b""]
+    binary = pyarrow.large_binary() if kind == "large text" else pyarrow.binary()
+    texts = pyarrow.array(values, binary).view(pyarrow.large_string() if kind == "large text" else pyarrow.string())
+    if kind == "dictionary":
+        indices = pyarrow.array([0, 1, 2, None, 4], pyarrow.int32())
+        texts = pyarrow.DictionaryArray.from_arrays(indices, texts.take([0, 1, 2, 0, 4]))
+    assert texts.type == STRINGS[kind]
+    whole = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), whole.schema) as writer:
+        writer.write_table(whole)
+    found, (tally,) = read(tmp_path / "a.arrow", 0.3)
+    assert (found, tally.dropped, tally.n_documents) == (["a", "b"], {"not UTF-8": 1, "empty": 2}, 5)
+    assert "a.arrow: row 1 is not UTF-8" in tally.named[0]
+    with pytest.raises(DataError, match=r"a\.arrow: row 1 is not UTF-8"):
+        read(tmp_path / "a.arrow", 0.0)
+
+
+def test_a_chat_of_arrow_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
+    said = pyarrow.array([b"a", b"\xff", b"b"]).view(pyarrow.string())
+    each = pyarrow.StructArray.from_arrays([pyarrow.array(["assistant"] * 3), said], ["role", "content"])
+    whole = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1, 2, 3], each)})
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), whole.schema) as writer:
+        writer.write_table(whole)
+    source = SourceConfig(path=str(tmp_path / "a.arrow"), chat=ChatConfig(), max_bad_share=0.5)
+    (shard,), tally = plan_shards(source, input_files(source, "key"), 10**6, "key"), Tally(0.5)
+    chats = [text for text, _ in read_documents(source, shard, "key", tally) if text]
+    assert [json.loads(chat)["messages"][0]["content"] for chat in chats] == ["a", "b"]
+    assert tally.dropped == {"not UTF-8": 1} and "row 1 is not UTF-8" in tally.named[0]
 
 
 FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
