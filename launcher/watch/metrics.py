@@ -70,7 +70,7 @@ class MetricsFile:
             self._drop(step, keeps_events=True)
 
     def _drop(self, step: int, keeps_events: bool = False) -> None:
-        """Drops the rows past ``step``: by a copy that is renamed, or in place where a full disk has no room for one."""
+        """Drops the rows past ``step``: by a copy that is renamed, or in place where there is no room for one."""
         shortened = self.path.with_name(self.path.name + ".tmp")
         try:
             self._drain()

@@ -1,6 +1,7 @@
 """The job script: its text for three clusters, and that each key of `slurm:` changes it."""
 
 import dataclasses
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import gpus_of, minutes_of
 from launcher.slurm.script import Array, exports, render
+from launcher.training.health import UNHEALTHY
 from parallel.processes.world import expand_counts, rank_hosts
 
 BATCH = "train.global_batch_size=96"
@@ -235,6 +237,22 @@ def test_the_scripts_are_bash(array, log):
     text = render(job_script("train"), dataclasses.replace(odd, run_dir="a dir/run"), "python", array)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert f'#SBATCH --output="a dir/run/logs/job-{log}.log"' in text
+
+
+@pytest.mark.parametrize(("code", "n_starts"), [(2, 1), (UNHEALTHY, 1), (1, 2)])
+def test_the_script_starts_again_only_what_may_end_otherwise(tmp_path, code, n_starts):
+    """A run that health stopped met the same batch once for each of slurm.restarts."""
+    told = {"srun": f"echo started >> starts; exit {code}", "scontrol": "[[ $1$2 == showhostnames ]] && echo n1"}
+    for name, text in {**told, "sleep": "true"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = SlurmConfig(preflight=False, restarts=1)
+    script = render(job_script("train"), RunConfig(run_dir="run", slurm=settings), "python")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == code
+    assert len((tmp_path / "starts").read_text().splitlines()) == n_starts
 
 
 @pytest.mark.parametrize(
