@@ -11,9 +11,10 @@ import pytest
 from launcher.cli import main
 from launcher.config.schema import leaf_keys
 from launcher.config.tree import RunConfig
+from launcher.slurm import queue
 from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
-from launcher.slurm.queue import gpus_of, minutes_of
+from launcher.slurm.queue import Partition, gpus_of, minutes_of, partitions
 from launcher.slurm.script import Array, exports, render
 from launcher.training.health import UNHEALTHY
 from parallel.processes.world import expand_counts, rank_hosts
@@ -278,6 +279,13 @@ def test_a_template_without_its_notes_is_taken(folder):
     text = re.sub(r"#\n# By hand.*?(?=# --- settings)", "", job_script("train"), flags=re.DOTALL)
     config = RunConfig()
     assert render(text, config, "python") == render(job_script("train"), config, "python")
+
+
+def test_a_partition_is_read_whatever_slurm_prints_of_its_processors(monkeypatch):
+    """Of 1,024 a node it says 1K, which was a traceback of every submit."""
+    printed = {"%P": "main*", "%D": "2", "%G": "gpu:8", "%c": "1K", "%l": "1:00:00"}
+    monkeypatch.setattr(queue, "ask", lambda *command: re.sub(r"%.", lambda each: printed[each[0]], command[-1]))
+    assert partitions() == ({"main": Partition("main", 2, 8, 60)}, "main")
 
 
 def test_what_slurm_prints_is_read():
