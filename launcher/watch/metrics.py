@@ -176,6 +176,11 @@ def encode_row(row: Mapping[str, Any]) -> str:
         return json.dumps({key: _encode(value) for key, value in plain.items()}, allow_nan=False)
 
 
+def encode_json(value: Any, indent: int | None = None) -> str:
+    """Valid JSON of what a command says of a run; NaN and infinities are the strings that they are in a row."""
+    return json.dumps(_encode(value), allow_nan=False, indent=indent)
+
+
 def _copy_rows(source: Path, target: Path, last_step: int, keeps_events: bool = False) -> None:
     """Copies the lines of the rows up to ``last_step``, byte for byte, and forces them to disk."""
     with target.open("wb") as file:
