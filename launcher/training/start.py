@@ -24,6 +24,7 @@ from launcher.training.run_dir import (
     refusing_unreachable,
 )
 from parallel.checkpoint.places import is_remote, local_path, open_store
+from parallel.checkpoint.store import in_order
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.start import RankError, run_ranks, tell_launcher
 from parallel.processes.stop import hearing
@@ -266,7 +267,7 @@ def room_needed(config: RunConfig) -> tuple[int, float]:
     planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
     for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
-    here = len(list(local_path(config.checkpoint_location).glob("step-*")))
+    here = len(in_order([path.name for path in local_path(config.checkpoint_location).glob("step-*")]))
     return wanted, checkpoint_gib(config) * max(1, wanted - here)
 
 
