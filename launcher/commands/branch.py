@@ -22,7 +22,7 @@ from launcher.errors import UserError
 from launcher.prove.shrink import least_ranks
 from launcher.slurm.follow import find_run
 from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
-from launcher.training.run_dir import check_same_run, saved_config, start_folder
+from launcher.training.run_dir import check_same_run, record_folder, saved_config, start_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN, WITHOUT
 from parallel.checkpoint.local import LocalFolder, sync_directory
 from parallel.checkpoint.manifest import HASH_CHUNK, DamagedCheckpoint, hash_problem, read_manifest
@@ -79,6 +79,8 @@ def checked_new(new: str) -> Path:
     rule = why_no_path(new, created=True)
     if rule is None and os.path.lexists(new):
         rule = "must be a new folder, and is there already"
+    if rule is None and not os.path.abspath(new).isprintable():
+        rule = "must have a whole path of text, as config.yaml will name it"
     rule = rule or why_not_writable(new)
     if rule is not None:
         raise UserError([f"NEW={new} {rule}; choose another"])
@@ -136,7 +138,7 @@ def write_branch(
     partial.mkdir()
     try:
         (partial / CONFIG).write_text(dump_config(config))
-        (partial / STARTED_IN).write_text(f"{folder}\n")
+        (partial / STARTED_IN).write_bytes(record_folder(folder))
         write_lineage(partial, lineage)
         if left_out is not None:
             (partial / WITHOUT).write_text(left_out)

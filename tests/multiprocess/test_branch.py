@@ -1,5 +1,6 @@
 """`roundtable branch`: a run that goes on from another's checkpoint, as that one did or with other settings."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -111,3 +112,12 @@ def test_a_checkpoint_that_changes_while_it_is_copied_is_refused(change, made, t
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--step=4 must stay until it is copied, and was deleted or changed meanwhile (")
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_branch_where_a_folders_name_is_no_text_is_refused(made, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / os.fsdecode(b"d\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert main(["branch", str(made / "run"), "new", "--step", "4"]) == 2
+    told = "NEW=new must have a whole path of text, as config.yaml will name it; choose another\n"
+    assert capsys.readouterr().err == told and list(folder.iterdir()) == []
