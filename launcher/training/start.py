@@ -1,5 +1,6 @@
 """What comes before the loop: checks, missing token files, the run directory, and the ranks."""
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from parallel.checkpoint.store import in_order
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.start import RankError, run_ranks, tell_launcher
 from parallel.processes.stop import hearing
-from parallel.processes.world import set_rank_environment, world_size_from_environment
+from parallel.processes.world import in_step, set_rank_environment, world_size_from_environment
 
 Answer = TypeVar("Answer")
 
@@ -111,10 +112,13 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
 
 def check_ranks(ranks: int | None, job_size: int) -> None:
     """Refuses a number of processes that is not the job's."""
-    if ranks is not None and ranks != job_size:
-        raise UserError(
-            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
-        )
+    if ranks is None or ranks == job_size:
+        return
+    rule = f"--ranks={ranks} must equal the job's {job_size} process{'es' if job_size > 1 else ''}"
+    if in_step() and "RANK" not in os.environ:
+        remedy = f"give `srun --ntasks={ranks}` instead, or put `env -u SLURM_PROCID` before the command"
+        raise UserError([f"{rule}, since SLURM_PROCID makes this one of them; {remedy} for {ranks} of its own"])
+    raise UserError([f"{rule}; leave it out under torchrun"])
 
 
 def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
