@@ -28,7 +28,7 @@ from parallel.checkpoint.places import is_remote, local_path, open_store
 from parallel.checkpoint.store import in_order
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.start import RankError, run_ranks, tell_launcher
-from parallel.processes.stop import hearing
+from parallel.processes.stop import ending, hearing
 from parallel.processes.world import in_step, set_rank_environment, world_size_from_environment
 
 Answer = TypeVar("Answer")
@@ -48,6 +48,12 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
             raise UserError([f"--max-restarts={max_restarts} must be 0 under srun or torchrun; {remedy}"])
         return join_job(path, overrides, ranks, job_size)
     check_local_ranks(ranks)
+    with ending():
+        return train_here(path, overrides, ranks, max_restarts)
+
+
+def train_here(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int) -> int:
+    """Trains on local processes. A request to stop that comes before they hear one ends this process with STOPPED."""
     n_ranks = ranks if ranks is not None else default_ranks()
     check_limits(n_ranks)
     config = with_source(load_checked(path, overrides, world_size=n_ranks))
