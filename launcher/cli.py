@@ -1,8 +1,8 @@
 """The command line: each command parses, loads and checks the config, and calls one function.
 
-Exit codes: 0 done; 2 the user's input is wrong (one line a problem on stderr, nothing created); 75 stopped on request
-after saving; 130 interrupted; 1 anything else. Heavy libraries are imported inside the commands that need them, so
-that help and refusals are quick and print nothing of theirs.
+Exit codes: 0 done; 2 the user's input is wrong (one line a problem on stderr, nothing created); 3 stopped by health;
+75 stopped on request after saving; 130 interrupted; 1 anything else. Heavy libraries are imported inside the commands
+that need them, so that help and refusals are quick and print nothing of theirs.
 """
 
 import sys

@@ -1,11 +1,14 @@
 """`roundtable branch RUN NEW --step n`: a run directory that goes on from another run's checkpoint, with its states."""
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import xxhash
 
 from data.places import why_no_path, why_not_writable
 from data.without import hash_of_list, parse_list
@@ -20,10 +23,10 @@ from launcher.errors import UserError
 from launcher.prove.shrink import least_ranks
 from launcher.slurm.follow import find_run
 from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
-from launcher.training.run_dir import check_same_run, saved_config, start_folder
+from launcher.training.run_dir import check_same_run, record_folder, saved_config, start_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN, WITHOUT
 from parallel.checkpoint.local import LocalFolder, sync_directory
-from parallel.checkpoint.manifest import HASH_CHUNK, DamagedCheckpoint
+from parallel.checkpoint.manifest import HASH_CHUNK, DamagedCheckpoint, hash_problem, read_manifest
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import MANIFEST, Folder, step_name, step_of
 
@@ -80,6 +83,8 @@ def checked_new(new: str, run_path: Path) -> Path:
     rule = why_no_path(new, created=True)
     if rule is None and os.path.lexists(new):
         rule = "must be a new folder, and is there already"
+    if rule is None and not os.path.abspath(new).isprintable():
+        rule = "must have a whole path of text, as config.yaml will name it"
     rule = rule or why_not_writable(new)
     if rule is None and Path(new).resolve().is_relative_to(run_path.resolve()):
         rule = "must lie outside the run directory, which is only read"
@@ -135,11 +140,16 @@ def branched_config(
     for override in overrides:
         if override.partition("=")[0] == "data.without":
             raise UserError([f"{override} must be given as --without: the branch gets a list of its own; do so"])
-    without = f"data.without={out / WITHOUT}" if lists else "data.without=null"
-    own = [f"run_dir={out}", f"name={out.name}", "checkpoint.dir=null", without]
+    without = f"data.without={quoted(out / WITHOUT)}" if lists else "data.without=null"
+    own = [f"run_dir={quoted(out)}", f"name={quoted(out.name)}", "checkpoint.dir=null", without]
     given = load_config(base, [*overrides, *own])
     check_same_run(load_config(base), base, given, int(checkpoint.manifest.scalars["consumed"]))
     return load_checked(base, [*overrides, *own], world_size=least_ranks(given.parallel), data=False)
+
+
+def quoted(text: Path | str) -> str:
+    """The text as YAML reads it back, whatever it looks like: a number, a list, a comment."""
+    return json.dumps(str(text), ensure_ascii=False)
 
 
 def write_branch(
@@ -147,21 +157,21 @@ def write_branch(
 ) -> None:
     """Writes the run directory ``out``, whole or not at all: a hidden folder beside it is renamed at the end.
 
-    ``left_out`` is the content of its list of documents that it never sees.
+    ``left_out`` is the content of its list of documents that it never sees. Raises UserError where the checkpoint is
+    deleted or changed meanwhile.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
         (partial / CONFIG).write_text(dump_config(config))
-        (partial / STARTED_IN).write_text(f"{folder}\n")
+        (partial / STARTED_IN).write_bytes(record_folder(folder))
         write_lineage(partial, lineage)
         if left_out is not None:
             (partial / WITHOUT).write_text(left_out)
         target = partial / CHECKPOINTS / step_name(lineage.step)
         target.mkdir(parents=True)
-        for file in (*checkpoint.manifest.files, MANIFEST):
-            copy_file(checkpoint.folder, file, LocalFolder(target))
+        copy_checkpoint(checkpoint, LocalFolder(target))
         sync_directory(target)
         partial.rename(out)
         sync_directory(out.parent)
@@ -169,9 +179,28 @@ def write_branch(
         shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
 
 
-def copy_file(source: Folder, file: str, target: LocalFolder) -> None:
-    """Copies one file between checkpoints' folders, piece by piece, and forces it to disk."""
-    view = memoryview(bytearray(HASH_CHUNK))
+def copy_checkpoint(checkpoint: Checkpoint, target: LocalFolder) -> None:
+    """Copies a checkpoint that was verified. Raises UserError where a live run deletes it, or it changes, meanwhile."""
+    hashes = {file: expected["xxh3_128"] for file, expected in checkpoint.manifest.files.items()}
+    try:
+        for file in (*hashes, MANIFEST):
+            copied = copy_file(checkpoint.folder, file, target)
+            if copied != hashes.get(file, copied):
+                raise DamagedCheckpoint(hash_problem(checkpoint.folder, file))
+        if read_manifest(target) != checkpoint.manifest:
+            raise DamagedCheckpoint(f"{checkpoint.folder.path(MANIFEST)} is another one")
+    except (FileNotFoundError, DamagedCheckpoint) as error:
+        reason = f"{error.filename} is gone" if isinstance(error, FileNotFoundError) else error
+        rule = f"must stay until it is copied, and was deleted or changed meanwhile ({reason})"
+        remedy = "give a --step that the run keeps (checkpoint.keep_last, checkpoint.keep_every_steps)"
+        raise UserError([f"--step={checkpoint.step} {rule}; {remedy}"]) from None
+
+
+def copy_file(source: Folder, file: str, target: LocalFolder) -> str:
+    """Copies one file between checkpoints' folders, piece by piece, and forces it to disk; returns its xxh3_128."""
+    digest, view = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
     with source.open(file) as content, target.create(file) as out:
         while got := content.readinto(view):
+            digest.update(view[:got])
             out.write(view[:got])
+    return digest.hexdigest()

@@ -1,6 +1,5 @@
 """`roundtable checkpoint verify` and `show`: whether checkpoints are whole, and what they hold. Nothing is changed."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from launcher.errors import UserError
 from launcher.tables import plain_table, size_text, wide_console
 from launcher.training.lineage import Lineage, lineage_line, read_lineage
 from launcher.training.run_dir import CHECKPOINTS, checkpoints_of, refusing_unreachable
+from launcher.watch.metrics import encode_json
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sizes, is_there, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder, open_store
 from parallel.checkpoint.retention import heldout_loss
@@ -68,7 +68,7 @@ def verify(path: str, *, as_json: bool) -> int:
             }
             for each, findings in results.items()
         ]
-        say(json.dumps({"whole": is_whole, "checkpoints": rows}))
+        say(encode_json({"whole": is_whole, "checkpoints": rows}))
     else:
         for directory, findings in results.items():
             for line in _told(directory, findings):
@@ -132,7 +132,7 @@ def show(path: str, *, as_json: bool) -> int:
         tell(f"{path} is damaged: {error}")
         return 1
     if as_json:
-        say(json.dumps(describe(path, manifest)))
+        say(encode_json(describe(path, manifest)))
     else:
         _show_one(path, manifest)
     return 0
@@ -201,7 +201,7 @@ def _show_run(found: Found, lineage: Lineage | None, as_json: bool) -> None:
     if as_json:
         beside = {"set_aside": list(map(str, found.set_aside)), "partial": list(map(str, found.partial))}
         beside |= {} if lineage is None else {"branched_from": asdict(lineage)}
-        say(json.dumps({"checkpoints": rows, **beside}))
+        say(encode_json({"checkpoints": rows, **beside}))
         return
     if lineage is not None:
         say(in_a_line(lineage_line(lineage)))

@@ -1,6 +1,5 @@
 """`roundtable eval --text`: a checkpoint's loss on text that is given, whatever the run was trained on."""
 
-import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from launcher.commands.trained import OTHER_CHECKPOINT, Trained, naming_tokenize
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.training.evaluation import loss_of, perplexity
+from launcher.watch.metrics import encode_json
 
 
 @dataclass
@@ -100,7 +100,7 @@ def report(trained: Trained, corpus: Corpus, loss: float, *, as_json: bool) -> N
     step, n_targets, n_bytes = trained.checkpoint.step, corpus.n_targets, corpus.n_bytes
     if as_json:
         numbers = {"step": step, "loss": loss, "bits_per_byte": bits_per_byte, "perplexity": perplexity(loss)}
-        say(json.dumps({**numbers, "tokens": n_targets, "documents": corpus.n_documents, "bytes": n_bytes}))
+        say(encode_json({**numbers, "tokens": n_targets, "documents": corpus.n_documents, "bytes": n_bytes}))
         return
     say(
         f"step {step}: loss {loss:.4f} a token, {bits_per_byte:.4f} bits a byte (perplexity {perplexity(loss):.2f}) "

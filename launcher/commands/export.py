@@ -46,7 +46,8 @@ def export(
 
     ``dtype`` None keeps the fp32 masters as they are. ``verified``: transformers then computes from the folder what we
     compute; where it does not, nothing is kept, why is told, and 1 is returned. ``keeps_mtp``: modules that predict
-    further tokens are written too. Raises UserError, nothing created, where the checkpoint or ``out`` is unusable.
+    further tokens are written too. Raises UserError, nothing created, where the checkpoint or ``out`` is unusable,
+    or where fp16 cannot hold a weight.
     """
     problems = out_problems(out)
     if problems:
@@ -255,7 +256,17 @@ def hf_tensors(
 
     for hf_name, tensor in to_hf(config, struck()):
         keeps_fp32 = hf_name.endswith("e_score_correction_bias")
-        yield hf_name, tensor.detach().to(torch.float32 if keeps_fp32 else dtype, copy=True)
+        yield hf_name, converted(hf_name, tensor.detach(), torch.float32 if keeps_fp32 else dtype)
+
+
+def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in ``dtype``. Raises UserError where a finite element would become infinite."""
+    result = tensor.to(dtype, copy=True)
+    if dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
+        largest = tensor[tensor.isfinite()].abs().max().item()
+        rule = f"must hold {name}, whose largest element is {largest:g}, and ends at {torch.finfo(dtype).max:g}"
+        raise UserError([f"--dtype=fp16 {rule}; give --dtype bf16"])
+    return result
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

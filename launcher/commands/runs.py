@@ -26,6 +26,7 @@ from launcher.slurm.queue import runs_of
 from launcher.tables import plain_table, size_text, wide_console
 from launcher.training.run_dir import saved_config
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, METRICS
+from launcher.watch.metrics import encode_json
 from parallel.checkpoint.places import is_remote, local_path
 from parallel.checkpoint.store import in_order, step_of
 
@@ -60,7 +61,7 @@ def print_runs(directories: list[str], *, as_json: bool) -> int:
     """Prints the runs in the directories, newest change first; returns 0."""
     found = list_runs(directories)
     if as_json:
-        say(json.dumps([asdict(run) for run in found], indent=2))
+        say(encode_json([asdict(run) for run in found], indent=2))
     elif not found:
         say(f"no run in {' or '.join(directories or [RUNS_DIR])}")
     else:

@@ -394,15 +394,17 @@ class Watchdog:
         os._exit(exit_code)
 
     def write(self, text: str) -> None:
-        """Adds to this rank's log."""
+        """Adds to this rank's log. A full disk keeps nobody from naming the culprit and ending."""
         if self.log is not None and not self.log.closed:
-            self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-            self.log.flush()
+            with contextlib.suppress(OSError):
+                self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                self.log.flush()
 
     def close_log(self) -> None:
         """Closes the log; one in which nothing stands is removed."""
         if self.log is not None:
-            self.log.close()
+            with contextlib.suppress(OSError):  # a full disk has no room for what still waits
+                self.log.close()
             with contextlib.suppress(OSError):
                 if self.log_path.stat().st_size == 0:
                     self.log_path.unlink()

@@ -14,6 +14,7 @@ from launcher.config.tree import RunConfig
 from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.tokenizer import tokenizer_attachments
 from launcher.importing.weights import Weights
+from launcher.training.run_dir import record_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
 from launcher.training.state import tokenizer_files
 from modeling.logical import LogicalTensor, logical_tensors
@@ -55,7 +56,7 @@ def write_run(
         text = dump_config(config)
         (partial / CONFIG).write_text(text)
         load_config(partial / CONFIG)
-        (partial / STARTED_IN).write_text(f"{Path.cwd()}\n")
+        (partial / STARTED_IN).write_bytes(record_folder(Path.cwd()))
         write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, generation, on_bytes)
         sync_directory(partial)
         partial.rename(out)

@@ -1,6 +1,5 @@
 """`roundtable status`, `logs` and `cancel`: a run seen from where it was submitted."""
 
-import json
 import os
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from launcher.errors import UserError
 from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require, runs_of
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, SLURM, check_parts
-from launcher.watch.metrics import read_metrics
+from launcher.watch.metrics import encode_json, read_metrics
 from parallel.checkpoint.places import open_store
 
 POLL_SECONDS = 0.5  # between two looks at a log that is followed
@@ -30,7 +29,7 @@ def print_status(run: str | None, *, as_json: bool) -> int:
     look = status if run_paths == [path] else status_or_problems  # one damaged run does not hide the others
     found = [look(each, its_jobs) for each, its_jobs in of_each]
     if as_json:
-        say(json.dumps(found[0] if run_paths == [path] else found, indent=2))
+        say(encode_json(found[0] if run_paths == [path] else found, indent=2))
     elif not found:
         say("no run has a live job")
     else:

@@ -23,7 +23,6 @@ class Partition:
     name: str
     nodes: int
     gpus_per_node: int
-    cpus_per_node: int
     max_minutes: int | None  # None: no limit
 
 
@@ -68,16 +67,15 @@ def partitions() -> tuple[dict[str, Partition], str | None]:
     """Every partition by its name, and the default one's name."""
     found: dict[str, Partition] = {}
     default = None
-    for line in ask("sinfo", "-h", "-o", "%P|%D|%G|%c|%l").splitlines():
-        name, nodes, gres, cpus, limit = line.split("|")
+    for line in ask("sinfo", "-h", "-o", "%P|%D|%G|%l").splitlines():
+        name, nodes, gres, limit = line.split("|")
         if name.endswith("*"):
             name = default = name[:-1]
-        old = found.get(name, Partition(name, 0, 0, 0, None))
+        old = found.get(name, Partition(name, 0, 0, None))
         found[name] = Partition(
             name,
             old.nodes + int(nodes),
             max(old.gpus_per_node, gpus_of(gres)),
-            max(old.cpus_per_node, int(cpus.rstrip("+"))),
             minutes_of(limit),
         )
     return found, default

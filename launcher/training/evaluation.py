@@ -1,6 +1,5 @@
 """`roundtable eval`: the held-out loss of a checkpoint, on one process."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from launcher.console import say, tell
 from launcher.errors import UserError
 from launcher.training.run_dir import in_start_folder
 from launcher.training.step import evaluate
+from launcher.watch.metrics import encode_json
 from modeling.decoder import Output
 from parallel.batch import MicroBatch
 from parallel.mesh import lone_mesh
@@ -43,7 +43,7 @@ def evaluate_checkpoint(path: Path | str, sequences: int | None, *, as_json: boo
     if as_json:
         rows = [{"eval_loss": own, "perplexity": perplexity(own), "sequences": n} for _, own, n in found]
         sources = {name: row for (name, *_), row in zip(found[1:], rows[1:], strict=True)}
-        say(json.dumps({"step": step, **rows[0], **({"sources": sources} if sources else {})}))
+        say(encode_json({"step": step, **rows[0], **({"sources": sources} if sources else {})}))
         return 0
     for name, own, n in found:
         of = f" of {name}" if name else ""

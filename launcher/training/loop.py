@@ -25,7 +25,7 @@ from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.flash import choose_flash_attention
-from launcher.training.health import Health, Unhealthy, examine, stop_line, tell_of_no_targets
+from launcher.training.health import UNHEALTHY, Health, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing
 from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
@@ -67,8 +67,8 @@ def train(
 ) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
-    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; 1 where
-    ``config.health`` has the run stop, after a line on stderr that says why.
+    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; UNHEALTHY
+    where ``config.health`` has the run stop, after a line on stderr that says why.
     ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
     crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
@@ -81,7 +81,7 @@ def train(
             if mesh.rank == 0:
                 tell(error)
                 write_at_end(config.run_path, fence)
-            code = 1
+            code = UNHEALTHY
     close_mesh()
     return code
 

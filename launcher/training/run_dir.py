@@ -76,7 +76,12 @@ def recorded_folder(run_path: Path) -> Path | None:
     """Where the run was last started, as the run directory has it; None where that is not known."""
     check_parts(run_path, STARTED_IN)
     recorded = run_path / STARTED_IN
-    return Path(recorded.read_text().rstrip("\n")) if recorded.exists() else None
+    return Path(os.fsdecode(recorded.read_bytes().rstrip(b"\n"))) if recorded.exists() else None
+
+
+def record_folder(folder: Path) -> bytes:
+    """What the run directory has of the folder ``folder``, whose name may hold bytes that are no text."""
+    return os.fsencode(f"{folder}\n")
 
 
 def _can_be_entered(folder: Path) -> bool:
@@ -357,11 +362,11 @@ def claim(config: RunConfig) -> Claim:
             fence = raise_fence(run_path)
             with fence.held():
                 (run_path / CHECKPOINTS).mkdir(exist_ok=True)
-                _replace(run_path / STARTED_IN, f"{Path.cwd()}\n")
-                _replace(run_path / CONFIG, dump_config(config))
+                _replace(run_path / STARTED_IN, record_folder(Path.cwd()))
+                _replace(run_path / CONFIG, dump_config(config).encode())
                 for name, text in kept.items():
                     if text is not None:
-                        _replace(run_path / name, text)
+                        _replace(run_path / name, text.encode())
             lock.truncate(0)
             lock.write(json.dumps(holder_of_this_process()))
             lock.flush()
@@ -372,10 +377,10 @@ def claim(config: RunConfig) -> Claim:
     return Claim(lock, fence)
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Writes a file in one act: a kill, or a full disk, leaves the old one or the new one."""
     temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(text)
+    temporary.write_bytes(content)
     temporary.replace(path)
 
 

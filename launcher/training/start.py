@@ -1,5 +1,6 @@
 """What comes before the loop: checks, missing token files, the run directory, and the ranks."""
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,10 +25,11 @@ from launcher.training.run_dir import (
     refusing_unreachable,
 )
 from parallel.checkpoint.places import is_remote, local_path, open_store
+from parallel.checkpoint.store import in_order
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.start import RankError, run_ranks, tell_launcher
-from parallel.processes.stop import hearing
-from parallel.processes.world import set_rank_environment, world_size_from_environment
+from parallel.processes.stop import ending, hearing
+from parallel.processes.world import in_step, set_rank_environment, world_size_from_environment
 
 Answer = TypeVar("Answer")
 
@@ -46,6 +48,12 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
             raise UserError([f"--max-restarts={max_restarts} must be 0 under srun or torchrun; {remedy}"])
         return join_job(path, overrides, ranks, job_size)
     check_local_ranks(ranks)
+    with ending():
+        return train_here(path, overrides, ranks, max_restarts)
+
+
+def train_here(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int) -> int:
+    """Trains on local processes. A request to stop that comes before they hear one ends this process with STOPPED."""
     n_ranks = ranks if ranks is not None else default_ranks()
     check_limits(n_ranks)
     config = with_source(load_checked(path, overrides, world_size=n_ranks))
@@ -110,10 +118,13 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
 
 def check_ranks(ranks: int | None, job_size: int) -> None:
     """Refuses a number of processes that is not the job's."""
-    if ranks is not None and ranks != job_size:
-        raise UserError(
-            [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
-        )
+    if ranks is None or ranks == job_size:
+        return
+    rule = f"--ranks={ranks} must equal the job's {job_size} process{'es' if job_size > 1 else ''}"
+    if in_step() and "RANK" not in os.environ:
+        remedy = f"give `srun --ntasks={ranks}` instead, or put `env -u SLURM_PROCID` before the command"
+        raise UserError([f"{rule}, since SLURM_PROCID makes this one of them; {remedy} for {ranks} of its own"])
+    raise UserError([f"{rule}; leave it out under torchrun"])
 
 
 def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
@@ -271,7 +282,7 @@ def room_needed(config: RunConfig) -> tuple[int, float]:
     planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
     for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
     wanted = min(checkpoint.keep_last + checkpoint.keep_best + for_good, planned) + 1
-    here = len(list(local_path(config.checkpoint_location).glob("step-*")))
+    here = len(in_order([path.name for path in local_path(config.checkpoint_location).glob("step-*")]))
     return wanted, checkpoint_gib(config) * max(1, wanted - here)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from launcher.console import tell
 from launcher.errors import UserError
 from launcher.guard.fence import ENDS, StaleRun
 
@@ -49,42 +50,50 @@ class MetricsFile:
     def resume(cls, path: Path, step: int, guard: Guard = nullcontext) -> Self:
         """The writer of a run restored at ``step`` (0: from the start), with every later row and a torn line dropped.
 
-        The file is replaced by a rename, so that a kill in between leaves the old one or the new one. Raises UserError
-        where a line other than the last is damaged or out of order; the file is then left as it is.
+        The file is replaced by a rename, so that a kill in between leaves the old one or the new one; where nothing is
+        to be dropped, it is left alone. Raises UserError where a line other than the last is damaged or out of order;
+        the file is then left as it is.
         """
         with guard():
-            if path.exists():
-                shortened = path.with_name(path.name + ".tmp")
-                try:
-                    _copy_rows(path, shortened, step)
-                    shortened.replace(path)
-                finally:
-                    shortened.unlink(missing_ok=True)
-            return cls(path, guard)
+            file = cls(path, guard)
+            try:
+                if not _ends_by(path, step):
+                    file._drop(step)
+            except BaseException:
+                file.close()
+                raise
+            return file
 
     def rewind(self, step: int) -> None:
         """Drops the rows past ``step``, of a run that goes back to it; events stay, since they happened."""
-        shortened = self.path.with_name(self.path.name + ".tmp")
         with self._lock, self._guard():
+            self._drop(step, keeps_events=True)
+
+    def _drop(self, step: int, keeps_events: bool = False) -> None:
+        """Drops the rows past ``step``: by a copy that is renamed, or in place where there is no room for one."""
+        shortened = self.path.with_name(self.path.name + ".tmp")
+        try:
             self._drain()
             self._file.close()
             try:
-                _copy_rows(self.path, shortened, step, keeps_events=True)
+                _copy_rows(self.path, shortened, step, keeps_events)
                 shortened.replace(self.path)
             finally:
                 shortened.unlink(missing_ok=True)
                 self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            end, self._waiting = _split_rows(self.path, self._waiting, step, keeps_events)
+            self._file.truncate(end)
+            self._drain_what_fits()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""
         line = encode_row(row).encode() + b"\n"
         with self._lock, self._guard():
             self._waiting += line
-            try:
-                self._drain()
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
+            self._drain_what_fits()
 
     def sync(self) -> None:
         """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts.
@@ -96,12 +105,16 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing. Raises OSError where rows find no room."""
+        """Closes the file, and tells how many rows found no room; a second call does nothing."""
         with self._lock:
             try:
                 if self._waiting:
                     with self._guard():
-                        self._drain()
+                        self._drain_what_fits()
+                if self._waiting:
+                    n_rows = self._waiting.count(b"\n")
+                    rows = f"{n_rows} row{'s' if n_rows > 1 else ''} found no room on a full disk and"
+                    tell(f"{self.path}: the last {rows} {'are' if n_rows > 1 else 'is'} lost; free some space there")
             finally:
                 self._waiting = b""
                 self._file.close()
@@ -112,6 +125,14 @@ class MetricsFile:
             raise StaleRun(f"{self.path} was taken away or replaced while the run trained{ENDS}")
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def _drain_what_fits(self) -> None:
+        """As ``_drain``; what a full disk has no room for waits on."""
+        try:
+            self._drain()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -155,6 +176,11 @@ def encode_row(row: Mapping[str, Any]) -> str:
         return json.dumps({key: _encode(value) for key, value in plain.items()}, allow_nan=False)
 
 
+def encode_json(value: Any, indent: int | None = None) -> str:
+    """Valid JSON of what a command says of a run; NaN and infinities are the strings that they are in a row."""
+    return json.dumps(_encode(value), allow_nan=False, indent=indent)
+
+
 def _copy_rows(source: Path, target: Path, last_step: int, keeps_events: bool = False) -> None:
     """Copies the lines of the rows up to ``last_step``, byte for byte, and forces them to disk."""
     with target.open("wb") as file:
@@ -163,6 +189,45 @@ def _copy_rows(source: Path, target: Path, last_step: int, keeps_events: bool = 
                 file.write(line.rstrip(b"\n") + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _ends_by(path: Path, last_step: int) -> bool:
+    """Whether the file holds whole lines of rows up to ``last_step`` alone, so that nothing is to be dropped."""
+    end, line = 0, b"\n"
+    for line, row in read_rows(path):
+        if row["step"] > last_step:
+            return False
+        end += len(line)
+    return line.endswith(b"\n") and end == path.stat().st_size
+
+
+def _split_rows(path: Path, waiting: bytes, last_step: int, keeps_events: bool) -> tuple[int, bytes]:
+    """Where the first line begins that is to be dropped, or is not whole on disk; and the lines from there that stay.
+
+    ``waiting`` is what is still to be written: it begins with the rest of a line whose first part is in the file.
+    """
+    size, position, end, kept = path.stat().st_size, 0, None, b""
+    for line in _with_waiting(path, waiting):
+        row = _parse(line)
+        stays = row is not None and (row["step"] <= last_step or (keeps_events and "event" in row))
+        if end is None and (not stays or position + len(line) > size):
+            end = position
+        if end is not None and stays:
+            kept += line
+        position += len(line)
+    return size if end is None else end, kept
+
+
+def _with_waiting(path: Path, waiting: bytes) -> Iterator[bytes]:
+    """The file's lines, then those that wait; one that is torn between them comes whole."""
+    torn = b""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+            else:
+                torn = line
+    yield from (torn + waiting).splitlines(keepends=True)
 
 
 def _encode(value: Any) -> Any:

@@ -117,6 +117,21 @@ def forwarding() -> Iterator[Forwarder]:
 
 
 @contextmanager
+def ending() -> Iterator[None]:
+    """Within, a request raises SystemExit, since no rank is there that would have to save. The main thread calls it."""
+
+    def end(signum: int, _: Any = None) -> None:
+        raise SystemExit(STOPPED)
+
+    before = {signum: signal.signal(signum, end) for signum in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
 def held_back() -> Iterator[None]:
     """Within, both signals wait, here and in the processes started here, for as long as those do not call ``hearing``.
 

@@ -21,11 +21,11 @@ def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> 
     """
     problems = check_counts(environment)
     size = None
-    if "RANK" in environment or ("WORLD_SIZE" in environment and not _in_step(environment)):
+    if "RANK" in environment or ("WORLD_SIZE" in environment and not in_step(environment)):
         size = _check_ranks(environment, ("WORLD_SIZE", "RANK", "LOCAL_RANK"), problems)
         _collect(problems, address, "MASTER_ADDR", environment)
         _collect(problems, number, "MASTER_PORT", environment, least=1, most=LARGEST_PORT)
-    elif _in_step(environment):
+    elif in_step(environment):
         size = _check_ranks(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"), problems)
         _collect(problems, _step_address, environment)
         _collect(problems, _step_port, environment)
@@ -34,7 +34,8 @@ def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> 
     return size
 
 
-def _in_step(environment: Mapping[str, str]) -> bool:
+def in_step(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun started this process (torchrun within a step sets RANK, which counts first)."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 

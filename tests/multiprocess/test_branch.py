@@ -1,5 +1,6 @@
 """`roundtable branch`: a run that goes on from another's checkpoint, as that one did or with other settings."""
 
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from command_runs import numbers, train, updates, write_config
 from launcher.cli import main
+from launcher.commands import branch
+from launcher.commands.branch import branched_config
 from launcher.config.load import load_config
 from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
@@ -103,3 +106,43 @@ def test_what_is_there_already_and_what_is_damaged_is_refused(made, tmp_path, ca
     assert main(["branch", str(tmp_path / "copy"), str(tmp_path / "other"), "--step", "4"]) == 2
     assert "its checkpoint step-00000004 is damaged" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", ["123", "007", "1e3", "[a]", "~", "a #b", "é: b"])
+def test_a_branch_is_where_it_was_asked_for_whatever_yaml_makes_of_its_name(name, made, tmp_path):
+    assert main(["branch", str(made / "run"), str(tmp_path / name), "--step", "4"]) == 0
+    config = load_config(tmp_path / name / "config.yaml")
+    assert (config.run_dir, config.name) == (str(tmp_path / name), name)
+
+
+@pytest.mark.parametrize("change", ["deleted", "changed", "replaced"])
+def test_a_checkpoint_that_changes_while_it_is_copied_is_refused(change, made, tmp_path, monkeypatch, capsys):
+    """As the retention of a live run does; between verifying and copying."""
+    shutil.copytree(made / "run", tmp_path / "copy")
+    folder = tmp_path / "copy/checkpoints/step-00000004"
+
+    def check_and_change(*arguments, **options):
+        config = branched_config(*arguments, **options)
+        (shard, *_) = folder.glob("*.safetensors")
+        if change == "changed":
+            shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+        else:
+            shutil.rmtree(folder)
+        if change == "replaced":
+            shutil.copytree(folder.with_name("step-00000006"), folder)
+        return config
+
+    monkeypatch.setattr(branch, "branched_config", check_and_change)
+    assert main(["branch", str(tmp_path / "copy"), str(tmp_path / "new"), "--step", "4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--step=4 must stay until it is copied, and was deleted or changed meanwhile (")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_branch_where_a_folders_name_is_no_text_is_refused(made, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / os.fsdecode(b"d\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert main(["branch", str(made / "run"), "new", "--step", "4"]) == 2
+    told = "NEW=new must have a whole path of text, as config.yaml will name it; choose another\n"
+    assert capsys.readouterr().err == told and list(folder.iterdir()) == []

@@ -10,14 +10,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import hang_job
 import launcher.training.start as start
 from hang_runs import Ended, living_ranks, run_alone, run_with_launcher, small_run
 from launcher.cli import main
+from launcher.config.tree import RunConfig
+from launcher.guard.watchdog import Watchdog
 from launcher.watch.metrics import read_metrics
 from layout_runs import DENSE_MODEL, write_tokens
 from parallel.config import ParallelConfig
+from parallel.mesh import lone_mesh
 
 LAYOUTS = {
     "dp": ({}, "rank 3 (dp 3)"),
@@ -134,6 +138,16 @@ def test_stopped_first_rank_is_named_by_the_second(tmp_path, tokens):
     assert "rank 0 (dp 0) has not been heard of for" in str(error)
     assert living_ranks() == []
     assert "thread MainThread:" in log_of(config, 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_log_on_a_full_disk_keeps_no_watchdog_from_its_end(tmp_path):
+    """It named no culprit: each rank's watchdog ended with a traceback of its own."""
+    watchdog = Watchdog(RunConfig(run_dir=str(tmp_path)), lone_mesh(torch.device("cpu")))
+    watchdog.log = open("/dev/full", "a")  # noqa: SIM115  (the watchdog closes it)
+    watchdog.write("the stacks of all threads")
+    watchdog.close_log()
+    assert watchdog.log.closed
 
 
 @pytest.mark.slow

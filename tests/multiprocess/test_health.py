@@ -14,6 +14,7 @@ from command_runs import BIAS_MODEL, ENVIRONMENT, command, same_events_in_wandb,
 from health_runs import Plan, run_planned
 from launcher.config.load import load_config
 from launcher.config.tree import HealthConfig
+from launcher.training.health import UNHEALTHY
 from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, write_tokens
@@ -149,7 +150,7 @@ HOPELESS = {"optimizer": SGDConfig(lr=1e30, clip_norm=None)}  # the first update
 def test_a_remedy_that_does_not_help_ends(tmp_path, tokens, policy):
     config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)
     limits = ["health.max_skips=2", "health.max_rollbacks=2", "checkpoint.every_steps=null"]
-    assert start_training(config, [f"health.on_nonfinite={policy}", *limits], 2) == 1
+    assert start_training(config, [f"health.on_nonfinite={policy}", *limits], 2) == UNHEALTHY
     rows = read_metrics(tmp_path / "hopeless" / "metrics.jsonl")
     assert [row["action"] for row in rows if "action" in row] == [policy, policy, "stop"]
     assert rows[-1]["limit"] == f"health.max_{policy}s"
@@ -162,7 +163,7 @@ def test_a_stopped_run_says_why_in_one_line(tmp_path, tokens):
     overrides = ["health.on_nonfinite=stop", "checkpoint.every_steps=null", "metrics.wandb.mode=offline"]
     ended = subprocess.run(command(config, 2, *overrides), env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
     (line,) = ended.stderr.splitlines()
-    assert ended.returncode == 1
+    assert ended.returncode == UNHEALTHY
     assert line.startswith("stopped at step 2 by health.on_nonfinite: ")
     (event,) = events(read_metrics(tmp_path / "hopeless" / "metrics.jsonl"), "nonfinite")
     assert event["action"] == "stop" and event["tensor"] in line and event["place"] in line

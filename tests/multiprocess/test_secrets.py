@@ -17,7 +17,7 @@ from layout_runs import DENSE_MODEL, run_config, write_tokens
 
 SECRET = "Pl4nted0fS0meL3ngth"
 FAKES = {
-    "sinfo": 'echo "main*|4|(null)|8|infinite"',
+    "sinfo": 'echo "main*|4|(null)|infinite"',
     "squeue": ":",
     "sbatch": 'if [ "$1" = --test-only ]; then cat > /dev/null; else echo "$@" > submitted.txt; echo 7; fi',
 }

@@ -125,6 +125,25 @@ def test_stopped_run_saves_and_goes_on_bit_identical(tmp_path, tokens, uninterru
     assert [row["step"] for row in updates(config)] == list(range(1, last + 1))
 
 
+EARLY = """
+import signal, sys
+from launcher.cli import main
+from launcher.training import start
+start.prepare_missing = lambda config: signal.raise_signal(int(sys.argv[2]))
+sys.exit(main(["train", sys.argv[1], "--ranks", "2"]))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_before_the_ranks_are_started_changes_nothing(tmp_path, tokens, signum):
+    """As while data is prepared; the launcher ended by the signal."""
+    config = write_config(tmp_path, tokens, "early", steps=STEPS)
+    arguments = [sys.executable, "-P", "-c", EARLY, str(config), str(int(signum))]
+    ended = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (STOPPED, "", "")
+    assert not config.with_suffix("").exists()
+
+
 @pytest.mark.slow
 def test_a_request_before_the_first_step_trains_nothing(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "early", steps=STEPS)

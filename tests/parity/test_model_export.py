@@ -253,6 +253,24 @@ def test_planted_interruption_leaves_nothing(tmp_path: Path) -> None:
     assert only(tmp_path) == set()
 
 
+@pytest.mark.parametrize("element", [65504.0, -70000.0, float("inf")])
+def test_what_fp16_cannot_hold_is_refused(element: float, tmp_path: Path) -> None:
+    """It became infinite without a word; what is infinite already stays so."""
+    config = example_config("llama")
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(build(config, 3)).items()}
+    tensors["final_norm.weight"][0] = element
+    for dtype in ("fp32", "bf16", "fp16"):
+        if dtype == "fp16" and element == -70000.0:
+            told = (
+                r"^--dtype=fp16 must hold model\.norm\.weight, whose largest element is 70000, and ends at 65504; give"
+            )
+            with pytest.raises(UserError, match=told):
+                write_export(tensors.items(), config, 64, None, tmp_path / dtype, dtype)
+            assert only(tmp_path) == {"fp32", "bf16"}
+            return
+        write_export(tensors.items(), config, 64, None, tmp_path / dtype, dtype)
+
+
 def test_planted_missing_tensor_is_refused(tmp_path: Path) -> None:
     config = example_config("llama")
     tensors = tensors_of(build(config, 3))

@@ -13,6 +13,7 @@ from launcher.cli import main
 from launcher.commands.runs import holds_lock, last_lines, list_runs, summarize
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, RunConfig, TrainConfig
+from launcher.slurm import follow
 from parallel.config import ParallelConfig
 
 
@@ -41,6 +42,25 @@ def runs(tmp_path, monkeypatch):
     for step in (4, 8, 10):
         (tmp_path / f"runs/done/checkpoints/step-{step:08d}").mkdir()
     return tmp_path / "runs"
+
+
+def test_what_is_no_number_is_valid_json(tmp_path, monkeypatch, capsys):
+    """Of a run whose loss is NaN; Python alone reads a bare NaN."""
+    monkeypatch.chdir(tmp_path)
+    path = make_run(tmp_path / "runs/a", done=3)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": "NaN"}\n{"step": 4, "eval_loss": "Infinity"}\n')
+    monkeypatch.setattr(follow, "require", lambda *_: None)
+    monkeypatch.setattr(follow, "live_jobs", lambda *_: [])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert main(["runs", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert (row["loss"], row["eval_loss"]) == ("NaN", "Infinity")
+    assert main(["status", "a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=refuse)["loss"] == "NaN"
 
 
 def test_each_state_is_told(runs, capsys):

@@ -138,6 +138,21 @@ def test_prepare_refuses_a_wrong_array(config, monkeypatch, capfd):
     line_of(refused(["prepare", str(config)], capfd), changes)
 
 
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        (STEP, "give `srun --ntasks=3` instead, or put `env -u SLURM_PROCID` before the command for 3 of its own"),
+        (TORCHRUN, "leave it out under torchrun"),
+        (STEP | TORCHRUN, "leave it out under torchrun"),
+    ],
+)
+def test_another_number_of_ranks_than_the_jobs_is_refused(config, monkeypatch, capfd, variables, remedy):
+    """In an interactive step to leave it out was no remedy, since the step has one process."""
+    use(monkeypatch, variables, {})
+    (line,) = refused(["train", str(config), "--ranks", "3"], capfd)
+    assert line.startswith("--ranks=3 must equal the job's 2 processes") and line.endswith(f"; {remedy}")
+
+
 def test_size_alone_and_rank_alone_are_refused(config, monkeypatch, capfd):
     use(monkeypatch, {}, {"RANK": "3"})
     lines = refused(["train", str(config)], capfd)

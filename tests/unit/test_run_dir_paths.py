@@ -1,7 +1,9 @@
 """Where the relative paths of a run's saved config are read from, wherever the command is given and the run lies."""
 
 import dataclasses
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,17 @@ def started_in(run: Path, run_dir: str = "runs/a") -> Path:
 def test_the_recorded_folder_counts_where_nothing_was_moved(project, tmp_path):
     assert started_in(project / "runs/a") == started_in(Path("project/runs/a")) == project
     assert started_in(tmp_path / "far/b", f"{tmp_path}/far/b") == project
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such a name")
+def test_a_folder_whose_name_is_no_text_is_recorded(tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"d\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    claim(RunConfig(name="a")).close()
+    monkeypatch.chdir(tmp_path)
+    assert started_in(folder / "runs/a") == folder
+    assert not list((folder / "runs/a").glob("*.partial"))
 
 
 def test_a_link_to_the_runs_is_no_move(project, tmp_path):

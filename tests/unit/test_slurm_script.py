@@ -1,6 +1,7 @@
 """The job script: its text for three clusters, and that each key of `slurm:` changes it."""
 
 import dataclasses
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from launcher.cli import main
 from launcher.config.schema import leaf_keys
 from launcher.config.tree import RunConfig
+from launcher.slurm import queue
 from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
-from launcher.slurm.queue import gpus_of, minutes_of
+from launcher.slurm.queue import Partition, gpus_of, minutes_of, partitions
 from launcher.slurm.script import Array, exports, render
+from launcher.training.health import UNHEALTHY
 from parallel.processes.world import expand_counts, rank_hosts
 
 BATCH = "train.global_batch_size=96"
@@ -237,6 +240,22 @@ def test_the_scripts_are_bash(array, log):
     assert f'#SBATCH --output="a dir/run/logs/job-{log}.log"' in text
 
 
+@pytest.mark.parametrize(("code", "n_starts"), [(2, 1), (UNHEALTHY, 1), (1, 2)])
+def test_the_script_starts_again_only_what_may_end_otherwise(tmp_path, code, n_starts):
+    """A run that health stopped met the same batch once for each of slurm.restarts."""
+    told = {"srun": f"echo started >> starts; exit {code}", "scontrol": "[[ $1$2 == showhostnames ]] && echo n1"}
+    for name, text in {**told, "sleep": "true"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = SlurmConfig(preflight=False, restarts=1)
+    script = render(job_script("train"), RunConfig(run_dir="run", slurm=settings), "python")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == code
+    assert len((tmp_path / "starts").read_text().splitlines()) == n_starts
+
+
 @pytest.mark.parametrize(
     ("edit", "n_found"),
     [
@@ -260,6 +279,13 @@ def test_a_template_without_its_notes_is_taken(folder):
     text = re.sub(r"#\n# By hand.*?(?=# --- settings)", "", job_script("train"), flags=re.DOTALL)
     config = RunConfig()
     assert render(text, config, "python") == render(job_script("train"), config, "python")
+
+
+def test_a_partition_is_read_whatever_slurm_prints_of_its_processors(monkeypatch):
+    """Of 1,024 a node it says 1K, which was a traceback of every submit."""
+    printed = {"%P": "main*", "%D": "2", "%G": "gpu:8", "%c": "1K", "%l": "1:00:00"}
+    monkeypatch.setattr(queue, "ask", lambda *command: re.sub(r"%.", lambda each: printed[each[0]], command[-1]))
+    assert partitions() == ({"main": Partition("main", 2, 8, 60)}, "main")
 
 
 def test_what_slurm_prints_is_read():

@@ -11,7 +11,7 @@ from launcher.slurm.queue import runs_of
 from launcher.slurm.script import RUNS
 from launcher.slurm.submit_sweep import check_room_of_all
 from launcher.slurm.sweep import Sweep, load_sweep
-from launcher.training.start import check_room, checkpoint_gib, room_free_gib
+from launcher.training.start import check_room, checkpoint_gib, room_free_gib, room_needed
 
 CONFIG = """\
 name: small
@@ -182,6 +182,16 @@ def test_runs_and_sweeps_do_not_share_a_directory(folder, capsys):
     assert main(["logs", "small"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "RUN=small is a sweep of 2 runs; name one of them, e.g. runs/small/a"
+
+
+def test_damaged_checkpoints_that_were_set_aside_leave_the_need_for_room_as_it_is(folder):
+    config = load("grid: {seed: [1, 2]}", "train.steps=100", "checkpoint.every_steps=1").base
+    n_wanted, needed_gib = room_needed(config)
+    for step in range(n_wanted):
+        (folder / config.checkpoint_location / f"step-{step:08d}.damaged").mkdir(parents=True)
+    assert room_needed(config) == (n_wanted, needed_gib)
+    (folder / config.checkpoint_location / "step-00000009").mkdir()
+    assert room_needed(config)[1] == pytest.approx(needed_gib * (n_wanted - 1) / n_wanted)
 
 
 def test_planted_sweep_that_only_together_is_too_large_for_the_disk(folder):

@@ -24,7 +24,7 @@ from layout_runs import run_config, write_tokens
 from modeling.config import ModelConfig
 
 FAKES = {
-    "sinfo": 'case "$*" in *%D*) echo "main*|64|gpu:a100:8|8|infinite";; *) echo "main*|$(cat types)";; esac',
+    "sinfo": 'case "$*" in *%D*) echo "main*|64|gpu:a100:8|infinite";; *) echo "main*|$(cat types)";; esac',
     "squeue": ":",
     "sbatch": 'if [ "$1" = --test-only ]; then cat > /dev/null; else echo "$@" > submitted.txt; echo 7; fi',
 }

@@ -1,5 +1,6 @@
 """metrics.jsonl: what is written is read back, and a resumed file holds each step once, in order."""
 
+import errno
 import json
 import math
 import os
@@ -151,15 +152,17 @@ def test_a_killed_process_loses_no_written_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
-def test_a_full_disk_keeps_rows_waiting_and_says_so_at_a_sync():
+def test_a_full_disk_keeps_rows_waiting_and_says_so_at_a_sync_and_at_the_end(capsys):
     file = MetricsFile(Path("/dev/full"))
     file.write(update(1))
     file.write(update(2))
     with pytest.raises(OSError, match="No space left"):
         file.sync()
-    with pytest.raises(OSError, match="No space left"):
-        file.close()
     file.close()
+    line = "/dev/full: the last 2 rows found no room on a full disk and are lost; free some space there"
+    assert capsys.readouterr().err == f"{line}\n"
+    file.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_after_a_rewind_reach_the_disk_at_once(tmp_path):
@@ -169,3 +172,47 @@ def test_rows_after_a_rewind_reach_the_disk_at_once(tmp_path):
         file.rewind(1)
         file.write(update(2))
         assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def fail_for_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_resuming_copies_nothing_where_nothing_is_dropped(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, [update(1), {"step": 1, "event": "checkpoint"}])
+    monkeypatch.setattr(metrics, "_copy_rows", fail_for_room)
+    before = path.stat().st_ino
+    with MetricsFile.resume(path, 1) as file:
+        file.write(update(2))
+    assert path.stat().st_ino == before
+    assert [row["step"] for row in read_metrics(path)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("n_whole", [1, 4])
+def test_rows_are_dropped_in_place_where_a_copy_finds_no_room(tmp_path, monkeypatch, n_whole):
+    """Of six rows the first are in the file, half of the next as well, and the others wait."""
+    path = tmp_path / "metrics.jsonl"
+    event = {"step": 2, "event": "spike"}
+    rows = [
+        update(1),
+        event,
+        update(2),
+        {"step": 3, "event": "checkpoint_failed"},
+        update(3),
+        {"step": 3, "event": "c"},
+    ]
+    lines = [encode_row(row).encode() + b"\n" for row in rows]
+    whole, rest = b"".join(lines[:n_whole]), b"".join(lines[n_whole:])
+    path.write_bytes(whole + rest[:7])
+    monkeypatch.setattr(metrics, "_copy_rows", fail_for_room)
+    with MetricsFile(path) as file:
+        file._waiting = rest[7:]
+        with monkeypatch.context() as full:
+            full.setattr(MetricsFile, "_drain", fail_for_room)
+            file.rewind(1)
+        file.write(update(2))
+    assert read_metrics(path) == [rows[0], event, rows[3], rows[5], update(2)]
+    MetricsFile.resume(path, 1).close()
+    assert read_metrics(path) == [rows[0]]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
