@@ -100,7 +100,7 @@ def train_watched(
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
     retention = open_retention(config.checkpoint)
-    state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
+    state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from, config.run_path)
     tidy(config, retention, fence, mesh.rank)
     if state.step >= config.train.steps:
         report_complete(config, state, mesh.rank)
@@ -308,7 +308,7 @@ def roll_back(
 
     All ranks call it. Weights that a batch has spoiled were often spoiled by those before it, so they go too.
     """
-    restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
+    restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from, config.run_path)
     left_out = (restored.consumed, state.consumed)
     restored.skipped = [*restored.skipped, left_out]
     watchers.rewind(restored.step)

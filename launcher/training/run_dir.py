@@ -305,11 +305,13 @@ def check_run_dir(config: RunConfig) -> None:
 
     Changes nothing. One process calls it, before ``claim``: it reads the whole of metrics.jsonl.
     """
+    from launcher.training.newest import check_checkpoints
     from launcher.training.without import check_documents
 
     check_parts(config.run_path, writing=True)
     check_newest_checkpoint(config)
     with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+        check_checkpoints(config, is_new=saved_config(config.run_path) is None)
         check_documents(config)
     if (config.run_path / LOCK).exists():
         _lock(config.run_path).close()
