@@ -27,6 +27,14 @@ LEAST_DEVIATION = 1e-3  # of the median: among losses that hardly differ, a smal
 class Unhealthy(Exception):
     """The run is to stop; the message is one line for the user."""
 
+    exit_code = 1
+
+
+class OutOfData(Unhealthy):
+    """The data end before train.steps, as they may once rollbacks have left samples out."""
+
+    exit_code = 2
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -23,7 +23,7 @@ from launcher.slurm.queue import has_ended, slurm_job
 from launcher.training.remote_tokens import remote_tokens
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, REMOTE_TOKENS, STARTED_IN, check_parts
 from launcher.training.stage_changes import STAGES, is_of_stages, stage_problem
-from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, open_store
 from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
@@ -177,17 +177,23 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 def newest_scalars(config: RunConfig) -> dict[str, Any]:
     """What the run's newest checkpoint that can be read says of its state; empty where there is none."""
+    manifest = newest_manifest(config)
+    return manifest.scalars if manifest is not None else {}
+
+
+def newest_manifest(config: RunConfig) -> Manifest | None:
+    """Of the run's newest checkpoint that can be read; None where there is none."""
     location = config.checkpoint_location
     with refusing_unreachable("checkpoint.dir", location):
         folders = list_checkpoints(location)
     for folder in reversed(folders):
         try:
-            scalars = read_manifest(folder).scalars
+            manifest = read_manifest(folder)
         except DamagedCheckpoint:
             continue
-        if "consumed" in scalars:
-            return scalars
-    return {}
+        if "consumed" in manifest.scalars:
+            return manifest
+    return None
 
 
 def consumed_of(config: RunConfig) -> int:
