@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -312,6 +314,35 @@ def job(tmp_path) -> Callable[..., subprocess.Popen]:
         return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
 
     return start
+
+
+def when_told(path: Path, word: str) -> None:
+    """Returns once the ranks have said the word."""
+    deadline = time.monotonic() + 30
+    while not path.exists() or word not in path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end"),
+    [
+        (signal.SIGUSR2, signal.SIGUSR2, "stopped on request"),
+        (signal.SIGUSR1, signal.SIGUSR2, "stopped on request"),
+        (signal.SIGUSR2, signal.SIGUSR1, "stopped on request"),
+        (signal.SIGUSR1, signal.SIGUSR1, "stopped"),
+    ],
+)
+def test_a_second_request_does_not_end_the_save(tmp_path, job, first, second, end):
+    """`cancel --save` twice, or beside the notice of the time limit: ranks take a second signal as the end."""
+    script = job("for _ in {1..300}; do sleep 0.1; done")
+    when_told(tmp_path / "told", "start")
+    script.send_signal(first)
+    when_told(tmp_path / "told", "heard")
+    script.send_signal(second)
+    output, _ = script.communicate(timeout=60)
+    assert script.returncode == 75
+    assert f": {end}, at step-00000007\n" in output
 
 
 def test_failures_in_a_row_are_counted_wherever_checkpoints_lie(tmp_path, job):
