@@ -106,6 +106,21 @@ def take(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> np.n
     return index_N
 
 
+def place_after(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
+    """``consumed`` once the next n samples are taken: the last number of ``take``, plus one, without making the others.
+
+    ``consumed`` itself where n is 0.
+    """
+    reached = consumed
+    for start, stop in sorted(skipped):
+        start = max(start, reached)
+        if n <= start - reached:
+            break
+        n -= start - reached
+        reached = max(start, stop)
+    return reached + n
+
+
 def hopped_ranges(start: int, stop: int, skipped: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The numbers within [start, stop) that ``skipped`` holds, as ascending half-open ranges that do not touch."""
     ranges: list[list[int]] = []

@@ -23,6 +23,7 @@ from launcher.errors import UserError
 from launcher.prove.shrink import least_ranks
 from launcher.slurm.follow import find_run
 from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
+from launcher.training.newest import write_newest
 from launcher.training.run_dir import check_same_run, record_folder, saved_config, start_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN, WITHOUT
 from parallel.checkpoint.local import LocalFolder, sync_directory
@@ -167,6 +168,7 @@ def write_branch(
         (partial / CONFIG).write_text(dump_config(config))
         (partial / STARTED_IN).write_bytes(record_folder(folder))
         write_lineage(partial, lineage)
+        write_newest(partial, step_name(lineage.step), str(out / CHECKPOINTS))
         if left_out is not None:
             (partial / WITHOUT).write_text(left_out)
         target = partial / CHECKPOINTS / step_name(lineage.step)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from launcher.config.tree import RunConfig
+from launcher.training.newest import lost_line
 from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, differences, whole_manifest
 from parallel.checkpoint.places import open_store
 
@@ -34,10 +35,7 @@ def look_for_checkpoint(config: RunConfig) -> Resumption:
         return Resumption(manifest.step, tuple(damaged), misfit(config, name, manifest))
     if not names:
         return Resumption(None, (), ())
-    problem = (
-        f"run_dir={config.run_path} must hold a whole checkpoint to go on from, and all {len(names)} in "
-        f"{config.checkpoint_location} are damaged ({damaged[0]}); restore one, or move that folder away to begin again"
-    )
+    problem = lost_line(config.run_path, config.checkpoint_location, damaged)
     return Resumption(None, tuple(damaged), (problem,))
 
 

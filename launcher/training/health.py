@@ -23,14 +23,19 @@ Action = Literal["report", "skip", "rollback", "stop"]
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 LEAST_DEVIATION = 1e-3  # of the median: among losses that hardly differ, a small rise is no spike
 
-
-UNHEALTHY = (
-    3  # exit code: health.on_nonfinite or on_spike stopped the run, and the same start would meet the same batch
-)
+UNHEALTHY = 3  # exit code: health stopped the run, and the same start would meet the same batch
 
 
 class Unhealthy(Exception):
     """The run is to stop; the message is one line for the user."""
+
+    exit_code = UNHEALTHY
+
+
+class OutOfData(Unhealthy):
+    """The data end before train.steps, as they may once rollbacks have left samples out."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, usable_fuse
 from launcher.training.flash import choose_flash_attention
-from launcher.training.health import UNHEALTHY, Health, Unhealthy, examine, stop_line, tell_of_no_targets
+from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing
 from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
 from launcher.training.planned import plan_start, report_budget
-from launcher.training.samples import Samples, open_samples, steps_to_come
+from launcher.training.samples import Samples, open_samples, steps_to_come, why_out_of_data
 from launcher.training.stage_changes import STAGES, told_of_stages
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
@@ -67,8 +67,8 @@ def train(
 ) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
-    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; UNHEALTHY
-    where ``config.health`` has the run stop, after a line on stderr that says why.
+    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; UNHEALTHY where
+    ``config.health`` has the run stop, and 2 where the data end too soon, after a line on stderr that says why.
     ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
     crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
@@ -81,7 +81,7 @@ def train(
             if mesh.rank == 0:
                 tell(error)
                 write_at_end(config.run_path, fence)
-            code = UNHEALTHY
+            code = error.exit_code
     close_mesh()
     return code
 
@@ -100,7 +100,7 @@ def train_watched(
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
     retention = open_retention(config.checkpoint)
-    state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
+    state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from, config.run_path)
     tidy(config, retention, fence, mesh.rank)
     if state.step >= config.train.steps:
         report_complete(config, state, mesh.rank)
@@ -127,6 +127,12 @@ def train_watched(
         health, stopped, n_compiled = Health(config.health), agree_to_stop(stop, mesh), 0
         samples.expect(steps_to_come(config.train, state.step, state.consumed, state.skipped))
         while state.step < config.train.steps and stopped is None:
+            out_of_data = why_out_of_data(dataset.stages, config.train, state.step, state.consumed, state.skipped)
+            if out_of_data is not None:
+                watchdog.beat(state.step, "checkpoint")
+                saver.save(state)
+                report_saves(watchers, saver.wait())
+                raise OutOfData(out_of_data)
             watchdog.beat(state.step + 1, STEP)
             consumed = state.consumed
             done = run_step(config, engine, samples, state, stop, health)
@@ -308,7 +314,7 @@ def roll_back(
 
     All ranks call it. Weights that a batch has spoiled were often spoiled by those before it, so they go too.
     """
-    restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from)
+    restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from, config.run_path)
     left_out = (restored.consumed, state.consumed)
     restored.skipped = [*restored.skipped, left_out]
     watchers.rewind(restored.step)

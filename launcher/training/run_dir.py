@@ -32,7 +32,7 @@ from launcher.training.run_parts import (
 )
 from launcher.training.stage_changes import STAGES, is_of_stages, stage_problem
 from launcher.training.token_files import token_files
-from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from parallel.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, open_store
 from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
@@ -191,17 +191,23 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 def newest_scalars(config: RunConfig) -> dict[str, Any]:
     """What the run's newest checkpoint that can be read says of its state; empty where there is none."""
+    manifest = newest_manifest(config)
+    return manifest.scalars if manifest is not None else {}
+
+
+def newest_manifest(config: RunConfig) -> Manifest | None:
+    """Of the run's newest checkpoint that can be read; None where there is none."""
     location = config.checkpoint_location
     with refusing_unreachable("checkpoint.dir", location):
         folders = list_checkpoints(location)
     for folder in reversed(folders):
         try:
-            scalars = read_manifest(folder).scalars
+            manifest = read_manifest(folder)
         except DamagedCheckpoint:
             continue
-        if "consumed" in scalars:
-            return scalars
-    return {}
+        if "consumed" in manifest.scalars:
+            return manifest
+    return None
 
 
 def consumed_of(config: RunConfig) -> int:
@@ -319,11 +325,13 @@ def check_run_dir(config: RunConfig) -> None:
 
     Changes nothing. One process calls it, before ``claim``: it reads the whole of metrics.jsonl.
     """
+    from launcher.training.newest import check_checkpoints
     from launcher.training.without import check_documents
 
     check_parts(config.run_path, writing=True)
     check_newest_checkpoint(config)
     with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+        check_checkpoints(config, is_new=saved_config(config.run_path) is None)
         check_documents(config)
     if (config.run_path / LOCK).exists():
         _lock(config.run_path).close()

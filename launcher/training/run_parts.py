@@ -17,6 +17,7 @@ from typing import Literal
 from launcher.errors import UserError
 from launcher.guard.fence import FENCE, why_no_token
 from launcher.watch.metrics import read_rows
+from parallel.checkpoint.store import step_of
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -24,6 +25,7 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 LOCK = ".lock"
 STARTED_IN = ".started_in"
+NEWEST = ".newest_checkpoint"
 LINEAGE = "branched_from.json"
 REPORT = "report.html"
 WITHOUT = "without.jsonl"  # of a branched run, and the copy in a checkpoint of any run with data.without
@@ -68,6 +70,14 @@ def _why_no_folder_name(path: Path) -> str | None:
     if os.path.isabs(path.read_bytes().rstrip(b"\n")):
         return None
     return f"{path} must hold the folder that the run was started in; remove it"
+
+
+def _why_no_checkpoint(path: Path) -> str | None:
+    """The name of a checkpoint, and the folder or URL that it lies in."""
+    name, _, location = path.read_bytes().partition(b"\n")
+    if step_of(os.fsdecode(name)) is not None and location.rstrip(b"\n"):
+        return None
+    return f"{path} must name the run's newest checkpoint and the folder that it lies in; remove it"
 
 
 def _why_no_names(path: Path) -> str | None:
@@ -149,6 +159,8 @@ PARTS = (
     Part(LOCK, "file", 1 << 16, _why_no_holder),
     Part(FENCE, "file", 1 << 16, why_no_token),
     Part(STARTED_IN, "file", 1 << 16, _why_no_folder_name),
+    Part(NEWEST, "file", 1 << 16, _why_no_checkpoint),
+    Part(f"{NEWEST}.partial", "file"),
     Part(LINEAGE, "file", 1 << 16, _why_no_lineage),
     Part(REPORT, "file"),
     Part(WITHOUT, "file", 1 << 24),

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from data.dataset import Dataset
-from data.order import take
+from data.order import hopped_ranges, place_after, take
 from data.read_ahead import ReadAhead
+from data.stages import Stages
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.training.batches import HostBatch, NarrowBatch, prepare
 from parallel.batch import share_of_batch
@@ -25,6 +26,17 @@ def open_samples(config: RunConfig, dataset: Dataset, mesh: Mesh) -> ReadAhead[H
         depth=config.data.read_ahead,
         n_further=config.model.mtp.depth if config.model.mtp is not None else 0,
     )
+
+
+def why_out_of_data(
+    stages: Stages, train: TrainConfig, step: int, consumed: int, skipped: Sequence[tuple[int, int]]
+) -> str | None:
+    """The line where too few samples are left for the step after ``step``; None where there are enough."""
+    if stages.end is None or place_after(consumed, train.batches.size_at(step + 1), skipped) <= stages.end:
+        return None
+    left_out = sum(last - first for first, last in hopped_ranges(0, consumed, skipped))
+    rule = f"leaves {stages.end} sequences in all, {left_out} were left out after rollbacks, and too few are left for"
+    return f"data.sources.max_epochs {rule} step {step + 1}; step {step} is saved: lower train.steps to {step}"
 
 
 def steps_to_come(

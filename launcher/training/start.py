@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.errors import DataError
+from data.order import place_after
 from data.places import nearest_existing, why_not_writable
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig, TrainConfig
@@ -22,8 +23,10 @@ from launcher.training.run_dir import (
     check_writable,
     claim,
     enter_start_folder,
+    newest_manifest,
     refusing_unreachable,
 )
+from parallel.checkpoint.manifest import Manifest
 from parallel.checkpoint.places import is_remote, local_path, open_store
 from parallel.checkpoint.store import in_order
 from parallel.processes.lifeline import end_with_job
@@ -178,7 +181,7 @@ def check_tokens(config: RunConfig) -> None:
     for split in ("train", "heldout") if config.train.eval_every_steps is not None else ("train",):
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split=split)
         if split == "train":
-            check_enough(dataset.stages.end, config.train)
+            check_enough(dataset.stages.end, config.train, newest_manifest(config))
     check_files_of_run(config, config.run_path)
 
 
@@ -198,13 +201,26 @@ def check_evaluated_tasks(config: RunConfig) -> None:
         check_tasks(config)
 
 
-def check_enough(n_samples: int | None, train: TrainConfig) -> None:
-    """Refuses a run that takes more samples than the sources' caps on epochs leave. None: they leave any number."""
-    taken = train.batches.samples_in(train.steps)
-    if n_samples is not None and taken > n_samples:
-        rule = f"leaves {n_samples} sequences in all, and train.steps={train.steps} takes {taken}"
-        remedy = "raise it for a source, set it to null, or lower train.steps"
-        raise UserError([f"data.sources.max_epochs {rule}; {remedy}"])
+def check_enough(n_samples: int | None, train: TrainConfig, newest: Manifest | None = None) -> None:
+    """Refuses a run that takes more samples than the sources' caps on epochs leave. None: they leave any number.
+
+    What counts is what comes after ``newest``, the checkpoint that the run goes on from.
+    """
+    step = newest.step if newest is not None else 0
+    if n_samples is None or train.steps <= step:
+        return
+    scalars = newest.scalars if newest is not None else {"consumed": 0, "skipped": []}
+    to_come = train.batches.samples_in(train.steps) - train.batches.samples_in(step)
+    if place_after(scalars["consumed"], to_come, scalars["skipped"]) <= n_samples:
+        return
+    if newest is None:
+        rule = f"leaves {n_samples} sequences in all, and train.steps={train.steps} takes {to_come}"
+        raise UserError(
+            [f"data.sources.max_epochs {rule}; raise it for a source, set it to null, or lower train.steps"]
+        )
+    rule = f"leaves {n_samples} sequences in all, of which the run has come to {scalars['consumed']} in step {step}"
+    remedy = "lower train.steps or train.global_batch_size"
+    raise UserError([f"data.sources.max_epochs {rule}, and train.steps={train.steps} takes {to_come} more; {remedy}"])
 
 
 def default_ranks() -> int:

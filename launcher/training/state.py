@@ -1,9 +1,11 @@
 """What a checkpoint holds besides tensors: how far the run is, in updates and in data. Saving and restoring a run."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -13,15 +15,18 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import Fence
 from launcher.guard.watchdog import Watchdog
+from launcher.training.newest import lost_line, read_newest, write_newest
 from launcher.training.run_parts import CONFIG, WITHOUT
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.checkpoint.errors import IncompleteSave
 from parallel.checkpoint.load import load_state, load_weights, open_together
 from parallel.checkpoint.manifest import DamagedCheckpoint
-from parallel.checkpoint.places import open_folder, open_store
+from parallel.checkpoint.places import local_path, open_folder, open_store
 from parallel.checkpoint.read import Checkpoint
 from parallel.checkpoint.retention import Retention
 from parallel.checkpoint.saver import Hooks, Saver
+from parallel.checkpoint.store import Store
+from parallel.mesh import Mesh
 from parallel.zero.engine import Engine
 
 
@@ -58,29 +63,52 @@ def layout_of(engine: Engine) -> dict[str, Any]:
 
 
 def restore(
-    checkpoints: Path | str, engine: Engine, seed: int, init_from: str | None = None
+    checkpoints: Path | str, engine: Engine, seed: int, init_from: str | None = None, run_path: Path | None = None
 ) -> tuple[TrainState, list[str]]:
-    """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings.
+    """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings. All ranks call it.
 
-    A damaged checkpoint is set aside (renamed step-N.damaged), so that step N can be saved again. All ranks call it.
+    A damaged checkpoint is set aside (renamed step-N.damaged), so that step N can be saved again. Where all are
+    damaged, or gone though ``run_path`` has one on record, nothing is changed, and all ranks end with exit code 2.
     """
-    store, mesh, warnings = open_store(checkpoints), engine.mesh, []
-    shared = [store.names()] if mesh.rank == 0 else [None]
+    store, mesh = open_store(checkpoints), engine.mesh
+    damaged: dict[str, str] = {}
+    newest = read_newest(run_path) if run_path is not None and mesh.rank == 0 else None
+    shared = [(store.names(), newest)] if mesh.rank == 0 else [None]
     dist.broadcast_object_list(shared, src=0, group=mesh.control)
-    for name in reversed(shared[0] or []):
+    names, newest = shared[0] or ([], None)
+    for name in reversed(names):
         try:
             checkpoint = open_together(store.folder(name), mesh)
             load_state(engine, checkpoint)
         except DamagedCheckpoint as error:
-            warnings.append(f"checkpoint {name} is damaged and was set aside: {error}")
-            dist.barrier(group=mesh.control)
-            if mesh.rank == 0:
-                store.set_aside(name)
-            dist.barrier(group=mesh.control)
+            damaged[name] = str(error)
             continue
-        return state_in(checkpoint), warnings
+        return state_in(checkpoint), set_aside(store, damaged, mesh)
+    if names or newest is not None:
+        found = [f"{name} is damaged: {reason}" for name, reason in damaged.items()]
+        end_with(lost_line(run_path or local_path(checkpoints).parent, str(checkpoints), found, newest), mesh.rank)
     set_first_weights(engine, seed, init_from)
-    return TrainState(), warnings
+    return TrainState(), []
+
+
+def set_aside(store: Store, damaged: Mapping[str, str], mesh: Mesh) -> list[str]:
+    """Renames damaged checkpoints, by name with the reason, once no rank reads them; returns the warnings.
+
+    All ranks call it.
+    """
+    if damaged:
+        dist.barrier(group=mesh.control)
+        for name in damaged if mesh.rank == 0 else ():
+            store.set_aside(name)
+        dist.barrier(group=mesh.control)
+    return [f"checkpoint {name} is damaged and was set aside: {reason}" for name, reason in damaged.items()]
+
+
+def end_with(line: str, rank: int) -> NoReturn:
+    """Ends all ranks with exit code 2, of which rank 0 says the line. All ranks call it."""
+    if rank != 0:
+        raise SystemExit(2)
+    raise UserError([line])
 
 
 def state_in(checkpoint: Checkpoint) -> TrainState:
@@ -93,10 +121,22 @@ def state_in(checkpoint: Checkpoint) -> TrainState:
 
 
 def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int) -> None:
-    """Deletes what an interrupted save left, and what a crash kept from being deleted. Rank 0 does it."""
+    """Records the newest checkpoint, deletes what an interrupted save left, and what a crash kept from being deleted.
+
+    Rank 0 does it.
+    """
     if rank == 0:
         with suppress(OSError), fence.held() if fence is not None else nullcontext():  # the next save tries again
-            retention.apply(open_store(config.checkpoint_location))
+            keep(config, retention, open_store(config.checkpoint_location))
+
+
+def keep(config: RunConfig, retention: Retention, store: Store) -> None:
+    """Records the newest checkpoint in the run directory, and deletes those that no rule keeps."""
+    names = store.names()
+    if names:
+        with suppress(OSError):  # a full disk; the next checkpoint tries again
+            write_newest(config.run_path, names[-1], config.checkpoint_location)
+    retention.apply(store)
 
 
 def open_saver(
@@ -112,7 +152,7 @@ def open_saver(
     hooks = Hooks(
         before_commit=watchers.sync,
         guard=fence.held if fence is not None else nullcontext,
-        after_commit=retention.apply,
+        after_commit=partial(keep, config, retention),
         while_waiting=lambda: watchdog.beat(watchdog.step, watchdog.phase),
     )
     writes = engine.mesh.rank == 0  # rank 0 alone writes attachments, and writing a config as YAML takes 0.04 s
@@ -160,7 +200,4 @@ def set_first_weights(engine: Engine, seed: int, init_from: str | None) -> None:
     try:
         load_weights(engine, open_together(open_folder(init_from), engine.mesh))
     except DamagedCheckpoint as error:
-        if engine.mesh.rank != 0:
-            raise SystemExit(2) from None
-        line = f"init_from={init_from} is damaged ({error}); name another checkpoint"
-        raise UserError([line]) from None
+        end_with(f"init_from={init_from} is damaged ({error}); name another checkpoint", engine.mesh.rank)

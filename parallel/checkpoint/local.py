@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from parallel.checkpoint.regular import look, open_regular
-from parallel.checkpoint.store import MANIFEST, Folder, Input, Output, at_most, in_order
+from parallel.checkpoint.store import MANIFEST, Folder, Input, Output, at_most, in_order, try_each
 
 BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
@@ -186,7 +186,7 @@ class LocalStore:
     def discard(self, name: str, attempt: str) -> None:
         """Removes the attempt's directory."""
         if self._partial(name, attempt).exists():
-            shutil.rmtree(self._partial(name, attempt))
+            delete(self._partial(name, attempt))
 
     def set_aside(self, name: str) -> str:
         """Renames it to NAME.damaged, or NAME.damaged-2 and so on."""
@@ -200,12 +200,12 @@ class LocalStore:
         return str(target)
 
     def remove(self, name: str) -> None:
-        """Hides the directory, then deletes it."""
+        """Hides the directory, then deletes it; of a link to one, the link."""
         hidden = self._partial(name, "removed")
-        if hidden.exists():
-            shutil.rmtree(hidden)
+        if os.path.lexists(hidden):
+            delete(hidden)
         (self.root / name).rename(hidden)
-        shutil.rmtree(hidden)
+        delete(hidden)
 
     def set_aside_ones(self) -> list[Folder]:
         """Directories named NAME.damaged."""
@@ -216,14 +216,24 @@ class LocalStore:
         return [LocalFolder(path) for path in sorted(self.root.glob(".step-*.partial"))]
 
     def sweep(self) -> list[str]:
-        """Deletes hidden directories."""
+        """Deletes hidden directories, and links to directories."""
         partial = self.leftovers()
-        for each in partial:
-            shutil.rmtree(each.location)
+        try_each(lambda folder: delete(Path(folder.location)), partial)
         return [each.name for each in partial]
 
     def _partial(self, name: str, attempt: str) -> Path:
         return self.root / f".{name}.{attempt}.partial"
+
+
+def delete(path: Path) -> None:
+    """Deletes a directory with all that is in it, or a link to one. An OSError begins with the path."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def sync_tree(directory: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parallel.checkpoint.manifest import DamagedCheckpoint, Location, Manifest, check_sizes, read_manifest
 from parallel.checkpoint.places import open_store
-from parallel.checkpoint.store import Folder, Store
+from parallel.checkpoint.store import Folder, Store, try_each
 
 HELDOUT = "heldout"  # the manifest's scalar: (step, held-out loss after that update), or None
 
@@ -48,9 +48,15 @@ class Retention:
         """Deletes what no rule keeps, and what interrupted saves left; returns the steps deleted. One rank calls it.
 
         Nothing is deleted where no checkpoint is whole; damaged ones that were set aside have other names and stay.
+        What cannot be deleted keeps nothing else from it: then OSError is raised at the end, and names it.
         """
         store = open_store(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
-        store.sweep()
+        deleted: list[int] = []
+        try_each(lambda act: act(), (store.sweep, lambda: deleted.extend(self._delete(store))))
+        return deleted
+
+    def _delete(self, store: Store) -> list[int]:
+        """Deletes the checkpoints that no rule keeps; returns their steps."""
         folders = {int(name.removeprefix("step-")): store.folder(name) for name in store.names()}
         last_good = next((step for step in reversed(folders) if looks_whole(folders[step])), None)
         if last_good is None:
@@ -64,8 +70,7 @@ class Retention:
             keep_best=self.keep_best,
             last_good=last_good,
         )
-        for step in deleted:
-            store.remove(folders[step].name)
+        try_each(store.remove, [folders[step].name for step in deleted])
         return deleted
 
     def loss_of(self, step: int, folder: Folder) -> float | None:

@@ -4,14 +4,16 @@ One interface, two kinds: a file system (local.py), where the commit is a rename
 where it is the put of the manifest. places.py opens either by its path or URL.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from parallel.checkpoint.regular import UnfitFile
 
 MANIFEST = "manifest.json"
 MOST_DIGITS = 18  # of a step's number
+
+Item = TypeVar("Item")
 
 
 class Output(Protocol):
@@ -127,8 +129,20 @@ class Store(Protocol):
         ...
 
     def sweep(self) -> list[str]:
-        """Removes the leftovers; returns their names. No attempt may be under way."""
+        """Removes the leftovers; returns their names. No attempt may be under way. Raises OSError where some stay."""
         ...
+
+
+def try_each(act: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Acts on each item, past those that fail; then raises their OSErrors as one, in one line."""
+    failures = []
+    for item in items:
+        try:
+            act(item)
+        except OSError as error:
+            failures.append(str(error))
+    if failures:
+        raise OSError("; ".join(failures))
 
 
 def step_name(step: int) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from data.config import SourceConfig, StageConfig
+from data.dataset import open_dataset
 from data_reference import write_token_file
 from data_runs import given_rows, run_recorded
 from health_runs import Plan
@@ -81,8 +82,28 @@ def check_against_show(folder: Path, given: dict[int, list[list[int]]]) -> None:
 
 
 def test_a_run_longer_than_its_caps_is_refused(folder: Path) -> None:
-    config = a_config(folder, 1000)
+    config = a_config(folder, 1000, name="long")
     capped = tuple(dataclasses.replace(source, max_epochs=2.0) for source in config.data.sources)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=capped))
     with pytest.raises(UserError, match=r"data.sources.max_epochs leaves \d+ sequences in all, and train.steps=1000"):
         check_tokens(config)
+
+
+def test_data_left_are_those_after_the_newest_checkpoint(folder: Path) -> None:
+    """A run of batches of 8 goes on with others: to the last step that they suffice for, and no further."""
+    config = a_config(folder, 4, name="capped")
+    capped = tuple(dataclasses.replace(source, max_epochs=1.0) for source in config.data.sources)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=capped))
+    end = open_dataset(config.data, seed=config.seed, vocab_size=VOCAB_SIZE, split="train").stages.end
+    assert end is not None and end > 64
+    (folder / "capped given").mkdir()
+    assert run_recorded(folder / "capped given", Plan(), config, 2) == [0, 0]
+    for size in (4, 16):
+        last = 4 + (end - 32) // size
+        train = dataclasses.replace(config.train, global_batch_size=size, steps=last)
+        check_tokens(dataclasses.replace(config, train=train))
+        train = dataclasses.replace(train, steps=last + 1)
+        with pytest.raises(
+            UserError, match=f"come to 32 in step 4, and train.steps={last + 1} takes .*; lower train.st"
+        ):
+            check_tokens(dataclasses.replace(config, train=train))

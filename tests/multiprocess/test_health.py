@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 
 from command_runs import BIAS_MODEL, ENVIRONMENT, command, same_events_in_wandb, write_config
+from data.dataset import open_dataset
 from health_runs import Plan, run_planned
 from launcher.config.load import load_config
 from launcher.config.tree import HealthConfig
+from launcher.errors import UserError
 from launcher.training.health import UNHEALTHY
-from launcher.training.start import start_training
+from launcher.training.samples import why_out_of_data
+from launcher.training.start import check_tokens, start_training
 from launcher.watch.metrics import read_metrics
-from layout_runs import MOE_MODEL, write_tokens
+from layout_runs import MOE_MODEL, VOCAB_SIZE, write_tokens
 from modeling.logical import logical_shapes
 from modeling.optimizers.config import SGDConfig
+from parallel.checkpoint.local import LocalStore
 from parallel.config import ParallelConfig
 
 NORM = "final_norm.weight"  # whole on every rank of tp
@@ -141,6 +145,29 @@ def test_an_overflow_at_the_smallest_loss_scale_is_a_problem(tmp_path, tokens):
     _, rows = run(tmp_path, tokens, "smallest", Plan(poisoned=10, loss_scale=1.0), **setting)
     assert [row["skipped"] for row in updates(rows)] == [False, True, False, False]
     assert [event["step"] for event in events(rows, "nonfinite")] == [2]
+
+
+def test_a_run_whose_rollback_left_it_too_few_data_is_saved_and_ends(tmp_path, tokens):
+    """Of 64 samples, 8 steps' worth, two steps' are left out, so that step 6 is the last; the next start is refused."""
+    health = HealthConfig(on_spike="rollback", spike_window=4, spike_z=20.0)
+    path = write_config(
+        tmp_path, tokens, "short", model=MOE_MODEL, steps=8, optimizer=SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5)
+    )
+    config = dataclasses.replace(load_config(path), health=health)
+    dataset = open_dataset(config.data, seed=0, vocab_size=VOCAB_SIZE, split="train")
+    sources = (dataclasses.replace(config.data.sources[0], max_epochs=64.5 / dataset.n_samples),)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=sources))
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every_steps=4))
+    assert run_planned(Plan(spiked=45), config) == [2, 2]
+    dataset = open_dataset(config.data, seed=0, vocab_size=VOCAB_SIZE, split="train")
+    line = why_out_of_data(dataset.stages, config.train, 6, 64, [(32, 48)])
+    assert line is not None and line.startswith(
+        "data.sources.max_epochs leaves 64 sequences in all, 16 were left out after rollbacks, and "
+    )
+    assert line.endswith("too few are left for step 7; step 6 is saved: lower train.steps to 6")
+    assert LocalStore(tmp_path / "short/checkpoints").names() == ["step-00000004", "step-00000006"]
+    with pytest.raises(UserError, match=r"come to 64 in step 6, and train.steps=8 takes 16 more; lower train.steps"):
+        check_tokens(config)
 
 
 HOPELESS = {"optimizer": SGDConfig(lr=1e30, clip_norm=None)}  # the first update spoils the weights

@@ -7,14 +7,18 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from command_runs import BIAS_MODEL, ENVIRONMENT, command, ledger, numbers, train, updates, wait_for_step, write_config
 from faults import train_with_fault
+from launcher.config.dump import dump_config
 from launcher.config.load import load_config
+from launcher.errors import UserError
 from launcher.training.run_dir import check_resume, claim
+from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, run_reference, write_tokens
 from modeling.mtp_config import MTPConfig
@@ -123,6 +127,73 @@ def test_masks_that_begin_anew_after_a_kill_are_seen(tmp_path, tokens):
     resumed = resume_with("dropout's masks counted from the start of the process", config, tmp_path)
     assert numbers(resumed)[:4] == numbers(uninterrupted)[:4]
     assert numbers(resumed)[4:] != numbers(uninterrupted)[4:]
+
+
+@pytest.fixture
+def saved(tmp_path, halfway) -> Path:
+    """The config of a copy of the run that stopped halfway, which a test may damage."""
+    config = load_config(halfway[0])
+    shutil.copytree(config.run_path, tmp_path / "copy")
+    path = tmp_path / "copy.yaml"
+    path.write_text(dump_config(dataclasses.replace(config, run_dir=str(tmp_path / "copy"))))
+    return path
+
+
+def flip_bytes(run: Path) -> str:
+    """Damages each checkpoint in a way that only loading sees."""
+    for shard in run.glob("checkpoints/step-*/shard-00000.safetensors"):
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    return ""
+
+
+LOSSES: dict[str, Callable[[Path], str]] = {  # what is done to the run; the override of the start that follows
+    "another checkpoint.dir": lambda run: f"checkpoint.dir={run.with_name('elsewhere')}",
+    "moved away": lambda run: (run / "checkpoints").rename(run.with_name("kept")) and "",
+    "each shard damaged": flip_bytes,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_run_whose_checkpoints_are_lost_does_not_begin_again(saved, loss):
+    run = saved.with_suffix("")
+    overrides = filter(None, [LOSSES[loss](run)])
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "ledger.jsonl")}
+    names = sorted(path.name for path in run.glob("checkpoints/*"))
+    done = subprocess.run(command(saved, 2, *overrides), env=ENVIRONMENT, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.partition(",")[0]) == (2, f"run_dir={run} must hold a whole checkpoint to go on from")
+    assert (
+        "step-00000004 is damaged: " if loss == "each shard damaged" else "since it has saved step-00000004"
+    ) in line
+    assert line.endswith(", or choose another name or run_dir")
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == names
+
+
+@pytest.mark.slow  # the kill drill does the same with a real kill
+def test_a_run_that_never_saved_begins_again(saved, halfway):
+    run = saved.with_suffix("")
+    shutil.rmtree(run / "checkpoints")
+    (run / ".newest_checkpoint").unlink()
+    assert numbers(train(saved, 2)) == numbers(halfway[1])
+
+
+def test_a_new_run_does_not_take_another_s_checkpoints(saved, tmp_path):
+    """Unless it is told that they are its own, by the config of the run directory that was lost."""
+    place = tmp_path / "copy/checkpoints"
+    overrides = [f"run_dir={tmp_path}/new", f"checkpoint.dir={place}", "train.steps=5"]
+    with pytest.raises(UserError) as refused:
+        start_training(saved, overrides, 1)
+    assert str(refused.value).startswith(
+        f"checkpoint.dir={place} must be this run's alone, and holds step-00000004 of "
+    )
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    shutil.copy(place / "step-00000004/config.yaml", tmp_path / "new")
+    assert start_training(saved, overrides, 1) == 0
+    assert (tmp_path / "new/.newest_checkpoint").read_text() == f"step-00000005\n{place}\n"
 
 
 CHAINS = {

@@ -1,6 +1,8 @@
 """Which checkpoints stay."""
 
+import errno
 import math
+import shutil
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
 from parallel.checkpoint.places import list_checkpoints, step_directory
-from parallel.checkpoint.retention import Retention, steps_to_delete
+from parallel.checkpoint.retention import Retention, looks_whole, steps_to_delete
 
 losses = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -103,3 +105,37 @@ def test_nothing_is_deleted_where_none_is_whole(tmp_path):
         (make(tmp_path, step) / "manifest.json").unlink()
     assert Retention(keep_last=1, keep_best=1).apply(tmp_path) == []
     assert len(list_checkpoints(tmp_path)) == 3
+
+
+def test_of_a_linked_checkpoint_the_link_goes(tmp_path):
+    """An earlier version left hidden links, too, which nothing deleted."""
+    elsewhere, checkpoints = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        make(checkpoints if step != 1 else elsewhere, step)
+    step_directory(checkpoints, 1).symlink_to(step_directory(elsewhere, 1))
+    (checkpoints / ".step-00000000.removed.partial").symlink_to(step_directory(elsewhere, 1))
+    (checkpoints / ".step-00000001.removed.partial").symlink_to("gone")
+    assert Retention(keep_last=1).apply(checkpoints) == [1, 2]
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000003"]
+    assert looks_whole(step_directory(elsewhere, 1))
+
+
+def test_what_cannot_be_deleted_is_named_and_keeps_nothing_else(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    for name in (".step-00000004.1-1.partial", ".step-00000005.1-2.partial"):
+        (tmp_path / name).mkdir()
+    delete = shutil.rmtree
+
+    def refuse(path, *arguments, **options):
+        if any(number in str(path) for number in ("0001.", "0004.")):
+            raise OSError(errno.EACCES, "Permission denied", "manifest.json")
+        delete(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(OSError, match=f"{tmp_path}/.step-00000001.removed.partial: .*Permission denied"):
+        Retention(keep_last=1).apply(tmp_path)
+    left = {".step-00000001.removed.partial", ".step-00000004.1-1.partial", "step-00000003"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    with pytest.raises(OSError, match=r"0001.removed.partial: .*; .*/.step-00000004.1-1.partial: "):
+        Retention(keep_last=1).apply(tmp_path)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.mixture import mixture_of, weight_fraction
-from data.order import permutation_key, permute, take
+from data.order import permutation_key, permute, place_after, take
 
 
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 100))
@@ -100,7 +100,9 @@ def _slow_take(consumed: int, n: int, skipped: list[tuple[int, int]]) -> list[in
 
 @given(st.integers(0, 50), st.integers(0, 40), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=5))
 def test_take_hops_over_skipped_ranges(consumed: int, n: int, skipped: list[tuple[int, int]]) -> None:
-    assert take(consumed, n, skipped).tolist() == _slow_take(consumed, n, skipped)
+    taken = _slow_take(consumed, n, skipped)
+    assert take(consumed, n, skipped).tolist() == taken
+    assert place_after(consumed, n, skipped) == (taken[-1] + 1 if taken else consumed)
 
 
 @given(

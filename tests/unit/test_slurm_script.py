@@ -3,7 +3,10 @@
 import dataclasses
 import os
 import re
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -306,3 +309,70 @@ def test_the_nodes_of_the_ranks_are_known_without_scontrol(monkeypatch, tmp_path
     assert rank_hosts(step) is None
     assert rank_hosts(step | {"ROUNDTABLE_NODES": "n1,n3"}) == ["n1", "n1", "n3", "n3"]
     assert rank_hosts(step | {"ROUNDTABLE_NODES": "n1,n2,n3"}) is None, "another step's"
+
+
+SRUN = """\
+#!/bin/bash
+# Trains as START of the job: saves where the first signal comes, and is ended by a second one.
+trap 'echo heard >>told; trap - USR1; sleep 1; echo step-00000007 >run/.newest_checkpoint; exit 75' USR1
+echo start >>told
+START
+"""
+
+
+@pytest.fixture
+def job(tmp_path) -> Callable[..., subprocess.Popen]:
+    """Starts the job script as Slurm would, with what its ranks do; nothing of Slurm's is real."""
+    settings = {"RUN_DIR": "run", "REQUEUE": "no", "PREFLIGHT": "no", "RESTARTS": "1"}
+    text = re.sub(rf"(?m)^({'|'.join(settings)})=.*$", lambda m: f"{m[1]}={settings[m[1]]}", job_script("train"))
+    (tmp_path / "train.sbatch").write_text(re.sub(r"sleep (5|60)\b", "true", text))
+    for name, content in {"scontrol": "[[ $1 == show && $2 == hostnames ]] && echo n1", "scancel": "true"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{content}\n")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1"}
+
+    def start(ranks: str) -> subprocess.Popen:
+        (tmp_path / "srun").write_text(SRUN.replace("START", ranks))
+        for name in ("srun", "scontrol", "scancel"):
+            (tmp_path / name).chmod(0o755)
+        command = ["bash", "train.sbatch"]
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+
+    return start
+
+
+def when_told(path: Path, word: str) -> None:
+    """Returns once the ranks have said the word."""
+    deadline = time.monotonic() + 30
+    while not path.exists() or word not in path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end"),
+    [
+        (signal.SIGUSR2, signal.SIGUSR2, "stopped on request"),
+        (signal.SIGUSR1, signal.SIGUSR2, "stopped on request"),
+        (signal.SIGUSR2, signal.SIGUSR1, "stopped on request"),
+        (signal.SIGUSR1, signal.SIGUSR1, "stopped"),
+    ],
+)
+def test_a_second_request_does_not_end_the_save(tmp_path, job, first, second, end):
+    """`cancel --save` twice, or beside the notice of the time limit: ranks take a second signal as the end."""
+    script = job("for _ in {1..300}; do sleep 0.1; done")
+    when_told(tmp_path / "told", "start")
+    script.send_signal(first)
+    when_told(tmp_path / "told", "heard")
+    script.send_signal(second)
+    output, _ = script.communicate(timeout=60)
+    assert script.returncode == 75
+    assert f": {end}, at step-00000007\n" in output
+
+
+def test_failures_in_a_row_are_counted_wherever_checkpoints_lie(tmp_path, job):
+    """With RESTARTS=1: two fail, the second after a new checkpoint; then two without one."""
+    script = job("n=$(grep -c start told); ((n == 2)) && echo step-00000002 >run/.newest_checkpoint; exit 1")
+    output, _ = script.communicate(timeout=60)
+    failures = re.findall(r"failed with code 1, (\d) in a row", output)
+    assert (script.returncode, failures) == (1, ["1", "1", "2"])
