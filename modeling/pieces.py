@@ -91,6 +91,7 @@ def band_of(pieces: list[Piece], device: torch.device) -> Band:
     return Band(key_positions_1K[:, n_keys - n_queries :], key_positions_1K)
 
 
-def whole_piece(n_rows: int, n_queries: int, n_keys: int) -> Piece:
-    """All queries of a batch and all keys, whose own matrices of pairs are the band."""
-    return Piece(slice(0, n_rows), slice(0, n_queries), slice(0, n_keys))
+def query_pieces(n_rows: int, n_queries: int, n_keys: int, block: int) -> list[Piece]:
+    """All queries of a batch, at most ``block`` in a piece, and all keys."""
+    rows, keys = slice(0, n_rows), slice(0, n_keys)
+    return [Piece(rows, slice(first, min(first + block, n_queries)), keys) for first in range(0, n_queries, block)]

@@ -15,10 +15,10 @@ from torch.nn.attention import current_flash_attention_impl
 
 from modeling.context import Context
 from modeling.kernels.sink_attention import sink_attention
-from modeling.kernels.terms import Bands, RowPairs, term_attention
+from modeling.kernels.terms import Bands, RowPairs, Whole, term_attention
 from modeling.kernels.varlen import fits_flash, fits_pieces
 from modeling.kernels.widths import FLASH_UNIT, widened
-from modeling.pieces import QUERY_BLOCK, whole_piece
+from modeling.pieces import QUERY_BLOCK, query_pieces
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 ROW_CHANNELS = 128  # of a head, at most, in cuDNN's kernel for whole rows; a head has whole FLASH_UNITs there
@@ -59,7 +59,7 @@ def attend(
             return row_attention(q_BSHC, k_BSGC, v_BSGC)
         return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
     takes_formula = terms.sinks_H is not None or terms.needs_formula
-    block = row_block(q_BSHC)
+    block = row_block(q_BSHC, q_BSHC.shape[1])
     if takes_formula and block < q_BSHC.shape[1]:
         return row_formula(q_BSHC, k_BSGC, v_BSGC, context, window, terms, block)
     mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
@@ -86,10 +86,10 @@ def document_attention(
     return out_BSHC[..., : v_BSGC.shape[-1]]
 
 
-def row_block(q_BSHC: Tensor) -> int:
+def row_block(q_BQHC: Tensor, n_keys: int) -> int:
     """Queries of one piece of rows: as many as have no more than ROW_SCORES scores, in whole ROW_UNITs."""
-    batch, seq_len, n_heads, _ = q_BSHC.shape
-    return max(ROW_UNIT, ROW_SCORES // (batch * n_heads * seq_len) // ROW_UNIT * ROW_UNIT)
+    batch, _, n_heads, _ = q_BQHC.shape
+    return max(ROW_UNIT, ROW_SCORES // (batch * n_heads * n_keys) // ROW_UNIT * ROW_UNIT)
 
 
 def row_formula(
@@ -122,8 +122,8 @@ def masked_attention(
     """
     if terms.sinks_H is not None or terms.needs_formula:
         wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-        pieces = [whole_piece(*mask.shape[:1], *mask.shape[-2:])]
-        pairs = Bands(mask, buckets_BQS)
+        pieces = query_pieces(len(mask), *mask.shape[-2:], row_block(q_BQHC, mask.shape[-1]))
+        pairs = Whole(mask, buckets_BQS)
         return term_attention(q_BQHC, k_BSGC, wide_BSGC, pieces, terms, pairs)[..., : v_BSGC.shape[-1]]
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:

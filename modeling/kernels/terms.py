@@ -53,6 +53,30 @@ class Bands(NamedTuple):
         return piece.of_band(self.buckets)
 
 
+class Whole(NamedTuple):
+    """Of all queries and keys, from which each piece takes its own.
+
+    ``mask`` is as ``attend_block`` takes it, and bool (B, Q, S) with ``buckets``, those of the distances of its pairs.
+    """
+
+    mask: Tensor
+    buckets: Tensor | None = None
+
+    def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
+        """The piece's part of the mask, the bias added."""
+
+        def of_piece(piece: Piece) -> Tensor:
+            seen = self.mask[..., piece.queries, piece.keys]
+            return seen if bias_HN is None else biased(seen, bias_HN, self.buckets_of(piece))
+
+        return of_piece
+
+    def buckets_of(self, piece: Piece) -> Tensor:
+        """The piece's part of the buckets."""
+        assert self.buckets is not None
+        return self.buckets[..., piece.queries, piece.keys]
+
+
 class RowPairs(NamedTuple):
     """Of one piece of rows at a time, made when it is asked for: nothing is as large as a row's square."""
 

@@ -15,7 +15,7 @@ import modeling.kernels.terms as term_kernels
 from kernel_references import attend_reference, like_flash
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
-from modeling.kernels.attention import attend, fits_rows, has_fast_rows, row_block, row_formula
+from modeling.kernels.attention import attend, fits_rows, has_fast_rows, masked_attention, row_block, row_formula
 from modeling.kernels.sink_attention import sink_attention
 from modeling.kernels.widths import widened
 from modeling.kv_cache import LayerCache
@@ -216,11 +216,32 @@ def test_pieces_of_rows_hold_all_that_is_seen_and_little_more(context: Context, 
     assert not (mask_BSS & ~seen_BSS).any()
 
 
+@pytest.mark.parametrize("positions", ["rope", "alibi", "t5"])
+def test_masked_queries_in_pieces_equal_all_at_once(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's attention to what is cached and itself, capped and with sinks: outputs to 1e-6."""
+    context = Context(torch.arange(9)[None], torch.zeros(1, 9, dtype=torch.long))
+    q, k, v = heads(context, 4, 2, 0)
+    bias_HN = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)) if positions == "t5" else None
+    terms = ScoreTerms(
+        Alibi(4, range(4)) if positions == "alibi" else None,
+        torch.tensor([0.5, -1.0, 0.0, 2.0]),
+        bias_HN,
+        None if bias_HN is None else Buckets(5, 9),
+        0.7,
+    )
+    mask = terms.mask(context.mask_BSS(None), context.positions_BS, context.positions_BS)[..., 2:, :]
+    buckets = None if terms.buckets is None else context.buckets_BSS(terms.buckets)[:, 2:]
+    whole = masked_attention(q[:, 2:], k, v, mask, terms, buckets)
+    monkeypatch.setattr("modeling.kernels.attention.row_block", lambda q_BQHC, n_keys: 3)
+    torch.testing.assert_close(masked_attention(q[:, 2:], k, v, mask, terms, buckets), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whole, attend(q, k, v, context, None, terms)[:, 2:], rtol=1e-5, atol=1e-5)
+
+
 def test_scores_of_a_piece_of_rows_are_limited() -> None:
     """gpt-oss-20b's 64 heads over 8,192 tokens in fp32: 17 GB of scores, cut into 256 MiB at a time."""
     q_BSHC = torch.empty(1, 8192, 64, 64, device="meta")
-    assert row_block(q_BSHC) == 128 and row_block(q_BSHC[:, :, :8]) == 1024
-    assert row_block(q_BSHC[:, :512]) >= 512  # all at once
+    assert row_block(q_BSHC, 8192) == 128 and row_block(q_BSHC[:, :, :8], 8192) == 1024
+    assert row_block(q_BSHC[:, :512], 512) >= 512  # all at once
 
 
 def test_attend_in_bf16() -> None:
