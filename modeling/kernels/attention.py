@@ -122,7 +122,8 @@ def masked_attention(
     """
     if terms.sinks_H is not None or terms.needs_formula:
         wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
-        pieces = query_pieces(len(mask), *mask.shape[-2:], row_block(q_BQHC, mask.shape[-1]))
+        n_queries, n_keys = mask.shape[-2:]
+        pieces = query_pieces(len(mask), n_queries, n_keys, row_block(q_BQHC, n_keys))
         pairs = Whole(mask, buckets_BQS)
         return term_attention(q_BQHC, k_BSGC, wide_BSGC, pieces, terms, pairs)[..., : v_BSGC.shape[-1]]
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
