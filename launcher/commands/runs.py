@@ -88,8 +88,13 @@ def run_paths(directory: str, *, deep: bool = False) -> list[Path]:
         raise UserError([f"DIR={directory} must be a folder of runs, or a run directory; check it"])
     if any(os.path.lexists(root / part) for part in PARTS_OF_A_RUN):
         return runs_of(root)
+    try:
+        paths = sorted(root.iterdir())
+    except PermissionError:
+        rule = "must be a folder that this user may read, as its runs say what they need"
+        raise UserError([f"DIR={directory} {rule}; give the right to it, or choose another"]) from None
     found: list[Path] = []
-    for path in sorted(root.iterdir()):
+    for path in paths:
         if _is_run(path):
             found += runs_of(path)
         elif deep and path.is_dir() and not path.is_symlink():

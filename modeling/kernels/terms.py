@@ -88,7 +88,7 @@ class RowPairs(NamedTuple):
         """The piece's mask, with slopes or the bias where there are such."""
 
         def of_piece(piece: Piece) -> Tensor:
-            positions_BQ, positions_BK = self.positions(piece)
+            positions_BQ, positions_BK = self.places(piece)
             documents_BQ, documents_BK = (self.context.documents_BS[piece.rows, each] for each in piece[1:])
             mask_BQK = attention_mask(positions_BQ, documents_BQ, positions_BK, documents_BK, self.window)
             if bias_HN is not None:
@@ -99,11 +99,11 @@ class RowPairs(NamedTuple):
 
     def buckets_of(self, piece: Piece) -> Tensor:
         """The buckets of the piece's distances."""
-        buckets_BQK = self.terms.buckets_of(*self.positions(piece))
+        buckets_BQK = self.terms.buckets_of(*self.places(piece))
         assert buckets_BQK is not None
         return buckets_BQK
 
-    def positions(self, piece: Piece) -> tuple[Tensor, Tensor]:
+    def places(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Those of the piece's queries (B, Q) and keys (B, K)."""
         of_queries, of_keys = (self.context.positions_BS[piece.rows, each] for each in piece[1:])
         return of_queries, of_keys

@@ -9,6 +9,7 @@ import pytest
 
 from command_runs import train, write_config
 from launcher.config.load import load_config
+from launcher.training.health import UNHEALTHY
 from launcher.training.run_dir import claim
 from launcher.training.start import start_training
 from layout_runs import write_tokens
@@ -50,7 +51,7 @@ def test_a_run_of_two_layouts_leaves_a_page(tmp_path, tokens):
 
 def test_a_run_that_its_health_stops_leaves_a_page(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "sick", optimizer=SGDConfig(lr=1e30, clip_norm=None))
-    assert start_training(config, ["health.on_nonfinite=stop", "checkpoint.every_steps=null"], 1) == 1
+    assert start_training(config, ["health.on_nonfinite=stop", "checkpoint.every_steps=null"], 1) == UNHEALTHY
     page = (config.with_suffix("") / "report.html").read_text()
     assert "stopped by health.on_nonfinite" in page
     assert data_of(page)["events"]["nonfinite"] == [2]
