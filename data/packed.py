@@ -21,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from data.config import DataConfig
 from data.errors import reason_of, refuse
+from data.manifest import hash_file
 from data.packing import PackedBy, Packing, pack
 from data.partial import written_whole
 from data.tokenfile import TokenFile, fingerprint, idx_path, sampled_hash
@@ -70,12 +70,8 @@ def is_packed(prefix: Path, seq_len: int, packed_by: PackedBy) -> bool:
 
 
 def whole_hash(path: Path) -> int:
-    """A hash of all of a file."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.intdigest()
+    """The first 64 bits of a file's hash."""
+    return int(hash_file(path)[:16], 16)
 
 
 def _numbers(head: bytes) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gpu_8_bits
-from fake_cuda.dry_run import fitting
+from fake_cuda.cases import fitting
 from gpu_compare import BOUNDS, compare
 from gpu_part import Check, Place
 from gpu_report import ROOT

@@ -28,6 +28,7 @@ from data.cleaning.inputs import other_files
 from data.cleaning.kept import SETTINGS
 from data.config import DataConfig
 from data.errors import DataError
+from data.files import RECURSIVE
 from data.manifest import INPUTS, MANIFEST
 from data.partial import partial_suffix
 from data.prepared import readable_stem, source_folder
@@ -222,8 +223,17 @@ def needed_folders(token_dir: Path, configs: Sequence[RunConfig]) -> tuple[set[s
 
 def is_named(path: Path, named: Collection[Path]) -> bool:
     """Whether one of the paths, which may be globs, is the folder or lies in it."""
-    parts = path.resolve().parts
-    return any(len(each.parts) >= len(parts) and all(map(fnmatchcase, parts, each.parts)) for each in named)
+    return any(may_lead_to(path.resolve().parts, each.parts) for each in named)
+
+
+def may_lead_to(folder: Sequence[str], named: Sequence[str]) -> bool:
+    """Whether a path, which may be a glob, is the folder or may lie in it; each as its parts."""
+    for part, wanted in zip(folder, named, strict=False):
+        if wanted == RECURSIVE:
+            return True
+        if part != wanted and not fnmatchcase(part, wanted):
+            return False
+    return len(named) >= len(folder)
 
 
 def kind_of(path: Path) -> str | None:

@@ -91,7 +91,7 @@ def run_paths(directory: str, *, deep: bool = False) -> list[Path]:
     try:
         paths = sorted(root.iterdir())
     except PermissionError:
-        rule = "must be a folder that this user may read, as its runs say what they need"
+        rule = "must be a folder that this user may read"
         raise UserError([f"DIR={directory} {rule}; give the right to it, or choose another"]) from None
     found: list[Path] = []
     for path in paths:

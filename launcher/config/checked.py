@@ -9,9 +9,6 @@ from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 
-# in a run directory
-WRITTEN = ("config.yaml", "metrics.jsonl", "report.html", "logs/rank-0.log", "checkpoints/step-1/manifest.json")
-
 
 def load_checked(
     path: str | os.PathLike[str],
@@ -46,8 +43,11 @@ def load_checked(
 def _check_run_dir(config: RunConfig) -> list[str]:
     """A line for each source that would read what runs write: each start would change its corpus."""
     from data.rules import check_outside
+    from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, REPORT
+    from parallel.checkpoint.store import MANIFEST, step_name
 
+    written = [CONFIG, METRICS, REPORT, f"{LOGS}/rank-0.log", f"{CHECKPOINTS}/{step_name(1)}/{MANIFEST}"]
     if config.run_dir is not None:
-        return check_outside(f"run_dir={config.run_dir!r}", config.run_path, WRITTEN, config.data)
-    runs, written = config.run_path.parent, [f"{config.name}/{name}" for name in WRITTEN]
+        return check_outside(f"run_dir={config.run_dir!r}", config.run_path, written, config.data)
+    runs, written = config.run_path.parent, [f"{config.name}/{name}" for name in written]
     return check_outside(f"run_dir=null ({config.run_path})", runs, written, config.data)

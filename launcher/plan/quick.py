@@ -120,11 +120,10 @@ def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, ro
     """
     job, gpu = job_on(config, world_size, hardware)
     assert job.ours is not None
+    changes = {} if room is None else {"chunk_logits": room.chunk_logits}
     if hardware is None:  # on a CPU a piece has few scores
-        job = replace(job, ours=replace(job.ours, scores=0.0))
-    if room is not None:
-        assert job.ours is not None
-        job = replace(job, ours=replace(job.ours, chunk_logits=room.chunk_logits))
+        changes["scores"] = 0
+    job = replace(job, ours=replace(job.ours, **changes))
     held = replace(fullest(config, world_size, job), scattered=room.scattered if room is not None else 1.0)
     kind = "dense" if config.model.moe is None else "MoE"
     factors = factors_for(hardware.name, kind, "closed_forms") if hardware is not None else Factors()

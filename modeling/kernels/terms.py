@@ -87,26 +87,26 @@ class RowPairs(NamedTuple):
     def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
         """The piece's mask, with slopes or the bias where there are such."""
 
-        def of_piece(piece: Piece) -> Tensor:
-            positions_BQ, positions_BK = self.places(piece)
-            documents_BQ, documents_BK = (self.context.documents_BS[piece.rows, each] for each in piece[1:])
-            mask_BQK = attention_mask(positions_BQ, documents_BQ, positions_BK, documents_BK, self.window)
+        def made(piece: Piece) -> Tensor:
+            positions_BQ, positions_BK = self.of_piece(self.context.positions_BS, piece)
+            of_queries, of_keys = self.of_piece(self.context.documents_BS, piece)
+            mask_BQK = attention_mask(positions_BQ, of_queries, positions_BK, of_keys, self.window)
             if bias_HN is not None:
                 return biased(mask_BQK, bias_HN, self.buckets_of(piece))
             return self.terms.mask(mask_BQK, positions_BQ, positions_BK)
 
-        return of_piece
+        return made
 
     def buckets_of(self, piece: Piece) -> Tensor:
         """The buckets of the piece's distances."""
-        buckets_BQK = self.terms.buckets_of(*self.places(piece))
+        buckets_BQK = self.terms.buckets_of(*self.of_piece(self.context.positions_BS, piece))
         assert buckets_BQK is not None
         return buckets_BQK
 
-    def places(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Those of the piece's queries (B, Q) and keys (B, K)."""
-        of_queries, of_keys = (self.context.positions_BS[piece.rows, each] for each in piece[1:])
-        return of_queries, of_keys
+    @staticmethod
+    def of_piece(each_BS: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The piece's queries' (B, Q) and keys' (B, K) of what each place of a row has."""
+        return each_BS[piece.rows, piece.queries], each_BS[piece.rows, piece.keys]
 
 
 def term_attention(

@@ -1,7 +1,6 @@
 """What a layer may look at where a rank holds only a part of each sequence."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -27,23 +26,17 @@ class HeldContext(Context):
     plans: dict[int | None, RingPlan] = field(default_factory=dict)
     piece_plans: dict[int | None, PiecePlan] = field(default_factory=dict)
 
-    @cached_property
-    def bounds(self) -> list[int]:
-        """Where documents begin in the whole flattened batch, and its end; on the host."""
-        return self.whole.bounds
-
     def pieces(self, window: int | None, axis: Axis) -> PiecePlan:
         """What ring attention computes where a kernel for various lengths does it. Planned once for all layers."""
         if window not in self.piece_plans:
             places = (self.whole.positions_BS.shape[1], window, axis.rank, axis.degree)
-            self.piece_plans[window] = plan_pieces(self.bounds, *places, self.positions_BS.device)
+            self.piece_plans[window] = plan_pieces(self.whole.bounds, *places, self.positions_BS.device)
         return self.piece_plans[window]
 
     def to(self, device: torch.device) -> Self:
-        """This context on the device, the whole sequences' too; where documents begin is told before."""
+        """This context on the device, the whole sequences' too."""
         if device.type == "cpu":
             return self
-        _ = self.bounds
         moved = super().to(device)
         moved.whole = self.whole.to(device)
         return moved

@@ -16,7 +16,7 @@ import launcher.commands.clean
 from data.config import DataConfig, SourceConfig
 from data.prepare import prepare
 from launcher.cli import main
-from launcher.commands.clean import find_leftovers
+from launcher.commands.clean import find_leftovers, may_lead_to
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
@@ -254,3 +254,27 @@ def test_clean_is_said_plainly(place, capsys):
     assert main(["runs", "--yes"]) == 2
     assert capsys.readouterr().err == "--yes works with --clean only; leave it out\n"
     assert main(["runs", "--clean", "--json"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("named", "leads"),
+    [
+        ("/t/corpus-1", True),
+        ("/t/corpus-1/train-00000", True),
+        ("/t", False),
+        ("/t/corpus-12", False),
+        ("/t/corpus-?/train-*", True),
+        ("/t/other-*", False),
+        ("/**/train-00000", True),
+        ("/t/**", True),
+        ("/u/**", False),
+    ],
+)
+def test_what_a_config_names_leads_to_a_folder(named: str, leads: bool) -> None:
+    assert may_lead_to(Path("/t/corpus-1").parts, Path(named).parts) == leads
+
+
+def test_brackets_in_a_name_are_themselves_too() -> None:
+    """A tokenizer's folder is no glob: its brackets stand for themselves, and the folder stays."""
+    parts = Path("/t/tokenizer-[a]").parts
+    assert may_lead_to(parts, parts) and not may_lead_to(parts, Path("/t/tokenizer-b").parts)

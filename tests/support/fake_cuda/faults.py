@@ -53,7 +53,7 @@ def _bounds_of_device(original: Any) -> Any:
     """A ring reads where documents begin from the device."""
 
     def pieces(self: Any, window: int | None, axis: Any) -> Any:
-        self.bounds = self.whole.cu_seqlens[0].tolist()
+        self.whole.bounds = self.whole.cu_seqlens[0].tolist()
         return original(self, window, axis)
 
     return pieces
