@@ -36,6 +36,10 @@ def nearest_existing(path: str | Path) -> str:
 def why_not_writable(path: str | Path) -> str | None:
     """The rule that ``path`` breaks as a folder for new files; None where it breaks none. Changes nothing."""
     rule = "must be a folder that can be written to, but"
+    parts = Path(path).parts
+    for number, part in enumerate(parts):
+        if part == ".." and not (through := Path(*parts[:number])).is_dir():
+            return f"must not lead through {through} and back (..), which is no folder"
     try:
         nearest = nearest_existing(path)
     except OSError as error:

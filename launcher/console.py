@@ -147,3 +147,20 @@ def drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def readable(given: str, option: str) -> tuple[str, list[str]]:
+    """The text of an option as text, and what is wrong with its bytes.
+
+    Python hands over an argument's bytes that the locale cannot read (LC_ALL=C, or no UTF-8) as lone surrogates.
+    """
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raw = os.fsencode(given)
+        try:
+            return raw.decode(), []
+        except UnicodeDecodeError as error:
+            found = f"its byte {error.start} is 0x{raw[error.start]:02x}"
+            return "\ufffd", [f"{option} must be UTF-8, and {found}; convert it to UTF-8"]
+    return given, []

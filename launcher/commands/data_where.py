@@ -8,6 +8,7 @@ from data.find_text import find_text
 from data.spans import document_name, find_document, samples_with
 from launcher.commands.data_run import DataOfRun, open_run, say_json
 from launcher.commands.data_show import LEFT_OUT
+from launcher.console import readable
 from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
 from launcher.training.ledger_rows import StepData
@@ -16,11 +17,15 @@ from launcher.training.ledger_rows import StepData
 def show_where(name: str, document: str | None, text: str | None, *, as_json: bool) -> int:
     """Prints the steps that were given tokens of the document, or of each place that spells the text; returns 0.
 
-    Raises UserError where the run is none, where not just one of the two is given, or where there is no tokenizer for
-    a text; DataError where there is no such document, or a token file is gone.
+    Raises UserError where the run is none, where not just one of the two is given, or where a text is not UTF-8, or has
+    no tokenizer; DataError where there is no such document, or a token file is gone.
     """
     if (document is None) == (text is None):
         raise UserError(["--document and --text: one of the two must be given; --document=SOURCE/FILE:NUMBER, say"])
+    if text is not None:
+        text, problems = readable(text, "--text")
+        if problems:
+            raise UserError(problems)
     run = open_run(name)
     steps = list(run.steps())
     places = places_of(run, document, text)

@@ -1,6 +1,5 @@
 """Text from a trained model."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -8,7 +7,7 @@ from typing import Any, TextIO
 import torch
 
 from launcher.commands.trained import load_decoder, load_tokenizer, open_trained
-from launcher.console import say
+from launcher.console import readable, say
 from launcher.errors import UserError
 from modeling.decoder import Decoder
 from modeling.generate import new_tokens
@@ -33,7 +32,7 @@ def generate_from_checkpoint(
     ``out`` None is the standard output. In bf16 on a GPU where there is one, else in fp32. Raises UserError where an
     argument is wrong.
     """
-    prompt, problems = readable(prompt)
+    prompt, problems = readable(prompt, "--prompt")
     problems += argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
     if problems:
         raise UserError(problems)
@@ -55,23 +54,6 @@ def generate_from_checkpoint(
         seed=seed,
         out=sys.stdout if out is None else out,
     )
-
-
-def readable(prompt: str, option: str = "--prompt") -> tuple[str, list[str]]:
-    """The text of an option as text, and what is wrong with its bytes.
-
-    Python hands over an argument's bytes that the locale cannot read (LC_ALL=C, or no UTF-8) as lone surrogates.
-    """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raw = os.fsencode(prompt)
-        try:
-            return raw.decode(), []
-        except UnicodeDecodeError as error:
-            found = f"its byte {error.start} is 0x{raw[error.start]:02x}"
-            return "\ufffd", [f"{option} must be UTF-8, and {found}; convert it to UTF-8"]
-    return prompt, []
 
 
 def argument_problems(

@@ -12,8 +12,8 @@ from data.documents import files_to_read, read_documents
 from data.places import why_no_path, why_not_writable
 from data.shards import plan_shards
 from launcher.commands.evaluate_text import as_options
-from launcher.commands.generate import readable
 from launcher.commands.report import check_target
+from launcher.console import readable
 from launcher.errors import UserError
 
 PARTS = ("attention", "experts", "lens")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from launcher.config.load import load_config
-from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.config.tree import CheckpointConfig, HealthConfig, RunConfig
 from launcher.guard.agreement import commit, hash_of_code, hash_of_config
 from launcher.slurm.config import SlurmConfig
+from launcher.training.health import UNHEALTHY
 from launcher.watch.wandb_read import read_history, read_records, wandb_files
 from launcher.watch.wandb_run import saved_run_id
 from layout_runs import run_config, write_tokens
-from modeling.optimizers.config import AdamWConfig
+from modeling.optimizers.config import AdamWConfig, SGDConfig
 from orphans import ORPHAN_SECONDS
 from slurm_cluster import Cluster, wait_until
 from slurm_runs import Run
@@ -233,6 +234,36 @@ def test_cancel_with_a_save_ends_the_job_after_a_checkpoint(cluster, tmp_path):
     assert run.state(job_id) == "CANCELLED", run.story()
     assert run.newest_checkpoint() == run.steps()[-1] >= AT
     assert cluster.job(job_id)["Restarts"] == "0"
+
+
+def test_a_second_cancel_with_a_save_lets_the_first_one_save(cluster, tmp_path):
+    run = Run(cluster, tmp_path, life_config(tmp_path))
+    (job_id,) = run.submit()
+    run.wait_for_step(AT)
+    signal_ranks(cluster, "STOP")  # so that both requests find the ranks where they were
+    assert run.command("cancel", "life", "--save").returncode == 0
+    time.sleep(2)
+    assert run.command("cancel", "life", "--save").returncode == 0
+    time.sleep(2)
+    signal_ranks(cluster, "CONT")
+    run.wait_for_state(job_id)
+    assert run.state(job_id) == "CANCELLED", run.story()
+    assert run.newest_checkpoint() == run.steps()[-1] >= AT, run.story()
+
+
+def test_a_run_that_health_stops_is_not_started_again(cluster, tmp_path):
+    """The same start would meet the same batch: the job fails with health's exit code, after one start."""
+    sick = dataclasses.replace(
+        life_config(tmp_path),
+        optimizer=SGDConfig(lr=1e30, clip_norm=None),
+        health=HealthConfig(on_nonfinite="stop"),
+    )
+    run = Run(cluster, tmp_path, sick)
+    (job_id,) = run.submit()
+    run.wait_for_state(job_id)
+    assert run.state(job_id) == "FAILED", run.story()
+    assert cluster.job(job_id)["ExitCode"] == f"{UNHEALTHY}:0", run.story()
+    assert sum(row.get("event") == "start" for row in run.rows()) == 1, run.story()
 
 
 def reach_the_notice(run: Run, job_id: str) -> None:

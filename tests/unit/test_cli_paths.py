@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from data.places import why_not_writable
 from hostile_sweep import sweep
 from launcher.cli import main
 from launcher.slurm.queue import LiveJob, live_jobs
@@ -35,6 +36,18 @@ def test_a_path_that_cannot_be_is_no_folder(command, path, tmp_path, monkeypatch
     (line,) = told.err.splitlines()
     assert line.startswith(f"{key}={path[0]}") and "is not a folder; give a run directory" in line
     assert len(line) < 3100 and told.out == "" and [each.name for each in tmp_path.iterdir()] == ["loop"]
+
+
+@pytest.mark.parametrize("command", ["export", "branch"])
+def test_a_path_through_a_folder_that_is_not_there_and_back_creates_nothing(command, tmp_path, monkeypatch, capsys):
+    """Made with its parents, as outputs are, it would leave that folder behind, and replace what it leads back to."""
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    options = ["--step", "1"] if command == "branch" else []
+    assert main([command, "run", "absent/../there/out", *options]) == 2
+    assert why_not_writable("absent/../there") == "must not lead through absent and back (..), which is no folder"
+    assert why_not_writable("there/../there/new/../../x") is not None and why_not_writable("there/../x") is None
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 
 def test_some_of_the_sweep_of_paths():

@@ -307,6 +307,12 @@ def test_text_without_a_word_or_in_too_many_places_is_refused(tmp_path: Path, mo
         find_text(dataset, tmp_path, "fox", "--text")
 
 
+def test_a_text_that_is_not_utf8_is_refused(capsys) -> None:
+    """As Python hands over such bytes of an argument."""
+    assert main(["data", "where", "run", "--text", "a\udcff"]) == 2
+    assert capsys.readouterr().err == "--text must be UTF-8, and its byte 1 is 0xff; convert it to UTF-8\n"
+
+
 @pytest.mark.slow
 def test_text_is_found_in_the_steps_that_saw_it(tmp_path, capsys, monkeypatch) -> None:
     """With the tokenizer that preparing the data trains and keeps."""
