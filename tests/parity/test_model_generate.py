@@ -205,9 +205,9 @@ def test_extreme_temperatures_draw_tokens(temperature: float) -> None:
 
 def test_what_the_locale_cannot_read_is_read_as_utf8() -> None:
     """Under LC_ALL=C each byte of the argument comes as a lone surrogate."""
-    assert readable("für") == ("für", [])
-    assert readable("für".encode().decode("ascii", "surrogateescape")) == ("für", [])
-    _, (line,) = readable(b"a\xff".decode("utf-8", "surrogateescape"))
+    assert readable("für", "--prompt") == ("für", [])
+    assert readable("für".encode().decode("ascii", "surrogateescape"), "--prompt") == ("für", [])
+    _, (line,) = readable(b"a\xff".decode("utf-8", "surrogateescape"), "--prompt")
     assert line == "--prompt must be UTF-8, and its byte 1 is 0xff; convert it to UTF-8"
 
 
