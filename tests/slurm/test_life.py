@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -240,12 +240,12 @@ def test_a_second_cancel_with_a_save_lets_the_first_one_save(cluster, tmp_path):
     run = Run(cluster, tmp_path, life_config(tmp_path))
     (job_id,) = run.submit()
     run.wait_for_step(AT)
-    signal_ranks(cluster, "STOP")  # so that both requests find the ranks where they were
+    signal_ranks(cluster, "STOP", ["n2"])  # so that rank 0 waits, and hears both requests within one step
     assert run.command("cancel", "life", "--save").returncode == 0
     time.sleep(2)
     assert run.command("cancel", "life", "--save").returncode == 0
     time.sleep(2)
-    signal_ranks(cluster, "CONT")
+    signal_ranks(cluster, "CONT", ["n2"])
     run.wait_for_state(job_id)
     assert run.state(job_id) == "CANCELLED", run.story()
     assert run.newest_checkpoint() == run.steps()[-1] >= AT, run.story()
@@ -278,8 +278,8 @@ def reach_the_notice(run: Run, job_id: str) -> None:
     signal_ranks(run.cluster, "CONT")
 
 
-def signal_ranks(cluster: Cluster, name: str) -> None:
-    for node in ("n1", "n2"):
+def signal_ranks(cluster: Cluster, name: str, nodes: Sequence[str] = ("n1", "n2")) -> None:
+    for node in nodes:
         cluster.on_node(node, "pkill", f"-{name}", "-f", "launcher train")
 
 
