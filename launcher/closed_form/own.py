@@ -1,6 +1,5 @@
 """A config of ours as a job of the closed forms: its dims are stated, so nothing is inferred."""
 
-from functools import lru_cache
 from typing import Any
 
 from launcher.closed_form.architecture import Architecture, Latent
@@ -19,16 +18,13 @@ from launcher.closed_form.own_memory import (
 from launcher.closed_form.rows import Job
 from launcher.closed_form.systems import System
 from launcher.config.tree import RunConfig
-from launcher.estimate.order import Passes, simulate
 from modeling.config import ModelConfig
 from modeling.kernels.attention import ROW_SCORES
 from parallel.mesh import Degrees
-from parallel.pipeline.config import Interleaved, OneFOneB, PipelineConfig, chunks, stage_ranks
+from parallel.pipeline.config import Interleaved, OneFOneB, chunks, stage_ranks
 from parallel.sizes import DEFAULT_SIZES
 
-LONG_ENOUGH = 4  # times pp: with more micro-batches a pipeline waits no longer
 AT_ONCE = 6  # tensors of a piece's scores
-PASSES = (1.0, 2.0)  # of a forward and a backward pass
 
 
 def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -> Job:
@@ -73,7 +69,6 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         scaled_fp16=train.precision == "fp16",
         is_own_fp8=train.precision == "fp8",
         keeps_cut_weights=train.fp8_keep_weights,
-        waits=waits_of(schedule, degrees.pp, micro_batches_of(config, world_size)),
         ours=ours_of(config, world_size),
     )
 
@@ -90,6 +85,7 @@ def ours_of(config: RunConfig, world_size: int) -> Ours:
     modes, pipeline, pp = modes_of(config, world_size), parallel.pipeline, parallel.pp
     n_micro_batches = micro_batches_of(config, world_size)
     return Ours(
+        pipeline=pipeline,
         element=4 if train.stored == "fp32" else 2,
         states=mean_states(model, config.optimizer),
         zero=parallel.zero,
@@ -119,17 +115,6 @@ def score_bytes(config: RunConfig) -> float:
     if takes_formula(model):
         return AT_ONCE * FULL * min(pairs, ROW_SCORES)
     return (FULL + HALF) * pairs if model.positions == "alibi" else 0.0
-
-
-@lru_cache(maxsize=4096)
-def waits_of(schedule: PipelineConfig, pp: int, n_micro_batches: int) -> float:
-    """What the pipeline waits, in micro-batches of one position, by the schedule's own order of passes."""
-    if pp == 1:
-        return 0.0
-    n = min(n_micro_batches, LONG_ENOUGH * pp)
-    n_stages = chunks(schedule)
-    order = simulate(schedule, [Passes(*(each / n_stages for each in PASSES))] * pp, n)
-    return max(order.ends) / sum(PASSES) - n
 
 
 def architecture_of_config(model: ModelConfig) -> Architecture:

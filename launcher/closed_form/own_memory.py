@@ -74,6 +74,7 @@ class Layers(NamedTuple):
 class Ours:
     """What the closed forms need of a config besides its dims."""
 
+    pipeline: PipelineConfig
     element: int  # bytes of a weight and an activation
     states: float  # fp32 numbers that the optimizer keeps of a weight
     zero: int

@@ -53,7 +53,6 @@ class Job:
     keeps_cut_weights: bool = False  # with that: weights are cut once a step
     n_flushes: int = 1  # times in a step that the pipeline runs empty
     imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
-    waits: float | None = None  # of the pipeline, in micro-batches; None: by the schedule's closed form
     ours: Ours | None = None  # what more is known of a run of ours
 
     @property

@@ -7,7 +7,9 @@ micro-batch are of the slowest pipeline position.
 import math
 from dataclasses import dataclass, fields
 
+from launcher.closed_form.bubble import waits_of
 from launcher.closed_form.gpus import Gpu
+from launcher.closed_form.own_memory import Ours
 from launcher.closed_form.products import Product, depth_of, product_seconds
 from launcher.closed_form.rows import Job, Recompute
 
@@ -148,7 +150,8 @@ class Step:
         arch, job = self.arch, self.job
         dense = self.layer(moe=False)
         moe = self.layer(moe=True) if arch.n_moe_layers else {}
-        n_dense, n_moe, has_head = self.slowest(cost(dense), cost(moe) if moe else 0.0, cost(self.head()))
+        seconds = cost(dense), cost(moe) if moe else 0.0, cost(self.head())
+        n_dense, n_moe, has_head = self.slowest(*seconds)
         amounts = dict.fromkeys(AMOUNTS, 0.0)
         for part, times in ((dense, n_dense), (moe, n_moe), (self.head(), has_head)):
             for name, value in part.items():
@@ -163,6 +166,7 @@ class Step:
             amounts.update(ep_near=0.0, ep_far=0.0)
         amounts["pp"] = self.hop() if job.pp > 1 else 0.0
         amounts["host"] = self.host()
+        amounts["passes"] = job.n_micro_batches + job.n_flushes * self.waits(*seconds)
         amounts.update(self.of_step(n_dense, n_moe, has_head))
         return Work(**amounts)
 
@@ -175,8 +179,7 @@ class Step:
         arch, pp, n_further = self.arch, self.job.pp, self.job.system.n_further
         n_layers, heads = arch.n_layers + n_further, 1.0 + n_further
         if self.job.ours is not None:
-            own = self.job.ours
-            found = [(n.dense, n.moe, heads * (place == own.head_at)) for place, n in enumerate(own.layers)]
+            found = self.positions(self.job.ours)
             return max(found, key=lambda each: each[0] * dense + each[1] * moe + each[2] * head)
         share_moe = (arch.n_moe_layers + (n_further if arch.n_experts else 0)) / n_layers
         one = (1 - share_moe) * dense + share_moe * moe
@@ -189,6 +192,11 @@ class Step:
             others = math.ceil((n_layers - last) / (pp - 1))
             count, has_head = (last, heads) if last * one + heads * head >= others * one else (others, 0.0)
         return count * (1 - share_moe), count * share_moe, has_head
+
+    def positions(self, own: Ours) -> list[tuple[float, float, float]]:
+        """Layers without experts, layers with them, and passes of the head, of each position of a job of ours."""
+        heads = 1.0 + self.job.system.n_further
+        return [(n.dense, n.moe, heads * (place == own.head_at)) for place, n in enumerate(own.layers)]
 
     def layer(self, *, moe: bool) -> dict[str, float]:
         """One layer forward, recomputed where it is, and backward."""
@@ -377,7 +385,7 @@ class Step:
         return 0.0 if ours is None or rate is None else self.tokens * ours.element * max(ours.sent) / rate
 
     def of_step(self, n_dense: float, n_moe: float, has_head: float) -> dict[str, float]:
-        """Passes, sums over the replicas, the optimizer."""
+        """Sums over the replicas, the optimizer."""
         job, arch = self.job, self.arch
         replicas = job.dp * job.cp
         dense = (n_dense + n_moe) * arch.attention_parameters / job.tp + n_dense * arch.dense_parameters / job.tp
@@ -389,7 +397,7 @@ class Step:
         far = self.links.rate(int(edp), job.ep)
         moved = dense * (replicas - 1) / replicas / rate + experts * (edp - 1) / edp / far
         n_nodes = max(1.0, job.n_gpus / self.links.gpu_nodes)
-        found = {"passes": job.n_micro_batches + job.n_flushes * self.waits(), "nodes": math.log2(n_nodes)}
+        found = {"nodes": math.log2(n_nodes)}
         layers = n_dense + n_moe
         if job.zero == 3:
             found["shards"] = moved * 3 * HALF
@@ -410,11 +418,15 @@ class Step:
             return updated * STEP_BYTES / self.bandwidth
         return 0.0 if rate is None else updated * (FULL + ours.element) / rate
 
-    def waits(self) -> float:
-        """What the pipeline waits at its ends, in micro-batches of one position."""
+    def waits(self, dense: float, moe: float, head: float) -> float:
+        """What the pipeline waits at its ends, in micro-batches of the slowest position, given the seconds of one.
+
+        Of a job of ours by the order of its passes, of others by their schedule's closed form.
+        """
         job = self.job
-        if job.waits is not None:
-            return job.waits
+        if job.ours is not None:
+            seconds = [each[0] * dense + each[1] * moe + each[2] * head for each in self.positions(job.ours)]
+            return waits_of(job.ours.pipeline, int(job.n_micro_batches), seconds)
         match job.schedule:
             case "zb-2p":
                 return 0.0

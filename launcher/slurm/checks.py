@@ -15,6 +15,7 @@ from launcher.slurm.resumption import look_for_checkpoint
 from launcher.slurm.script import RUNS
 from launcher.training.init_from import with_source
 from launcher.training.newest import check_checkpoints
+from launcher.training.owner import check_owner
 from launcher.training.run_dir import check_newest_checkpoint, check_resume, check_writable, saved_config
 from launcher.training.run_parts import check_parts
 from launcher.training.start import (
@@ -114,6 +115,7 @@ def check_run(config: RunConfig) -> list[str]:
 def check_checkpoint(config: RunConfig) -> list[str]:
     """The checkpoint that the run would go on from can be loaded; nothing where it would begin."""
     try:
+        check_owner(config)
         check_checkpoints(config, is_new=saved_config(config.run_path) is None)
         return list(look_for_checkpoint(config).problems)
     except UserError as error:

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +21,14 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import Fence, raise_fence
 from launcher.slurm.queue import has_ended, slurm_job
+from launcher.training.owner import check_owner, new_run_id, take_checkpoints
 from launcher.training.remote_tokens import remote_tokens
 from launcher.training.run_parts import (
     CHECKPOINTS,
     CONFIG,
     LOCK,
     REMOTE_TOKENS,
+    RUN_ID,
     STARTED_IN,
     TOKEN_FILES,
     check_parts,
@@ -331,6 +334,7 @@ def check_run_dir(config: RunConfig) -> None:
     check_parts(config.run_path, writing=True)
     check_newest_checkpoint(config)
     with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+        check_owner(config)
         check_checkpoints(config, is_new=saved_config(config.run_path) is None)
         check_documents(config)
     if (config.run_path / LOCK).exists():
@@ -358,18 +362,26 @@ class Claim:
 
 
 def claim(config: RunConfig) -> Claim:
-    """Creates the run directory with its config, and takes it for this start; keep what is returned.
+    """Creates the run directory with its config, and takes it for this start, with ``checkpoint.dir``; keep the result.
 
-    Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it.
+    Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it,
+    or another run keeps its checkpoints in that place; a run directory that was not there before is then taken away.
     """
     run_path, kept = config.run_path, {REMOTE_TOKENS: remote_tokens(config), TOKEN_FILES: token_files(config)}
     with contextlib.ExitStack() as opened:  # closes the lock again before a failure
         try:
             run_path.mkdir(parents=True, exist_ok=True)
             lock = opened.enter_context(_lock(run_path))
+            if os.listdir(run_path) == [LOCK]:
+                opened.callback(shutil.rmtree, run_path, ignore_errors=True)
+            with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+                run = check_owner(config) or new_run_id()
             fence = raise_fence(run_path)
             with fence.held():
                 (run_path / CHECKPOINTS).mkdir(exist_ok=True)
+                _replace(run_path / RUN_ID, f"{run}\n".encode())
+                with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+                    take_checkpoints(config, run)
                 _replace(run_path / STARTED_IN, record_folder(Path.cwd()))
                 _replace(run_path / CONFIG, dump_config(config).encode())
                 for name, text in kept.items():

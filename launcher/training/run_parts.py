@@ -25,6 +25,7 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 LOCK = ".lock"
 STARTED_IN = ".started_in"
+RUN_ID = ".run_id"  # the name that the run drew at its first start
 NEWEST = ".newest_checkpoint"
 LINEAGE = "branched_from.json"
 REPORT = "report.html"
@@ -70,6 +71,12 @@ def _why_no_folder_name(path: Path) -> str | None:
     if os.path.isabs(path.read_bytes().rstrip(b"\n")):
         return None
     return f"{path} must hold the folder that the run was started in; remove it"
+
+
+def _why_no_run_id(path: Path) -> str | None:
+    if re.fullmatch(rb"[0-9a-f]{32}\n", path.read_bytes()):
+        return None
+    return f"{path} must hold the name that the run drew at its first start; remove it, and it draws another"
 
 
 def _why_no_checkpoint(path: Path) -> str | None:
@@ -159,6 +166,8 @@ PARTS = (
     Part(LOCK, "file", 1 << 16, _why_no_holder),
     Part(FENCE, "file", 1 << 16, why_no_token),
     Part(STARTED_IN, "file", 1 << 16, _why_no_folder_name),
+    Part(RUN_ID, "file", 1 << 10, _why_no_run_id),
+    Part(f"{RUN_ID}.partial", "file"),
     Part(NEWEST, "file", 1 << 16, _why_no_checkpoint),
     Part(f"{NEWEST}.partial", "file"),
     Part(LINEAGE, "file", 1 << 16, _why_no_lineage),

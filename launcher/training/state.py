@@ -16,6 +16,7 @@ from launcher.errors import UserError
 from launcher.guard.fence import Fence
 from launcher.guard.watchdog import Watchdog
 from launcher.training.newest import lost_line, read_newest, write_newest
+from launcher.training.owner import keeping
 from launcher.training.run_parts import CONFIG, WITHOUT
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.checkpoint.errors import IncompleteSave
@@ -126,7 +127,10 @@ def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int
     Rank 0 does it.
     """
     if rank == 0:
-        with suppress(OSError), fence.held() if fence is not None else nullcontext():  # the next save tries again
+        with (
+            suppress(OSError),
+            keeping(config, fence) if fence is not None else nullcontext(),
+        ):  # the next save tries again
             keep(config, retention, open_store(config.checkpoint_location))
 
 
@@ -151,7 +155,7 @@ def open_saver(
     """What writes the run's checkpoints. All ranks call it; rank 0 commits under ``fence``."""
     hooks = Hooks(
         before_commit=watchers.sync,
-        guard=fence.held if fence is not None else nullcontext,
+        guard=partial(keeping, config, fence) if fence is not None else nullcontext,
         after_commit=partial(keep, config, retention),
         while_waiting=lambda: watchdog.beat(watchdog.step, watchdog.phase),
     )

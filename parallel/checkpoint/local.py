@@ -5,6 +5,7 @@ import fcntl
 import io
 import os
 import shutil
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from parallel.checkpoint.regular import look, open_regular
-from parallel.checkpoint.store import MANIFEST, Folder, Input, Output, at_most, in_order, try_each
+from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input, Output, at_most, in_order, try_each
 
 BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
@@ -166,6 +167,28 @@ class LocalStore:
         """Directories named as checkpoints are."""
         return in_order([path.name for path in self.root.glob("step-*") if path.is_dir()])
 
+    def owner(self) -> bytes | None:
+        """The content of a hidden file beside the checkpoints."""
+        try:
+            return LocalFolder(self.root).read_bytes(OWNER, MOST_OWNER)
+        except FileNotFoundError:
+            return None
+
+    def own(self, content: bytes, *, instead: bool) -> bool:
+        """A rename, or a link to a file that is whole, which fails where there is one already."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = f"{OWNER}.{uuid.uuid4().hex}.partial"
+        path = self.root / temporary
+        try:
+            with LocalFolder(self.root).create(temporary) as out:
+                out.write(content)
+            if instead:
+                path.replace(self.root / OWNER)
+                return True
+            return _linked(path, self.root / OWNER)
+        finally:
+            path.unlink(missing_ok=True)
+
     def begin(self, name: str, attempt: str) -> tuple[LocalFolder, str]:
         """A hidden directory beside the checkpoints."""
         partial = self._partial(name, attempt)
@@ -223,6 +246,21 @@ class LocalStore:
 
     def _partial(self, name: str, attempt: str) -> Path:
         return self.root / f".{name}.{attempt}.partial"
+
+
+def _linked(path: Path, target: Path) -> bool:
+    """Gives a file its further name ``target``; False where that is taken. Without links, a look and a rename."""
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+            raise
+        if target.exists():
+            return False
+        path.replace(target)
+    return True
 
 
 def delete(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import fsspec
 
 from parallel.checkpoint.regular import UnfitFile
-from parallel.checkpoint.store import MANIFEST, Folder, Input, Output, at_most, in_order
+from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input, Output, at_most, in_order
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
 VERSION_KEYS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
@@ -182,6 +182,28 @@ class ObjectStore:
     def names(self) -> list[str]:
         """Prefixes with a manifest."""
         return in_order([name for name, files in self._by_name().items() if MANIFEST in files])
+
+    def owner(self) -> bytes | None:
+        """The content of an object below the prefix."""
+        try:
+            return self.root.read_bytes(OWNER, MOST_OWNER)
+        except FileNotFoundError:
+            return None
+
+    def own(self, content: bytes, *, instead: bool) -> bool:
+        """One put; if nobody else is to have put one, S3 does it for one alone."""
+        if not instead and self.root.size(OWNER) is not None:
+            return self.owner() == content
+        try:
+            with as_os_errors():
+                mode = "overwrite" if instead else "create"
+                self.root.fs.pipe_file(f"{self.root.root}/{OWNER}", content, mode=mode)
+        except OSError:
+            found = self.owner()
+            if found is None:
+                raise
+            return found == content  # an answer was lost, the put tried again
+        return True
 
     def begin(self, name: str, attempt: str) -> tuple[ObjectFolder, str]:
         """The checkpoint's own prefix, and the attempt's name below it."""

@@ -11,6 +11,8 @@ from typing import Any, Protocol, Self, TypeVar
 from parallel.checkpoint.regular import UnfitFile
 
 MANIFEST = "manifest.json"
+OWNER = ".owner.json"  # beside the checkpoints: whose they are
+MOST_OWNER = 1 << 16  # bytes of it
 MOST_DIGITS = 18  # of a step's number
 
 Item = TypeVar("Item")
@@ -98,6 +100,14 @@ class Store(Protocol):
 
     def names(self) -> list[str]:
         """The checkpoints that were committed, in the order of their steps; neither damaged ones nor attempts."""
+        ...
+
+    def owner(self) -> bytes | None:
+        """What the run that keeps its checkpoints here has written of itself."""
+        ...
+
+    def own(self, content: bytes, *, instead: bool) -> bool:
+        """Writes that, in one act. ``instead``: of what is there; else False where somebody has done so already."""
         ...
 
     def begin(self, name: str, attempt: str) -> tuple[Folder, str]:

@@ -12,7 +12,10 @@ import pytest
 from launcher.cli import main
 from launcher.commands.trained import open_trained
 from launcher.config.dump import dump_config
+from launcher.config.load import load_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
+from launcher.errors import UserError
+from launcher.training.run_dir import check_run_dir, claim
 from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
@@ -82,6 +85,18 @@ def test_a_run_saves_resumes_keeps_verifies_and_exports_there(bucket, tokens, tm
     assert (local / "model.safetensors").read_bytes() == (remote / "model.safetensors").read_bytes()
 
 
+def test_a_prefix_is_one_run_s(bucket, tokens, tmp_path):
+    """A second run is refused before the first one has saved; so is a put past the look that came before it."""
+    first, second = (load_config(write_config(tmp_path, tokens, name, f"{bucket}/one")) for name in ("one", "two"))
+    claim(first).close()
+    with pytest.raises(UserError) as refused:
+        check_run_dir(second)
+    assert refused.value.problems[0].startswith(f"checkpoint.dir={bucket}/one must be this run's alone, and is kept by")
+    store = open_store(f"{bucket}/one")
+    store.root.size = lambda file: None  # as another run's put comes just after
+    assert not store.own(b"two", instead=False)
+
+
 def damage(url: str) -> None:
     """Flips a bit in the middle of the second rank's shard."""
     fs, root = fsspec.core.url_to_fs(url)
@@ -104,7 +119,9 @@ def put(store: Store, step: int, attempt: str, *, commits: bool) -> None:
 def test_both_kinds_of_store_act_alike(bucket, tmp_path, kind):
     """Nothing is there before the commit; removing, setting aside and sweeping leave what they should."""
     store = open_store(str(tmp_path / "checkpoints") if kind == "local" else f"{bucket}/acts")
-    assert store.names() == []
+    assert store.names() == [] and store.owner() is None
+    assert store.own(b"one", instead=False) and not store.own(b"two", instead=False)
+    assert store.owner() == b"one" and store.own(b"two", instead=True) and store.owner() == b"two"
     put(store, 1, "1-1", commits=True)
     put(store, 2, "1-2", commits=False)
     assert store.names() == ["step-00000001"]

@@ -186,6 +186,11 @@ def test_a_new_run_does_not_take_another_s_checkpoints(saved, tmp_path):
     overrides = [f"run_dir={tmp_path}/new", f"checkpoint.dir={place}", "train.steps=5"]
     with pytest.raises(UserError) as refused:
         start_training(saved, overrides, 1)
+    assert str(refused.value).startswith(f"checkpoint.dir={place} must be this run's alone, and is kept by the run in ")
+    (saved.with_suffix("") / "config.yaml").unlink()  # the run directory was lost
+    (saved.with_suffix("") / ".run_id").unlink()
+    with pytest.raises(UserError) as refused:
+        start_training(saved, overrides, 1)
     assert str(refused.value).startswith(
         f"checkpoint.dir={place} must be this run's alone, and holds step-00000004 of "
     )

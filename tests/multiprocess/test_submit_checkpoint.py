@@ -93,7 +93,7 @@ def test_planted_checkpoints_of_another_model_are_refused(run, tmp_path, capsys)
     (line,) = warnings(capsys, path, *model, about="model.")
     assert line.startswith(f"model.d_ff=64 must stay 48, as {copy} has it; ")
     (line,) = warnings(capsys, path, *model[:2], about="checkpoint.dir=")
-    assert line.startswith(f"{place} must be this run's alone, and holds step-00000004 of another run, ")
+    assert line.startswith(f"{place} must be this run's alone, and is kept by the run in {run_dir.partition('=')[2]}; ")
     assert warnings(capsys, path, *model[:2], about="model.") == []
     (line,) = warnings(capsys, path, *model[:2], "model.moe.balance={name: none}", about="model.")
     assert (

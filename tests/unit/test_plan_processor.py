@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher.cli import main
-from launcher.closed_form.own import waits_of
+from launcher.closed_form.bubble import waits_of
 from launcher.config.load import load_config
 from launcher.estimate.order import Passes, simulate
 from launcher.processor.host import tiny_relative
@@ -112,7 +112,7 @@ def test_two_positions_on_one_core_take_the_sum_of_their_work():
     passes = [Passes(1.0, 2.0)] * 2
     one_core = shared_seconds(OneFOneB(), passes, 4, lambda busy: 1 / busy)
     assert one_core == pytest.approx(2 * 4 * 3.0)
-    assert waits_of(OneFOneB(), 2, 4) > 0  # what waits leaves its core to the other: no bubble is left
+    assert waits_of(OneFOneB(), 4, [3.0, 3.0]) > 0  # what waits leaves its core to the other: no bubble is left
 
 
 def test_planted_share_that_waiting_processes_keep():

@@ -7,15 +7,16 @@ import time
 import pytest
 
 from launcher.cli import main
+from launcher.closed_form.bubble import waits_of
 from launcher.closed_form.forecast import plan_on
 from launcher.closed_form.gpus import capacity, gpu_of
-from launcher.closed_form.own import job_of_config, waits_of
+from launcher.closed_form.own import job_of_config
 from launcher.closed_form.work import Step
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.estimate.order import Passes, simulate
 from launcher.plan.search import layouts, overrides_of, search, why
-from parallel.pipeline.config import Interleaved, OneFOneB
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 
 CONFIG = """\
 name: small
@@ -79,7 +80,30 @@ def test_waits_of_few_micro_batches_are_those_of_many(schedule):
     order = simulate(
         schedule, [Passes(*(each / (1 + isinstance(schedule, Interleaved)) for each in (1.0, 2.0)))] * pp, n
     )
-    assert max(order.ends) / 3 - n == pytest.approx(waits_of(schedule, pp, n), rel=0.02)
+    assert max(order.ends) / 3 - n == pytest.approx(waits_of(schedule, n, [1.0] * pp), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "schedule", [OneFOneB(), Interleaved(n_chunks=2), ZBV(), DualPipeV()], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("seconds", [(8, 8, 24, 8), (24, 8, 8, 8), (12, 12, 12, 15), (1, 1, 1, 20)], ids=str)
+def test_a_pipeline_waits_less_for_positions_with_less_work(schedule, seconds):
+    """By the order of the passes themselves; as if all positions were the slowest it came to 36% too many seconds."""
+    n, n_chunks = 8, chunks(schedule)
+    passes = [Passes(each / n_chunks, 2 * each / n_chunks) for each in seconds]
+    ends = max(simulate(schedule, passes, n).ends) / 3 / max(seconds)
+    assert n + waits_of(schedule, n, seconds) == pytest.approx(ends, rel=0.01)
+
+
+def test_planned_seconds_follow_the_layout_s_own_positions(path):
+    """The slowest position has the same work in both; the others of the second one have less, and begin it sooner."""
+    gpu = gpu_of("H100", 8, "")
+    changes = ["parallel.pp=4", "train.global_batch_size=64", "model.n_layers=16"]
+    even, uneven = (
+        Step(job_of_config(load_config(path, [*changes, *more]), 8, gpu, 8), gpu).work().passes
+        for more in (["parallel.pipeline.layers=[5,5,5,1]"], ["model.n_layers=8", "parallel.pipeline.layers=[1,1,5,1]"])
+    )
+    assert even == pytest.approx(32 + 3, abs=1) and 32 < uneven < even - 1
 
 
 MOE = "model.moe={n_experts: 4, top_k: 2, d_ff: 512, n_dense_layers: 2}"

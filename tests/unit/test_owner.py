@@ -1,0 +1,234 @@
+"""Whose checkpoints lie in checkpoint.dir: one run's, of all that are there, whenever they begin."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.config.dump import dump_config
+from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.errors import UserError
+from launcher.guard.fence import StaleRun, raise_fence
+from launcher.training.owner import Owner, check_owner, keeping, owner_of, read_run_id
+from launcher.training.run_dir import check_run_dir, claim
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, RUN_ID
+from parallel.checkpoint.store import OWNER
+from small_models import example_config
+
+
+def config_of(folder: Path, name: str, place: Path | None) -> RunConfig:
+    """A run's in FOLDER/NAME, whose checkpoints lie in ``place``."""
+    checkpoint = CheckpointConfig(dir=str(place) if place is not None else None)
+    return RunConfig(model=example_config("llama"), name=name, run_dir=str(folder / name), checkpoint=checkpoint)
+
+
+def start(config: RunConfig) -> str:
+    """As a run begins and ends, without training; returns the name that it drew."""
+    check_run_dir(config)
+    claim(config).close()
+    name = read_run_id(config.run_path)
+    assert name is not None
+    return name
+
+
+def put_checkpoint(place: Path, config: RunConfig) -> None:
+    """What passes for one, of this config."""
+    folder = place / "step-00000004"
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(dump_config(config))
+
+
+def refusal(config: RunConfig) -> str:
+    """The line with which a start is refused, after which nothing has changed."""
+    paths = [config.run_path.parent, Path(config.checkpoint_location)]
+    before = [sorted(path.rglob("*")) for path in paths]
+    with pytest.raises(UserError) as refused:
+        start(config)
+    assert [sorted(path.rglob("*")) for path in paths] == before
+    (line,) = refused.value.problems
+    return line
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def first(tmp_path: Path, place: Path) -> RunConfig:
+    """The config of a run that has begun."""
+    config = config_of(tmp_path / "runs", "first", place)
+    start(config)
+    return config
+
+
+def test_a_run_marks_its_place_and_goes_on_there(first: RunConfig, place: Path) -> None:
+    name = start(first)
+    assert owner_of(place) == (name, str(first.run_path))
+    assert [path.name for path in place.iterdir()] == [OWNER]
+
+
+def test_a_second_run_is_refused_before_either_has_saved(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    second = config_of(tmp_path / "runs", "second", place)
+    line = refusal(second)
+    assert line.startswith(f"checkpoint.dir={place} must be this run's alone, and is kept by the run in ")
+    assert line.partition("in ")[2].startswith(f"{first.run_path}; choose another; init_from=")
+    assert not second.run_path.exists()
+
+
+def test_a_run_that_has_begun_elsewhere_is_refused_too(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    """The same model, data and seed: its config gives nothing away."""
+    elsewhere = config_of(tmp_path / "runs", "second", tmp_path / "other")
+    start(elsewhere)
+    put_checkpoint(place, first)
+    assert f"kept by the run in {first.run_path}" in refusal(config_of(tmp_path / "runs", "second", place))
+
+
+def test_a_run_s_own_folder_of_checkpoints_is_nobody_else_s(tmp_path: Path) -> None:
+    own = config_of(tmp_path / "runs", "first", None)
+    start(own)
+    assert not (own.run_path / CHECKPOINTS / OWNER).exists()
+    second = config_of(tmp_path / "runs", "second", own.run_path / CHECKPOINTS)
+    assert f"kept by the run in {own.run_path}" in refusal(second)
+
+
+def test_a_run_that_was_moved_goes_on_and_says_where_it_is(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    name = read_run_id(first.run_path)
+    moved = config_of(tmp_path / "runs", "moved", place)
+    first.run_path.rename(moved.run_path)
+    assert start(moved) == name
+    assert owner_of(place) == (name, str(moved.run_path))
+
+
+def test_a_copy_beside_its_original_is_refused(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    copy = config_of(tmp_path / "runs", "copy", place)
+    shutil.copytree(first.run_path, copy.run_path)
+    assert f"kept by the run in {first.run_path}" in refusal(copy)
+    assert start(config_of(tmp_path / "runs", "copy", tmp_path / "other"))  # where it has a place of its own
+
+
+def test_what_a_removed_run_left_empty_is_free(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    shutil.rmtree(first.run_path)
+    second = config_of(tmp_path / "runs", "second", place)
+    name = start(second)
+    assert owner_of(place) == (name, str(second.run_path))
+
+
+def test_checkpoints_of_a_removed_run_are_not_another_s(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    """Unless it says so: by the config in a new directory, or, where it has a name already, without the mark."""
+    put_checkpoint(place, first)
+    start(config_of(tmp_path / "runs", "second", tmp_path / "other"))
+    name = read_run_id(first.run_path)
+    shutil.rmtree(first.run_path)
+    second = config_of(tmp_path / "runs", "second", place)
+    line = refusal(second)
+    assert line.endswith(f"; where they are this run's own, remove {place}/{OWNER}")
+    third = config_of(tmp_path / "runs", "third", place)
+    third.run_path.mkdir()
+    (third.run_path / CONFIG).write_text(dump_config(third))
+    assert check_owner(third) == name
+    (place / OWNER).unlink()
+    assert check_owner(second) == read_run_id(second.run_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b"{}", b'{"run": 1, "run_dir": "/a"}', b'{"run": "a", "run_dir": "\\u0000"}', b"[" * 60000],
+    ids=lambda content: content[:20],
+)
+def test_a_damaged_mark_is_named_in_a_line(first: RunConfig, place: Path, content: bytes) -> None:
+    (place / OWNER).write_bytes(content)
+    rule = "must say which run keeps its checkpoints there"
+    assert refusal(first) == f"{place}/{OWNER} {rule}; remove it once no run keeps its checkpoints there"
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a symbolic link", "too long"])
+def test_a_mark_that_is_no_file_is_named_in_a_line(first: RunConfig, place: Path, kind: str) -> None:
+    mark = place / OWNER
+    mark.unlink()
+    match kind:
+        case "a named pipe":
+            os.mkfifo(mark)
+        case "a folder":
+            mark.mkdir()
+        case "a symbolic link":
+            mark.symlink_to("/dev/zero")
+        case _:
+            mark.write_bytes(bytes(1 << 20))
+            kind = "has more than the 65536 bytes"
+    assert refusal(first).startswith(f"{mark} must be a file that can be read, and ")
+    assert kind in refusal(first)
+
+
+def test_a_damaged_name_is_named_in_a_line(first: RunConfig) -> None:
+    (first.run_path / RUN_ID).write_text("first\n")
+    assert refusal(first).startswith(f"{first.run_path / RUN_ID} must hold the name that the run drew")
+
+
+def begin(config: RunConfig, barrier, queue) -> None:
+    """One of many starts, in a process of its own."""
+    barrier.wait()
+    try:
+        start(config)
+    except UserError as error:
+        queue.put((config.name, error.problems))
+    else:
+        queue.put((config.name, None))
+
+
+def test_of_runs_that_begin_at_once_one_has_the_place(place: Path, tmp_path: Path) -> None:
+    """The others are refused in a line, and leave nothing."""
+    for attempt in range(5):
+        folder, kept = tmp_path / f"runs-{attempt}", place / str(attempt)
+        winners, losers = at_once([config_of(folder, f"run-{number}", kept) for number in range(8)])
+        assert len(winners) == 1 and len(losers) == 7
+        assert os.listdir(folder) == winners
+        found = owner_of(kept)
+        assert found is not None and found.run_dir == str(folder / winners[0])
+
+
+def test_of_runs_that_take_a_removed_one_s_place_at_once_one_keeps_it(first: RunConfig, place: Path) -> None:
+    """Several may begin; what any but one of them saves is not committed."""
+    shutil.rmtree(first.run_path)
+    configs = [config_of(first.run_path.parent, f"run-{number}", place) for number in range(8)]
+    winners, _ = at_once(configs)
+    found = owner_of(place)
+    assert found is not None and Path(found.run_dir).name in winners
+    for config in configs:
+        if config.name in winners and str(config.run_path) != found.run_dir:
+            with pytest.raises(StaleRun), keeping(config, raise_fence(config.run_path)):
+                raise AssertionError("the place is another run's")
+
+
+def test_a_run_saves_where_the_mark_is_its_own_alone(first: RunConfig, place: Path, tmp_path: Path) -> None:
+    """One that was taken away is put back; another's ends the run; a damaged one fails the save."""
+    fence, mark = raise_fence(first.run_path), place / OWNER
+    content = mark.read_bytes()
+    shutil.rmtree(place)
+    with keeping(first, fence):
+        assert mark.read_bytes() == content
+    mark.write_bytes(b"{")
+    with pytest.raises(OSError, match="must say which run keeps its checkpoints there"), keeping(first, fence):
+        raise AssertionError("whose the place is cannot be told")
+    other = tmp_path / "runs/other"
+    mark.write_bytes(Owner("0" * 32, str(other)).text())
+    with pytest.raises(StaleRun, match=f"^{place} was taken by the run in {other}; "), keeping(first, fence):
+        raise AssertionError("the place is another run's")
+
+
+def at_once(configs: Sequence[RunConfig]) -> tuple[list[str], list[str]]:
+    """The names of the runs that began, and of those that were refused."""
+    forks = multiprocessing.get_context("fork")
+    barrier, queue = forks.Barrier(len(configs)), forks.Queue()
+    processes = [forks.Process(target=begin, args=(config, barrier, queue)) for config in configs]
+    for process in processes:
+        process.start()
+    answers = dict(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    for problems in answers.values():
+        assert problems is None or (len(problems) == 1 and "must be this run's alone" in problems[0]), problems
+    return [name for name, each in answers.items() if each is None], [name for name, each in answers.items() if each]
