@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modeling.dropout import Draws
+from modeling.kernels.slope_channels import SlopeChannels
 from modeling.pieces import Piece, band_of, cut_documents, cut_rows
 from modeling.rope import Rotary
 from modeling.score_terms import Alibi, Buckets
@@ -105,6 +106,18 @@ class Context:
             mask_BSS, positions_BS = self.mask_BSS(window), self.positions_BS
             self.sloping_masks[key] = alibi.mask(mask_BSS, positions_BS, positions_BS)
         return self.sloping_masks[key]
+
+    @cached_property
+    def sloping_channels(self) -> dict[tuple[Alibi, int, torch.dtype], SlopeChannels]:
+        """Channels with slopes already made."""
+        return {}
+
+    def slope_channels(self, alibi: Alibi, n_channels: int, dtype: torch.dtype) -> SlopeChannels:
+        """What queries and keys of ``n_channels`` have besides, as kernels take slopes. Made once for all layers."""
+        key = (alibi, n_channels, dtype)
+        if key not in self.sloping_channels:
+            self.sloping_channels[key] = SlopeChannels.of(alibi, self.positions_BS, n_channels, dtype)
+        return self.sloping_channels[key]
 
     @cached_property
     def cuts(self) -> dict[tuple[int | None, int], list[Piece]]:

@@ -39,10 +39,10 @@ class Alibi:
         largest power below it take every other slope of twice as many heads (the authors' code, as in Bloom).
         """
         power = 2 ** int(math.log2(self.n_heads))
-        exponents = [STEEPEST * (head + 1) / power for head in range(power)]
-        exponents += [STEEPEST * (2 * head + 1) / (2 * power) for head in range(self.n_heads - power)]
-        held_H = [2.0 ** -exponents[head] for head in self.heads]  # the same bits whoever holds them
-        return torch.tensor(held_H, dtype=torch.float32, device=device)
+        # Made on the device, whose host would wait for a copy; in fp64, so that fp32's bits depend on the head alone.
+        head_H = torch.arange(self.heads.start, self.heads.stop, device=device, dtype=torch.float64)
+        places_H = torch.where(head_H < power, head_H + 1, head_H - power + 0.5)
+        return torch.exp2(places_H * (-STEEPEST / power)).float()
 
     def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
         """What is added to the scores, fp32 (B, H, Q, S): -inf where ``mask_BQS`` hides a key from a query."""
@@ -110,6 +110,11 @@ class ScoreTerms(NamedTuple):
     def is_plain(self) -> bool:
         """Whether there is nothing."""
         return self.alibi is None and self.sinks_H is None and not self.needs_formula
+
+    @property
+    def has_slopes_alone(self) -> bool:
+        """Whether there is nothing but slopes."""
+        return self.alibi is not None and self.sinks_H is None and not self.needs_formula
 
     @property
     def needs_formula(self) -> bool:

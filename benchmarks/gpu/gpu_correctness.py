@@ -58,6 +58,7 @@ class AttentionCase:
     row_block: int | None = None  # queries of a piece of rows, where scores are made in such
 
 
+LONG = ((700, 1, 323), (1024,))  # chunks of 128 over four ranks
 ATTENTION = (
     AttentionCase("plain"),
     AttentionCase("grouped heads", n_kv_heads=2),
@@ -77,6 +78,8 @@ ATTENTION = (
     AttentionCase("sinks and window", n_kv_heads=2, has_sinks=True, window=33),
     AttentionCase("slopes", has_slopes=True),
     AttentionCase("slopes and padding", n_kv_heads=4, has_slopes=True, padding=20),
+    AttentionCase("slopes of long documents, window", 6, 2, d_head=100, lengths=LONG, window=333, has_slopes=True),
+    AttentionCase("slopes of whole rows", n_kv_heads=2, lengths=((1024,), (1024,)), has_slopes=True),
     AttentionCase("cap", n_kv_heads=2, cap=5.0),
     AttentionCase(
         "cap, sinks, window, padding, by pieces", 8, 2, window=33, padding=20, has_sinks=True, cap=5.0, row_block=48
@@ -84,8 +87,6 @@ ATTENTION = (
     AttentionCase("cap and slopes by pieces", has_slopes=True, cap=5.0, row_block=100),
 )
 
-
-LONG = ((700, 1, 323), (1024,))  # chunks of 128 over four ranks
 RING = (
     AttentionCase("plain"),
     AttentionCase("grouped heads", n_kv_heads=2),

@@ -35,7 +35,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
     return Job(
         architecture=architecture_of_config(model),
         system=System(
-            flash=model.positions != "alibi" and not takes_formula(model),
+            flash=not takes_formula(model) and not takes_sloping_mask(config),
             overlaps=False,
             fused=False,
             fused_sums=False,
@@ -104,17 +104,24 @@ def ours_of(config: RunConfig, world_size: int) -> Ours:
 
 def takes_formula(model: ModelConfig) -> bool:
     """Whether attention's scores are such as no kernel knows, and are written to memory."""
-    return model.score_cap is not None or model.positions == "t5" or model.attention_dropout > 0
+    is_sloped_with_sinks = model.positions == "alibi" and model.sinks
+    return model.score_cap is not None or model.positions == "t5" or model.attention_dropout > 0 or is_sloped_with_sinks
+
+
+def takes_sloping_mask(config: RunConfig) -> bool:
+    """Whether slopes need a mask of all pairs: in fp32, and in a ring; else they are channels of queries and keys."""
+    is_ring = config.parallel.cp > 1 and config.parallel.cp_attention == "ring"
+    return config.model.positions == "alibi" and (is_ring or config.train.precision == "fp32")
 
 
 def score_bytes(config: RunConfig) -> float:
-    """Bytes of scores in memory at once: of a piece of rows, in the backward pass; with slopes alone, a mask of all."""
+    """Bytes of scores in memory at once: of a piece of rows, in the backward pass; or a mask with slopes, of all."""
     model, parallel, train = config.model, config.parallel, config.train
     n_heads = model.n_heads / (parallel.tp * parallel.cp)
     pairs = train.micro_batch_size * n_heads * config.data.seq_len**2
     if takes_formula(model):
         return AT_ONCE * FULL * min(pairs, ROW_SCORES)
-    return (FULL + HALF) * pairs if model.positions == "alibi" else 0.0
+    return (FULL + HALF) * pairs if takes_sloping_mask(config) else 0.0
 
 
 def architecture_of_config(model: ModelConfig) -> Architecture:

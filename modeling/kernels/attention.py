@@ -15,6 +15,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from modeling.context import Context
 from modeling.kernels.sink_attention import sink_attention
+from modeling.kernels.slope_channels import fits_slopes, with_slopes
 from modeling.kernels.terms import Bands, RowPairs, Whole, term_attention
 from modeling.kernels.varlen import fits_flash, fits_pieces
 from modeling.kernels.widths import FLASH_UNIT, widened
@@ -44,9 +45,9 @@ def attend(
     On a CPU each document is attended to by itself, in pieces of at most ``block`` queries. CUDA in half precision
     takes variable-length flash attention, which knows heads of up to ``FLASH_CHANNELS``, and since Hopper cuDNN's
     kernel where each row is one document (``fits_rows``). None of them forms a mask of a row's pairs; everything
-    else takes ``masked_attention``. Of terms flash attention's log-sum-exp takes sinks: with others, on CUDA,
-    B * S * S numbers of a mask are made, with slopes H times as many, once for all layers of one window. But for slopes
-    they take fp32 scores in each layer, at most ``ROW_SCORES`` at a time: where there are more, rows are cut into
+    else takes ``masked_attention``. Of terms flash attention's log-sum-exp takes sinks, and slopes ride in further
+    channels (``with_slopes``): with others, on CUDA, B * S * S numbers of a mask are made once for all layers of one
+    window, and fp32 scores in each layer, at most ``ROW_SCORES`` at a time: where there are more, rows are cut into
     pieces, which make no mask of a whole row and leave out the keys that none of a piece's queries sees.
     """
     if q_BSHC.is_cpu:
@@ -54,10 +55,13 @@ def attend(
     if terms.sinks_H is not None and fits_pieces(terms) and fits_flash(q_BSHC):
         return sink_attention(q_BSHC, k_BSGC, v_BSGC, context, window, terms.sinks_H)
     if terms.is_plain and fits_flash(q_BSHC):
-        sees_all = window is None or window >= q_BSHC.shape[1]
-        if sees_all and context.rows_are_documents and fits_rows(q_BSHC, v_BSGC):
-            return row_attention(q_BSHC, k_BSGC, v_BSGC)
-        return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
+        return plain_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
+    if terms.alibi is not None and terms.has_slopes_alone and fits_flash(q_BSHC) and fits_slopes(q_BSHC):
+        scale, n_channels = q_BSHC.shape[-1] ** -0.5, v_BSGC.shape[-1]
+        channels = context.slope_channels(terms.alibi, q_BSHC.shape[-1], q_BSHC.dtype)
+        q_BSHC, k_BSGC = with_slopes(q_BSHC, k_BSGC, channels)
+        wide_BSGC = widened(v_BSGC, q_BSHC.shape[-1])
+        return plain_attention(q_BSHC, k_BSGC, wide_BSGC, context, window, scale)[..., :n_channels]
     takes_formula = terms.sinks_H is not None or terms.needs_formula
     block = row_block(q_BSHC, q_BSHC.shape[1])
     if takes_formula and block < q_BSHC.shape[1]:
@@ -65,6 +69,16 @@ def attend(
     mask = context.mask_BSS(window) if terms.alibi is None else context.mask_BHSS(window, terms.alibi)
     buckets_BSS = None if terms.buckets is None else context.buckets_BSS(terms.buckets)
     return masked_attention(q_BSHC, k_BSGC, v_BSGC, mask, terms, buckets_BSS)
+
+
+def plain_attention(
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None, scale: float | None = None
+) -> Tensor:
+    """Attention's output (B, S, H, C) on CUDA in half precision, where scaled products are all there is of scores."""
+    sees_all = window is None or window >= q_BSHC.shape[1]
+    if sees_all and context.rows_are_documents and fits_rows(q_BSHC, v_BSGC):
+        return row_attention(q_BSHC, k_BSGC, v_BSGC, scale)
+    return varlen_attention(q_BSHC, k_BSGC, v_BSGC, context, window, scale)
 
 
 def document_attention(
@@ -156,7 +170,7 @@ def has_fast_rows(device: torch.device) -> bool:
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] in ROW_GENERATIONS
 
 
-def row_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> Tensor:
+def row_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, scale: float | None = None) -> Tensor:
     """Attention's output (B, S, H, C) where each row is one document, by cuDNN (CUDA, bf16 or fp16).
 
     The operator that torch's scaled_dot_product_attention calls: which of its backends may be taken is a setting of the
@@ -164,18 +178,20 @@ def row_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> Tensor:
     """
     q_BHSC, k_BGSC, v_BGSC = (heads.transpose(1, 2) for heads in (q_BSHC, k_BSGC, v_BSGC))
     out_BHSC, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q_BHSC, k_BGSC, v_BGSC, None, torch.is_grad_enabled(), 0.0, True, False, scale=q_BSHC.shape[-1] ** -0.5
+        q_BHSC, k_BGSC, v_BGSC, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale_of(q_BSHC, scale)
     )
     return out_BHSC.transpose(1, 2)
 
 
-def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None) -> Tensor:
+def varlen_attention(
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None, scale: float | None = None
+) -> Tensor:
     """Attention's output by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16).
 
     Heads whose channels fill no whole units of FLASH_UNIT are filled up with zeros, which change no score.
     """
     varlen_attn, options = varlen_kernel(grouped=q_BSHC.shape[2] != k_BSGC.shape[2])
-    n_channels, scale = v_BSGC.shape[-1], q_BSHC.shape[-1] ** -0.5
+    n_channels, scale = v_BSGC.shape[-1], scale_of(q_BSHC, scale)
     width = -(-q_BSHC.shape[-1] // FLASH_UNIT) * FLASH_UNIT
     q_BSHC, k_BSGC, v_BSGC = (widened(heads, width) for heads in (q_BSHC, k_BSGC, v_BSGC))
 
@@ -194,6 +210,11 @@ def varlen_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Co
         **options,
     )
     return out_THC.view_as(q_BSHC)[..., :n_channels]
+
+
+def scale_of(q_BSHC: Tensor, scale: float | None) -> float:
+    """By what products are multiplied, unless told otherwise: the queries' width to the power of -1/2."""
+    return q_BSHC.shape[-1] ** -0.5 if scale is None else scale
 
 
 def varlen_kernel(*, grouped: bool) -> tuple[Callable[..., Tensor], dict[str, bool]]:
