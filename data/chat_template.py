@@ -54,7 +54,9 @@ def template_of(chat: ChatConfig, tokenizer: Path) -> str | None:
         pass
     try:
         named = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("chat_template")
-    except (OSError, ValueError, AttributeError):
+        if isinstance(named, list):  # several, each with a name
+            named = next((each["template"] for each in named if each["name"] == "default"), None)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
     return named if isinstance(named, str) else None
 

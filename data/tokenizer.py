@@ -4,10 +4,12 @@ Whatever its origin, it is kept as a transformers tokenizer directory under toke
 the folder or the hub afterwards. ``transformers`` is imported only when a tokenizer is loaded through it.
 """
 
+import contextlib
+import glob
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ class TokenizerInfo:
     eos_id: int
     n_ids: int  # the largest id, plus one
     fingerprint: str
+    origins: list[str] = field(default_factory=list)  # folders that it is a copy of, by their absolute paths
 
 
 def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
@@ -55,10 +58,23 @@ def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
     else:
         origin = Path(expand_path(config.tokenizer))
         name = Path(config.tokenizer).name[:50] or "local"
+        if not origin.exists() and (copy := _copy_of(origin, Path(config.token_dir), name)) is not None:
+            return copy
         fixes = _hash_origin(origin) if os.path.isdir(origin) else f"hub/{config.tokenizer}"
         if any(source.chat is not None for source in config.sources):  # else a template changes no token
             fixes += "".join(hash_file(path) for path in sorted(origin.glob("chat_template*")) if path.is_file())
     return Path(config.token_dir) / f"tokenizer-{name}-{xxhash.xxh3_64(fixes.encode()).hexdigest()}"
+
+
+def _copy_of(origin: Path, token_dir: Path, name: str) -> Path | None:
+    """The copy of a folder that is gone, as long as all copies that were made of it are one tokenizer; else None."""
+    copies = {}
+    for folder in sorted(token_dir.glob(f"tokenizer-{glob.escape(name)}-*")):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            info = _read_info(folder)
+            if os.path.abspath(origin) in info.origins:
+                copies[info.fingerprint] = folder
+    return next(iter(copies.values())) if len(copies) == 1 else None
 
 
 def _read_for_training(source: SourceConfig) -> list[Any]:
@@ -101,17 +117,22 @@ def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
-    """Writes the tokenizer's directory, atomically: it is complete or absent."""
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path, origin: str | None = None) -> None:
+    """Writes the tokenizer's directory, atomically: it is complete or absent.
+
+    ``origin``: the folder or hub name that it comes from (``add_origin``).
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}.{partial_suffix()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        tokenizer.save_pretrained(partial)
+        # transformers saves several chat templates in a folder of their own, and a checkpoint holds files alone
+        in_one_file = isinstance(tokenizer.chat_template, dict)
+        tokenizer.save_pretrained(partial, save_jinja_files=not in_one_file)
         eos_id = tokenizer.eos_token_id
         assert isinstance(eos_id, int)
         digest = xxhash.xxh3_64(f"{hash_file(partial / 'tokenizer.json')}/{eos_id}".encode()).hexdigest()
-        info = TokenizerInfo(eos_id, count_ids(tokenizer), digest)
+        info = TokenizerInfo(eos_id, count_ids(tokenizer), digest, _folder_named(origin))
         (partial / INFO).write_text(json.dumps(asdict(info)) + "\n")
         for path in partial.iterdir():
             with path.open("rb") as file:
@@ -121,6 +142,26 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
             sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def add_origin(folder: Path, origin: str) -> None:
+    """Records in the tokenizer's directory that the folder ``origin`` is the same one, so that it may go."""
+    info = read_info(folder)
+    more = [each for each in _folder_named(origin) if each not in info.origins]
+    if not more:
+        return
+    partial = folder / f"{INFO}.{partial_suffix()}"
+    try:
+        partial.write_text(json.dumps(asdict(replace(info, origins=[*info.origins, *more]))) + "\n")
+        partial.replace(folder / INFO)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _folder_named(origin: str | None) -> list[str]:
+    """The absolute path of the folder that is meant, if it is one."""
+    named = Path(expand_path(origin)) if origin is not None else None
+    return [os.path.abspath(named)] if named is not None and named.is_dir() else []
 
 
 def read_info(folder: Path) -> TokenizerInfo:
@@ -136,6 +177,8 @@ def _read_info(folder: Path) -> TokenizerInfo:
     info = TokenizerInfo(**json.loads((folder / INFO).read_bytes()))
     if not (type(info.eos_id) is type(info.n_ids) is int and 0 <= info.eos_id < info.n_ids):
         raise ValueError(f"eos_id={info.eos_id!r:.50} must be a token's id, below n_ids={info.n_ids!r:.50}")
+    if not (isinstance(info.origins, list) and all(isinstance(each, str) for each in info.origins)):
+        raise ValueError(f"origins={info.origins!r:.50} must be paths")
     return info
 
 

@@ -51,6 +51,9 @@ def fetch_tokenizer(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        rule = "is no folder, and no name on the Hugging Face hub"
+        raise refuse(f"data.tokenizer={name!r}", rule, "check the path, or put the folder back")
     disable_progress_bars()
     unreachable = why_unreachable(name, "model")
     try:

@@ -1,5 +1,6 @@
 """Puts the config's tokenizer into token_dir: a copy of the one named, or one trained on a sample of the sources."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from data.chat import said
 from data.config import DataConfig, SourceConfig
 from data.documents import read_documents
 from data.shards import Shard
-from data.tokenizer import SAMPLE_BYTES, check_tokenizer, load_origin, save_tokenizer, tokenizer_folder
+from data.tokenizer import SAMPLE_BYTES, add_origin, check_tokenizer, load_origin, save_tokenizer, tokenizer_folder
 from data.trained_tokenizers import train_tokenizer
 from data.workers import run_in_processes
 
@@ -25,10 +26,16 @@ def set_up_tokenizer(config: DataConfig, vocab_size: int, sources: Sequence[Plan
     cannot serve, with nothing created.
     """
     folder = tokenizer_folder(config, vocab_size)
-    if folder is None or folder.is_dir():
+    if folder is None:
+        return None
+    if folder.is_dir():
+        if config.tokenizer is not None:
+            with contextlib.suppress(OSError):  # a token_dir that is not this user's to write
+                add_origin(folder, config.tokenizer)
         return folder
     if config.tokenizer is not None:
-        save_tokenizer(check_tokenizer(load_origin(config.tokenizer), config.tokenizer, vocab_size), folder)
+        named = config.tokenizer
+        save_tokenizer(check_tokenizer(load_origin(named), named, vocab_size), folder, named)
     else:
         run_in_processes(_train, [(config, list(sources), vocab_size, folder)], config.workers, lambda *_: None)
     return folder

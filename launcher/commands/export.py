@@ -106,7 +106,8 @@ def write_export(
     problems = problems or room_problems(out, config, DTYPES[dtype or "fp32"])
     if problems:
         raise UserError(problems)
-    special = special_tokens(tokenizer)
+    loaded: Any = None if tokenizer is None else load_folder(tokenizer, "CHECKPOINT: its tokenizer")
+    special = special_tokens(loaded)
     given, out = out, out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.name}.partial-{os.getpid()}")
@@ -114,7 +115,7 @@ def write_export(
     try:
         if tokenizer is not None:
             shutil.copytree(tokenizer, hidden, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
-            rewrite_tokenizer_config(hidden)
+            rewrite_tokenizer_config(hidden, loaded)
         torch_dtype = DTYPES[dtype or "fp32"]
         write_configs(hidden, config, seq_len, special, torch_dtype)
         if generation is not None:
@@ -172,16 +173,18 @@ def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[st
     ]
 
 
-def special_tokens(tokenizer: Path | None) -> SpecialTokens:
-    """The ids of the special tokens of the tokenizer in this folder."""
-    if tokenizer is None:
+def special_tokens(loaded: Any) -> SpecialTokens:
+    """The ids of a loaded tokenizer's special tokens; None: there is no tokenizer."""
+    if loaded is None:
         return SpecialTokens()
-    loaded: Any = load_folder(tokenizer, "CHECKPOINT: its tokenizer")
     return SpecialTokens(bos=loaded.bos_token_id, eos=loaded.eos_token_id, pad=loaded.pad_token_id)
 
 
-def rewrite_tokenizer_config(folder: Path) -> None:
+def rewrite_tokenizer_config(folder: Path, loaded: Any) -> None:
     """Rewrites the folder's tokenizer_config.json in words that transformers 4 and 5 both understand.
+
+    ``loaded``: the tokenizer by its own class, which may pad and cut on the left where the general one does on the
+    right.
 
     What 5 calls a class, and the special tokens without a name, are unknown to 4. Both take tokenizer.json as it is
     where the class is the general one; 4 then sets its add_prefix_space by tokenizer_config.json, and adds token types
@@ -198,6 +201,8 @@ def rewrite_tokenizer_config(folder: Path) -> None:
     backend = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     if "add_prefix_space" in (backend.get("pre_tokenizer") or {}):
         config["add_prefix_space"] = backend["pre_tokenizer"]["add_prefix_space"]
+    sides = {side: getattr(loaded, side) for side in ("padding_side", "truncation_side")}
+    config = {side: value for side, value in sides.items() if value != "right"} | config
     config = {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]} | config
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

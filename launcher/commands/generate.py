@@ -93,6 +93,9 @@ def generate_text(
 ) -> str:
     """``prompt`` and its continuation up to the tokenizer's EOS, also written to ``out``: on a terminal as it comes."""
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    if not prompt_ids:
+        rule = "must have a token, and this tokenizer makes none of it"
+        raise UserError([f"--prompt={prompt!r} {rule}; give other text"])
     check_length(len(prompt_ids), max_new_tokens, model.max_positions)
     tokens_BS = torch.tensor([prompt_ids], device=model.embed.weight.device)
     shown = ""

@@ -76,7 +76,7 @@ def check_known(config: RunConfig) -> None:
     """Refuses what has no estimate. Raises UserError."""
     if isinstance(config.optimizer, MuonConfig):
         raise UserError(
-            ["optimizer.name=muon has no estimate: nobody counts its products yet; try optimizer.name=adamw with --as"]
+            ["optimizer.name=muon has no estimate: nobody counts its products yet; try optimizer.name=adamw"]
         )
     if config.model.moe is not None and config.train.stored != "bf16":
         raise UserError(

@@ -106,7 +106,7 @@ def draw_attention(text: Mapping[str, Any], layer: Mapping[str, Any]) -> Figure:
     inches = MAP_INCHES if n_tokens <= 16 or n_tokens > MOST_LABELS else 1.6 * MAP_INCHES
     figure = new_figure(inches * n_columns + 0.8, inches * n_rows + 0.7)
     maps = [full_map(head) for head in heads]
-    norm = PowerNorm(ROOT, 0, strongest(maps), clip=True)
+    norm = PowerNorm(ROOT, 0, strongest(maps))
     grid = figure.subplots(n_rows, n_columns, squeeze=False)
     for place, axes in enumerate(grid.flat):
         if place >= len(heads):

@@ -355,3 +355,31 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
     assert f"`roundtable {shlex.join(command[3:])}` " in errors[-1]
     assert ("is step" if every_steps == "1" else "holds no checkpoint yet") in errors[-1]
     assert len(errors) == 1
+
+
+def test_an_interrupt_while_the_fork_server_imports_is_one_line(run):
+    shutil.rmtree(run)
+    command = [sys.executable, "-m", "launcher", "train", "small.yaml", "--ranks", "2"]
+    training = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_interrupts,
+    )
+    children = Path(f"/proc/{training.pid}/task/{training.pid}/children")
+    deadline = time.monotonic() + 240
+
+    def is_importing() -> bool:
+        texts = [Path(f"/proc/{pid}/maps").read_text() for pid in children.read_text().split()]
+        return any("libtorch" in text for text in texts)
+
+    while not is_importing():
+        assert training.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(training.pid, signal.SIGINT)
+    errors = training.communicate(timeout=120)[1].splitlines()
+    assert (training.returncode, len(errors)) == (130, 1), errors
+    assert "holds no checkpoint yet" in errors[0]

@@ -110,7 +110,7 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path, trained: Pat
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer='.*none' is no folder, and cannot be had") as caught:
+    with pytest.raises(DataError, match=r"data\.tokenizer='.*none' is no folder, and no name on the") as caught:
         prepare(config_with(tmp_path / "none", tmp_path), vocab_size=400)
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "t").exists()
@@ -202,3 +202,27 @@ def test_a_tokenizer_folder_is_known_by_its_files(tmp_path: Path, trained: Path)
     assert tokenizer_folder(config, 400) == tokenizer_folder(copied, 400)
     (copy / "tokenizer_config.json").write_text("{}")
     assert tokenizer_folder(config, 400) != tokenizer_folder(copied, 400)
+
+
+def test_a_tokenizer_s_folder_may_go_once_prepared(tmp_path: Path, trained: Path) -> None:
+    """Of two folders that hold the same one each may; where one held two tokenizers in turn, nobody knows which."""
+    folders = [tmp_path / name / "bpe" for name in ("one", "two")]
+    kept = []
+    for folder in folders:
+        shutil.copytree(trained, folder)
+        prepared = prepare(config_with(folder, tmp_path), vocab_size=400)
+        assert prepared is not None
+        kept.append(prepared.tokenizer)
+    assert kept[0] == kept[1] and kept[0] is not None
+    shutil.rmtree(tmp_path / "one")
+    shutil.rmtree(tmp_path / "two")
+    for folder in folders:
+        assert tokenizer_folder(config_with(folder, tmp_path), 400) == kept[0]
+        assert load_tokenizer(config_with(folder, tmp_path), 400) is not None
+    assert {path.suffix for path in kept[0].iterdir()} <= {".json", ".jinja"}
+
+    save_tokenizer(train_tokenizer([TEXT[:200]], 300), folders[0])
+    assert prepare(config_with(folders[0], tmp_path), vocab_size=400) is not None
+    shutil.rmtree(folders[0])
+    with pytest.raises(DataError, match="is no folder, and no name on the Hugging Face hub; check the path"):
+        load_tokenizer(config_with(folders[0], tmp_path), 400)

@@ -24,6 +24,7 @@ from modeling.rope_scaling import DynamicScaling, LongRopeScaling
 from rotating import some_fast
 from saved_runs import save_run
 from small_models import build, example_config, expressible, tensors_of
+from tokenizers_of_kinds import save_tokenizer_of
 from warnings_seen import no_warnings
 
 
@@ -281,3 +282,12 @@ def test_streaming_yields_what_generate_returns() -> None:
     tokens_BS = prompts(config.vocab_size)
     streamed = torch.stack(list(new_tokens(model, tokens_BS, 5, seed=1)), dim=1)
     assert torch.equal(generate(model, tokens_BS, 5, seed=1)[:, 7:], streamed)
+
+
+def test_a_prompt_of_no_token_is_one_line(tmp_path: Path) -> None:
+    save_tokenizer_of("words", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    model = build(example_config("llama", vocab_size=120), 3)
+    options = {"max_new_tokens": 2, "temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
+    with pytest.raises(UserError, match="this tokenizer makes none of it"):
+        generate_text(model, tokenizer, " \n", **options, out=io.StringIO())

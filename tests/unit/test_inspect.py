@@ -21,7 +21,7 @@ from inspect_runs import HOSTILE, inspectable
 from launcher.cli import main
 from launcher.commands.trained import open_trained
 from launcher.inspection.experts import Tally, by_chance, shares_of, specialisation, strongest_pair, together
-from launcher.inspection.pictures import draw_experts
+from launcher.inspection.pictures import draw_attention, draw_experts
 from launcher.training.evaluation import open_heldout
 from modeling.context import Context
 from modeling.decoder import Decoder
@@ -439,3 +439,15 @@ def test_through_the_real_command(run: tuple[Path, Decoder], tmp_path: Path) -> 
         "lens-text1.png",
         "lens-text2.png",
     ]
+
+
+@pytest.mark.parametrize("most", [0.23, 0.61, 0.97])
+def test_the_scale_of_a_pictures_colours_has_no_number_above_its_strongest(most: float) -> None:
+    head = {"head": 0, "weights": [[most], [most, most]]}
+    text = {"name": "text 1", "tokens": [1, 2], "token_texts": ["a", "b"]}
+    figure = draw_attention(text, {"heads": [head], "layer": 0, "window": None})
+    figure.canvas.draw()
+    bar = figure.axes[-1]
+    drawn = [each for each in bar.get_yticks() if bar.transData.transform((0, each))[1] <= bar.bbox.y1 + 0.5]
+    assert len(drawn) > 1
+    assert max(drawn) <= most

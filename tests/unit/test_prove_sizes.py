@@ -32,7 +32,7 @@ REASONS = {
     "modeling.kernels.attention.ROW_UNIT": "likewise",
     "modeling.kernels.attention.ROW_": "what cuDNN's kernel is given; the one that takes all others is proven",
     "modeling.kernels.varlen.NO_LIMIT": "a mark, not a size",
-    "modeling.kernels.slope_channels.": "how 16 bits hold a slope and a place, on CUDA; test_model_slopes.py crosses each",
+    "modeling.kernels.slope_channels.": "how 16 bits hold slopes on CUDA; test_model_slopes.py crosses each",
     "parallel.pipeline.rules.SPLITS_RIGHTLY": "a version of torch",
     "modeling.kernels.experts.LEAST_ROW_MULTIPLE": "the least default of Sizes.row_multiple on CPUs",
     "modeling.kernels.experts.ROW_UNITS": "how that default follows from the rows; proofs set Sizes.row_multiple",
