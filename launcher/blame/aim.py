@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.batch import IGNORED, Batch
+from data.batch import Batch
 from data.dataset import Dataset
-from data.spans import spans_of
 
 
 class Part(NamedTuple):
@@ -33,13 +32,11 @@ class Document:
 
 def documents_of(dataset: Dataset, indices: np.ndarray) -> list[Document]:
     """The documents of these samples, but for those that the run leaves out, in the order in which they come."""
-    starts = dict(zip(indices.tolist(), dataset.windows(indices)[1].tolist(), strict=True))
     parts: dict[tuple[int, int], list[Part]] = {}
-    for span in spans_of(dataset, indices):
-        if not dataset.left_out.holds(span.file, span.first):
-            begin = starts[span.sample]
-            part = Part(span.sample, span.first - begin, span.stop - begin)
-            parts.setdefault((span.file, span.document), []).append(part)
+    for row, file, first, stop, offset in zip(*(each.tolist() for each in dataset.fragments(indices)), strict=True):
+        if not dataset.left_out.holds(file, first):
+            part = Part(int(indices[row]), offset, offset + stop - first)
+            parts.setdefault((file, dataset.files[file].document_of(first)), []).append(part)
     names, files = dataset.document_names, dataset.files
     return [
         Document(names.of_document(file, number), files[file].document_range(number), tuple(found))
@@ -59,9 +56,9 @@ class AimedDataset(Dataset):
     def read(self, indices: np.ndarray) -> Batch:
         """As Dataset."""
         batch = super().read(indices)
-        whole_BS = batch.targets_BS.copy()
-        batch.targets_BS[...] = IGNORED
+        is_target_BW = np.zeros(batch.window_BW.shape, bool)
         for row, sample in enumerate(indices.tolist()):
             for part in self.kept.get(sample, []):
-                batch.targets_BS[row, part.first : part.stop] = whole_BS[row, part.first : part.stop]
-        return batch
+                own = slice(part.first + 1, part.stop + 1)
+                is_target_BW[row, own] = True if batch.is_target_BW is None else batch.is_target_BW[row, own]
+        return Batch(batch.window_BW, batch.length_B, batch.find_fragments, batch.left_out_L, is_target_BW)

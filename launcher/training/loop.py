@@ -148,7 +148,13 @@ def train_watched(
             row = done.row | samples.figures()
             watchers.update(row)
             planned.observe(row, watchers)
-            report_problem(watchers, done.event)
+            if done.event is not None:
+                watchers.event(done.event)
+                if done.event["action"] == "stop":
+                    watchdog.beat(state.step, "checkpoint")
+                    report_saves(watchers, saver.wait())
+                    watchers.sync()
+                    raise Unhealthy(stop_line(done.event))
             in_haste = stopped is not None and state.step < config.train.steps
             is_eval_due = is_due(state.step, config.train.eval_every_steps, config.train.steps)
             if heldout is not None and is_eval_due and not in_haste:
@@ -486,12 +492,3 @@ def report_damage(watchers: Watchers | NullWatchers, step: int, warnings: list[s
     """Events of checkpoints that could not be used."""
     for warning in warnings:
         watchers.event({"step": step, "event": "damaged_checkpoint", "message": warning})
-
-
-def report_problem(watchers: Watchers | NullWatchers, event: dict[str, Any] | None) -> None:
-    """The event of a step that was not healthy; raises Unhealthy on all ranks where the run is to stop."""
-    if event is not None:
-        watchers.event(event)
-        if event["action"] == "stop":
-            watchers.sync()
-            raise Unhealthy(stop_line(event))

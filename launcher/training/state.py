@@ -162,7 +162,8 @@ def open_saver(
     writes = engine.mesh.rank == 0  # rank 0 alone writes attachments, and writing a config as YAML takes 0.04 s
     attachments: dict[str, Path | bytes] = {}
     if writes:
-        attachments = {CONFIG: dump_config(config).encode(), **tokenizer_files(tokenizer)}
+        read = {name: path.read_bytes() for name, path in tokenizer_files(tokenizer).items()}  # it may go meanwhile
+        attachments = {CONFIG: dump_config(config).encode(), **read}
         if config.data.without is not None:
             attachments[WITHOUT] = Path(config.data.without).read_bytes()
     return Saver(

@@ -89,11 +89,17 @@ class MetricsFile:
             self._drain_what_fits()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row. A killed process loses nothing of it, or leaves a torn last line."""
+        """Appends one row. A killed process loses nothing of it, or leaves a torn last line. After ``close``: nothing.
+
+        The watchdog's thread closes the file of a run that ends, while the main thread may still have rows.
+        """
         line = encode_row(row).encode() + b"\n"
-        with self._lock, self._guard():
-            self._waiting += line
-            self._drain_what_fits()
+        with self._lock:
+            if self._file.closed:
+                return
+            with self._guard():
+                self._waiting += line
+                self._drain_what_fits()
 
     def sync(self) -> None:
         """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts.

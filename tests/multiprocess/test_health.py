@@ -184,6 +184,15 @@ def test_a_remedy_that_does_not_help_ends(tmp_path, tokens, policy):
     assert not list((tmp_path / "hopeless" / "checkpoints").iterdir())
 
 
+def test_a_save_under_way_is_finished_where_health_stops_the_run(tmp_path, tokens):
+    plan = Plan(poisoned=18, slow_save=True)
+    returned, rows = run(tmp_path, tokens, "saving", plan, health=HealthConfig(on_nonfinite="stop"))
+    assert returned == [UNHEALTHY, UNHEALTHY]
+    assert [row["step"] for row in events(rows, "nonfinite")] == [3]
+    assert [row["step"] for row in events(rows, "checkpoint")] == [2]
+    assert LocalStore(tmp_path / "saving/checkpoints").names() == ["step-00000002"]
+
+
 @pytest.mark.slow
 def test_a_stopped_run_says_why_in_one_line(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "hopeless", **HOPELESS)

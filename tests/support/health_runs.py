@@ -24,6 +24,7 @@ class Plan:
     skipped: tuple[int, int] | None = None  # samples left out from the start: what the others are compared with
     loss_scale: float | None = None
     blind: bool = False  # the fault: a norm that looks at counted gradients only
+    slow_save: bool = False  # a save takes seconds, and longer than a failing process gives it
     stops_during: str | None = None  # "save" or "evaluation", in which ``rank`` is asked to stop
 
 
@@ -49,6 +50,8 @@ def train_planned(plan: Plan, config: Any) -> Any:
         fix_loss_scale(plan.loss_scale)
     if plan.blind:
         make_blind()
+    if plan.slow_save:
+        slow_down_saves()
     if plan.stops_during is not None:
         ask_during(plan, stop)
     return loop.train(config, [], stop)
@@ -158,6 +161,21 @@ def make_blind() -> None:
 
     norm = module.global_norm
     module.global_norm = lambda parts, *rest: norm([part for part in parts if part[1]], *rest)
+
+
+def slow_down_saves() -> None:
+    import time
+
+    import parallel.checkpoint.saver as saver
+
+    write = saver.write_shard
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(3)
+        return write(*arguments)
+
+    saver.write_shard = slowly
+    saver.SECONDS_AFTER_FAILURE = 0
 
 
 def ask_during(plan: Plan, stop: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,9 @@ from data.prepared import find_prepared
 from data.spans import Place, document_parts, samples_with, spans_of
 from data.tokenfile import TokenFile, fingerprint
 from data_reference import write_foreign_file, write_token_file
+from launcher.blame.aim import AimedDataset
+from launcher.blame.aim import documents_of as blamed_documents
+from launcher.training.batches import narrow
 
 VOCAB = 1000
 PACKED = pytest.mark.parametrize("packed_by", ["best_fit", "one_document"])
@@ -113,6 +117,19 @@ def test_documents_and_samples_lead_to_each_other(tmp_path: Path, packed_by: str
     assert [dataset.files[s.file].tokens[s.first : s.stop].tolist() for s in spans] == cut
     parts = document_parts(dataset, indices)
     assert [batch.tokens_BS[part.row, part.first : part.stop].tolist() for part in parts] == cut
+    blamed = blamed_documents(dataset, indices)
+    rows = sorted((part.sample, part.first, part.stop) for document in blamed for part in document.parts)
+    assert rows == [(part.row, part.first, part.stop) for part in parts]
+    for document in blamed[:5]:
+        aimed = AimedDataset(dataset, document.parts).read(indices)
+        expected_BS = np.full_like(batch.targets_BS, IGNORED)
+        for part in document.parts:
+            inside = part.sample, slice(part.first, part.stop)
+            expected_BS[inside] = batch.targets_BS[inside]
+        device = torch.device("cpu")
+        for made in (narrow(aimed, device).made_on(device), narrow(aimed, device).spread(device)):
+            np.testing.assert_array_equal(made.targets_BS, expected_BS)
+            np.testing.assert_array_equal(made.next_BS, batch.targets_BS)
     found = []
     for number, file in enumerate(dataset.files):
         for document in range(file.n_documents):

@@ -77,6 +77,15 @@ def test_a_torn_last_line_is_ignored_and_removed(tmp_path: Path, tail: bytes) ->
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
+def test_a_row_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    file = MetricsFile.resume(tmp_path / "metrics.jsonl", 0)
+    file.write(update(1))
+    file.close()
+    file.write(update(2))
+    file.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [update(1)]
+
+
 def test_a_last_line_without_its_newline_is_kept_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}')
