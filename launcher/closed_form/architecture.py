@@ -32,7 +32,7 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder. ``ff_matrices`` is 3 with a gate and 2 without."""
+    """A decoder. ``ff_matrices``, and ``expert_matrices`` of an expert, are 3 with a gate and 2 without."""
 
     n_layers: int
     d_model: int
@@ -47,7 +47,8 @@ class Architecture:
     n_experts: int = 0
     top_k: int = 0
     expert_d_ff: int = 0
-    n_shared_experts: int = 0
+    expert_matrices: int = 3
+    n_shared_experts: float = 0  # of the width of one expert
     has_expert_biases: bool = False
     expert_groups: tuple[int, int] | None = None  # groups of experts, and in how many of them those of a token may be
     n_dense_layers: int = 0  # in front of the layers with experts
@@ -94,7 +95,7 @@ class Architecture:
     @property
     def expert_parameters(self) -> int:
         """Of one expert."""
-        return self.ff_matrices * self.d_model * self.expert_d_ff
+        return self.expert_matrices * self.d_model * self.expert_d_ff
 
     @property
     def embedding_parameters(self) -> int:
@@ -102,7 +103,7 @@ class Architecture:
         return self.vocab_size * self.d_model
 
     @property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         """All, without norms and biases."""
         moe, dense = self.n_moe_layers, self.n_layers - self.n_moe_layers
         experts = (self.n_experts + self.n_shared_experts) * self.expert_parameters + self.n_experts * self.d_model
@@ -110,7 +111,7 @@ class Architecture:
         return layers + (1 if self.tied else 2) * self.embedding_parameters
 
     @property
-    def active_parameters(self) -> int:
+    def active_parameters(self) -> float:
         """Those that a token meets, the embedding's row left out and the head counted."""
         moe, dense = self.n_moe_layers, self.n_layers - self.n_moe_layers
         experts = (self.top_k + self.n_shared_experts) * self.expert_parameters + self.n_experts * self.d_model
@@ -207,7 +208,9 @@ def architecture_of(model: Mapping[str, Any], pp: int = 1) -> Architecture:
     }
     stated = stated_parameters(model)
     found = [
-        Architecture(n_layers=n_layers or 1, ff_matrices=matrices, d_head=d_head, tied=tied, **fixed)
+        Architecture(
+            n_layers=n_layers or 1, ff_matrices=matrices, expert_matrices=matrices, d_head=d_head, tied=tied, **fixed
+        )
         for d_head, matrices, tied in choices(model, facts, n_experts, d_ff, d_model, heads)
     ]
     if n_layers is None:

@@ -116,12 +116,7 @@ def own_head(job: Job, position: int) -> tuple[float, float]:
 def weights_of(job: Job, position: int, layers: Layers) -> tuple[float, float]:
     """The weights of a position's rank, and those that it updates where ZeRO cuts them."""
     dense, experts = own_weights(job, position, layers)
-    return dense + experts, dense / job.shard + experts / expert_shard(job)
-
-
-def expert_shard(job: Job) -> float:
-    """Ranks over which the states of an expert are cut."""
-    return max(1.0, min(job.shard, job.dp * job.cp * job.tp / job.ep))
+    return dense + experts, dense / job.shard + experts / job.expert_shard
 
 
 def product_weights(job: Job, layers: Layers) -> tuple[float, float]:
@@ -160,7 +155,7 @@ def vocabulary_matrices(job: Job, position: int) -> int:
 
 def state_bytes(job: Job, position: int, layers: Layers) -> float:
     """Weights, gradients and the optimizer's state."""
-    arch, expert_ranks = job.architecture, expert_shard(job)
+    arch, expert_ranks = job.architecture, job.expert_shard
     dense, experts = own_weights(job, position, layers)
     ends = vocabulary_matrices(job, position)
     if job.zero == 3:
@@ -219,12 +214,11 @@ def layer_bytes(job: Job) -> float:
         found += 2.0 * arch.d_model / own  # masks of dropout
         if job.recompute != "selective":
             found += SCORES * arch.n_heads / tp * job.seq_len
-    ups = arch.ff_matrices - 1
     share_moe = arch.n_moe_layers / arch.n_layers
-    found += (1 - share_moe) * 2 * (ups + 1) * arch.d_ff / tp
+    found += (1 - share_moe) * 2 * arch.ff_matrices * arch.d_ff / tp
     rows = arch.top_k / tp
-    experts = job.imbalance * rows * (2 * (ups + 1) * arch.expert_d_ff + 4 * arch.d_model)
-    shared = arch.n_shared_experts * 2 * (ups + 1) * arch.expert_d_ff / tp
+    experts = job.imbalance * rows * (2 * arch.expert_matrices * arch.expert_d_ff + 4 * arch.d_model)
+    shared = arch.n_shared_experts * 2 * arch.expert_matrices * arch.expert_d_ff / tp
     return found + share_moe * (experts + shared)
 
 

@@ -144,7 +144,7 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
             "n_experts": moe.n_experts,
             "top_k": moe.top_k,
             "expert_d_ff": moe.d_ff,
-            "n_shared_experts": round(moe.shared_width / moe.d_ff),
+            "n_shared_experts": moe.shared_width / moe.d_ff,
             "n_dense_layers": n_dense,
         }
     return Architecture(
@@ -154,7 +154,7 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
         n_kv_heads=model.n_kv_heads,
         d_head=model.d_head or model.d_model // model.n_heads,
         d_ff=model.d_ff,
-        ff_matrices=3 if model.ff_gated or moe is not None else 2,
+        ff_matrices=3 if model.ff_gated else 2,
         vocab_size=model.vocab_size,
         tied=model.tie_embeddings,
         latent=latent,

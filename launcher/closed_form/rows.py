@@ -61,6 +61,12 @@ class Job:
         return max(1.0, self.global_batch_size / (self.dp * self.micro_batch_size))
 
     @property
+    def expert_shard(self) -> float:
+        """Ranks over which ZeRO cuts an expert: in a run of ours all that hold it, those of tp too."""
+        holders = max(1.0, self.dp * self.cp * self.tp / self.ep)
+        return holders if self.ours is not None else min(self.shard, holders)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch_size * self.seq_len

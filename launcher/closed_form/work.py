@@ -207,7 +207,7 @@ class Step:
         if moe:
             self.add_experts(found)
         else:
-            self.add_dense(found)
+            self.add_dense(found, self.arch.d_ff, self.arch.ff_matrices)
         launches = ALL_TO_ALL_LAUNCHES if moe and self.job.ep > 1 and self.job.system.dispatch == "all-to-all" else 1
         found["moe_layers" if moe else "layers"] += launches * (1 + self.forwards)
         return found
@@ -291,11 +291,10 @@ class Step:
         scores = self.tokens * job.seq_len * heads
         found["memory"] += scores * (again * SCORE_BYTES + SCORE_BYTES_BACKWARD) / self.bandwidth
 
-    def add_dense(self, found: dict[str, float], d_ff: float | None = None) -> None:
+    def add_dense(self, found: dict[str, float], d_ff: float, n_matrices: int) -> None:
         """A feed-forward without experts."""
         arch, tp = self.arch, self.job.tp
-        width = (arch.d_ff if d_ff is None else d_ff) / tp
-        ups = arch.ff_matrices - 1
+        width, ups = d_ff / tp, n_matrices - 1
         self.add_products(
             found, [Product.of(self.tokens, ups * width, arch.d_model), Product.of(self.tokens, arch.d_model, width)]
         )
@@ -308,7 +307,7 @@ class Step:
         rows = own * arch.top_k * job.imbalance
         each = rows * job.ep / arch.n_experts
         local = arch.n_experts / job.ep
-        ups = arch.ff_matrices - 1
+        ups = arch.expert_matrices - 1
         shapes = [
             Product.of(each, ups * arch.expert_d_ff, arch.d_model, local),
             Product.of(each, arch.d_model, arch.expert_d_ff, local),
@@ -327,7 +326,7 @@ class Step:
         sorts = 2 if job.system.dispatch == "all-to-all" else 1  # before rows travel and after, or while they do
         found["expert_memory"] += (sorts * rows * 8 + own * 4) * arch.d_model * passes / self.bandwidth
         if arch.n_shared_experts:
-            self.add_dense(found, arch.n_shared_experts * arch.expert_d_ff)
+            self.add_dense(found, arch.n_shared_experts * arch.expert_d_ff, arch.expert_matrices)
         self.add_dispatch(found, own * job.imbalance)
 
     def add_dispatch(self, found: dict[str, float], own: float) -> None:
@@ -402,12 +401,12 @@ class Step:
         if job.zero == 3:
             found["shards"] = moved * 3 * HALF
             found["shard_hops"] = 3 * layers * job.shard
-            updated = dense / job.shard + experts / min(job.shard, edp)
+            updated = dense / job.shard + experts / job.expert_shard
         else:
             cut = job.shard if job.zero else 1
             found["replicas"] = moved * (self.grad_bytes + (HALF if job.zero else self.grad_bytes))
             found["replica_hops"] = float(replicas if replicas > 1 else 0)
-            updated = dense / cut + experts / max(1.0, min(edp, cut))
+            updated = dense / cut + experts / (job.expert_shard if job.zero else 1)
         found["update"] = self.update(updated)
         return found
 

@@ -167,7 +167,7 @@ def search_config(
     else:
         from launcher.plan.search_text import print_search
 
-        print_search(answer, out)
+        print_search(answer, out, gpu)
     return 0
 
 

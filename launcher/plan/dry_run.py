@@ -131,8 +131,9 @@ def describe_data(config: RunConfig) -> dict[str, Any]:
         "tokens": batches.samples_in(steps) * seq_len,
     }
     if config.train.batch_ramp is not None:
-        ramp = {"tokens_per_step": batches.sizes[0] * seq_len, "steps": batches.steps[-1]}
-        found["ramp"] = {**ramp, "tokens": batches.samples[-1] * seq_len}
+        smaller = min(steps, batches.steps[-1])
+        ramp = {"tokens_per_step": batches.sizes[0] * seq_len, "steps": smaller}
+        found["ramp"] = {**ramp, "tokens": batches.samples_in(smaller) * seq_len}
     prepared = find_prepared(config.data, config.model.vocab_size)
     if prepared is None:
         return {**found, "prepared": False, "to_prepare": to_prepare(config), "sources": None}

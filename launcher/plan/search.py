@@ -197,6 +197,8 @@ def overrides_of(config: RunConfig, given: RunConfig) -> list[str]:
         found.append(f"parallel.pipeline.name={parallel.pipeline.name}")
         if isinstance(parallel.pipeline, Interleaved):
             found.append(f"parallel.pipeline.n_chunks={parallel.pipeline.n_chunks}")
+    if given.parallel.pipeline.layers is not None:
+        found.append("parallel.pipeline.layers=null")
     before = given.parallel
     switched = [name for name in SWITCHES if getattr(parallel, name) != getattr(before, name)]
     found += [f"parallel.{name}={str(getattr(parallel, name)).lower()}" for name in switched]

@@ -1,5 +1,6 @@
 """A search's layouts as people read them. Everything here is told from the JSON alone."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ from launcher.plan.costs import costs_line
 from launcher.tables import plain_table, wide_console
 
 
-def print_search(found: dict[str, Any], out: Path | None) -> None:
-    """The table, why the first is the first, and what to do next."""
+def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
+    """The table, why the first is the first, and what to do next. ``gpu``: as it was given."""
     layouts = found["layouts"]
     n_traced = sum(row["trace"] is not None for row in layouts)
     by = (
@@ -41,7 +42,8 @@ def print_search(found: dict[str, Any], out: Path | None) -> None:
     if found["why"] is not None:
         say(f"\n{found['why']}")
     if out is not None:
-        say(f"written to {out}; `roundtable plan {out}` traces it")
+        told = shlex.quote(str(out))
+        say(f"written to {out}; `roundtable plan {told} --gpu {shlex.quote(gpu)} --gpus {found['gpus']}` traces it")
     else:
         say(f"the first: {' '.join(first['overrides'])}")
 

@@ -20,8 +20,14 @@ Row = tuple[str, str, str, str]  # what, planned, measured, a remark
 
 
 def measured(rows: RunRows, since: int) -> dict[str, float]:
-    """Medians of the steps after ``since``, and the highest memory; what was not measured is left out."""
+    """Medians of the steps after ``since``, and the highest memory; what was not measured is left out.
+
+    Of a batch that grows: of the steps with the largest one that was reached.
+    """
     is_new_N = rows.steps > since
+    sizes_N = rows.columns.get("batch_size")
+    if sizes_N is not None and is_new_N.any():
+        is_new_N &= sizes_N == np.nanmax(sizes_N[is_new_N])
     found: dict[str, float] = {}
     for key in ("step_seconds", "tokens_per_second", "mfu"):
         values = _finite(rows, key, is_new_N)

@@ -37,8 +37,9 @@ TERMS = ("step_seconds", "peak_gib", "loader_wait_seconds")
 class Planned:
     """One start's plan; on ranks other than 0, with metrics.plan=false, or where there is no plan, it says nothing."""
 
-    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
-        self.fields = fields
+    def __init__(self, fields: Mapping[str, Any] | None = None, batch_size: int = 1) -> None:
+        """``batch_size``: sequences of the updates that are planned."""
+        self.fields, self.batch_size = fields, batch_size
         self.rows: list[Mapping[str, Any]] = []
 
     def report(self, watchers: Watchers | NullWatchers, step: int) -> None:
@@ -47,8 +48,10 @@ class Planned:
             watchers.event({"step": step, "event": "plan", **self.fields})
 
     def observe(self, row: Mapping[str, Any], watchers: Watchers | NullWatchers) -> None:
-        """Takes an update's row; the tenth one brings the event of the miss."""
+        """Takes an update's row; the tenth one of the planned batch brings the event of the miss."""
         if self.fields is None or len(self.rows) == MISS_AFTER:
+            return
+        if row.get("batch_size", self.batch_size) < self.batch_size:  # of a batch that still grows
             return
         self.rows.append(row)
         if len(self.rows) < MISS_AFTER:
@@ -87,7 +90,7 @@ def plan_start(config: RunConfig, mesh: Mesh) -> Planned:
     if mesh.rank != 0 or not config.metrics.plan:
         return Planned()
     try:
-        return Planned(fields_of(config, mesh))
+        return Planned(fields_of(config, mesh), config.train.batches.sizes[-1])
     except Exception as error:  # whatever it is, training does not depend on it
         reason = in_a_line(f"{type(error).__name__}: {error}")
         tell(f"warning: this start could not be planned ({reason}); metrics.plan=false leaves the plan out")

@@ -69,7 +69,12 @@ def splits_backward(config: PipelineConfig) -> bool:
 
 
 def stage_ranks(config: PipelineConfig, pp: int) -> list[int]:
-    """The pp rank that holds each stage: in turn, or down and up again in a V, so that the last is with the first."""
+    """The pp rank that holds each stage: in turn, or down and up again in a V, so that the last is with the first.
+
+    Without a pipeline there is one stage, whatever the schedule.
+    """
+    if pp == 1:
+        return [0]
     if splits_backward(config):
         return [*range(pp), *reversed(range(pp))]
     return [stage % pp for stage in range(pp * chunks(config))]

@@ -94,7 +94,7 @@ def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | No
 def pipeline_parts(config: ModelConfig, pipeline: PipelineConfig, pp: int) -> list[Part]:
     """Every stage's part, in the model's order."""
     n_stages = len(stage_ranks(pipeline, pp))
-    assigned = assign_layers(config, n_stages, pipeline.layers)
+    assigned = assign_layers(config, n_stages, pipeline.layers if pp > 1 else None)
     return [Part(stage, n_stages, layers) for stage, layers in enumerate(assigned)]
 
 

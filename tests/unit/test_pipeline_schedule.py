@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import parallel.pipeline.rules as rules
+from modeling.config import ModelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 from parallel.pipeline.draw import Durations, bubble_fraction, draw_svg, draw_text, peak_activations, summary, timeline
 from parallel.pipeline.rules import pipeline_problems, runs_micro_batches
 from parallel.pipeline.schedule import Action, action_orders
+from parallel.pipeline.stages import rank_parts
 from parallel.zero.accumulation import PLAIN
 from parallel.zero.reduction import GradientSums
 
@@ -159,6 +161,17 @@ CASES = [
 @pytest.mark.parametrize(("pipeline", "changes", "line"), CASES)
 def test_each_rule_has_its_line(pipeline, changes, line):
     assert pipeline_problems(pipeline, **{**GOOD, **changes}) == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    "pipeline", [OneFOneB(layers=(1, 2)), Interleaved(n_chunks=4), Interleaved(layers=(1, 1)), ZBV(), DualPipeV()]
+)
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_without_a_pipeline_all_layers_are_one_part(pipeline, n_layers):
+    """Its rules let every schedule pass with pp=1, where it is not used."""
+    assert pipeline_problems(pipeline, **{**GOOD, "pp": 1, "n_layers": n_layers}) == []
+    (part,) = rank_parts(ModelConfig(n_layers=n_layers), pipeline, 1, 0)
+    assert part.layers == range(n_layers) and part.has_embedding and part.has_head
 
 
 @given(

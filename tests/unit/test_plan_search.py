@@ -10,12 +10,13 @@ from launcher.cli import main
 from launcher.closed_form.bubble import waits_of
 from launcher.closed_form.forecast import plan_on
 from launcher.closed_form.gpus import capacity, gpu_of
-from launcher.closed_form.own import job_of_config
+from launcher.closed_form.own import architecture_of_config, job_of_config
 from launcher.closed_form.work import Step
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.estimate.order import Passes, simulate
 from launcher.plan.search import layouts, overrides_of, search, why
+from modeling.logical import logical_tensors
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 
 CONFIG = """\
@@ -134,6 +135,13 @@ def test_the_slowest_position_is_one_of_the_layouts_own(path, changes, costs, sl
 OFFLOADED = ("parallel.zero=2", "parallel.offload_optimizer=true")
 
 
+def test_layers_of_stages_that_were_given_are_not_those_of_what_is_found(path):
+    given = ["parallel.pp=2", "parallel.pipeline.layers=[3, 5]"]
+    config = load_config(path, given)
+    for each in search(config, 16, gpu_of("H100", 8, ""), 8, n_best=100).best[::5]:
+        assert load_config(path, [*given, *overrides_of(each.config, config)]) == each.config
+
+
 @pytest.mark.parametrize("given", [("parallel.grad_reduce=micro_batch",), OFFLOADED], ids=" ".join)
 def test_what_a_stage_of_zero_cannot_do_is_switched_off_with_it(path, given):
     """A layout's overrides, after those that were given, lead to the config that was planned, which is legal."""
@@ -176,9 +184,11 @@ def test_the_command_explains_and_writes(path, tmp_path, capsys):
     assert not check(load_config(out, []), 16)
     written = load_config(out, [])
     assert overrides_of(written, written) == found["layouts"][0]["overrides"]
-    assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0"]) == 0
+    again = tmp_path / "again.yaml"
+    assert main(["plan", str(path), "--search", "--gpus", "16", "--traces", "0", "--write", str(again)]) == 0
     told = capsys.readouterr().out
     assert "legal layouts" in told and "the first takes" in told
+    assert f"`roundtable plan {again} --gpu H100 --gpus 16` traces it" in told
 
 
 def test_why_names_the_parts():
@@ -205,3 +215,22 @@ def test_refusals_change_nothing(path, monkeypatch, capsys, arguments, told):
     captured = capsys.readouterr()
     assert told in captured.err and captured.out == ""
     assert [each.name for each in path.parent.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["model.family=none", "model.ff_gated=false"],
+        [
+            "model.family=none",
+            "model.ff_gated=false",
+            "model.moe={n_experts: 8, top_k: 2, d_ff: 512, n_dense_layers: 2}",
+        ],
+        ["model.family=none", "model.moe={n_experts: 8, top_k: 2, d_ff: 512, shared_d_ff: 200}"],
+    ],
+)
+def test_closed_forms_have_the_model_s_own_matrices(path, changes):
+    """All but norms and biases: dense layers without gates beside experts with them, shared experts of any width."""
+    model = load_config(path, changes).model
+    own = sum(tensor.numel for tensor in logical_tensors(model).values())
+    assert architecture_of_config(model).parameters == pytest.approx(own, rel=5e-4)

@@ -53,6 +53,16 @@ def test_the_miss_is_told_once_after_ten_updates_without_the_first():
     }  # fmt: skip
 
 
+def test_a_miss_is_of_updates_of_the_batch_that_is_planned():
+    watchers, plan = Watchers(), Planned({"step_seconds": 0.4}, 64)
+    small = [{"step": step, "step_seconds": 0.01, "batch_size": step} for step in range(1, 31)]
+    whole = [{"step": 30 + step, "step_seconds": 0.5, "batch_size": 64} for step in range(1, MISS_AFTER + 1)]
+    for row in [*small, *whole]:
+        plan.observe(row, watchers)
+    (event,) = watchers.events
+    assert event["step"] == 40 and event["step_seconds"] == 0.5
+
+
 def test_what_was_not_planned_or_not_measured_has_no_miss():
     found = miss({"peak_gib": 2.0}, [{"step": 1}, {"step": 2, "step_seconds": 0.5, "peak_gib": None}])
     assert found == {"step_seconds": 0.5}
@@ -200,6 +210,18 @@ def test_closed_forms_count_the_weights_that_each_position_has(model, overrides,
     for position in range(4):
         counted = sum(own_weights(job, position, layers_of(job, position)))
         assert counted == pytest.approx(sum(step_of_rank(config, 256, position).weights.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("degrees", [(4, 1, 4), (4, 2, 8), (8, 1, 24), (2, 2, 8), (1, 4, 8)])
+def test_a_search_counts_the_state_of_experts_as_a_start_does(zero, degrees):
+    """Where tp is larger than ep several of its ranks hold an expert, and ZeRO cuts it over these, too."""
+    tp, ep, world_size = degrees
+    changes = [f"parallel.tp={tp}", f"parallel.ep={ep}", f"parallel.zero={zero}", "train.global_batch_size=48"]
+    config = load_config(Path("configs/models/olmoe-1b-7b-0924.yaml"), changes)
+    job, _ = job_on(config, world_size, None)
+    state = rank_memory(step_of_rank(config, world_size, 0)).total
+    assert position_memory(job, 0).state == pytest.approx(state, rel=0.01)
 
 
 # Two layers, one with a window, over 8,192 tokens: GB and seconds of `roundtable plan --gpu H100`, 2026-11-27.
