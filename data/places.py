@@ -1,6 +1,7 @@
 """Where files can be made: whether a folder is there, or could be, and can be written to."""
 
 import os
+import sys
 from pathlib import Path
 
 LONGEST_NAME = 255  # bytes, of a file or folder, on every usual file system
@@ -17,6 +18,11 @@ def why_no_path(path: str, *, created: bool = False) -> str | None:
         return "must not hold a NUL byte"
     if created and "$" in path:
         return "must be written out, since variables are not expanded in a config"
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        return f"must be letters that this locale's encoding ({encoding}) knows, as all are under LC_ALL=C.UTF-8"
     longest = max(len(name.encode(errors="replace")) for name in path.split("/"))
     return f"must have names of at most {LONGEST_NAME} bytes, and one has {longest}" if longest > LONGEST_NAME else None
 

@@ -15,7 +15,16 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Dotted overrides, e.g. optimizer.lr=2e-4 model.moe=null.",
+        help="Dotted overrides, e.g. optimizer.lr=2e-4 parallel.tp=2.",
+        show_default=False,
+        autocompletion=offer_overrides,
+    ),
+]
+LayoutArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Another layout, e.g. parallel.tp=2 parallel.zero=1.",
         show_default=False,
         autocompletion=offer_overrides,
     ),

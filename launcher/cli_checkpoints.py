@@ -40,7 +40,12 @@ def evaluate(
         str | None,
         typer.Option(metavar="FILE", help="Text, jsonl or parquet to read instead.", show_default=False),
     ] = None,
-    text_key: Annotated[str, typer.Option(metavar="FIELD", help="The field of its records with the text.")] = "text",
+    text_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD", help="The field of its records with the text (default: text).", show_default=False
+        ),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +74,8 @@ def evaluate(
         from launcher.commands.evaluate_tasks import evaluate_tasks
         from launcher.tasks.load import SEED, Asked
 
-        others = [option for option, value in {"--sequences": sequences, "--text": text}.items() if value is not None]
+        of_text = {"--sequences": sequences, "--text": text, "--text-key": text_key}
+        others = [option for option, value in of_text.items() if value is not None]
         if others:
             raise UserError(
                 [f"{others[0]} does not go with --tasks, which have their own text; leave out one of the two"]
@@ -85,7 +91,9 @@ def evaluate(
 
         if sequences is not None:
             raise UserError(["--sequences does not go with --text, which is read to its end; leave out one of the two"])
-        return evaluate_text(checkpoint, text, text_key, as_json=as_json)
+        return evaluate_text(checkpoint, text, text_key or "text", as_json=as_json)
+    if text_key is not None:
+        raise UserError([f"--text-key={text_key} works with --text only, whose records it is of; leave it out"])
     from launcher.training.evaluation import evaluate_checkpoint
 
     return evaluate_checkpoint(checkpoint, sequences, as_json=as_json)
@@ -177,7 +185,12 @@ def inspect(
         list[str] | None,
         typer.Option("--text-file", metavar="FILE", help="Text, jsonl or parquet; may be given several times."),
     ] = None,
-    text_key: Annotated[str, typer.Option(metavar="FIELD", help="The field of its records with the text.")] = "text",
+    text_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD", help="The field of its records with the text (default: text).", show_default=False
+        ),
+    ] = None,
     show: Annotated[
         str | None,
         typer.Option(metavar="PARTS", help="Of attention,experts,lens (default: all there are).", show_default=False),

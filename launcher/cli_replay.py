@@ -7,6 +7,7 @@ import typer
 from launcher.arguments import (
     BeginOption,
     JsonOption,
+    LayoutArgument,
     OverridesArgument,
     RanksOfRunOption,
     RunArgument,
@@ -20,7 +21,7 @@ of_replay = typer.Typer()  # without a name: its commands stand beside the other
 def replay(
     run: RunArgument,
     step: StepOption,
-    overrides: OverridesArgument = None,
+    overrides: LayoutArgument = None,
     ranks: RanksOfRunOption = None,
     begin: BeginOption = None,
     text: Annotated[bool, typer.Option("--text", help="Print its documents, coloured by each token's loss.")] = False,
@@ -42,7 +43,7 @@ def replay(
 def blame(
     run: RunArgument,
     step: StepOption,
-    overrides: OverridesArgument = None,
+    overrides: LayoutArgument = None,
     ranks: RanksOfRunOption = None,
     begin: BeginOption = None,
     leave_out: Annotated[

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
+from launcher.new_folder import new_folder
 from launcher.prove.shrink import least_ranks
 from launcher.slurm.follow import find_run
 from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
@@ -159,15 +159,12 @@ def quoted(text: Path | str) -> str:
 def write_branch(
     out: Path, config: RunConfig, checkpoint: Checkpoint, folder: Path, lineage: Lineage, left_out: str | None
 ) -> None:
-    """Writes the run directory ``out``, whole or not at all: a hidden folder beside it is renamed at the end.
+    """Writes the run directory ``out``, whole or not at all.
 
     ``left_out`` is the content of its list of documents that it never sees. Raises UserError where the checkpoint is
     deleted or changed meanwhile.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    with new_folder(out) as partial:
         (partial / CONFIG).write_text(dump_config(config))
         (partial / STARTED_IN).write_bytes(record_folder(folder))
         write_lineage(partial, lineage)
@@ -178,10 +175,6 @@ def write_branch(
         target.mkdir(parents=True)
         copy_checkpoint(checkpoint, LocalFolder(target))
         sync_directory(target)
-        partial.rename(out)
-        sync_directory(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
 
 
 def copy_checkpoint(checkpoint: Checkpoint, target: LocalFolder) -> None:

@@ -114,6 +114,8 @@ def find_leftovers(directories: Sequence[str]) -> tuple[list[Leftover], list[str
             untouched.append(f"data.token_dir={token_dir} {reason}")
     for run in runs:
         found += run_leftovers(run)
+    for folder in sorted({*map(Path, directories or [RUNS_DIR]), *(run.parent for run in runs)}):
+        found += folder_leftovers(folder)
     return found, untouched
 
 
@@ -296,6 +298,13 @@ def run_leftovers(run: Path) -> Iterator[Leftover]:
     for path in sorted(folder.glob(".step-*.partial")):
         if path.is_dir() and not path.is_symlink() and is_old(path):
             yield Leftover(path, "of an interrupted save", tree_size(path)[0])
+
+
+def folder_leftovers(folder: Path) -> Iterator[Leftover]:
+    """What an interrupted import, export or branch left beside runs, as ``new_folder`` names it."""
+    for path in sorted(folder.glob(".*.partial-*")):
+        if kind_of(path) is not None and is_old(path):
+            yield Leftover(path, "of an interrupted import, export or branch", tree_size(path)[0])
 
 
 def _remove(path: Path) -> bool:

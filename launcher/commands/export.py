@@ -1,7 +1,6 @@
 """From a checkpoint to a folder that Hugging Face transformers loads with no custom code."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from launcher.config.rules import Precision, check_export_widths
 from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import GENERATION_JSON
+from launcher.new_folder import new_folder
 from launcher.safetensors_file import save_tensors
 from modeling.config import NO_FAMILY, ModelConfig
 from modeling.dtypes import DTYPES
@@ -29,6 +29,8 @@ from modeling.families.config_json import SpecialTokens, generation_config, to_c
 from modeling.families.weights import copies_of, to_hf
 from modeling.logical import logical_shapes, logical_tensors
 from modeling.mtp_config import MTPConfig
+from parallel.checkpoint.local import LocalStore
+from parallel.checkpoint.store import MANIFEST
 
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
@@ -96,8 +98,7 @@ def write_export(
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
     ``generation`` is the content of generation_config.json; None: ours.
-    Everything goes to a hidden folder beside ``out`` which is renamed at the end, so ``out`` is whole or absent.
-    ``check`` looks at it before that; what it raises leaves nothing behind.
+    ``out`` is whole or absent. ``check`` looks at it under another name before; what it raises leaves nothing behind.
     """
     if config.family == NO_FAMILY:
         told = f"model.family={NO_FAMILY} names no class of `transformers` that an export could become"
@@ -108,11 +109,7 @@ def write_export(
         raise UserError(problems)
     loaded: Any = None if tokenizer is None else load_folder(tokenizer, "CHECKPOINT: its tokenizer")
     special = special_tokens(loaded)
-    given, out = out, out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    hidden.mkdir()
-    try:
+    with new_folder(out) as hidden:
         if tokenizer is not None:
             shutil.copytree(tokenizer, hidden, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
             rewrite_tokenizer_config(hidden, loaded)
@@ -124,13 +121,10 @@ def write_export(
             told = (
                 f"transformers' AutoTokenizer takes {other} for model.family={config.family}, whatever tokenizer.json"
             )
-            tell(f"OUT={given}: {told} says, and splits text otherwise; load it by PreTrainedTokenizerFast")
+            tell(f"OUT={out}: {told} says, and splits text otherwise; load it by PreTrainedTokenizerFast")
         write_weights(hidden, tensors, config, torch_dtype, shard_bytes)
         if check is not None:
             check(hidden)
-        hidden.rename(out)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)  # gone already where the rename was reached
 
 
 def out_problems(out: Path) -> list[str]:
@@ -141,7 +135,15 @@ def out_problems(out: Path) -> list[str]:
             f"OUT={out} exists and is not an empty folder, and nothing is overwritten; give another path or remove it"
         ]
     rule = why_not_writable(out.absolute().parent)
+    held = next((each for each in out.absolute().parents if holds_checkpoints(each)), None)
+    if held is not None:
+        rule = f"must lie outside of {held}, where a run keeps its checkpoints, and removes old ones"
     return [f"OUT={out} {rule}; choose another place"] if rule is not None else []
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a run keeps its checkpoints there."""
+    return any((folder / name / MANIFEST).is_file() for name in LocalStore(folder).names())
 
 
 def other_tokenizer(folder: Path) -> str | None:

@@ -1,7 +1,5 @@
 """Writing a run directory that holds weights alone: config.yaml and a checkpoint of step 0."""
 
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -14,12 +12,13 @@ from launcher.config.tree import RunConfig
 from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.tokenizer import tokenizer_attachments
 from launcher.importing.weights import Weights
+from launcher.new_folder import new_folder
 from launcher.training.run_dir import record_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
 from launcher.training.state import tokenizer_files
 from modeling.logical import LogicalTensor, logical_tensors
 from parallel.checkpoint.cuts import key_of
-from parallel.checkpoint.local import LocalStore, sync_directory
+from parallel.checkpoint.local import LocalStore
 from parallel.checkpoint.manifest import BUFFER, ELEMENT_BYTES, WEIGHT, Manifest
 from parallel.checkpoint.safetensors_stream import bytes_of
 from parallel.checkpoint.schema import Piece
@@ -45,24 +44,14 @@ def write_run(
 
     ``generation`` is the content of the model's generation_config.json, which an export has again.
 
-    Everything goes to a hidden folder beside ``out`` which is renamed at the end. Raises UserError where the source
-    turns out to be unusable while it is read.
+    Raises UserError where the source turns out to be unusable while it is read.
     """
-    out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    with new_folder(out) as partial:
         text = dump_config(config)
         (partial / CONFIG).write_text(text)
         load_config(partial / CONFIG)
         (partial / STARTED_IN).write_bytes(record_folder(Path.cwd()))
         write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, generation, on_bytes)
-        sync_directory(partial)
-        partial.rename(out)
-        sync_directory(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already where the rename was reached
 
 
 def write_checkpoint(

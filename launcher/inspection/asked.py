@@ -34,7 +34,7 @@ class Wishes:
 
     texts: Sequence[str] = ()
     files: Sequence[str] = ()
-    text_key: str = "text"
+    text_key: str | None = None  # "text"
     show: str | None = None
     layers: str | None = None
     heads: str | None = None
@@ -68,6 +68,8 @@ def argument_problems(wishes: Wishes) -> Iterator[str]:
         yield f"--top-k={wishes.top_k} must be at least 1 and at most {MOST_TOP}; try 5"
     if wishes.sequences is not None and not 1 <= wishes.sequences <= 10**7:
         yield f"--sequences={wishes.sequences} must be at least 1 and at most 10^7; try 8"
+    if wishes.text_key is not None and not wishes.files:
+        yield f"--text-key={wishes.text_key} works with --text-file only, whose records it is of; leave it out"
     if wishes.dtype not in ("fp32", "bf16", "fp16"):
         yield f"--dtype={wishes.dtype} must be fp32, bf16 or fp16; try fp32"
     unknown = [part for part in (wishes.show or "").split(",") if part not in PARTS]
@@ -83,6 +85,10 @@ def chosen_parts(wishes: Wishes, *, has_experts: bool) -> tuple[str, ...]:
     option = f"--show={wishes.show}" if wishes.show is not None else f"--sequences={wishes.sequences}"
     if "experts" in parts and not has_experts:
         raise UserError([f"{option} asks for experts, and CHECKPOINT's model has none (model.moe=null); leave it out"])
+    if "attention" not in parts:
+        for name, given in (("--layers", wishes.layers), ("--heads", wishes.heads)):
+            if given is not None:
+                raise UserError([f"{name}={given} goes with attention, and --show leaves it out; leave it out"])
     if wishes.sequences is not None and "experts" not in parts:
         raise UserError([f"--sequences={wishes.sequences} goes with experts, and --show leaves them out; leave it out"])
     return parts
@@ -170,7 +176,7 @@ def read_texts(wishes: Wishes) -> tuple[list[NamedText], list[str]]:
     if problems:
         raise UserError(problems)
     for file in wishes.files:
-        own = list(itertools.islice(_documents(file, wishes.text_key), MOST_TEXTS + 1))
+        own = list(itertools.islice(_documents(file, wishes.text_key or "text"), MOST_TEXTS + 1))
         if not own:
             raise UserError([f"--text-file={file} holds no text; give a file with some"])
         if len(own) > MOST_TEXTS:

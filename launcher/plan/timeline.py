@@ -26,6 +26,7 @@ HEIGHT = 0.8  # of a line of height 1
 MOST_NUMBERED = 400  # passes with their micro-batch's number; more have no room for it
 MOST_SHAPES = 20_000  # that a browser shows at ease; more become a picture within the SVG
 WIDTH, LEAST_HEIGHT, LINE_HEIGHT = 12.0, 2.2, 0.45  # inches
+DIGIT = 0.07  # inches of a number
 DPI = 150
 
 
@@ -42,8 +43,9 @@ def draw_timeline(plan: dict[str, Any], rows: Sequence[Sequence[Bar]]) -> Figure
     axes = figure.subplots()
     n_stages = 1 + max(each[1] for row in rows for each in row)
     n_bars = sum(map(len, rows))
+    digit = plan["step_seconds"] * scale * DIGIT / WIDTH
     for place, row in enumerate(rows):
-        draw_row(axes, place, row, n_stages, scale, is_numbered=n_bars <= MOST_NUMBERED)
+        draw_row(axes, place, row, n_stages, scale, digit if n_bars <= MOST_NUMBERED else None)
     for each in axes.collections:
         each.set_rasterized(n_bars > MOST_SHAPES)
     axes.set_xlim(0, plan["step_seconds"] * scale)
@@ -64,8 +66,8 @@ def draw_timeline(plan: dict[str, Any], rows: Sequence[Sequence[Bar]]) -> Figure
     return figure
 
 
-def draw_row(axes: Axes, place: int, row: Sequence[Bar], n_stages: int, scale: float, *, is_numbered: bool) -> None:
-    """One position's passes."""
+def draw_row(axes: Axes, place: int, row: Sequence[Bar], n_stages: int, scale: float, digit: float | None) -> None:
+    """One position's passes, numbered where there is room. ``digit``: the width of one; None: none is numbered."""
     top, bottom = place - HEIGHT / 2, place + HEIGHT / 2
     corners = [
         ((begin * scale, top), (end * scale, top), (end * scale, bottom), (begin * scale, bottom))
@@ -73,8 +75,10 @@ def draw_row(axes: Axes, place: int, row: Sequence[Bar], n_stages: int, scale: f
     ]
     colors = [shade(kind, stage, n_stages) for kind, stage, *_ in row]
     axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=0.4))
-    for kind, _, number, begin, end in row if is_numbered else ():
-        if kind != "update":
+    if digit is None:
+        return
+    for kind, _, number, begin, end in row:
+        if kind != "update" and (end - begin) * scale >= digit * len(str(number)):
             middle = (begin + end) / 2 * scale
             axes.text(middle, place, str(number), ha="center", va="center", fontsize=6, color="white", clip_on=True)
 

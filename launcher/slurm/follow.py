@@ -123,7 +123,8 @@ def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
     check_parts(run_path, LOGS)
     path = log_path(run_path, rank)
     if path is None:
-        raise UserError([f"{run_path}/logs holds no log of {_whose(rank)} yet; see `roundtable status {run}`"])
+        found = f"{run_path}/logs holds no log of {_whose(rank)}: ranks on this machine print to its terminal"
+        raise UserError([f"{found}, and a job's write one once it has begun; see `roundtable status {run}`"])
     with path.open(errors="replace") as log:
         for line in deque(log, maxlen=n_lines):
             say(line, end="")

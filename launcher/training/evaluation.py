@@ -80,5 +80,8 @@ def losses_of(trained: Trained, dataset: Dataset, ranges: Sequence[tuple[int, in
 def open_heldout(trained: Trained) -> Dataset:
     """The held-out samples of the run, whose relative paths are read from the folder that it was started in."""
     config = trained.config
+    if not config.data.sources and config.data.heldout_path is None:
+        rule = "must name what to read, since CHECKPOINT's config has no data.sources"
+        raise UserError([f"--text {rule} (it was imported); give --text FILE or --tasks TASK,..."])
     with in_start_folder(trained.run, config):
         return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")

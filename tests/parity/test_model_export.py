@@ -208,6 +208,21 @@ def only(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("below", ["step-00000009", "step-00000005/hf", "new/folder"])
+def test_a_run_s_checkpoints_are_no_place_for_an_export(tmp_path: Path, below: str) -> None:
+    """Where the next start would set it aside as a damaged checkpoint, or a rule delete it."""
+    config = example_config("llama", vocab_size=257)
+    save_run(tmp_path / "run", RunConfig(model=config), build(config, 1), 5)
+    held = tmp_path / "run/checkpoints"
+    before = sorted(held.rglob("*"))
+    with pytest.raises(UserError) as refused:
+        export(tmp_path / "run", held / below)
+    assert refused.value.problems[0].startswith(f"OUT={held / below} must lie outside of {held}, where a run keeps ")
+    assert sorted(held.rglob("*")) == before
+    assert export(tmp_path / "run", tmp_path / "exports/step-00000009") == 0
+    assert export(tmp_path / "run", tmp_path / "exports/step-00000010") == 0
+
+
 def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").touch()

@@ -393,3 +393,12 @@ def test_a_branch_of_imported_weights_is_refused(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(["branch", str(tmp_path / "run"), str(tmp_path / "new"), "--step", "0"]) == 2
     assert "holds imported weights" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_what_an_import_has_not_is_not_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_hf_model(tmp_path / "source", example_config("llama", vocab_size=257))
+    imported(tmp_path / "source", tmp_path / "run")
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--text must name what to read, since CHECKPOINT's config has no data.sources (it was imp")

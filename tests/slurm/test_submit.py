@@ -123,7 +123,7 @@ def test_a_run_with_a_live_job_is_not_submitted_again_and_can_be_followed(cluste
     assert by_name["jobs"][0]["job_id"] == job_id
     assert by_name["step"] is None
 
-    assert run.command("logs", "small").stderr.startswith("runs/small/logs holds no log of rank 0 yet")
+    assert run.command("logs", "small").stderr.startswith("runs/small/logs holds no log of rank 0: ")
     assert run.command("cancel", "runs/small").stdout == f"job {job_id}: cancelled\n"
     run.wait_for_state(job_id)
     assert run.state(job_id) == "CANCELLED"

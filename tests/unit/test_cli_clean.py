@@ -223,9 +223,11 @@ def test_partial_folders_of_processes_that_are_no_more_go(place):
     dead = int(process.stdout)
     for pid in (dead, os.getpid()):
         (place / "tokens" / f"tokenizer-x-0123456789abcdef.partial-{node}-{pid}").mkdir()
-    age(place / "tokens")
+        (place / "runs" / f".imported.partial-{node}-{pid}").mkdir()
+    assert not any("partial" in leftover.path.name for leftover in find_leftovers([])[0])  # begun today
+    age(place)
     gone = [leftover.path.name for leftover in find_leftovers([])[0] if "partial" in leftover.path.name]
-    assert gone == [f"tokenizer-x-0123456789abcdef.partial-{node}-{dead}"]
+    assert gone == [f"tokenizer-x-0123456789abcdef.partial-{node}-{dead}", f".imported.partial-{node}-{dead}"]
 
 
 def test_what_an_interrupted_save_left_goes_only_from_a_run_that_is_not_live(place):

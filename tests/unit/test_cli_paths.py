@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import re
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -138,3 +141,16 @@ def test_a_picture_on_a_full_disk_leaves_the_one_before_it(tmp_path, monkeypatch
     assert line.endswith("cannot be written ([Errno 28] No space left on device); choose another place")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plot.png"]
     assert (tmp_path / "run/plot.png").read_bytes() == b"the one before"
+
+
+def test_a_name_that_the_locale_cannot_write_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "c.yaml").write_text("name: lauf-\u00e9\ndata: {sources: [{path: a.txt}]}\n", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "launcher", "train", "c.yaml", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    rule = rb"must be letters that this locale's encoding \(ascii\) knows, as all are under LC_ALL=C.UTF-8; try "
+    assert re.match(rb"name=.* " + rule, line), line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "c.yaml"]

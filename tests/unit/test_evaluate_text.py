@@ -200,3 +200,9 @@ def test_planted_documents_run_together_are_seen(
     found = json.loads(capsys.readouterr().out)
     total = sum(nats(model, folder, document)[0] for document in DOCUMENTS if document)
     assert abs(found["loss"] * found["tokens"] / total - 1) > 1e-3
+
+
+def test_a_field_without_a_file_is_refused(run: tuple[Path, Decoder], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run[0]), "--text-key", "body"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "--text-key=body works with --text only, whose records it is of; leave it out"
