@@ -110,7 +110,7 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
             values |= read(value, key)
         except ValueError as error:
             problems.append(f"config.json: {hf_key}={shown(value)} is not possible {told}: {error}; {REMEDY}")
-    problems += length_problems(family, content)
+    problems += [*length_problems(family, content), *copy_problems(family, content)]
     if problems:
         raise InexpressibleConfig(problems)
     if family.has("moe"):
@@ -141,6 +141,15 @@ def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]
         if listed and type(listed) is list and len(listed) != n_layers:
             rule = f"is not possible with num_hidden_layers={shown(n_layers)}: it must have an entry for each layer"
             yield f"config.json: {key}={shown(listed)} {rule}; {REMEDY}"
+
+
+def copy_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each key that is another value than the one that it copies."""
+    for key, copied in family.same.items():
+        value, wanted = content.get(key), content.get(copied, family.defaults.get(copied))
+        if value is not None and value != wanted:
+            rule = f"is not possible with {copied}={shown(wanted)}: the class turns so many channels"
+            yield f"config.json: {key}={shown(value)} {rule}; {REMEDY}"
 
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:

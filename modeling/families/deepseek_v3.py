@@ -43,6 +43,7 @@ FAMILY = Family(
         **MTP,
     },
     copies=MTP_COPIES,
+    same={"head_dim": "qk_rope_head_dim"},
     keys={
         **DECODER_KEYS,
         **FEED_FORWARD_KEYS,

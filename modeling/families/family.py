@@ -36,6 +36,7 @@ class Family:
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted
     constants: Mapping[str, Any]  # keys of which our models know one value alone
     ignored: Mapping[str, Any]  # keys that change nothing of what the model computes, with the value that we write
+    same: Mapping[str, str] = field(default_factory=dict)  # key -> the one that it is to copy
     passed_over: frozenset[str] = frozenset()  # more such keys, which we do not write
     defaults: Mapping[str, Any]  # what the class takes for a key that is left out, where that is not the constant
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which the class reads as well

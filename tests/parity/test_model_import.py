@@ -402,3 +402,15 @@ def test_what_an_import_has_not_is_not_evaluated(tmp_path: Path, capsys: pytest.
     assert main(["eval", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--text must name what to read, since CHECKPOINT's config has no data.sources (it was imp")
+
+
+def test_a_copied_key_of_another_value_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers turns as many channels as ``head_dim`` says, where it is given."""
+    save_hf_model(tmp_path / "source", example_config("deepseek_v3", vocab_size=257))
+    path = tmp_path / "source/config.json"
+    content = json.loads(path.read_text())
+    assert content["head_dim"] == content["qk_rope_head_dim"] != 2
+    path.write_text(json.dumps(content | {"head_dim": 2}))
+    assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert f"config.json: head_dim=2 is not possible with qk_rope_head_dim={content['qk_rope_head_dim']}: " in told
