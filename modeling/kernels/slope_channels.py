@@ -31,18 +31,15 @@ def fits_slopes(q_BSHC: Tensor) -> bool:
 def with_slopes(q_BSHC: Tensor, k_BSGC: Tensor, channels: "SlopeChannels") -> tuple[Tensor, Tensor]:
     """Queries and keys whose products, times the scale of ``q_BSHC`` as it comes, have the slopes in them.
 
-    In the dtype that they come in; wider by the channels, in whole ``FLASH_UNIT``s.
+    In the dtype that they come in; wider by the channels.
     """
     of_queries = channels.of_queries_HN.expand(*q_BSHC.shape[:2], -1, -1)
     of_keys = channels.of_keys_BSN[:, :, None].expand(-1, -1, k_BSGC.shape[2], -1)
-    width = -(-(q_BSHC.shape[-1] + of_queries.shape[-1]) // FLASH_UNIT) * FLASH_UNIT
-    joined = (torch.cat(each, dim=-1) for each in ((q_BSHC, of_queries), (k_BSGC, of_keys)))
-    sloped_BSHC, sloped_BSGC = (widened(heads, width) for heads in joined)
-    return sloped_BSHC, sloped_BSGC
+    return torch.cat([q_BSHC, of_queries], dim=-1), torch.cat([k_BSGC, of_keys], dim=-1)
 
 
 class SlopeChannels(NamedTuple):
-    """What queries and keys have in their further channels."""
+    """What queries and keys have in their further channels, which fill the heads to whole ``FLASH_UNIT``s."""
 
     of_queries_HN: Tensor
     of_keys_BSN: Tensor
@@ -54,7 +51,9 @@ class SlopeChannels(NamedTuple):
         parts_HP = slope_parts(slopes_H * n_channels**0.5, dtype)
         powers = [BASE**power for power in range(n_digits)]
         digits_BSD = torch.stack([positions_BS // power % BASE * power for power in powers], dim=-1).to(dtype)
-        return cls(parts_HP.repeat(1, n_digits), digits_BSD.repeat_interleave(PARTS, dim=-1))
+        n_further = PARTS * n_digits + -(n_channels + PARTS * n_digits) % FLASH_UNIT
+        of_queries_HN, of_keys_BSN = parts_HP.repeat(1, n_digits), digits_BSD.repeat_interleave(PARTS, dim=-1)
+        return cls(widened(of_queries_HN, n_further), widened(of_keys_BSN, n_further))
 
 
 def digits_of(seq_len: int) -> int:

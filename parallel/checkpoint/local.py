@@ -171,7 +171,7 @@ class LocalStore:
         """The content of a hidden file beside the checkpoints."""
         try:
             return LocalFolder(self.root).read_bytes(OWNER, MOST_OWNER)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def own(self, content: bytes, *, instead: bool) -> bool:

@@ -147,7 +147,7 @@ def test_the_bubble_is_that_of_the_schedule_s_own_order(pp, n, schedule, vpp):
     )
     order = simulate(schedule, [Passes(1.0 / vpp, 2.0 / vpp)] * pp, n)
     one = 3.0
-    waits = Step(job, gpu_of("H100", 8, "")).waits()
+    waits = Step(job, gpu_of("H100", 8, "")).waits(1.0, 0.0, 0.0)
     assert (n + waits) * one == pytest.approx(max(order.ends), rel=0.02)
 
 

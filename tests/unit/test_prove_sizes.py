@@ -60,6 +60,7 @@ REASONS = {
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",
     "parallel.checkpoint.local.LocalOutput.__init__: 438": "permissions",
     "parallel.checkpoint.store.MOST_DIGITS": REFUSAL,
+    "parallel.checkpoint.store.MOST_OWNER": REFUSAL,
     "parallel.checkpoint.manifest.ELEMENT_BYTES": "bytes of an element",
     "parallel.checkpoint.manifest.MOST_PROBLEMS": REFUSAL,
     "parallel.checkpoint.manifest.MOST_RANGES": REFUSAL,

@@ -128,6 +128,8 @@ def layouts() -> Iterator[Case]:
         ("cp4 ring", windowed, {"cp": 4, "cp_attention": "ring"}, 4),
         ("cp2 ring", sinks, {"cp": 2, "cp_attention": "ring"}, 2),
         ("cp2 ring tiles", slopes, {"cp": 2, "cp_attention": "ring"}, 2),
+        ("cp2 ulysses", slopes, {"cp": 2, "cp_attention": "ulysses"}, 2),
+        ("tp2", slopes, {"tp": 2}, 2),
         ("ep4", experts, {"ep": 4}, 4),
         ("ep4", latent, {"ep": 4}, 4),
         ("ep4 in 2 chunks", experts, {"ep": 4, "ep_chunks": 2}, 4),
