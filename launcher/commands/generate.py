@@ -9,10 +9,10 @@ import torch
 from launcher.commands.trained import load_decoder, load_tokenizer, open_trained
 from launcher.console import readable, say
 from launcher.errors import UserError
+from launcher.sampling import sampling_rules
 from modeling.decoder import Decoder
 from modeling.generate import new_tokens
 
-LEAST_TEMPERATURE = 1e-6  # logits divided by less leave the range of fp32
 MOST_NEW_TOKENS = 1_000_000  # each token looks at all before it: more would never come to an end
 
 
@@ -67,13 +67,8 @@ def argument_problems(
         problems.append(f"--max-new-tokens={max_new_tokens} must be at least 1; try 200")
     if max_new_tokens > MOST_NEW_TOKENS:
         problems.append(f"--max-new-tokens={max_new_tokens} must be at most {MOST_NEW_TOKENS}; try 200")
-    if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
-        rule = f"must be 0 (the likeliest token), or at least {LEAST_TEMPERATURE} and finite"
-        problems.append(f"--temperature={temperature} {rule}; try 0.8")
-    if top_k is not None and top_k < 1:
-        problems.append(f"--top-k={top_k} must be at least 1; try 50")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        problems.append(f"--top-p={top_p} must lie above 0 and at most at 1; try 0.95")
+    for name, value, rule in sampling_rules(temperature, top_k, top_p):
+        problems.append(f"--{name.replace('_', '-')}={value} {rule}")
     if not 0 <= seed < 2**63:
         problems.append(f"--seed={seed} must lie between 0 and 2^63 - 1; try 0")
     return problems

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from launcher.errors import UserError
+from launcher.sampling import sampling_rules
 from modeling.decoder import Decoder
 from modeling.generate import new_tokens
 
 MAX_NEW_TOKENS = 256  # where a task does not say, as the harness has it
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one number, first wins
-KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS}
+NUMBERS = ("temperature", "top_k", "top_p", *LENGTHS)
+KNOWN = {"until", "do_sample", *NUMBERS}
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,45 @@ def wanted_of(options: Mapping[str, Any], end_of_text: str, max_length: int, req
     if unknown:
         raise UserError([f"{told} has {unknown[0]!r}, which is not known here; known are {', '.join(sorted(KNOWN))}"])
     until = options.get("until") or []
+    if not isinstance(until, str | list | tuple):
+        raise UserError([f"{told}: until={until!r:.50} must be a text, or a list of them; mend the task"])
     until = [until] if isinstance(until, str) else [str(each) for each in until]
-    samples, temperature = options.get("do_sample"), float(options.get("temperature") or 0.0)
+    given = ((name, options[name]) for name in NUMBERS if options.get(name) is not None)
+    numbers = {name: _number(told, name, value) for name, value in given}
+    samples, temperature = options.get("do_sample"), numbers.get("temperature", 0.0)
     if samples and temperature == 0.0:
         temperature = 1.0
-    lengths = [int(options[name]) for name in LENGTHS if options.get(name) is not None]
+    lengths = [int(numbers[name]) for name in LENGTHS if name in numbers]
     n = lengths[0] if lengths else MAX_NEW_TOKENS
     if not 1 <= n < max_length:
         rule = f"must be at least 1 and below the {max_length} tokens that the model sees at once"
         raise UserError([f"{told}: max_gen_toks={n} {rule}; try {max(1, max_length // 2)}"])
+    top_k = int(numbers.get("top_k", 0)) or None  # transformers' 0 means no limit, too
+    broken = [
+        f"{told}: {name}={value} {rule}"
+        for name, value, rule in sampling_rules(temperature, top_k, numbers.get("top_p"))
+    ]
+    if broken:
+        raise UserError(broken)
     return Wanted(
         until=tuple(dict.fromkeys([*filter(None, until), end_of_text])),
         max_new_tokens=n,
         temperature=0.0 if samples is False else temperature,
-        top_k=options.get("top_k") or None,  # transformers' 0 means no limit, too
-        top_p=options.get("top_p"),
+        top_k=top_k,
+        top_p=numbers.get("top_p"),
     )
+
+
+def _number(told: str, name: str, value: Any) -> float:
+    """The number that a task gives, as text, too; whole where ``name`` counts. Raises UserError where it is none."""
+    try:
+        number = float(value)
+        if name not in ("temperature", "top_p") and not number.is_integer():
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        kind = "a number" if name in ("temperature", "top_p") else "a whole number"
+        raise UserError([f"{told}: {name}={value!r:.50} must be {kind}; mend the task, or leave it out"]) from None
+    return number
 
 
 def generate_all(

@@ -407,3 +407,32 @@ def test_a_group_is_the_mean_of_its_tasks_by_their_documents(tmp_path: Path) -> 
     both = found["groups"]["both"]
     assert both["documents"] == 16 and both["metrics"]["acc"]["value"] == pytest.approx((2 + 4) / 16)
     assert both["metrics"]["acc"]["stderr"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"top_k": -1}, "top_k=-1 must be at least 1; try 50"),
+        ({"top_k": "many"}, "top_k='many' must be a whole number; "),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number; "),
+        ({"top_p": 5}, "top_p=5.0 must lie above 0 and at most at 1; try 0.95"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number; "),
+        ({"temperature": -1}, "temperature=-1.0 must be 0 (the likeliest token), or at least "),
+        ({"temperature": float("nan")}, "temperature=nan must be 0 (the likeliest token), or at least "),
+        ({"max_gen_toks": [4]}, "max_gen_toks=[4] must be a whole number; "),
+        ({"max_gen_toks": 10**400}, "must be a whole number; "),
+        ({"until": 5}, "until=5 must be a text, or a list of them; mend the task"),
+    ],
+    ids=str,
+)
+def test_how_a_task_draws_is_checked(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as refused:
+        wanted_of(options, "<end>", 512, SimpleNamespace(task_name="story"))
+    (line,) = refused.value.problems
+    assert line.startswith("task story: generation_kwargs: ") and told in line
+
+
+def test_numbers_of_a_task_may_be_text() -> None:
+    options = {"top_k": "7", "temperature": "0.5", "top_p": "0.9", "max_gen_toks": "16", "do_sample": True}
+    wanted = wanted_of(options, "<end>", 512, SimpleNamespace(task_name="story"))
+    assert (wanted.top_k, wanted.temperature, wanted.top_p, wanted.max_new_tokens) == (7, 0.5, 0.9, 16)
