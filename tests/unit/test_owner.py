@@ -1,37 +1,19 @@
 """Whose checkpoints lie in checkpoint.dir: one run's, of all that are there, whenever they begin."""
 
-import multiprocessing
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from launcher.config.dump import dump_config
-from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import StaleRun, raise_fence
 from launcher.training.owner import Owner, check_owner, keeping, owner_of, read_run_id
-from launcher.training.run_dir import check_run_dir, claim
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, RUN_ID
+from owners import config_of, start
 from parallel.checkpoint.store import OWNER
-from small_models import example_config
-
-
-def config_of(folder: Path, name: str, place: Path | None) -> RunConfig:
-    """A run's in FOLDER/NAME, whose checkpoints lie in ``place``."""
-    checkpoint = CheckpointConfig(dir=str(place) if place is not None else None)
-    return RunConfig(model=example_config("llama"), name=name, run_dir=str(folder / name), checkpoint=checkpoint)
-
-
-def start(config: RunConfig) -> str:
-    """As a run begins and ends, without training; returns the name that it drew."""
-    check_run_dir(config)
-    claim(config).close()
-    name = read_run_id(config.run_path)
-    assert name is not None
-    return name
 
 
 def put_checkpoint(place: Path, config: RunConfig) -> None:
@@ -168,41 +150,6 @@ def test_a_damaged_name_is_named_in_a_line(first: RunConfig) -> None:
     assert refusal(first).startswith(f"{first.run_path / RUN_ID} must hold the name that the run drew")
 
 
-def begin(config: RunConfig, barrier, queue) -> None:
-    """One of many starts, in a process of its own."""
-    barrier.wait()
-    try:
-        start(config)
-    except UserError as error:
-        queue.put((config.name, error.problems))
-    else:
-        queue.put((config.name, None))
-
-
-def test_of_runs_that_begin_at_once_one_has_the_place(place: Path, tmp_path: Path) -> None:
-    """The others are refused in a line, and leave nothing."""
-    for attempt in range(5):
-        folder, kept = tmp_path / f"runs-{attempt}", place / str(attempt)
-        winners, losers = at_once([config_of(folder, f"run-{number}", kept) for number in range(8)])
-        assert len(winners) == 1 and len(losers) == 7
-        assert os.listdir(folder) == winners
-        found = owner_of(kept)
-        assert found is not None and found.run_dir == str(folder / winners[0])
-
-
-def test_of_runs_that_take_a_removed_one_s_place_at_once_one_keeps_it(first: RunConfig, place: Path) -> None:
-    """Several may begin; what any but one of them saves is not committed."""
-    shutil.rmtree(first.run_path)
-    configs = [config_of(first.run_path.parent, f"run-{number}", place) for number in range(8)]
-    winners, _ = at_once(configs)
-    found = owner_of(place)
-    assert found is not None and Path(found.run_dir).name in winners
-    for config in configs:
-        if config.name in winners and str(config.run_path) != found.run_dir:
-            with pytest.raises(StaleRun), keeping(config, raise_fence(config.run_path)):
-                raise AssertionError("the place is another run's")
-
-
 def test_a_run_saves_where_the_mark_is_its_own_alone(first: RunConfig, place: Path, tmp_path: Path) -> None:
     """One that was taken away is put back; another's ends the run; a damaged one fails the save."""
     fence, mark = raise_fence(first.run_path), place / OWNER
@@ -217,18 +164,3 @@ def test_a_run_saves_where_the_mark_is_its_own_alone(first: RunConfig, place: Pa
     mark.write_bytes(Owner("0" * 32, str(other)).text())
     with pytest.raises(StaleRun, match=f"^{place} was taken by the run in {other}; "), keeping(first, fence):
         raise AssertionError("the place is another run's")
-
-
-def at_once(configs: Sequence[RunConfig]) -> tuple[list[str], list[str]]:
-    """The names of the runs that began, and of those that were refused."""
-    forks = multiprocessing.get_context("fork")
-    barrier, queue = forks.Barrier(len(configs)), forks.Queue()
-    processes = [forks.Process(target=begin, args=(config, barrier, queue)) for config in configs]
-    for process in processes:
-        process.start()
-    answers = dict(queue.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    for problems in answers.values():
-        assert problems is None or (len(problems) == 1 and "must be this run's alone" in problems[0]), problems
-    return [name for name, each in answers.items() if each is None], [name for name, each in answers.items() if each]

@@ -1,0 +1,51 @@
+"""Runs that begin and end without training, for whose checkpoints are."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.config.tree import CheckpointConfig, RunConfig
+from launcher.errors import UserError
+from launcher.training.owner import read_run_id
+from launcher.training.run_dir import check_run_dir, claim
+from parallel.processes.start import run_ranks
+from small_models import example_config
+
+SECONDS = 60  # for all to begin
+
+
+def config_of(folder: Path, name: str, place: Path | None) -> RunConfig:
+    """A run's in FOLDER/NAME, whose checkpoints lie in ``place``."""
+    checkpoint = CheckpointConfig(dir=str(place) if place is not None else None)
+    return RunConfig(model=example_config("llama"), name=name, run_dir=str(folder / name), checkpoint=checkpoint)
+
+
+def start(config: RunConfig) -> str:
+    """As a run begins and ends; returns the name that it drew."""
+    check_run_dir(config)
+    claim(config).close()
+    name = read_run_id(config.run_path)
+    assert name is not None
+    return name
+
+
+def at_once(configs: Sequence[RunConfig], meeting: Path) -> tuple[list[str], list[str]]:
+    """Starts each in a process of its own; the names of those that began, and the lines of those that were refused."""
+    meeting.mkdir()
+    answers = run_ranks(begin, len(configs), configs, meeting, timeout_seconds=SECONDS, threads=1)
+    began = [config.name for config, problems in zip(configs, answers, strict=True) if problems is None]
+    return began, [line for problems in answers if problems is not None for line in problems]
+
+
+def begin(configs: Sequence[RunConfig], meeting: Path) -> list[str] | None:
+    """One of these starts, once all have come; why it was refused."""
+    rank = int(os.environ["RANK"])
+    (meeting / str(rank)).touch()
+    while len(list(meeting.iterdir())) < len(configs):
+        time.sleep(0)
+    try:
+        start(configs[rank])
+    except UserError as error:
+        return error.problems
+    return None
