@@ -27,6 +27,14 @@ def why_no_path(path: str, *, created: bool = False) -> str | None:
     return f"must have names of at most {LONGEST_NAME} bytes, and one has {longest}" if longest > LONGEST_NAME else None
 
 
+def is_same_place(path: str | Path, other: str | Path) -> bool:
+    """Whether both lead to one file or folder; not, where one is not there, or cannot be looked at."""
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
 def nearest_existing(path: str | Path) -> str:
     """The path, made absolute, or the nearest folder above it that is there; a broken link is there."""
     nearest = os.path.abspath(path)

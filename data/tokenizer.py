@@ -58,7 +58,7 @@ def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
     else:
         origin = Path(expand_path(config.tokenizer))
         name = Path(config.tokenizer).name[:50] or "local"
-        if not origin.exists() and (copy := _copy_of(origin, Path(config.token_dir), name)) is not None:
+        if not os.path.exists(origin) and (copy := _copy_of(origin, Path(config.token_dir), name)) is not None:
             return copy
         fixes = _hash_origin(origin) if os.path.isdir(origin) else f"hub/{config.tokenizer}"
         if any(source.chat is not None for source in config.sources):  # else a template changes no token

@@ -4,12 +4,11 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from data.partial import partial_suffix, sync_folder
-
-KILLED = 128  # exit code, plus the signal's number
+from parallel.processes.stop import ending
 
 
 @contextmanager
@@ -22,7 +21,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.name}.{partial_suffix()}")
-    with _raising_at_sigterm():
+    is_main = threading.current_thread() is threading.main_thread()  # which alone may say what a signal does
+    with ending([signal.SIGTERM], code=None) if is_main else nullcontext():
         hidden.mkdir()
         try:
             yield hidden
@@ -31,18 +31,3 @@ def new_folder(out: Path) -> Iterator[Path]:
             sync_folder(out.parent)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)  # gone already where the rename was reached
-
-
-@contextmanager
-def _raising_at_sigterm() -> Iterator[None]:
-    def end(signum: int, _: object) -> None:
-        raise SystemExit(KILLED + signum)
-
-    if threading.current_thread() is not threading.main_thread():  # which alone may say what a signal does
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

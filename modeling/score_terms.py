@@ -112,11 +112,6 @@ class ScoreTerms(NamedTuple):
         return self.alibi is None and self.sinks_H is None and not self.needs_formula
 
     @property
-    def has_slopes_alone(self) -> bool:
-        """Whether there is nothing but slopes."""
-        return self.alibi is not None and self.sinks_H is None and not self.needs_formula
-
-    @property
     def needs_formula(self) -> bool:
         """Whether the scores' own gradients are needed, which no fused kernel tells, or weights are dropped."""
         return self.bias_HN is not None or self.cap is not None or self.dropout is not None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from data.places import is_same_place
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import ENDS, Fence, StaleRun
@@ -86,14 +87,17 @@ def check_owner(config: RunConfig) -> str | None:
     """
     run_path, location = config.run_path, config.checkpoint_location
     own, found = read_run_id(run_path), owner_of(location)
-    if found is None or _is_same(found.run_dir, run_path):
+    if found is None or is_same_place(found.run_dir, run_path):
         return own
     _refuse_living(config, found)
     if own is None:  # the run directory was lost, and made anew; of a new one other rules decide
         return found.run if (run_path / CONFIG).exists() else None
     if found.run != own and list_checkpoints(location):
+        given = config.checkpoint.dir
+        rule = f"must be this run's alone, and holds those of the run in {found.run_dir}, which is gone"
+        remedy = f"choose another; init_from={given} takes its weights"
         is_own = f"where they are this run's own, remove {location}/{OWNER}"
-        raise UserError([f"{_line(config, found)}; {is_own}"])
+        raise UserError([f"checkpoint.dir={given} {rule}; {remedy}; {is_own}"])
     return own
 
 
@@ -136,7 +140,7 @@ def keeping(config: RunConfig, fence: Fence) -> Iterator[None]:
 
 
 def _refuse_living(config: RunConfig, found: Owner | None) -> None:
-    if found is not None and not _is_same(found.run_dir, config.run_path) and found.is_there():
+    if found is not None and not is_same_place(found.run_dir, config.run_path) and found.is_there():
         raise UserError([_line(config, found)])
 
 
@@ -158,10 +162,3 @@ def _line(config: RunConfig, owner: Owner) -> str:
     rule = f"must be this run's alone, and is kept by the run in {run_dir}"
     remedy = f"choose another; init_from={run_dir} takes its weights, `roundtable branch` its states too"
     return f"checkpoint.dir={given} {rule}; {remedy}"
-
-
-def _is_same(run_dir: str, run_path: Path) -> bool:
-    try:
-        return os.path.samefile(run_dir, run_path)
-    except OSError:  # one of them is not there
-        return os.path.abspath(run_path) == run_dir

@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 from data.errors import DataError, reason_of
 from data.mixture import DEALING
-from data.places import why_not_writable
+from data.places import is_same_place, why_not_writable
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
@@ -67,7 +67,7 @@ def start_folder(run_path: Path, config: RunConfig) -> Path:
     """
     recorded = recorded_folder(run_path)
     started_in = recorded if recorded is not None and _can_be_entered(recorded) else None
-    if started_in is not None and _is_same(started_in / config.run_path, run_path):
+    if started_in is not None and is_same_place(started_in / config.run_path, run_path):
         return started_in
     parts, own = Path(os.path.abspath(run_path)).parts, config.run_path.parts
     if not config.run_path.is_absolute() and parts[-len(own) :] == own:
@@ -126,19 +126,12 @@ def enter_start_folder(path: Path, overrides: Sequence[str] = ()) -> Path:
         return path
     folder, path = start_folder(run_path, config), path.absolute()
     renamed = any(override.startswith(("run_dir=", "name=")) for override in overrides)
-    if not renamed and not _is_same(folder / config.run_path, run_path):
+    if not renamed and not is_same_place(folder / config.run_path, run_path):
         rule = f"must be {run_path.absolute()}, since that run's config was given, and is in {folder}"
         remedy = f"give run_dir={run_path.absolute()} to go on there"
         raise UserError([f"run_dir={config.run_path} {rule}; {remedy}"])
     os.chdir(folder)
     return path
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:  # one of them is not there, or cannot be looked at
-        return False
 
 
 def checkpoints_of(path: Path | str) -> Path | str:

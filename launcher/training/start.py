@@ -283,11 +283,12 @@ def check_room(config: RunConfig) -> None:
         kept += f", checkpoint.keep_best={checkpoint.keep_best}" if checkpoint.keep_best else ""
         kept += f", checkpoint.keep_every_steps={checkpoint.keep_every_steps}" if for_good else ""
         remedy = "raise checkpoint.keep_every_steps" if for_good else "lower checkpoint.keep_last"
+        key, place = ("run_dir", config.run_path) if checkpoint.dir is None else ("checkpoint.dir", checkpoint.dir)
         raise UserError(
             [
-                f"run_dir={config.run_path} must have room for {n_wanted} checkpoints of {one_gib:.3g} GiB "
+                f"{key}={place} must have room for {n_wanted} checkpoints of {one_gib:.3g} GiB "
                 f"({kept}, and one being written), and has {free_gib:.3g} GiB free; "
-                f"{remedy}, or choose a run_dir on another disk"
+                f"{remedy}, or choose a {key} on another disk"
             ]
         )
 

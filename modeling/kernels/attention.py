@@ -56,7 +56,8 @@ def attend(
         return sink_attention(q_BSHC, k_BSGC, v_BSGC, context, window, terms.sinks_H)
     if terms.is_plain and fits_flash(q_BSHC):
         return plain_attention(q_BSHC, k_BSGC, v_BSGC, context, window)
-    if terms.alibi is not None and terms.has_slopes_alone and fits_flash(q_BSHC) and fits_slopes(q_BSHC):
+    has_slopes_alone = terms._replace(alibi=None).is_plain
+    if terms.alibi is not None and has_slopes_alone and fits_flash(q_BSHC) and fits_slopes(q_BSHC):
         scale, n_channels = q_BSHC.shape[-1] ** -0.5, v_BSGC.shape[-1]
         channels = context.slope_channels(terms.alibi, q_BSHC.shape[-1], q_BSHC.dtype)
         q_BSHC, k_BSGC = with_slopes(q_BSHC, k_BSGC, channels)

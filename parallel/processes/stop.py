@@ -117,13 +117,16 @@ def forwarding() -> Iterator[Forwarder]:
 
 
 @contextmanager
-def ending() -> Iterator[None]:
-    """Within, a request raises SystemExit, since no rank is there that would have to save. The main thread calls it."""
+def ending(signals: Sequence[int] = STOP_SIGNALS, code: int | None = STOPPED) -> Iterator[None]:
+    """Within, a request raises SystemExit, since no rank is there that would have to save. The main thread calls it.
+
+    ``code`` is the exit code; None: 128 plus the signal's number, as a shell has it.
+    """
 
     def end(signum: int, _: Any = None) -> None:
-        raise SystemExit(STOPPED)
+        raise SystemExit(KILLED + signum if code is None else code)
 
-    before = {signum: signal.signal(signum, end) for signum in STOP_SIGNALS}
+    before = {signum: signal.signal(signum, end) for signum in signals}
     try:
         yield
     finally:

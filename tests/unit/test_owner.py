@@ -107,6 +107,7 @@ def test_checkpoints_of_a_removed_run_are_not_another_s(first: RunConfig, place:
     shutil.rmtree(first.run_path)
     second = config_of(tmp_path / "runs", "second", place)
     line = refusal(second)
+    assert f"and holds those of the run in {first.run_path}, which is gone; choose another; init_from={place} " in line
     assert line.endswith(f"; where they are this run's own, remove {place}/{OWNER}")
     third = config_of(tmp_path / "runs", "third", place)
     third.run_path.mkdir()
