@@ -52,10 +52,10 @@ def measure(steps: int, precision: str) -> dict[str, float]:
     import torch
 
     from in_turn import time_in_turn
-    from modeling.config import MoEConfig
     from modeling.context import Context
     from modeling.dtypes import DTYPES
     from modeling.moe import MoE, build_moe
+    from modeling.moe_config import MoEConfig
     from parallel.apply import connect_experts
     from parallel.config import ParallelConfig
     from parallel.mesh import close_mesh, open_mesh

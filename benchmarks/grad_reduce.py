@@ -69,7 +69,8 @@ def measure(steps: int) -> dict[str, Any]:
 
 
 def build(mesh: Any, parallel: Any) -> Any:
-    from modeling.config import ModelConfig, MoEConfig, SequenceAuxBalance
+    from modeling.config import ModelConfig
+    from modeling.moe_config import MoEConfig, SequenceAuxBalance
     from modeling.optimizers.adamw import AdamWConfig
     from parallel.sizes import DEFAULT_SIZES
     from parallel.zero.engine import Engine

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from cpu_precision import add_precision, choose_precision
-from modeling.config import MoEConfig
 from modeling.context import Context
 from modeling.dtypes import DTYPES
 from modeling.feed_forward import FeedForward
 from modeling.moe import build_moe
+from modeling.moe_config import MoEConfig
 from sides import in_turn, takes_turns
 
 BATCH, SEQ_LEN, D_MODEL = 8, 512, 384

@@ -29,7 +29,7 @@ from cpu_precision import add_precision, choose_precision
 from launcher.estimate.ledger import Ledger
 from launcher.training.compiling import fuse_of
 from launcher.training.heap import keep_heap_from_growing
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dtypes import DTYPES
@@ -37,6 +37,7 @@ from modeling.fused import fuse_chains
 from modeling.init import materialize
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.scratch import Scratch
+from modeling.moe_config import MoEConfig
 from parallel.recompute import Recompute, apply_recompute
 from sides import in_turn, takes_turns
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.context import Context, attention_mask
 from modeling.dtypes import DTYPES
+from modeling.moe_config import MoEConfig
 from sides import Figures, Side, compare
 
 BATCH, SEQ_LEN = 8, 512

@@ -14,7 +14,9 @@ from annotated_types import Interval
 
 from modeling.expert_layers import count_with_experts, expert_layer_problems, has_experts
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
+from modeling.moe_config import MoEConfig
 from modeling.mtp_config import MTPConfig
+from modeling.ranges import Coefficient, Count, Layer, Width
 from modeling.rope_scaling import RopeScaling, rope_scaling_problems
 
 # The one list of families; each is told by its module in modeling/families.
@@ -45,126 +47,6 @@ FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 ModelFamily = Literal[FamilyName, "none"]
 NO_FAMILY = "none"  # a model that no class of `transformers` computes: it can have every block, and is not exported
-
-Layer = Annotated[int, Interval(ge=0, le=9_999)]  # the number of a layer
-Count = Annotated[int, Interval(ge=1, le=2**16)]
-Width = Annotated[int, Interval(ge=1, le=2**24)]
-Coefficient = Annotated[float, Interval(ge=0, le=1000.0)]
-ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceAuxBalance:
-    """Balance by an auxiliary loss computed within each sequence (DeepSeek-V3, section 2.1.2, eq. 17-20)."""
-
-    # sequence_aux: by a loss within each sequence; bias: by a bias moved after each step
-    name: Literal["sequence_aux"] = "sequence_aux"
-    coefficient: Coefficient = 1e-3  # factor of the loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class BiasBalance:
-    """Balance by a bias on the selection scores, moved after each step (Wang et al. 2024, arXiv:2408.15664)."""
-
-    name: Literal["bias"] = "bias"
-    rate: Coefficient = 1e-3  # how far it moves in a step
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoBalance:
-    """No balancing rule."""
-
-    name: Literal["none"] = "none"
-
-
-Balance = SequenceAuxBalance | BiasBalance | NoBalance
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """The mixture-of-experts feed-forward layers. Routing is dropless: every token reaches its top_k experts.
-
-    ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width ``shared_width``.
-    """
-
-    noun: ClassVar[str] = "experts"  # what a model with this section has, in messages
-
-    n_experts: Count = 8  # experts of a layer
-    top_k: Count = field(default=2, metadata={"usual": 1, "small": 4})  # experts a token goes to; none is ever dropped
-    d_ff: Width = 512  # width of one expert
-    expert_bias: bool = False  # the experts' projections have biases
-    # gpt-oss's SwiGLU in the experts, gates and values clamped to it; None: the plain one
-    swiglu_limit: Annotated[float, Interval(ge=1e-3, le=1e6)] | None = field(
-        default=None, metadata={"usual": 7.0, "small": 2.0}
-    )
-    # experts that every token goes to
-    n_shared_experts: Annotated[int, Interval(ge=0, le=1024)] = field(default=0, metadata={"small": 2})
-    # width of all shared experts together; None: n_shared_experts x d_ff
-    shared_d_ff: Width | None = field(default=None, metadata={"usual": 2048})
-    shared_gate: bool = False  # the shared experts' output is multiplied by a sigmoid of a projection to one number
-    # so many leading layers have no experts, but a width of model.d_ff
-    n_dense_layers: Annotated[int, Interval(ge=0, le=10_000)] = 0
-    every_n_layers: Annotated[int, Interval(ge=1, le=10_000)] = 1  # the last of every so many layers has experts
-    # layers (from 0) that have no experts all the same
-    dense_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 1})
-    # groups of experts; a token's top_k are in the top_k_groups of the largest scores
-    n_groups: Count = field(default=1, metadata={"small": 4})
-    top_k_groups: Count = field(default=1, metadata={"small": 2})  # groups among which a token's experts are chosen
-    group_score: Literal["best_two", "best"] = "best_two"  # of a group: the sum of its best two experts', or the best's
-    logit_bias: bool = False  # the router's logits have a trained bias
-    score: ScoreName = "softmax"  # of the router's logits
-    normalize_top_k: bool = True  # the chosen experts' weights sum to one (before routed_scale)
-    routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output
-    balance: Balance = field(default_factory=SequenceAuxBalance)
-    # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
-    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
-
-    @property
-    def shared_width(self) -> int:
-        """Width of all shared experts together; 0 where there are none."""
-        if self.n_shared_experts == 0 or self.shared_d_ff is None:
-            return self.n_shared_experts * self.d_ff
-        return self.shared_d_ff
-
-    @property
-    def balance_coefficient(self) -> float:
-        """Factor of the balance loss; 0 where balance is kept otherwise.
-
-        And where each token goes to all experts: the loss is 1 then, whatever the router does, and its gradient is but
-        its rounding.
-        """
-        if not isinstance(self.balance, SequenceAuxBalance) or self.top_k == self.n_experts:
-            return 0.0
-        return self.balance.coefficient
-
-    @property
-    def choosable(self) -> int:
-        """Among how many experts a token's top_k are chosen by their own scores."""
-        return self.n_experts // self.n_groups * self.top_k_groups
-
-    def problems(self) -> Iterator[str]:
-        """One line for each rule between the fields that is broken."""
-        experts, groups, kept = self.n_experts, self.n_groups, self.top_k_groups
-        if min(self.top_k, experts, groups, kept) < 1:
-            return
-        if self.top_k > experts:
-            yield (
-                f"model.moe.top_k={self.top_k} must be at most model.moe.n_experts={experts}; "
-                f"try {experts}, or more experts"
-            )
-        if groups > 1 and (experts % groups or experts < 2 * groups):
-            legal = [number for number in range(2, min(groups, experts // 2) + 1) if experts % number == 0]
-            yield (
-                f"model.moe.n_groups={groups} must cut model.moe.n_experts={experts} into equal groups of two or more; "
-                f"try {max(legal, default=1)}"
-            )
-        elif kept > groups:
-            yield f"model.moe.top_k_groups={kept} must be at most model.moe.n_groups={groups}; try {groups}"
-        elif experts >= self.top_k > self.choosable:
-            yield (
-                f"model.moe.top_k={self.top_k} must be at most the {self.choosable} experts of "
-                f"model.moe.top_k_groups={kept} of model.moe.n_groups={groups} groups; try {self.choosable}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +252,7 @@ class ModelConfig:
             yield from rope_scaling_problems(self.rope_scaling, self.rope_dim, self.rope_theta)
         yield from self.position_problems()
         if isinstance(self.init, MupInit):
-            yield from self.init.problems(self)
+            yield from self.mup_problems(self.init)
         for key in DROPOUTS:
             if 0 < (probability := getattr(self, key)) < LEAST_DROPOUT:
                 yield (
@@ -387,6 +269,23 @@ class ModelConfig:
         if self.moe is not None:
             yield from self.moe.problems()
             yield from expert_layer_problems(self.moe, self.n_layers)
+
+    def mup_problems(self, mup: MupInit) -> Iterator[str]:
+        """One line for each rule between muP's numbers and the model's that is broken."""
+        if mup.base_d_model < 1:
+            return
+        ratio, told = mup.ratio(self.d_model), "where model.init.name=mup"
+        if self.tie_embeddings and abs(self.logit_divisor - ratio) > 1e-6 * ratio:
+            yield (
+                f"model.tie_embeddings=true needs model.logit_divisor={self.logit_divisor} to be model.d_model="
+                f"{self.d_model} over model.init.base_d_model={mup.base_d_model}, {ratio}, {told} (a head that is "
+                f"the embedding's weight can neither be smaller than that nor learn more slowly); try "
+                f"model.tie_embeddings=false, or model.logit_divisor={ratio}"
+            )
+        if mup.base_d_ff is not None and self.n_moe_layers == self.n_layers:
+            yield f"model.init.base_d_ff={mup.base_d_ff} changes nothing where no layer is dense; try null"
+        if mup.base_expert_d_ff is not None and self.moe is None:
+            yield f"model.init.base_expert_d_ff={mup.base_expert_d_ff} changes nothing where model.moe=null; try null"
 
     def layer_list_problems(self) -> Iterator[str]:
         """One line for each rule about the lists of layers without windows, turns or experts that is broken."""

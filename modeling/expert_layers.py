@@ -7,30 +7,28 @@ have none all the same.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from modeling.config import MoEConfig
+from modeling.moe_config import MoEConfig
 
 
-def has_experts(moe: "MoEConfig", layer: int) -> bool:
+def has_experts(moe: MoEConfig, layer: int) -> bool:
     """Whether layer ``layer`` (from 0) has experts."""
     return would_have_experts(moe, layer) and layer not in moe.dense_layers
 
 
-def would_have_experts(moe: "MoEConfig", layer: int) -> bool:
+def would_have_experts(moe: MoEConfig, layer: int) -> bool:
     """Whether it would, were no layer listed."""
     return layer >= moe.n_dense_layers and (layer + 1) % max(1, moe.every_n_layers) == 0
 
 
-def count_with_experts(moe: "MoEConfig", n_layers: int) -> int:
+def count_with_experts(moe: MoEConfig, n_layers: int) -> int:
     """How many of ``n_layers`` layers have experts."""
     step, n_dense = max(1, moe.every_n_layers), min(moe.n_dense_layers, n_layers)
     listed = {layer for layer in moe.dense_layers if layer < n_layers and would_have_experts(moe, layer)}
     return n_layers // step - n_dense // step - len(listed)
 
 
-def told_once(moe: "MoEConfig", n_layers: int) -> "MoEConfig":
+def told_once(moe: MoEConfig, n_layers: int) -> MoEConfig:
     """The same layers with experts, and each layer without told by one field alone, the leading ones by their number.
 
     So a file's list of layers without experts becomes the fields of ours.
@@ -46,7 +44,7 @@ def told_once(moe: "MoEConfig", n_layers: int) -> "MoEConfig":
     return replace(moe, n_dense_layers=n_dense, dense_layers=later)
 
 
-def expert_layer_problems(moe: "MoEConfig", n_layers: int) -> Iterator[str]:
+def expert_layer_problems(moe: MoEConfig, n_layers: int) -> Iterator[str]:
     """One line for each field that names layers that there are not, or that have no experts anyway."""
     step, n_dense = moe.every_n_layers, moe.n_dense_layers
     if min(step, n_layers) < 1:

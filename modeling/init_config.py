@@ -4,17 +4,12 @@ A config's ``init_std`` goes with them: it is the deviation of everything that X
 which rows are looked up, and vectors), and of all that is drawn by the other three.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
-from annotated_types import Interval
-
-if TYPE_CHECKING:
-    from modeling.config import ModelConfig
+from modeling.ranges import Width
 
 Distribution = Literal["uniform", "normal"]
-Width = Annotated[int, Interval(ge=1, le=2**24)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +62,6 @@ class MupInit:
     def ratio(self, d_model: int) -> float:
         """How many times as wide a model is as the base model."""
         return d_model / self.base_d_model
-
-    def problems(self, config: "ModelConfig") -> Iterator[str]:
-        """One line for each rule between these numbers and the model's that is broken."""
-        if self.base_d_model < 1:
-            return
-        ratio, told = self.ratio(config.d_model), "where model.init.name=mup"
-        if config.tie_embeddings and abs(config.logit_divisor - ratio) > 1e-6 * ratio:
-            yield (
-                f"model.tie_embeddings=true needs model.logit_divisor={config.logit_divisor} to be model.d_model="
-                f"{config.d_model} over model.init.base_d_model={self.base_d_model}, {ratio}, {told} (a head that is "
-                f"the embedding's weight can neither be smaller than that nor learn more slowly); try "
-                f"model.tie_embeddings=false, or model.logit_divisor={ratio}"
-            )
-        if self.base_d_ff is not None and config.n_moe_layers == config.n_layers:
-            yield f"model.init.base_d_ff={self.base_d_ff} changes nothing where no layer is dense; try null"
-        if self.base_expert_d_ff is not None and config.moe is None:
-            yield f"model.init.base_expert_d_ff={self.base_expert_d_ff} changes nothing where model.moe=null; try null"
 
 
 InitConfig = DepthScaledInit | NormalInit | XavierInit | HeInit | MupInit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, z_losses_and_entropies
-from modeling.config import ActivationName, MoEConfig
+from modeling.config import ActivationName
 from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
@@ -20,6 +20,7 @@ from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.linear import Linear
 from modeling.metrics import Metric
+from modeling.moe_config import MoEConfig
 from modeling.positions import Unsummed
 from modeling.router import Router, Routing, build_router
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from modeling.config import BiasBalance, MoEConfig, ScoreName
 from modeling.dims import Weight
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.router_logits import RouterLogits
 from modeling.kernels.top_k import top_k_places
+from modeling.moe_config import BiasBalance, MoEConfig, ScoreName
 
 
 class Score(NamedTuple):

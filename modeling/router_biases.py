@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from modeling.balance import updated_bias
-from modeling.config import BiasBalance, ModelConfig
+from modeling.config import ModelConfig
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.moe import MoE
+from modeling.moe_config import BiasBalance
 
 
 @torch.no_grad()

@@ -31,7 +31,8 @@ from launcher.training.loop import build_engine, prepare_process, run_step
 from launcher.training.state import TrainState
 from launcher.watch.metrics import read_metrics
 from layout_runs import DENSE_MODEL, MOE_MODEL
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
+from modeling.moe_config import MoEConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig

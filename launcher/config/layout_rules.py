@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
-from modeling.config import MoEConfig
 from modeling.dims import units_of
+from modeling.moe_config import MoEConfig
 from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF
 from parallel.pipeline.config import splits_backward

@@ -34,8 +34,9 @@ from launcher.prove.plain import PlainState, samples_of_step
 from launcher.prove.proof import SGD, Proof, plain_trainer
 from launcher.prove.rounding import bounds_for
 from launcher.prove.shrink import sgd_for
-from modeling.config import ModelConfig, SequenceAuxBalance
+from modeling.config import ModelConfig
 from modeling.logical import logical_tensors
+from modeling.moe_config import SequenceAuxBalance
 from parallel.layout import layout_of
 from parallel.mesh import Degrees
 

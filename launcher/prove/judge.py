@@ -27,7 +27,7 @@ from launcher.prove.rank import (
 from launcher.prove.reference import ReferenceStep
 from launcher.prove.rounding import NOISE_FACTOR
 from launcher.prove.shrink import nonlinear_for
-from modeling.config import BiasBalance
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling.config import BiasBalance, ModelConfig
+from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
@@ -19,6 +19,7 @@ from modeling.dropout import Draws
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
+from modeling.moe_config import BiasBalance
 from modeling.mtp import Ahead
 from modeling.mup import widths_of
 from modeling.optimizers.build import parameter_groups

@@ -9,10 +9,11 @@ from typing import Any
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
-from modeling.config import DROPOUTS, NO_FAMILY, Balance, BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.config import DROPOUTS, NO_FAMILY, ModelConfig
 from modeling.expert_layers import told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
+from modeling.moe_config import Balance, BiasBalance, MoEConfig, SequenceAuxBalance
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling
 from modeling.schedules import ConstantSchedule

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modeling.config import FAMILIES, BiasBalance, ModelConfig, NoBalance
+from modeling.config import FAMILIES, ModelConfig
 from modeling.expert_layers import told_once
 from modeling.families.family import Family, Key, family_of, section_types
 from modeling.families.rope_json import from_rope_json, longest, to_rope_json
 from modeling.families.values import checked, hints_of, shown
+from modeling.moe_config import BiasBalance, NoBalance
 
 # Keys that any config.json may have besides: they change nothing of what the model computes, or are read here.
 EVERYWHERE = frozenset(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modeling.config import MLAConfig, ModelConfig, MoEConfig, NoBalance
+from modeling.config import MLAConfig, ModelConfig
 from modeling.families.deepseek_v3 import FAMILY as V3
 from modeling.families.deepseek_v3 import LATENT_ATTENTION
 from modeling.families.family import Family, Key, moe_of
@@ -17,6 +17,7 @@ from modeling.families.shared import (
     SHARED_EXPERTS,
     SOFTMAX_ROUTER,
 )
+from modeling.moe_config import MoEConfig, NoBalance
 from modeling.rope_scaling import YarnScaling
 
 METHODS = ("greedy", "group_limited_greedy")

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, sigmoid routing within groups of experts, shared experts."""
 
-from modeling.config import BiasBalance, MLAConfig, ModelConfig, MoEConfig
+from modeling.config import MLAConfig, ModelConfig
 from modeling.families.family import Family, Key
 from modeling.families.shared import (
     DECODER,
@@ -18,6 +18,7 @@ from modeling.families.shared import (
     SHARED_EXPERT_KEYS,
     SHARED_EXPERTS,
 )
+from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.rope_scaling import YarnScaling
 
 LATENT_ATTENTION = {

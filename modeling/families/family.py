@@ -6,8 +6,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, get_args, get_type_hints
 
-from modeling.config import DROPOUTS, ModelConfig, MoEConfig
+from modeling.config import DROPOUTS, ModelConfig
 from modeling.families.packed import Packed
+from modeling.moe_config import MoEConfig
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
 # Fields below `model` that no transformers class needs to know. Some have keys for dropout, which then tell it.

@@ -1,6 +1,6 @@
 """GLM-4.5 (arXiv:2508.06471): sigmoid routing with a selection bias, shared experts, leading dense layers."""
 
-from modeling.config import BiasBalance, ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
@@ -22,6 +22,7 @@ from modeling.families.shared import (
     SHARED_EXPERT_KEYS,
     SHARED_EXPERTS,
 )
+from modeling.moe_config import BiasBalance, MoEConfig
 
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.families.family import Family, Key, moe_of
 from modeling.families.packed import packed
 from modeling.families.shared import (
@@ -25,6 +25,7 @@ from modeling.families.shared import (
     told_by_pattern,
     whole_number,
 )
+from modeling.moe_config import MoEConfig, NoBalance
 from modeling.rope_scaling import YarnScaling
 
 OURS, THEIRS = "layers.{layer}.feed_forward", "model.layers.{layer}.mlp"

@@ -1,6 +1,6 @@
 """Granite 3.0 with experts (granitemoe of transformers): factors on embeddings, scores, residuals and logits."""
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.families.family import Family, Key
 from modeling.families.packed import packed
 from modeling.families.shared import (
@@ -16,6 +16,7 @@ from modeling.families.shared import (
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
 )
+from modeling.moe_config import MoEConfig, NoBalance
 
 EXPERTS = "model.layers.{layer}.block_sparse_moe"
 

@@ -1,6 +1,6 @@
 """Mixtral (arXiv:2401.04088): every layer has experts, chosen by a softmax whose top_k weights sum to one."""
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
@@ -14,6 +14,7 @@ from modeling.families.shared import (
     SOFTMAX_ROUTER,
     WINDOW,
 )
+from modeling.moe_config import MoEConfig, NoBalance
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",

@@ -1,6 +1,6 @@
 """OLMoE (arXiv:2409.02060): every layer has experts, chosen by a softmax, and norms over all query or key heads."""
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
@@ -18,6 +18,7 @@ from modeling.families.shared import (
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
 )
+from modeling.moe_config import MoEConfig, NoBalance
 
 FAMILY = Family(
     architecture="OlmoeForCausalLM",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.families.family import Family, Key, moe_of
 from modeling.families.shared import (
     ATTENTION,
@@ -22,6 +22,7 @@ from modeling.families.shared import (
     full_layers,
     layer_types,
 )
+from modeling.moe_config import MoEConfig, NoBalance
 
 SHARED_EXPERT = {
     "layers.{layer}.feed_forward.shared.gate.weight": "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",

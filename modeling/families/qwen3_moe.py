@@ -1,6 +1,6 @@
 """Qwen3-MoE (arXiv:2505.09388): QK norm, softmax routing, layers without experts where wanted."""
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.families.family import Family, Key
 from modeling.families.shared import (
     ATTENTION,
@@ -20,6 +20,7 @@ from modeling.families.shared import (
     WINDOW,
 )
 from modeling.families.values import checked
+from modeling.moe_config import MoEConfig, NoBalance
 
 FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",

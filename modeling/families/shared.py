@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from modeling.config import MoEConfig
 from modeling.families.family import Key, moe_of
 from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
+from modeling.moe_config import MoEConfig
 
 # Our name -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with {expert} holds one
 # expert of our stack. Shapes are equal: transformers' linear layers are (out, in) as ours are.

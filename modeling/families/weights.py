@@ -8,10 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from modeling.config import BiasBalance, ModelConfig
+from modeling.config import ModelConfig
 from modeling.families.family import family_of
 from modeling.families.packed import Packed
 from modeling.logical import logical_shapes, logical_tensors
+from modeling.moe_config import BiasBalance
 
 LAYER = re.compile(r"(?:(?<=^layers\.)|(?<=^mtp\.))\d+")
 

@@ -15,8 +15,8 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
 from launcher.training.start import start_training
 from layout_runs import MOE_MODEL, run_config, write_tokens
-from modeling.config import BiasBalance
 from modeling.counts import count_parameters
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from parallel.config import ParallelConfig

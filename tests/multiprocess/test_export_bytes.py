@@ -17,8 +17,9 @@ from export_runs import exported_bytes, save_again, train_and_save
 from launcher.commands.trained import Trained
 from launcher.config.rules import Precision
 from layout_runs import MOE_MODEL, run_config, write_tokens
-from modeling.config import BiasBalance, ModelConfig, SequenceAuxBalance
+from modeling.config import ModelConfig
 from modeling.logical import logical_shapes
+from modeling.moe_config import BiasBalance, SequenceAuxBalance
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import DualPipeV, Interleaved

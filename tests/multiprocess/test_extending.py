@@ -43,7 +43,7 @@ metrics: {wandb: {mode: disabled}}
 """
 ROUTE = """
 import torch
-from modeling.config import MoEConfig
+from modeling.moe_config import MoEConfig
 from modeling.router import build_router
 
 router = build_router(MoEConfig(n_experts=4, score="sqrt_softplus"), 8)

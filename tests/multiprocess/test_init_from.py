@@ -15,7 +15,7 @@ from launcher.errors import UserError
 from launcher.prove.reference import ReferenceTrainer
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_reference, write_tokens
-from modeling.config import BiasBalance
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import SGDConfig
 from parallel.checkpoint.read import open_checkpoint
 from parallel.config import ParallelConfig

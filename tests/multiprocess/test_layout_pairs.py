@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from layout_runs import DENSE_MODEL, MOE_MODEL, LayoutResult, run_config, run_reference, write_tokens
-from modeling.config import BiasBalance, ModelConfig
+from modeling.config import ModelConfig
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig
 from pair_runs import ODD_SCALER, STEPS, Loaded, Saved, Work, load_under, save_under
 from parallel.config import ParallelConfig

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from layout_runs import MOE_MODEL, LayoutResult, merge, run_config, run_reference
-from modeling.config import BiasBalance
+from modeling.moe_config import BiasBalance
 from no_target_runs import (
     EMPTY_STEP,
     NoTargetResult,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.counts import flops_per_token
+from modeling.moe_config import MoEConfig
 
 pytestmark = pytest.mark.xdist_group("profile")  # what its tests share takes long to make
 

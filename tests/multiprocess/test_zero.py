@@ -24,7 +24,7 @@ from layout_runs import (
     run_reference,
     write_tokens,
 )
-from modeling.config import BiasBalance
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.processes.start import RankError

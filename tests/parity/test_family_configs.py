@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.config.families import check_family
-from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, NoBalance
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters
 from modeling.expert_layers import told_once
 from modeling.families.config_json import InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
+from modeling.moe_config import BiasBalance, NoBalance
 from rotating import some_fast
 from small_models import configs, example_config
 

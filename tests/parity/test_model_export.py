@@ -22,13 +22,14 @@ from launcher.commands.generate import generate_from_checkpoint
 from launcher.commands.trained import load_decoder, open_trained
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
-from modeling.config import FAMILIES, FamilyName, ModelConfig, NoBalance
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, to_config_json
 from modeling.families.family import family_of
 from modeling.families.weights import from_hf, to_hf
 from modeling.logical import logical_shapes
+from modeling.moe_config import NoBalance
 from rotating import some_fast
 from saved_runs import save_run
 from small_models import build, configs, example_config, tensors_of

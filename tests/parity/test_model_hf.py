@@ -21,8 +21,9 @@ from hf_comparison import (
     recorded_routes,
     told_of,
 )
-from modeling.config import FAMILIES, BiasBalance, FamilyName, ModelConfig, MoEConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.families.family import family_of
+from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling
 from rotating import some_fast
 from small_models import LENGTHS, MOE_FAMILIES, build, configs, example_config, next_tokens, packed_rows

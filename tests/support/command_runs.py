@@ -14,7 +14,7 @@ from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
 from launcher.watch.wandb_read import read_history, wandb_files
 from layout_runs import MOE_MODEL, run_config
-from modeling.config import BiasBalance
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

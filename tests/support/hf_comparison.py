@@ -26,11 +26,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from launcher.commands.export import write_export
 from launcher.config.rules import Precision
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
 from modeling.families.weights import from_hf
 from modeling.loss import IGNORE
+from modeling.moe_config import MoEConfig
 from small_models import Rows, tensors_of
 from warnings_seen import no_warnings
 

@@ -42,7 +42,7 @@ from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
 from launcher.errors import UserError
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, run_config, write_tokens
-from modeling.config import BiasBalance
+from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
 from orphans import lives, wait_for
 from parallel.checkpoint.verify import problems_of

@@ -16,8 +16,9 @@ from data.dataset import open_dataset
 from data.order import take
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.prove.reference import PlainBatch, ReferenceTrainer
-from modeling.config import ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.config import ModelConfig
 from modeling.logical import logical_shapes
+from modeling.moe_config import MoEConfig, SequenceAuxBalance
 from modeling.optimizers.config import OptimizerConfig, SGDConfig
 from modeling.schedules import ConstantSchedule
 from parallel.checkpoint.boxes import Box, coverage_error

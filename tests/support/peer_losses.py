@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from modeling.config import ModelConfig, MoEConfig, NoBalance
+from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.decoder import build_decoder
 from modeling.families.weights import to_hf
 from modeling.init import materialize
+from modeling.moe_config import MoEConfig, NoBalance
 
 ROOT = Path(__file__).parents[2]
 BATCH, SEQ_LEN = 2, 24

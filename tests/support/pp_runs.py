@@ -11,12 +11,13 @@ from torch import Tensor
 
 from launcher.prove.reference import PlainBatch as ReferenceBatch
 from launcher.prove.reference import ReferenceTrainer
-from modeling.config import BiasBalance, ModelConfig, MoEConfig, SequenceAuxBalance
+from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Output, build_decoder
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
+from modeling.moe_config import BiasBalance, MoEConfig, SequenceAuxBalance
 from modeling.optimizers.config import SGDConfig
 from modeling.router_biases import move_router_biases
 from parallel.pipeline.config import PipelineConfig

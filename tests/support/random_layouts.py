@@ -10,8 +10,9 @@ from data.config import DataConfig
 from launcher.config.layout_rules import dp_of
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
-from modeling.config import FAMILIES, BiasBalance, ModelConfig, MoEConfig, NoBalance, SequenceAuxBalance
+from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
+from modeling.moe_config import BiasBalance, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig

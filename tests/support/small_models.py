@@ -8,25 +8,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from modeling.config import (
-    DROPOUTS,
-    FAMILIES,
-    ActivationName,
-    BiasBalance,
-    FamilyName,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    NoBalance,
-    PositionsName,
-    SequenceAuxBalance,
-)
+from modeling.config import DROPOUTS, FAMILIES, ActivationName, FamilyName, MLAConfig, ModelConfig, PositionsName
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
 from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
+from modeling.moe_config import BiasBalance, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.mtp_config import MTPConfig
 from modeling.rope_scaling import (
     DynamicScaling,

@@ -13,7 +13,7 @@ from launcher.config.tree import RunConfig
 from launcher.config.validate import build_config
 from launcher.config.yaml_text import parse_yaml
 from launcher.errors import UserError
-from modeling.config import BiasBalance, MoEConfig, SequenceAuxBalance
+from modeling.moe_config import BiasBalance, MoEConfig, SequenceAuxBalance
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from modeling.schedules import WSDSchedule
 

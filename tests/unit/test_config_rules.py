@@ -21,8 +21,9 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.slurm import rules as slurm_rules
 from modeling import config as model_config
-from modeling import expert_layers, init_config, rope_scaling
-from modeling.config import MLAConfig, ModelConfig, MoEConfig
+from modeling import expert_layers, moe_config, rope_scaling
+from modeling.config import MLAConfig, ModelConfig
+from modeling.moe_config import MoEConfig
 from modeling.rope_scaling import LinearScaling
 
 
@@ -152,7 +153,7 @@ def test_every_line_of_the_rules_has_a_case(load, tmp_path):
             layout_rules,
             slurm_rules,
             model_config,
-            init_config,
+            moe_config,
             expert_layers,
             rope_scaling,
         )

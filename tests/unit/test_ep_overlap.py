@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from arriving import AXIS, Arriving
-from modeling.config import MoEConfig, SequenceAuxBalance
 from modeling.context import Context
 from modeling.kernels.experts import experts_grouped
 from modeling.moe import MoE, build_moe
+from modeling.moe_config import MoEConfig, SequenceAuxBalance
 from parallel.expert import make_dispatch
 from small_models import packed_rows
 

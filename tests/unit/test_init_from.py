@@ -13,7 +13,7 @@ from data.config import DataConfig, SourceConfig
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.init_from import with_source
-from modeling.config import NoBalance
+from modeling.moe_config import NoBalance
 from saved_runs import save_run
 from small_models import build, example_config
 

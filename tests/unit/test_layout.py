@@ -12,12 +12,13 @@ from launcher.config.layout_rules import check_layout
 from layout_runs import run_config
 from modeling import config as model_config
 from modeling.attention import GroupedQueryAttention
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.counts import count_parameters
 from modeling.decoder import build_decoder
 from modeling.dims import DIMS, Weight, stated_weights, units_of
 from modeling.init_config import MupInit
 from modeling.logical import logical_parameters, logical_tensors
+from modeling.moe_config import MoEConfig
 from modeling.mup import widths_of
 from modeling.optimizers.config import AdamWConfig, MuonConfig
 from parallel.config import ParallelConfig

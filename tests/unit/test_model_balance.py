@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, updated_bias, z_losses
-from modeling.config import BiasBalance, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.moe import MoE, build_moe
+from modeling.moe_config import BiasBalance, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.router import Router
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)

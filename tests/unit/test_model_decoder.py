@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from modeling.config import FAMILIES, ActivationName, BiasBalance, FamilyName, ModelConfig, SequenceAuxBalance
+from modeling.config import FAMILIES, ActivationName, FamilyName, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache
 from modeling.loss import IGNORE
+from modeling.moe_config import BiasBalance, SequenceAuxBalance
 from parallel.recompute import apply_recompute
 from small_models import LENGTHS, Rows, build, configs, example_config, next_tokens, packed_rows
 

@@ -19,7 +19,6 @@ from launcher.errors import UserError
 from launcher.trace.ops import work_of
 from launcher.training import compiling
 from launcher.training.compiling import missing_compiler, usable_fuse, why_not
-from modeling.config import MoEConfig, ScoreName, SequenceAuxBalance
 from modeling.context import PADDING, Context
 from modeling.feed_forward import activated, gated
 from modeling.fused import fuse_chains
@@ -41,6 +40,7 @@ from modeling.kernels.experts import (
 from modeling.kernels.fuse import Chain, compiled, known_chains, plainly
 from modeling.loss import IGNORE, fused_losses, losses_and_gradient
 from modeling.moe import build_moe
+from modeling.moe_config import MoEConfig, ScoreName, SequenceAuxBalance
 from modeling.norm import layer_norm, rms_norm
 from modeling.rope import rotate
 

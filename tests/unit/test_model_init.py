@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import modeling.init as module
-from modeling.config import FAMILIES, FamilyName, ModelConfig, MoEConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.decoder import Decoder, build_decoder
 from modeling.init import Spread, draw, draw_box, initial_box, initial_tensor, materialize
 from modeling.init_config import NormalInit, XavierInit
 from modeling.logical import logical_tensors
+from modeling.moe_config import MoEConfig
 from small_models import example_config, tensors_of
 
 
@@ -158,7 +159,8 @@ HELD = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
+from modeling.moe_config import MoEConfig
 from modeling.init import initial_box, initial_tensor
 def kib(what):
     return int(Path("/proc/self/status").read_text().partition(what + ":")[2].split()[0])

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import modeling.init as init
-from modeling.config import MLAConfig, ModelConfig, MoEConfig
+from modeling.config import MLAConfig, ModelConfig
 from modeling.dims import Weight
 from modeling.init import draw_normal, initial_tensor
 from modeling.init_config import DepthScaledInit, HeInit, InitConfig, MupInit, NormalInit, XavierInit
 from modeling.logical import logical_tensors
+from modeling.moe_config import MoEConfig
 from modeling.mup import fan_ratios, widths_of
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups

@@ -8,10 +8,11 @@ from torch import Tensor
 
 import launcher.training.step as step
 from launcher.training.step import Sums
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.decoder import Output
 from modeling.metrics import Metric, logged, metrics_of
 from modeling.moe import RoutingStats
+from modeling.moe_config import MoEConfig
 from parallel.mesh import lone_mesh
 from parallel.processes.stop import StopRequest
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from modeling.config import BiasBalance, ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.counts import count_parameters, flops_per_token
 from modeling.families.family import family_of
 from modeling.generate import generate
 from modeling.loss import IGNORE
+from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.mtp import Ahead, following
 from modeling.mtp_config import MTPConfig
 from modeling.router_biases import move_router_biases

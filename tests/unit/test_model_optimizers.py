@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from modeling.config import ScoreName
 from modeling.dims import Weight
+from modeling.moe_config import ScoreName
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig

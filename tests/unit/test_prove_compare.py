@@ -39,9 +39,10 @@ from launcher.prove.reference import ReferenceStep
 from launcher.prove.report import number
 from launcher.prove.rounding import NOISE_FACTOR
 from launcher.prove.tokens import write_documents
-from modeling.config import FAMILIES, BiasBalance, MoEConfig
+from modeling.config import FAMILIES
 from modeling.decoder import ENTRY
 from modeling.init import materialize
+from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.optimizers.config import SGDConfig
 from modeling.router import build_router
 from parallel.checkpoint.boxes import Box

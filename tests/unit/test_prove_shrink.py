@@ -11,8 +11,9 @@ from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
 from launcher.prove.shrink import default_ranks, few_layers, least_ranks, shrink, shrink_experts, shrink_model
-from modeling.config import FAMILIES, ModelConfig, MoEConfig
+from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
+from modeling.moe_config import MoEConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees

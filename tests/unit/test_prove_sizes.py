@@ -26,6 +26,7 @@ REASONS = {
     "modeling.init.BLOCK_NUMEL": "what is dropped of a draw; tests/unit/test_model_init.py crosses it with small ones",
     "modeling.init.VECTOR": "what torch draws together",
     "modeling.init.generator_of": "bits of a seed",
+    "modeling.moe_config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.init_config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.kernels.widths.FLASH_": "what flash attention takes; the kernel that takes other heads is proven",
     "modeling.kernels.attention.ROW_SCORES": "pieces of rows on CUDA; test_model_attention.py cuts rows anyhow",

@@ -9,7 +9,8 @@ import pytest
 from launcher.prove.traffic.axes import step_traffic, tp_traffic
 from launcher.prove.traffic.step import Step, around_ring
 from launcher.prove.traffic.zero import gathers_of
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
+from modeling.moe_config import MoEConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig

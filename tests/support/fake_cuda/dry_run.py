@@ -39,12 +39,13 @@ from launcher.trace.recorder import Recorder
 from launcher.trace.regions import Regions
 from launcher.trace.roofline import least_seconds
 from launcher.training.step import Sums
-from modeling.config import ModelConfig, MoEConfig
+from modeling.config import ModelConfig
 from modeling.context import PADDING
 from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, Output
 from modeling.dtypes import DTYPES
 from modeling.kernels.fuse import Fuse, compiled, plainly
+from modeling.moe_config import MoEConfig
 from parallel.apply import build_part
 from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.config import ParallelConfig
