@@ -323,7 +323,8 @@ def run_locally(
 ) -> int:
     """Trains in ``n_ranks`` processes of this machine, starting them again after a crash; returns the exit code.
 
-    A failure is printed once. Each start has new processes, a port of its own, and the last good checkpoint.
+    A failure is printed once, and what has become of token files under the run, which ends it with exit code 2. Each
+    start has new processes, a port of its own, and the last good checkpoint.
     """
     from parallel.mesh import Degrees
 
@@ -338,6 +339,9 @@ def run_locally(
             failure = error
         if failure.exit_code != 2:  # else the rank has printed its lines
             tell(failure)
+            if (spoilt := spoilt_tokens(config)) is not None:
+                tell(spoilt)
+                return 2
         following = restarts.next(failure.exit_code, first_line(failure), stop_asked=failure.stop_asked)
         if isinstance(following, str):
             if following:
@@ -346,6 +350,18 @@ def run_locally(
         restart, changed = following, []  # what changed since the last start is on record
         what = f"step {restarts.newest}" if restarts.newest else "the start"
         tell(f"restart {restart.number} of {restart.allowed}, from {what}")
+
+
+def spoilt_tokens(config: RunConfig) -> Exception | None:
+    """Why the run's token files can no longer be read; None where they can.
+
+    A rank that reads beyond the end of a file that was cut ends by SIGBUS, which names nothing.
+    """
+    try:
+        check_tokens(config)
+    except (DataError, UserError) as error:
+        return error
+    return None
 
 
 def first_line(failure: Exception) -> str:

@@ -17,7 +17,7 @@ SECTIONS = {
     "A metric": ["modeling/moe.py"],
     "An optimizer": ["modeling/optimizers/config.py", "modeling/optimizers/rmsprop.py"],
     "A schedule": ["modeling/schedules.py"],
-    "A router's score": ["modeling/config.py", "modeling/router.py"],
+    "A router's score": ["modeling/moe_config.py", "modeling/router.py"],
     "An architecture": ["modeling/attention.py", "modeling/config.py", "modeling/families/gated_llama.py"],
 }
 CONFIG = """

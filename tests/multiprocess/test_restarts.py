@@ -81,6 +81,16 @@ def test_users_mistake_is_not_tried_again(tmp_path, tokens, monkeypatch, capfd):
     assert "restart" not in capfd.readouterr().err
 
 
+def test_token_files_that_were_cut_are_named_and_not_tried_again(tmp_path, monkeypatch, capfd):
+    tokens = write_tokens(tmp_path, n_documents=3000)
+    small_run(tmp_path, tokens, every_steps=2, steps=40)
+    assert train(monkeypatch, tmp_path, "tokens cut", "--max-restarts", "2") == 2
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.endswith("ended by signal SIGBUS")
+    assert second.startswith(f"{tokens}.bin has 0 bytes where {tokens}.idx describes ")
+    assert living_ranks() == []
+
+
 def checkpoint_at(folder: Path, step: int) -> str:
     """A folder of checkpoints that holds one more."""
     (folder / step_name(step)).mkdir()

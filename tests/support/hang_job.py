@@ -35,6 +35,8 @@ def plant(fault: str, rank: int, step: int) -> None:
         ):
             if fault == "disk hangs":
                 hang_disk(dataset)
+            elif fault == "tokens cut":
+                cut_tokens(config.data.sources[0].path)
             else:
                 strike(fault, engine)
         return original(config, engine, dataset, state, *rest)
@@ -45,6 +47,11 @@ def plant(fault: str, rank: int, step: int) -> None:
 def hang_disk(samples: Any) -> None:
     """Nothing more of the data comes; what was read ahead is there."""
     samples.dataset.read = lambda indices: time.sleep(STOPPED_FOR_SECONDS)
+
+
+def cut_tokens(prefix: str) -> None:
+    """The file of tokens loses what it held, which the ranks have mapped."""
+    os.truncate(prefix + ".bin", 0)
 
 
 def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
