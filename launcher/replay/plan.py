@@ -69,8 +69,8 @@ def make_plan(
     """The plan to execute ``step`` again. The current folder is the one that the config's paths are read from.
 
     ``ranks`` and ``begin`` are None where the user leaves them to the record; ``scratch`` is a folder for what a rank
-    may write. Raises UserError: a step that was not
-    reached, a checkpoint that is gone or damaged, a config that is kept nowhere, a layout that does not fit.
+    may write. Raises UserError: a step that was not reached, a
+    checkpoint that is gone or damaged, a config that is kept nowhere, a layout that does not fit.
     """
     check_reached(run_path, record, step)
     folders = {number: each for each in list_checkpoints(checkpoints_of(run_path)) if (number := step_of(each.name))}
@@ -87,8 +87,8 @@ def make_plan(
     last = starts[step]
     recorded = {start: load_config(path) for start, path in paths.items()}
     n_ranks = ranks or last.ranks or 1
+    check_same_run(recorded[last], load_config(paths[last], overrides))  # before rules whose remedies change the run
     config = load_checked(paths[last], overrides, world_size=n_ranks)
-    check_same_run(recorded[last], config)
     for start, each in recorded.items():
         check_built_alike(start, each, recorded[last], step)
     exact, so_far = {}, True

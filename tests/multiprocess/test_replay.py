@@ -273,6 +273,10 @@ REFUSED = {
     "no such checkpoint": (["--step", "4", "--from", "3"], "--from=3 must be 0 or the step of a checkpoint before"),
     "a layout that does not fit": (["--step", "4", "parallel.tp=3", "--ranks", "3"], "parallel.tp=3 must divide"),
     "another setting": (["--step", "4", "optimizer.lr=1.0"], "optimizer.lr=1.0 must stay 0.001, since a replay"),
+    "a setting that no rule allows": (
+        ["--step", "4", "model.n_heads=3", "parallel.tp=5"],
+        "model.n_heads=3 must stay 4, since a replay",
+    ),
     "a file in the run": (["--step", "4", "--html", "RUN/x.html"], "must lie outside the run directory"),
     "one file for two": (["--step", "4", "--json", "x", "--html", "./x"], "--html=./x must not be the file of --json"),
 }
