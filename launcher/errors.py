@@ -5,6 +5,8 @@ import os
 import tempfile
 from collections.abc import Sequence
 
+from parallel.checkpoint.errors import UnreachableStore
+
 
 class UserError(Exception):
     """The user's input is wrong. ``problems`` holds one line each: key, value, rule, remedy.
@@ -25,7 +27,9 @@ WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # the user's mistake rather than
 
 
 def why_refused(error: OSError) -> str | None:
-    """What the machine refuses, in a line with a remedy: room, rights, open files, a disk, a path; None for others."""
+    """What the machine refuses, in a line with a remedy: room, rights, files, disk, path, store; None for others."""
+    if isinstance(error, UnreachableStore):
+        return f"{error}; check the network or the disk, the address, and the keys that lead to it"
     remedies = {
         NO_ROOM: "free some space, or choose another disk",
         NO_RIGHT: "give this user the right to it, or choose another place",

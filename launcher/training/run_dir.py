@@ -155,7 +155,8 @@ def refusing_unreachable(key: str, location: str | Path) -> Iterator[None]:
     except (ValueError, ImportError, OSError) as error:
         if not is_remote(location):
             raise
-        rule = f"must be a place that fsspec can list, and it says: {reason_of(error)}"
+        reason = reason_of(error).removeprefix(f"{str(location).rstrip('/')}: ")
+        rule = f"must be a place that fsspec can list, and it says: {reason}"
         remedy = "install the library that it names, or check address and keys"
         raise UserError([f"{key}={location} {rule}; {remedy}"]) from None
 

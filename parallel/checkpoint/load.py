@@ -12,6 +12,7 @@ from torch import Tensor
 
 from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import whole
+from parallel.checkpoint.errors import UnreachableStore
 from parallel.checkpoint.manifest import (
     BUFFER,
     WEIGHT,
@@ -52,19 +53,22 @@ def _checked(folder: Folder, mesh: Mesh) -> Checkpoint:
 
 
 def together(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """This rank's result of ``work``; if it raised DamagedCheckpoint or OSError on any rank, it raises on all."""
+    """This rank's result of ``work``; if that raised DamagedCheckpoint on any rank, all raise it.
+
+    After an OSError on any rank all raise UnreachableStore.
+    """
     result = damage = failure = None
     try:
         result = work()
     except DamagedCheckpoint as error:
         damage = str(error)
     except OSError as error:
-        failure = f"{mesh.place}: {type(error).__name__}: {error}"
+        failure = f"{mesh.place}: {error}"
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, (damage, failure), group=mesh.control)
     failures = [text for _, text in everyone if text is not None]
     if failures:  # a disk that cannot be read is no reason to set a checkpoint aside
-        raise OSError("; ".join(failures))
+        raise UnreachableStore("; ".join(failures))
     damages = [text for text, _ in everyone if text is not None]
     if damages:
         raise DamagedCheckpoint("; ".join(dict.fromkeys("; ".join(damages).split("; "))))

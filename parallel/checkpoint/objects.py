@@ -14,34 +14,47 @@ from typing import Any, Self
 
 import fsspec
 
+from parallel.checkpoint.errors import UnreachableStore
 from parallel.checkpoint.regular import UnfitFile
-from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input, Output, at_most, in_order
+from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input, Output, at_most, in_order, try_each
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
 VERSION_KEYS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
+PATTERN_SIGNS = frozenset("*?[")  # fsspec's rm and copy take a path with one for a pattern, and find other objects
 PART_BYTES = 16 << 20  # of one part of an upload, and of one read: what is held in memory besides the state
 
 
 @contextlib.contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Turns what an fsspec file system's own library raises (botocore's, aiohttp's errors) into OSError."""
+def as_store_errors(place: str) -> Iterator[None]:
+    """Turns what an fsspec file system or its own library raises into UnreachableStore, which names the place.
+
+    That something is not there, or is no file, stays what it is.
+    """
     try:
         yield
-    except OSError:
+    except UnfitFile:
         raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{place}: {_reason(error)}") from error
     except Exception as error:  # each library has its own hierarchy; all of them mean that the store did not do it
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        raise UnreachableStore(f"{place}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """A library's error in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
 class ObjectOutput:
     """An object being uploaded; it exists once it is left without an exception."""
 
-    def __init__(self, file: Any) -> None:
-        self.file = file
+    def __init__(self, file: Any, path: str) -> None:
+        self.file, self.path = file, path
 
     def write(self, data: Any) -> None:
         """Appends all bytes of a buffer."""
-        with as_os_errors():
+        with as_store_errors(self.path):
             self.file.write(data)
 
     def __enter__(self) -> Self:
@@ -51,7 +64,7 @@ class ObjectOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            with as_os_errors():
+            with as_store_errors(self.path):
                 self.file.close()
             return
         with contextlib.suppress(Exception):  # what was uploaded is swept later; the first error is what counts
@@ -62,8 +75,8 @@ class ObjectOutput:
 class ObjectInput:
     """An object being read, in parts."""
 
-    def __init__(self, file: Any) -> None:
-        self.file = file
+    def __init__(self, file: Any, path: str) -> None:
+        self.file, self.path = file, path
 
     def seek(self, offset: int, /) -> int:
         """The next read begins at this byte."""
@@ -71,7 +84,7 @@ class ObjectInput:
 
     def readinto(self, buffer: Any, /) -> int:
         """Fills the buffer as far as one read goes."""
-        with as_os_errors():
+        with as_store_errors(self.path):
             return self.file.readinto(buffer)
 
     def __enter__(self) -> Self:
@@ -123,7 +136,7 @@ class ObjectFolder:
 
     def _look(self, file: str) -> dict[str, Any]:
         """What the store says of an object now; raises FileNotFoundError, or UnfitFile where it is none."""
-        with as_os_errors():
+        with as_store_errors(self.path(file)):
             self.fs.invalidate_cache()  # asks the store, not the memory of an earlier listing
             found = self.fs.info(f"{self.root}/{file}")
         if found["type"] != "file" or found.get("islink"):
@@ -134,37 +147,47 @@ class ObjectFolder:
         """The whole content."""
         if (self.size(file) or 0) > most:
             raise UnfitFile(f"has more than the {most} bytes that such a file may have")
-        with as_os_errors():
+        with as_store_errors(self.path(file)):
             return at_most(self.fs.cat_file(f"{self.root}/{file}"), most)
 
     def open(self, file: str) -> Input:
         """For reading in pieces; parts are fetched ahead."""
         self._look(file)
-        with as_os_errors():
+        options = {"block_size": PART_BYTES, "cache_type": "readahead"}
+        with as_store_errors(self.path(file)):
             self.fs.invalidate_cache(self.root)
-            return ObjectInput(self.fs.open(f"{self.root}/{file}", "rb", block_size=PART_BYTES, cache_type="readahead"))
+            return ObjectInput(self.fs.open(f"{self.root}/{file}", "rb", **options), self.path(file))
 
     def create(self, file: str) -> Output:
         """For writing in pieces; a part is uploaded whenever there is one."""
-        with as_os_errors():
-            return ObjectOutput(self.fs.open(f"{self.root}/{file}", "wb", block_size=PART_BYTES))
+        with as_store_errors(self.path(file)):
+            return ObjectOutput(self.fs.open(f"{self.root}/{file}", "wb", block_size=PART_BYTES), self.path(file))
 
     def files(self) -> list[str]:
         """All objects below."""
-        with as_os_errors():
+        with as_store_errors(self.location):
             self.fs.invalidate_cache()
             return sorted(path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root))
 
     def delete(self, files: list[str]) -> None:
-        """Deletes objects; those that are gone already do not matter."""
-        if files:
-            with as_os_errors(), contextlib.suppress(FileNotFoundError):
+        """Deletes objects; those that are gone already do not matter. Raises OSError where the store keeps one."""
+        if not files:
+            return
+        with as_store_errors(self.location), contextlib.suppress(FileNotFoundError):
+            if PATTERN_SIGNS.isdisjoint("".join([self.root, *files])):
                 self.fs.rm([f"{self.root}/{file}" for file in files])
+            else:
+                for file in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        self.fs.rm_file(f"{self.root}/{file}")
+        kept = sorted(set(files).intersection(self.files()))  # s3fs passes over what S3 says of single objects
+        if kept:
+            raise UnreachableStore(f"{self.path(kept[0])}: the store did not delete it")
 
     def move(self, file: str, target: str) -> None:
         """Renames an object, which is a copy and a deletion."""
-        with as_os_errors():
-            self.fs.copy(f"{self.root}/{file}", f"{self.root}/{target}")
+        with as_store_errors(self.path(file)):
+            self.fs.cp_file(f"{self.root}/{file}", f"{self.root}/{target}")
             self.fs.rm_file(f"{self.root}/{file}")
 
 
@@ -195,7 +218,7 @@ class ObjectStore:
         if not instead and self.root.size(OWNER) is not None:
             return self.owner() == content
         try:
-            with as_os_errors():
+            with as_store_errors(self.root.path(OWNER)):
                 mode = "overwrite" if instead else "create"
                 self.root.fs.pipe_file(f"{self.root.root}/{OWNER}", content, mode=mode)
         except OSError:
@@ -214,7 +237,7 @@ class ObjectStore:
         folder = self.folder(name)
         mode = "create" if folder.size(MANIFEST) is None else "overwrite"
         try:
-            with as_os_errors():
+            with as_store_errors(folder.path(MANIFEST)):
                 folder.fs.pipe_file(f"{folder.root}/{MANIFEST}", manifest, mode=mode)
         except OSError:
             with contextlib.suppress(FileNotFoundError, UnfitFile):
@@ -251,8 +274,7 @@ class ObjectStore:
     def sweep(self) -> list[str]:
         """Deletes the objects of the leftovers."""
         leftovers = [folder.name for folder in self.leftovers()]
-        for name in leftovers:
-            self.folder(name).delete(self.folder(name).files())
+        try_each(lambda name: self.folder(name).delete(self.folder(name).files()), leftovers)
         return leftovers
 
     def _by_name(self) -> dict[str, set[str]]:

@@ -27,9 +27,15 @@ from parallel.checkpoint.verify import problems_of
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory) -> Iterator[str]:
+def denied() -> list[str]:
+    """Words in the names of objects that the server does not give and does not delete."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory, denied) -> Iterator[str]:
     """The URL of an empty bucket."""
-    with s3_bucket(tmp_path_factory.mktemp("aws"), "roundtable") as url:
+    with s3_bucket(tmp_path_factory.mktemp("aws"), "roundtable", denied) as url:
         yield url
 
 
@@ -104,6 +110,50 @@ def damage(url: str) -> None:
     content = bytearray(fs.cat_file(path))
     content[len(content) // 2] ^= 1
     fs.pipe_file(path, bytes(content))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "shard-00001.safetensors"])
+def test_an_object_that_the_store_does_not_give_is_named_in_a_line(bucket, denied, tokens, tmp_path, capfd, file):
+    """By each command that reads it, and by the start of a run; it is no damage, so nothing is set aside."""
+    url = f"{bucket}/denied-{file[0]}"
+    config = write_config(tmp_path, tokens, "run", url)
+    assert start_training(config, ["train.steps=2"], 2) == 0
+    capfd.readouterr()
+    denied.append(file)
+    try:
+        for command in (["checkpoint", "verify", url], ["eval", url], ["train", str(config), "--ranks", "2"]):
+            assert main(command) == 1
+            (line,) = capfd.readouterr().err.splitlines()
+            assert f"{url}/step-00000002/" in line and f"/{file}: " in line and line.endswith("keys that lead to it")
+    finally:
+        denied.clear()
+    assert open_store(url).names() == ["step-00000002"]
+
+
+def test_what_a_store_does_not_delete_is_named_and_never_half_a_checkpoint(bucket, denied):
+    """S3 says it of each object, in an answer that is none of failure. A manifest that stays keeps its shards."""
+    store = open_store(f"{bucket}/kept")
+    put(store, 1, "1-1", commits=True)
+    denied.append("manifest.json")
+    try:
+        with pytest.raises(OSError, match=r"kept/step-00000001/manifest\.json: the store did not delete it"):
+            store.remove("step-00000001")
+    finally:
+        denied.clear()
+    assert store.names() == ["step-00000001"]
+    assert store.folder("step-00000001").files() == ["1-1/shard", "manifest.json"]
+
+
+def test_signs_of_a_pattern_in_a_prefix_are_letters(bucket):
+    """fsspec's deletion and copy of ``exp[1]`` would find ``exp1``: another run's."""
+    one, other = open_store(f"{bucket}/exp[1]"), open_store(f"{bucket}/exp1")
+    for store in (one, other):
+        put(store, 1, "1-1", commits=True)
+        put(store, 2, "1-2", commits=True)
+    one.remove("step-00000001")
+    one.set_aside("step-00000002")
+    assert one.names() == [] and len(one.set_aside_ones()) == 1 and one.leftovers() == []
+    assert other.names() == ["step-00000001", "step-00000002"]
 
 
 def put(store: Store, step: int, attempt: str, *, commits: bool) -> None:

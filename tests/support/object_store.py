@@ -1,8 +1,10 @@
 """An S3 server on this machine, and a store of files whose answers can be made to fail."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -10,13 +12,16 @@ from moto.server import ThreadedMotoServer
 
 
 @contextmanager
-def s3_bucket(folder: Path, bucket: str) -> Iterator[str]:
+def s3_bucket(folder: Path, bucket: str, denied: Collection[str] = ()) -> Iterator[str]:
     """The URL of an empty bucket; every process started within it finds its server and keys.
 
-    fsspec keeps file systems: one of an earlier server in this process would be asked again.
+    Objects whose names hold a word of ``denied``, which may change, are neither read nor deleted. fsspec keeps file
+    systems: one of an earlier server in this process would be asked again.
     """
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    running: Any = server._server
+    running.app = _denying(running.app, denied)
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "key"}
@@ -27,6 +32,25 @@ def s3_bucket(folder: Path, bucket: str) -> Iterator[str]:
         fsspec.filesystem("s3").mkdir(bucket)
         yield f"s3://{bucket}"
     server.stop()
+
+
+def _denying(app: Callable[..., Any], denied: Collection[str]) -> Callable[..., Any]:
+    """A server's application that refuses as S3 does: a read with status 403, a deletion of several with 200."""
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        reads, deletes = environ["REQUEST_METHOD"] == "GET", environ["QUERY_STRING"] == "delete"
+        asked = environ["PATH_INFO"] if reads else ""
+        if deletes and denied:
+            body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+            asked, environ["wsgi.input"] = body.decode(), io.BytesIO(body)
+        if not any(word in asked for word in denied):
+            return app(environ, start)
+        error = "<Code>AccessDenied</Code><Message>Access Denied</Message>"
+        text = f"<DeleteResult><Error><Key>denied</Key>{error}</Error></DeleteResult>" if deletes else ""
+        start("200 OK" if deletes else "403 Forbidden", [("Content-Type", "application/xml")])
+        return [(text or f"<Error>{error}</Error>").encode()]
+
+    return answer
 
 
 def count_fetches(cache: str, url: str, log: str, block_bytes: int, order: list[int]) -> int:
