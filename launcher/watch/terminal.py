@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.console import Unheard, drop_output, open_console, say
+from launcher.console import Unheard, drop_output, open_console, say, tell
 from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
 from launcher.watch.moe import layer_of, load_keys
@@ -43,7 +43,7 @@ class View(ABC):
 
     @abstractmethod
     def event(self, text: str) -> None:
-        """Shows a line that is no row."""
+        """Shows a line that is no row; on stderr once the view has ended."""
 
     @abstractmethod
     def rewind(self, step: int) -> None:
@@ -89,6 +89,7 @@ class PlainView(View):
     def __init__(self, progress: RunProgress, stream: TextIO) -> None:
         self._progress = progress
         self._stream: TextIO | None = stream
+        self._ended = False
         self._printed_at = -PLAIN_SECONDS
         self._print(f"{progress.name}: steps {progress.first_step} to {progress.total_steps} in {progress.run_dir}")
 
@@ -106,6 +107,8 @@ class PlainView(View):
 
     def event(self, text: str) -> None:
         """Prints the line."""
+        if self._ended:
+            tell(text)
         self._print(text)
 
     def rewind(self, step: int) -> None:
@@ -114,7 +117,7 @@ class PlainView(View):
 
     def close(self) -> None:
         """Prints nothing more."""
-        self._stream = None
+        self._stream, self._ended = None, True
 
     def _due(self, step: int) -> bool:
         if self._progress.every_steps is not None:
@@ -151,7 +154,10 @@ class LiveView(View):
 
     def event(self, text: str) -> None:
         """Shows the line below the others, in place of the oldest of them."""
-        self._progress.events.append(text)
+        if self._live.is_started:
+            self._progress.events.append(text)
+        else:
+            tell(text)
 
     def rewind(self, step: int) -> None:
         """Takes the later steps out of the bar and the sparkline."""

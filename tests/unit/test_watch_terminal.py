@@ -168,6 +168,19 @@ def test_the_live_view_gives_the_cursor_back(error: type[BaseException] | None) 
     assert console.file.getvalue() == written  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_what_is_told_after_the_end_goes_to_stderr(live: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """W&B's upload may fail after the view has ended."""
+    stream, progress = io.StringIO(), RunProgress(10, 1, "run", Path("runs/run"))
+    view = LiveView(progress, Console(file=stream, force_terminal=True)) if live else PlainView(progress, stream)
+    view.event("before")
+    view.close()
+    view.event("after")
+    assert "before" in stream.getvalue()
+    assert "after" not in stream.getvalue()
+    assert capsys.readouterr().err == "after\n"
+
+
 def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back() -> None:
     program = (
         "import signal, time; from pathlib import Path; from launcher.watch.terminal import open_view\n"
