@@ -11,12 +11,16 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+import psutil
 
 from data.errors import reason_of
 from launcher.config.tree import WandbConfig
@@ -26,12 +30,19 @@ from launcher.watch.wandb_import import wandb
 
 INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
 FINISH_SECONDS = 30.0  # and its end at most this; the rest stays on disk for `wandb sync`
+ANSWER_SECONDS = 30.0  # a service that takes nothing for so long, being stopped or stuck, is given up
 REACH_SECONDS = 5.0  # before a job is submitted, the server is waited for at most this long
 RUN_ID_FILE = "run_id"
 
 WITHOUT = "training goes on, metrics.jsonl has every number"
 
+SERVICE = "wandb-core"  # the process that wandb starts, by which all goes to disk and to the server
+
 Announce = Callable[[str], None]
+
+
+class NoAnswer(Exception):
+    """W&B's service takes nothing any more."""
 
 
 class WandbRun:
@@ -49,19 +60,20 @@ class WandbRun:
         """
         if self._run is not None:
             run = self._run
-            self._attempt(f"logging stopped at step {row['step']}", lambda: run.log(dict(row)))
+            self._attempt(f"logging stopped at step {row['step']}", lambda: run.log(dict(row)), ANSWER_SECONDS)
 
     def finish(self, exit_code: int = 0) -> None:
         """Ends the run within about FINISH_SECONDS; what was not uploaded stays on disk. A second call does nothing."""
         if self._run is not None:
             run, self._run = self._run, None
-            self._attempt("not everything was uploaded", lambda: run.finish(exit_code=exit_code))
+            seconds = FINISH_SECONDS + ANSWER_SECONDS
+            self._attempt("not everything was uploaded", lambda: run.finish(exit_code=exit_code), seconds)
             tear_down()
             remove_temporary_folders(self._run_dir)
 
-    def _attempt(self, what: str, act: Callable[[], None]) -> None:
+    def _attempt(self, what: str, act: Callable[[], None], seconds: float) -> None:
         try:
-            act()
+            within(seconds, act)
         except Exception as error:  # wandb raises undocumented types of its own; none of them may end the training
             self._run = None
             self._announce(f"W&B: {what}: {reason_of(error)}; {WITHOUT}")
@@ -227,5 +239,31 @@ def _init(
 
 def tear_down() -> None:
     """Ends wandb's service, so that the same id can be opened again and nothing is left to do at exit."""
-    with contextlib.suppress(Exception):  # a service that has died cannot be ended; what failed was announced
-        wandb.teardown()
+    with contextlib.suppress(Exception, SystemExit):  # of a service that has died; what failed was announced
+        within(ANSWER_SECONDS, wandb.teardown)
+
+
+def within(seconds: float, act: Callable[[], None]) -> None:
+    """Calls ``act``, which talks to wandb's service, and raises what it raises.
+
+    Raises NoAnswer where it has not returned in time; the service, for which it would wait without end, is then killed.
+    """
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(act())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="W&B", daemon=True).start()
+    try:
+        ended.result(seconds)
+    except TimeoutError:
+        if ended.done():  # of its own
+            raise
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name() == SERVICE:
+                    child.kill()
+        raise NoAnswer(f"its service has not answered for {seconds:g} s") from None

@@ -1,5 +1,6 @@
 """Training never waits for W&B: a closed port, a refused key, a dead service, a bad folder, an odd value."""
 
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -114,6 +115,53 @@ def test_the_service_dying_does_not_stop_training(tmp_path: Path, capfd: pytest.
     assert "logging stopped at step 1" in lines[1]
     assert "training goes on" in lines[1]
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("n_rows", "told"), [(3000, "logging stopped at step "), (3, "not everything was uploaded")])
+def test_a_stopped_service_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_rows: int, told: str
+) -> None:
+    """What is between it and the run takes some hundred rows; then, and at the end, the run would wait for it."""
+    monkeypatch.setattr(wandb_run, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", 0.5)
+    lines: list[str] = []
+    came_through: list[WandbRun] = []
+    run = open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "run", announce=lines.append)
+    (service,) = services()
+    service.suspend()
+    begun = time.monotonic()
+    try:
+        with_rows = threading.Thread(target=log_all, args=(run, n_rows, came_through), daemon=True)
+        with_rows.start()
+        with_rows.join(20)
+        assert len(came_through) == 1  # without an exit that wandb asks for, either
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            service.kill()
+    assert time.monotonic() - begun < 15
+    assert len(lines) == 2
+    assert lines[1].startswith(f"W&B: {told}")
+    assert "its service has not answered for" in lines[1] and "training goes on" in lines[1]
+    assert services() == []
+
+
+def test_an_exit_that_wandb_asks_for_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does with the code of its service, where that was killed."""
+    monkeypatch.setattr(wandb_run.wandb, "teardown", lambda: sys.exit(-9))
+    wandb_run.tear_down()
+
+
+def services() -> list[psutil.Process]:
+    """Those of this process that live; killed ones may not have been waited for yet."""
+    found = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def log_all(run: WandbRun, n_rows: int, came_through: list[WandbRun]) -> None:
+    for step in range(1, n_rows + 1):
+        run.log({"step": step, "loss": 1.0, "words": "x" * 400})
+    run.finish()
+    came_through.append(run)
 
 
 def test_a_value_that_wandb_cannot_take_does_not_stop_training(tmp_path: Path) -> None:
