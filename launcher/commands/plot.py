@@ -31,6 +31,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 DASHES = ("-", "--", ":", "-.")
 MOST_POINTS = 2000  # of a line; more are averaged, for no screen shows them
 WIDTH_INCHES, ROW_INCHES, LEGEND_LINE_INCHES = 12.0, 3.0, 0.24
+WIDE_RATIO = 1e3  # of a logarithmic axis's ends: beyond, numbers between the powers of ten would lie on each other
 LEGEND_LETTERS = 130  # that fit side by side
 Axis = Literal["steps", "tokens"]
 
@@ -201,12 +202,18 @@ def _dress(axes: Axes, panel: Panel, x: Axis) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     if panel.scale == "log":
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value) if _has_room(axes) else ""))
     if panel.from_zero:
         axes.set_ylim(bottom=0)
     axes.grid(color=GRID, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=9)
+
+
+def _has_room(axes: Axes) -> bool:
+    """Whether a logarithmic axis has room for numbers between the powers of ten."""
+    low, high = axes.get_ylim()
+    return high < WIDE_RATIO * low
 
 
 def short(value: float) -> str:

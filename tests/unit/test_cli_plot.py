@@ -69,6 +69,18 @@ def test_the_busiest_load_needs_no_shares(tmp_path):
     np.testing.assert_array_equal(curves.updates["load"], [1.5] * 9)
 
 
+@pytest.mark.parametrize("largest", [20.0, 2e6])
+def test_numbers_of_a_logarithmic_axis_do_not_lie_on_each_other(tmp_path, largest):
+    rows = [row(step) | {"grad_norm": largest if step == 3 else 0.5} for step in range(1, 9)]
+    figure = draw_runs([read_curves(write_run(tmp_path / "run", rows), "run")], "steps")
+    figure.draw_without_rendering()
+    (axes,) = [axes for axes in figure.axes if axes.get_title(loc="left") == "gradient norm"]
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels(which="both") if label.get_text()]
+    inside = sorted(box.y0 for box in boxes if axes.bbox.y0 <= (box.y0 + box.y1) / 2 <= axes.bbox.y1)
+    assert len(inside) > 3
+    assert min(np.diff(inside)) > boxes[0].height
+
+
 def test_tokens_can_be_the_axis_of_everything(tmp_path):
     rows = [row(1), row(2), {"step": 2, "eval_loss": 8.0}, row(3, lacks=("tokens",))]
     drawn = panels(draw_runs([read_curves(write_run(tmp_path / "a", rows), "a")], "tokens"))
