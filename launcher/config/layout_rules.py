@@ -99,7 +99,7 @@ def _check_offload(config: RunConfig) -> Iterator[str]:
     if parallel.zero != 2:
         yield (
             f"parallel.offload_optimizer=true works with parallel.zero=2 only, not parallel.zero={parallel.zero}; "
-            "try parallel.zero=2"
+            "try parallel.zero=2, or parallel.offload_optimizer=false"
         )
     if config.optimizer.name == "muon":
         yield (

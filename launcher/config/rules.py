@@ -267,15 +267,18 @@ def _check_precision(config: RunConfig) -> Iterator[str]:
 def _check_grad_reduce(config: RunConfig) -> Iterator[str]:
     """ZeRO 1 alone reduces at one time or another, and only bf16 numbers travel as such without being rounded."""
     parallel, precision = config.parallel, config.train.precision
+    needs_zero2 = parallel.offload_optimizer  # which another line says
     if parallel.grad_reduce != "step" and parallel.zero != 1:
+        stage_1 = "" if needs_zero2 else "parallel.zero=1, or "
         yield (
             f"parallel.grad_reduce={parallel.grad_reduce} needs parallel.zero=1, not parallel.zero={parallel.zero}, "
-            "whose gradients are reduced at times of its own; try parallel.zero=1, or parallel.grad_reduce=step"
+            f"whose gradients are reduced at times of its own; try {stage_1}parallel.grad_reduce=step"
         )
     if parallel.grad_reduce_dtype == "bf16" and parallel.grad_reduce != "micro_batch":
+        remedy = "parallel.grad_reduce_dtype=fp32" if needs_zero2 else "parallel.grad_reduce=micro_batch"
         yield (
             "parallel.grad_reduce_dtype=bf16 needs parallel.grad_reduce=micro_batch, not "
-            f"parallel.grad_reduce={parallel.grad_reduce}, which would round sums; try parallel.grad_reduce=micro_batch"
+            f"parallel.grad_reduce={parallel.grad_reduce}, which would round sums; try {remedy}"
         )
     if parallel.grad_reduce_dtype == "bf16" and config.train.stored != "bf16":
         yield (
