@@ -11,10 +11,10 @@ import numpy as np
 
 from data.dataset import Dataset
 from data.manifest import hash_file
-from data.spans import Span, document_name, spans_of
+from data.spans import Span, spans_of
 from data.tokenfile import TokenFile, bin_path, idx_path, mask_path, remote_path
 from launcher.commands.data_run import DataOfRun, open_run, say_json, span_row
-from launcher.commands.data_show import step_row, words_of
+from launcher.commands.data_show import cuts_of, fim_row, note_of, step_row, words_of
 from launcher.tables import plain_table, wide_console
 from launcher.training.ledger_rows import StepData
 from launcher.training.run_dir import changes
@@ -186,10 +186,18 @@ def _sizes(file: TokenFile) -> tuple[int, int]:
 
 def difference_row(runs: tuple[DataOfRun, DataOfRun], found: Difference) -> dict[str, Any]:
     """A difference as ``--json`` has it; lists of two have the first run's first."""
-    sides = []
-    for run, step, spans in zip(runs, found.steps, found.spans, strict=True):
-        sides.append({**step_row(step), "first_different": [span_row(run.dataset, span) for span in spans]})
+    rows = zip(found.steps, rows_of(runs, found), strict=True)
+    sides = [{**step_row(step), "first_different": spans} for step, spans in rows]
     return {"step": found.steps[0].step, "equal_sequences": found.n_equal, "shared": found.n_shared, "sides": sides}
+
+
+def rows_of(runs: tuple[DataOfRun, DataOfRun], found: Difference) -> list[list[dict[str, Any]]]:
+    """Of each run, what the first different sequence holds, and how it is read."""
+    rows = []
+    for run, step, spans in zip(runs, found.steps, found.spans, strict=True):
+        cuts = cuts_of(run, step)
+        rows.append([span_row(run.dataset, span) | fim_row(cuts, span) for span in spans])
+    return rows
 
 
 def print_difference(
@@ -205,11 +213,11 @@ def print_difference(
         console.print(line)
     if found is None:
         return
-    table = plain_table("run", ">sample", "document", ">from token", ">up to")
-    for run, spans in zip(runs, found.spans, strict=True):
-        for span in spans:
-            name = document_name(run.dataset, span.file, span.document)
-            table.add_row(run.name, str(span.sample), name, str(span.first), str(span.stop - 1))
+    table = plain_table("run", ">sample", "document", ">from token", ">up to", "")
+    for run, rows in zip(runs, rows_of(runs, found), strict=True):
+        for row in rows:
+            first, stop = row["tokens"]
+            table.add_row(run.name, str(row["sample"]), row["document"], str(first), str(stop - 1), note_of(row))
     console.print(table)
 
 

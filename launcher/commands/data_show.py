@@ -43,6 +43,13 @@ def fim_row(cuts: dict[tuple[int, int], Cut], span: Span) -> dict[str, Any]:
     return {"fim": cut.row()} if cut is not None else {}
 
 
+def note_of(row: dict[str, Any]) -> str:
+    """What a span's row says of how it is read, in words: its middle comes last, it is left out."""
+    fim = row.get("fim")
+    rearranged = [f"{fim['order']}, middle {fim['middle'][0]} to {fim['middle'][1] - 1}"] if fim else []
+    return "; ".join([*rearranged, *([LEFT_OUT] if row["left_out"] else [])])
+
+
 def step_row(data: StepData) -> dict[str, Any]:
     """What the record says of a step. ``left_out``: half-open ranges before or among its samples."""
     return {
@@ -122,12 +129,9 @@ def print_step(
     table = plain_table(*names)
     for row in (span_row(run.dataset, span) | fim_row(cuts, span) for span in spans):
         first, stop = row["tokens"]
-        note = LEFT_OUT if row["left_out"] else ""
-        if fim := row.get("fim"):
-            note = f"{fim['order']}, middle {fim['middle'][0]} to {fim['middle'][1] - 1}; {note}".rstrip("; ")
         ranges = [f"{begin}-{end - 1}" if end - begin > 1 else str(begin) for begin, end in row.get("targets", [])]
         targets = [" ".join(ranges) if "targets" in row else "all"] if has_masks else []
         table.add_row(
-            str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]), *targets, note
+            str(row["sample"]), row["document"], str(first), str(stop - 1), str(row["offset"]), *targets, note_of(row)
         )
     console.print(table)

@@ -117,8 +117,8 @@ def a_run(folder: Path, name: str, ranges: list[tuple[int, int]], **changes: obj
     """A run whose steps took these samples [first, stop)."""
     config = run_config(str(folder / "a"), model=DENSE_MODEL)
     sources = changes.pop("sources", (SourceConfig(path=str(folder / "a")),))
-    seq_len = changes.pop("seq_len", 7)
-    section = dataclasses.replace(config.data, sources=sources, seq_len=seq_len)
+    data = {"seq_len": changes.pop("seq_len", 7), "without": changes.pop("without", None)}
+    section = dataclasses.replace(config.data, sources=sources, **data)
     config = dataclasses.replace(config, name=name, run_dir=str(folder / name), data=section, **changes)
     (folder / name).mkdir()
     (folder / name / "config.yaml").write_text(dump_config(config))
@@ -186,6 +186,19 @@ def test_files_are_the_same_where_their_bytes_are(folder, capsys) -> None:
     content[6] ^= 1
     (folder / "copy.bin").write_bytes(content)
     assert ask(capsys, "diff", str(folder / "one"), str(folder / "other"), code=1)["difference"]["step"] == 1
+
+
+def test_what_one_run_alone_leaves_out_is_marked(folder, capsys) -> None:
+    """The tokens are the same on both sides, so that nothing else would tell them apart."""
+    (folder / "left.jsonl").write_text('{"document": "a/a:3"}\n')
+    a_run(folder, "one", EIGHTS)
+    a_run(folder, "other", EIGHTS, without=str(folder / "left.jsonl"))
+    arguments = ["diff", str(folder / "one"), str(folder / "other")]
+    ours, theirs = ask(capsys, *arguments, code=1)["difference"]["sides"]
+    assert [row | {"left_out": False} for row in theirs["first_different"]] == ours["first_different"]
+    assert main(["data", *arguments]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if " a/a:3 " in line]
+    assert ["left out by data.without" in line for line in lines] == [False, True]
 
 
 def test_an_update_that_one_run_dropped_is_told(folder, capsys) -> None:
