@@ -13,7 +13,8 @@ from data.config import SourceConfig
 from data.dataset import Dataset
 from data.documents import files_to_read, read_documents
 from data.errors import DataError
-from data.opened import Source
+from data.opened import Source, packings_of
+from data.packed import packed_by_of, write_packing
 from data.shards import Shard, plan_shards
 from data.shardtask import ShardTask
 from data.shardwriter import write_shard
@@ -81,8 +82,12 @@ def read_corpus(source: SourceConfig, shards: list[Shard], trained: Trained, tok
         prefixes += [folder / file.name for file in record.files]
     files = tuple(TokenFile(prefix) for prefix in prefixes)
     config = trained.config
+    packed_by = packed_by_of(config.data)
+    if packed_by is not None:
+        for prefix in prefixes:
+            write_packing(prefix, config.data.seq_len, packed_by)
     dataset = Dataset(
-        [Source(1.0, files, trusted=True)],
+        [Source(1.0, files, trusted=True, packings=packings_of(files, config.data))],
         seq_len=config.data.seq_len,
         seed=config.seed,
         vocab_size=config.model.vocab_size,

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,9 +32,14 @@ DOCUMENTS = ["def f(x):\n    return x\n", "für Käthe", "a" * 70, ""]
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoder]:
     """A run directory with a checkpoint, and its model."""
     folder = tmp_path_factory.mktemp("evaluated")
+    return folder, saved_model(folder, DataConfig(seq_len=1000))
+
+
+def saved_model(folder: Path, data: DataConfig) -> Decoder:
+    """Makes ``folder`` a run directory with a checkpoint; returns its model."""
     config = RunConfig(
         model=example_config("qwen3_moe", vocab_size=257),
-        data=DataConfig(seq_len=1000),
+        data=data,
         train=TrainConfig(precision="fp32", micro_batch_size=2),
     )
     model = build(config.model, 1)
@@ -47,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoder]:
         save_tokenizer(origin, tokenizer)
 
     save_run(folder, config, model, 5, save_in)
-    return folder, model
+    return model
 
 
 def list_tokenizer(directory: Path) -> Callable[[dict[str, Any]], None]:
@@ -87,6 +92,23 @@ def test_the_loss_is_the_models_own(
     assert found["loss"] == pytest.approx(total / n_tokens, rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(total / n_tokens), rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "one_document"])
+def test_documents_are_packed_as_in_training(
+    packing: Literal["best_fit", "one_document"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No document that fits into a sequence is cut, wherever in the file it stands."""
+    documents = [*DOCUMENTS[:2], "the last one is longer than what the first two leave of a sequence"]
+    (tmp_path / "run").mkdir()
+    model = saved_model(tmp_path / "run", DataConfig(seq_len=72, packing=packing))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    assert main(["eval", str(tmp_path / "run"), "--text", str(tmp_path / "text.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    costs = [nats(model, tmp_path / "run", document) for document in documents]
+    total, n_tokens = (sum(column) for column in zip(*costs, strict=True))
+    assert found["tokens"] == n_tokens
+    assert found["loss"] == pytest.approx(total / n_tokens, rel=1e-6)
 
 
 def test_a_text_file_is_one_document(
