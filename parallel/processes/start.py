@@ -264,8 +264,13 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def _send(send: Connection, message: Any) -> None:
-    """By plain pickle: torch's own way of sending tensors needs the sender to stay alive until they are received."""
-    send.send_bytes(pickle.dumps(message))
+    """By plain pickle: torch's own way of sending tensors needs the sender to stay alive until they are received.
+
+    A launcher that no longer listens, since it was told to end at once, is no failure of this process.
+    """
+    message = pickle.dumps(message)
+    with contextlib.suppress(BrokenPipeError):
+        send.send_bytes(message)
 
 
 def _collect(children: list[_Child], timeout_seconds: float | None) -> list[Any]:

@@ -330,13 +330,9 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every_steps", ["1", "null"])
-def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
-    shutil.rmtree(run)
-    overrides = ["train.steps=100000", f"checkpoint.every_steps={every_steps}"]
-    command = [sys.executable, "-m", "launcher", "train", "small.yaml", *overrides, "--ranks", "1"]
-    training = subprocess.Popen(
+def start_in_session(command: list[str]) -> subprocess.Popen[str]:
+    """A command whose processes all hear what is sent to its group, as from a terminal."""
+    return subprocess.Popen(
         command,
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
@@ -345,6 +341,15 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
         start_new_session=True,
         preexec_fn=hear_interrupts,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_steps", ["1", "null"])
+def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
+    shutil.rmtree(run)
+    overrides = ["train.steps=100000", f"checkpoint.every_steps={every_steps}"]
+    command = [sys.executable, "-m", "launcher", "train", "small.yaml", *overrides, "--ranks", "1"]
+    training = start_in_session(command)
     deadline = time.monotonic() + 240
     while not (run / "ledger.jsonl").exists() or '"step": 3' not in (run / "ledger.jsonl").read_text():
         assert training.poll() is None and time.monotonic() < deadline
@@ -357,18 +362,26 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(run, every_steps):
     assert len(errors) == 1
 
 
+def test_two_interrupts_at_once_are_one_line(run):
+    """The ranks hear the second while the launcher, which the first one has ended, no longer listens to them."""
+    shutil.rmtree(run)
+    command = [sys.executable, "-m", "launcher", "train", "small.yaml", "train.steps=100000", "--ranks", "2"]
+    training = start_in_session(command)
+    deadline = time.monotonic() + 240
+    while not (run / "ledger.jsonl").exists() or '"step": 3' not in (run / "ledger.jsonl").read_text():
+        assert training.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    for _ in range(2):
+        os.killpg(training.pid, signal.SIGINT)
+        time.sleep(0.02)
+    errors = training.communicate(timeout=120)[1].splitlines()
+    assert (training.returncode, len(errors)) == (130, 1), errors
+
+
 def test_an_interrupt_while_the_fork_server_imports_is_one_line(run):
     shutil.rmtree(run)
     command = [sys.executable, "-m", "launcher", "train", "small.yaml", "--ranks", "2"]
-    training = subprocess.Popen(
-        command,
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        preexec_fn=hear_interrupts,
-    )
+    training = start_in_session(command)
     children = Path(f"/proc/{training.pid}/task/{training.pid}/children")
     deadline = time.monotonic() + 240
 
