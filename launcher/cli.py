@@ -31,6 +31,7 @@ from launcher.completion import mend_bash_words, offer_runs, offer_shells
 from launcher.config.secrets import mask
 from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
 from launcher.errors import WRONG_PATH, UserError, why_refused
+from launcher.interrupts import hold_interrupts_while_importing
 from launcher.limits import check_current_folder, check_limits, keep_others_from_writing
 from launcher.streams import open_closed_streams
 from parallel.processes.environment import WrongEnvironment
@@ -396,6 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mend_bash_words()
     if arguments is None:
         sys.excepthook = show_exception
+        hold_interrupts_while_importing()
     try:
         code = app(args=given or ["--help"], prog_name="roundtable", standalone_mode=False) or 0
         end_output()

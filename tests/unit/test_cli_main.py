@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -160,6 +161,35 @@ def test_closed_standard_streams_take_no_file_s_place(config, closed, code):
     name = "none.yaml" if code else config.name
     command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", script, "config", name]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == code
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path):
+    """Where libraries in C import each other it would be dropped, and what was imported stay half made."""
+    (tmp_path / "dropping.py").write_text(
+        "import os, signal\n"
+        "whole = False\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    whole = True\n"
+        "except KeyboardInterrupt:\n"
+        "    pass\n"
+    )
+    script = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from launcher.cli import main\n"
+        "main()\n"
+        "try:\n"
+        "    import dropping\n"
+        "    time.sleep(50)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(dropping.whole)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", script, "--version"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.stdout.splitlines()[-1] == "True", done.stderr
 
 
 def test_every_command_says_what_it_does(capsys):
