@@ -1,6 +1,7 @@
 """`roundtable import`: from a folder that Hugging Face transformers loads to a run directory."""
 
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -104,8 +105,9 @@ def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Ite
     widened = "" if dtypes == "fp32" else f", {dtypes} widened to fp32{again}"
     tokenizer = "" if config.data.tokenizer is not None else "; no tokenizer, so no text can be made or read"
     yield f"{source} -> {out}: {config.model.family}, {weights.elements:,} weights{widened}{tokenizer}"
-    text = "" if config.data.tokenizer is None else f"`roundtable generate {out} --prompt ...` continues text; "
-    yield f"{text}`roundtable export {out} DIR` writes it back; init_from: {out} begins a run with these weights"
+    made = shlex.quote(str(out))
+    text = "" if config.data.tokenizer is None else f"`roundtable generate {made} --prompt ...` continues text; "
+    yield f"{text}`roundtable export {made} DIR` writes it back; init_from: {out} begins a run with these weights"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The page that a run leaves in its directory when it has ended."""
 
 import os
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def write_at_end(run_path: Path, fence: Fence | None = None) -> None:
             write_page(target, page)
     except Exception as error:  # of any kind: the run has trained, and must not fail for its page
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        tell(f"{target} was not written: {reason}; `roundtable report {run_path}` writes it")
+        tell(f"{target} was not written: {reason}; `roundtable report {shlex.quote(str(run_path))}` writes it")
 
 
 def write_page(target: Path, page: str) -> None:

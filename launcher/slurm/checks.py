@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -210,9 +211,10 @@ def check_unused(config: RunConfig, run_paths: Sequence[Path]) -> Iterator[str]:
     """No live job trains in the run directories, nor in any of the sweep's."""
     mine = {path.absolute() for path in (config.run_path, *run_paths)}
     for job in [job for job in live_jobs() if mine & {job.run_path, job.submitted}][:1]:
+        run = shlex.quote(str(config.run_path))
         yield (
             f"name={config.name} must not be in use by a live job, and job {job.job_id} ({job.state}) trains in "
-            f"{config.run_path}; choose another name or run_dir, or `roundtable cancel {config.run_path}`"
+            f"{config.run_path}; choose another name or run_dir, or `roundtable cancel {run}`"
         )
 
 
@@ -230,7 +232,7 @@ def file_system(path: Path) -> str:
 
 def notes(config: RunConfig) -> Iterator[str]:
     """What is worth saying and no reason not to submit."""
-    yield from wandb_notes(config, f"{config.run_path}")
+    yield from wandb_notes(config, shlex.quote(str(config.run_path)))
     yield from checkpoint_notes(config)
 
 

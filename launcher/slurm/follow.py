@@ -1,6 +1,7 @@
 """`roundtable status`, `logs` and `cancel`: a run seen from where it was submitted."""
 
 import os
+import shlex
 import time
 from collections import deque
 from contextlib import suppress
@@ -124,7 +125,9 @@ def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
     path = log_path(run_path, rank)
     if path is None:
         found = f"{run_path}/logs holds no log of {_whose(rank)}: ranks on this machine print to its terminal"
-        raise UserError([f"{found}, and a job's write one once it has begun; see `roundtable status {run}`"])
+        raise UserError(
+            [f"{found}, and a job's write one once it has begun; see `roundtable status {shlex.quote(run)}`"]
+        )
     with path.open(errors="replace") as log:
         for line in deque(log, maxlen=n_lines):
             say(line, end="")
@@ -162,7 +165,7 @@ def cancel_run(run: str, *, save: bool) -> int:
     for job in jobs:
         if save and job.state == "RUNNING":
             ask("scancel", "--batch", "--signal=USR2", job.job_id)
-            say(f"job {job.job_id}: told to save and stop; `roundtable status {run}` says when it has")
+            say(f"job {job.job_id}: told to save and stop; `roundtable status {shlex.quote(run)}` says when it has")
         else:
             ask("scancel", job.job_id)
             say(f"job {job.job_id}: cancelled")

@@ -55,7 +55,7 @@ def submit_sweep(
     if problems:
         raise UserError(problems)
     found = in_runs({name: list(checkpoint_notes(config)) for name, config in sweep.runs.items()}, len(sweep.runs))
-    for note in (*wandb_notes(sweep.base, f"{sweep.base.run_path}/*"), *found):
+    for note in (*wandb_notes(sweep.base, f"{shlex.quote(str(sweep.base.run_path))}/*"), *found):
         tell(note)
     print_how_to_follow(sweep, submit(sweep, script))
     return 0

@@ -166,7 +166,7 @@ def check_prepared(config: RunConfig, path: Path) -> None:
         raise UserError(
             [
                 f"data.token_dir={config.data.token_dir} lacks this config's token files; "
-                f"run `roundtable prepare {path}` first"
+                f"run `roundtable prepare {shlex.quote(str(path))}` first"
             ]
         )
 

@@ -10,6 +10,7 @@ import netrc
 import os
 import re
 import secrets
+import shlex
 import shutil
 import threading
 import urllib.error
@@ -115,8 +116,8 @@ def open_wandb(
         run = _init("offline", arguments, run_config, announce)
     if run is None:
         return NullRun()
-    where = run.url if not run.offline else f"offline; `wandb sync {wandb_dir}/offline-run-*` uploads it"
-    announce(f"W&B: {where}")
+    upload = f"`wandb sync {shlex.quote(str(wandb_dir))}/offline-run-*` uploads it"
+    announce(f"W&B: offline; {upload}" if run.offline else f"W&B: {run.url}")
     return WandbRun(run, run_dir, announce)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -138,14 +139,16 @@ def test_records_that_cross_blocks_are_put_together(tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed_but_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "silent")
+    run_dir = tmp_path / "a run's"
+    run_dir.mkdir()
+    run = open_wandb(WandbConfig(mode="offline"), {}, run_dir, "silent")
     run.log({"step": 1, "loss": 1.0})
     run.finish()
     run.finish()
     out, err = capfd.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "wandb sync" in err
+    assert f"`wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*` uploads it" in err
 
 
 @pytest.mark.parametrize("mode", ["auto", "offline"])

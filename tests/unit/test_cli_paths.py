@@ -4,18 +4,26 @@ import errno
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data.config import DataConfig, SourceConfig
 from data.places import why_not_writable
 from hostile_sweep import sweep
 from launcher.cli import main
+from launcher.config.tree import RunConfig
+from launcher.errors import UserError
+from launcher.report.at_end import write_at_end
+from launcher.slurm.checks import check_unused
 from launcher.slurm.queue import LiveJob, live_jobs
+from launcher.training.start import check_prepared
 from sealed import write_run
 
 COMMANDS = {
@@ -95,6 +103,30 @@ def test_a_sweep_whose_list_is_damaged_is_one_run_in_the_queue(tmp_path, monkeyp
     monkeypatch.setattr("launcher.slurm.queue.ask", lambda *_: f"7_0|RUNNING||n1|0:01|1:00|roundtable:{tmp_path}\n")
     (job,) = live_jobs()
     assert (job.job_id, job.run_path) == ("7_0", tmp_path)
+
+
+def test_commands_that_are_named_can_be_pasted(tmp_path, monkeypatch, capsys):
+    """Of a run whose name has spaces and other signs."""
+    run = tmp_path / "ünï, x=1 b"
+    (run / "slurm").mkdir(parents=True)
+    job = LiveJob("7", "RUNNING", "None", "n1", "1:00", "2:00", run, run)
+    for module in ("checks", "follow"):
+        monkeypatch.setattr(f"launcher.slurm.{module}.require", lambda *_: None)
+        monkeypatch.setattr(f"launcher.slurm.{module}.live_jobs", lambda *_: [job])
+    monkeypatch.setattr("launcher.slurm.follow.ask", lambda *_: "")
+    assert main(["logs", str(run)]) == 2
+    assert main(["cancel", str(run), "--save"]) == 0
+    (run / "report.html").mkdir()
+    write_at_end(run)
+    said = [*capsys.readouterr()]
+    config = RunConfig(name="x", run_dir=str(run))
+    said += [*check_unused(config, [])]
+    with pytest.raises(UserError) as refused:
+        check_prepared(replace(config, data=DataConfig(sources=(SourceConfig(path=str(run)),))), run / "my config.yaml")
+    said += refused.value.problems
+    commands = [shlex.split(command) for command in re.findall("`(roundtable [^`]*)`", "\n".join(said))]
+    assert sorted(words[1] for words in commands) == ["cancel", "prepare", "report", "status", "status"]
+    assert {words[2] for words in commands} == {str(run), str(run / "my config.yaml")}
 
 
 @pytest.fixture
