@@ -14,6 +14,7 @@ from launcher.commands.runs import holds_lock, last_lines, list_runs, summarize
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, RunConfig, TrainConfig
 from launcher.slurm import follow
+from launcher.training.run_dir import claim
 from parallel.config import ParallelConfig
 
 
@@ -112,6 +113,30 @@ def test_a_run_of_another_machine_is_running_while_it_writes(tmp_path):
     long_ago = time.time() - 3600
     os.utime(path / "metrics.jsonl", (long_ago, long_ago))
     assert summarize(path).state == "crashed"
+
+
+@pytest.mark.parametrize(("done", "events", "state"), [(10, (), "finished"), (4, ("stopped",), "stopped")])
+def test_a_run_that_has_ended_on_another_machine_is_not_running(tmp_path, monkeypatch, done, events, state):
+    """Its last row is seconds old."""
+    path = make_run(tmp_path / "r", done=done, events=events)
+    config = RunConfig(name="r", run_dir=str(path), train=TrainConfig(steps=10), parallel=ParallelConfig(tp=2))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+        held = claim(config)
+        elsewhere.undo()
+        assert summarize(path).state == "running"
+        elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+        held.close()
+        held.close()
+    assert summarize(path).state == state
+
+
+def test_a_start_that_was_succeeded_leaves_its_successors_word(tmp_path):
+    held = claim(RunConfig(name="r", run_dir=str(tmp_path / "r")))
+    word = json.dumps({"host": "other", "pid": 7, "slurm_job": "8", "slurm_restarts": 0})
+    (tmp_path / "r/.lock").write_text(word)
+    held.close()
+    assert (tmp_path / "r/.lock").read_text() == word
 
 
 def test_locks_are_read_as_the_kernel_lists_them(tmp_path):

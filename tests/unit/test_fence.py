@@ -87,6 +87,19 @@ def test_a_requeued_job_takes_over_and_nobody_else_does(config, tmp_path, monkey
             claim(config)
 
 
+def test_a_job_that_took_over_and_has_ended_can_be_succeeded(config, tmp_path, monkeypatch):
+    """The stale start, on a node that is cut off, has the lock all the while."""
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    with claim(config):
+        for restarts in ("1", "2"):
+            monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+            claim(config).close()
+            assert json.loads((tmp_path / "run" / LOCK).read_text())["slurm_restarts"] == int(restarts)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    claim(config).close()
+    assert (tmp_path / "run" / LOCK).read_text() == ""
+
+
 def test_planted_lock_of_another_that_holds_nonsense_is_one_in_use(config, tmp_path):
     with claim(config):
         (tmp_path / "run" / LOCK).write_text("nonsense")
