@@ -57,6 +57,9 @@ def verify(path: str, *, as_json: bool) -> int:
     """Re-checks the certificate and every hash; prints each damaged file. Returns 0 where all is whole, else 1."""
     found = find(path)
     results = dict(zip(found.directories, _check_all(found.directories), strict=True))
+    if found.is_run:
+        wrong = [directory for directory, findings in results.items() if findings.problems]
+        results = without_deleted(path, results, wrong)
     is_whole = not any(findings.problems for findings in results.values())
     if as_json:
         rows = [
@@ -76,6 +79,20 @@ def verify(path: str, *, as_json: bool) -> int:
         for directory in found.set_aside:
             say(f"{directory}: set aside as damaged by the run; not checked")
     return 0 if is_whole else 1
+
+
+def without_deleted(path: str, results: dict[Folder, Any], wrong: list[Folder]) -> dict[Folder, Any]:
+    """The results but of those ``wrong`` ones that a run has deleted meanwhile, which are told.
+
+    Raises UserError where none is left.
+    """
+    there = {folder.name for folder in list_checkpoints(checkpoints_of(path))} if wrong else set()
+    deleted = [folder for folder in wrong if folder.name not in there]
+    for folder in deleted:
+        tell(f"{folder.location} was deleted while it was looked at; left out")
+    if len(deleted) == len(results):
+        raise UserError([f"DIR={path} must keep a checkpoint while it is looked at, and has deleted all; try again"])
+    return {folder: result for folder, result in results.items() if folder not in deleted}
 
 
 def _told(directory: Folder, findings: Findings) -> Iterator[str]:
@@ -124,7 +141,7 @@ def show(path: str, *, as_json: bool) -> int:
     """Prints what a checkpoint holds, or a run's list of checkpoints. Returns 0; 1 where the manifest is damaged."""
     found = find(path)
     if found.is_run:
-        _show_run(found, None if is_remote(path) else read_lineage(Path(path)), as_json)
+        _show_run(path, found, None if is_remote(path) else read_lineage(Path(path)), as_json)
         return 0
     try:
         manifest = read_manifest(path)
@@ -196,8 +213,11 @@ def _show_one(path: str, manifest: Manifest) -> None:
     console.print(files)
 
 
-def _show_run(found: Found, lineage: Lineage | None, as_json: bool) -> None:
-    rows = [_run_row(directory) for directory in found.directories]
+def _show_run(path: str, found: Found, lineage: Lineage | None, as_json: bool) -> None:
+    results = {directory: _run_row(directory) for directory in found.directories}
+    wrong = [directory for directory, row in results.items() if not row["looks_whole"]]
+    results = without_deleted(path, results, wrong)
+    rows = list(results.values())
     if as_json:
         beside = {"set_aside": list(map(str, found.set_aside)), "partial": list(map(str, found.partial))}
         beside |= {} if lineage is None else {"branched_from": asdict(lineage)}
@@ -207,7 +227,7 @@ def _show_run(found: Found, lineage: Lineage | None, as_json: bool) -> None:
         say(in_a_line(lineage_line(lineage)))
     console = wide_console()
     table = plain_table("checkpoint", "state", ">tokens", ">held-out loss", ">size", "written by")
-    for directory, row in zip(found.directories, rows, strict=True):
+    for directory, row in results.items():
         loss = "" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
         tokens = "" if row["tokens"] is None else f"{row['tokens']:,}"
         size = "" if row["bytes"] is None else size_text(row["bytes"])

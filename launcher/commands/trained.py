@@ -109,15 +109,16 @@ def open_trained(path: Path | str) -> Trained:
     changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its place. Raises
     UserError where there is no good one. Nothing is allocated for tensors that are not the config's.
     """
-    run, candidates = find_candidates(path)
     damaged = []
-    for folder in reversed(candidates):
+    for run, folder in newest_first(path):
         try:
             checkpoint = open_checkpoint(folder, verify=False)
             config = config_of(checkpoint, run, path)
             check_model(checkpoint, config, run)
             checkpoint.verify()
         except DamagedCheckpoint as error:
+            if not folder.files():  # its run has deleted it
+                continue
             where = folder.location
             damaged.append(f"CHECKPOINT={where} is damaged ({error}); give another one, or train on to write one")
             continue
@@ -127,6 +128,19 @@ def open_trained(path: Path | str) -> Trained:
             check_parts(run, STARTED_IN)  # of no use to a command that reads no relative path, but told by all alike
         return Trained(checkpoint, config, run)
     raise UserError(damaged or [f"CHECKPOINT={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
+
+
+def newest_first(path: Path | str, key: str = "CHECKPOINT") -> Iterator[tuple[Path | None, Folder]]:
+    """What ``find_candidates`` finds, the newest first; then what has come since: a run that trains deletes them."""
+    tried: set[str] = set()
+    while True:
+        run, candidates = find_candidates(path, key)
+        following = [folder for folder in reversed(candidates) if folder.name not in tried]
+        if not following:
+            return
+        for folder in following:
+            tried.add(folder.name)
+            yield run, folder
 
 
 def find_candidates(path: Path | str, key: str = "CHECKPOINT") -> tuple[Path | None, list[Folder]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.tokenizer import load_tokenizer, read_vocab, tokenizer_folder
-from launcher.commands.trained import config_of, find_candidates, naming_tokenizer
+from launcher.commands.trained import config_of, naming_tokenizer, newest_first
 from launcher.config.tree import RunConfig
 from launcher.config.words import show
 from launcher.console import tell
@@ -59,12 +59,13 @@ def has_begun(config: RunConfig) -> bool:
 
 def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
     """The newest whole checkpoint that ``path`` means, and its run's config; the hashes are for loading to check."""
-    run, candidates = find_candidates(path, "init_from")
     damaged = []
-    for folder in reversed(candidates):
+    for run, folder in newest_first(path, "init_from"):
         try:
             checkpoint = Checkpoint(folder, whole_manifest(folder))
         except DamagedCheckpoint as error:
+            if not folder.files():  # its run has deleted it
+                continue
             damaged.append(f"init_from={folder.location} is damaged ({error}); name another checkpoint")
             continue
         for line in damaged:

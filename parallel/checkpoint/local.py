@@ -164,8 +164,12 @@ class LocalStore:
         return LocalFolder(self.root / name)
 
     def names(self) -> list[str]:
-        """Directories named as checkpoints are."""
-        return in_order([path.name for path in self.root.glob("step-*") if path.is_dir()])
+        """Directories named as checkpoints are. One look: between two, the newest may be committed and another go."""
+        try:
+            with os.scandir(self.root) as entries:
+                return in_order([entry.name for entry in entries if entry.is_dir()])
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return []
 
     def owner(self) -> bytes | None:
         """The content of a hidden file beside the checkpoints."""

@@ -266,8 +266,11 @@ def check_files(
     folder, problems = open_folder(location), []
     for file in files:
         wrong = check_sizes(manifest, folder, [file])
-        if not wrong and hash_in(folder, file, on_bytes) != manifest.files[file]["xxh3_128"]:
-            wrong = [hash_problem(folder, file)]
+        try:
+            if not wrong and hash_in(folder, file, on_bytes) != manifest.files[file]["xxh3_128"]:
+                wrong = [hash_problem(folder, file)]
+        except FileNotFoundError:  # deleted since its size was looked at
+            wrong = [f"{folder.path(file)} is missing"]
         problems += wrong
     return problems
 

@@ -6,11 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import launcher.commands.trained as trained_module
+import parallel.checkpoint.manifest as manifest_module
 from launcher.cli import main
+from launcher.commands import checkpoint
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, MetricsConfig, WandbConfig
 from launcher.training.start import start_training
@@ -19,6 +24,9 @@ from modeling.counts import count_parameters
 from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.manifest import hash_file, read_manifest, write_manifest
+from parallel.checkpoint.places import open_store
+from parallel.checkpoint.read import open_checkpoint
+from parallel.checkpoint.store import step_name
 from parallel.config import ParallelConfig
 
 pytestmark = pytest.mark.xdist_group("checkpoint command")  # what its tests share takes long to make
@@ -209,3 +217,49 @@ def test_a_url_that_cannot_be_listed_is_one_line(capsys, command):
     assert main([*command, "nowhere://bucket"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "=nowhere://bucket must be a place that fsspec can list, and it says: " in line
+
+
+def deleting(run_dir: Path, step: int, function: Callable[..., Any], brought: Path | None = None) -> Callable[..., Any]:
+    """The function, before whose first call the run deletes a checkpoint, after it has saved ``brought``."""
+    waiting = [step]
+
+    def then(*arguments: Any, **options: Any) -> Any:
+        while waiting:
+            store = open_store(run_dir / "checkpoints")
+            if brought is not None:
+                brought.rename(run_dir / "checkpoints" / brought.name)
+            store.remove(step_name(waiting.pop()))
+        return function(*arguments, **options)
+
+    return then
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_damaged(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "examine", deleting(run_dir, 2, checkpoint.examine))
+    assert main(["checkpoint", "verify", str(run_dir), "--json"]) == 0
+    told = capsys.readouterr()
+    assert [Path(row["checkpoint"]).name for row in json.loads(told.out)["checkpoints"]] == ["step-00000004"]
+    assert told.err.splitlines()[-1].endswith("step-00000002 was deleted while it was looked at; left out")
+    monkeypatch.setattr(checkpoint, "read_manifest", deleting(run_dir, 4, checkpoint.read_manifest))
+    assert main(["checkpoint", "show", str(run_dir)]) == 2
+    assert "must keep a checkpoint while it is looked at" in capsys.readouterr().err
+
+
+def test_what_comes_while_others_are_deleted_is_taken(run_dir, tmp_path, monkeypatch, capsys):
+    newer = (run_dir / "checkpoints" / "step-00000004").rename(tmp_path / "step-00000004")
+    monkeypatch.setattr(trained_module, "open_checkpoint", deleting(run_dir, 2, open_checkpoint, newer))
+    assert trained_module.open_trained(run_dir).checkpoint.step == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_is_deleted_before_it_is_read_is_missing(run_dir, monkeypatch):
+    folder = run_dir / "checkpoints" / "step-00000004"
+    manifest = read_manifest(folder)
+    monkeypatch.setattr(manifest_module, "hash_in", lambda *_: (folder / "gone").read_bytes())
+    assert manifest_module.check_files(manifest, folder, ["config.yaml"]) == [f"{folder}/config.yaml is missing"]
+
+
+def test_the_names_are_of_one_look(run_dir, monkeypatch):
+    """Of a run that keeps one checkpoint, each may be gone by a second look, and another there."""
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    assert open_store(run_dir / "checkpoints").names() == ["step-00000002", "step-00000004"]
