@@ -17,6 +17,7 @@ from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input
 
 BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
+NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
 
 
@@ -164,11 +165,18 @@ class LocalStore:
         return LocalFolder(self.root / name)
 
     def names(self) -> list[str]:
-        """Directories named as checkpoints are. One look: between two, the newest may be committed and another go."""
+        """Directories named as checkpoints are; none where no folder can be looked into.
+
+        One look: between two, the newest may be committed and another go.
+        """
         try:
             with os.scandir(self.root) as entries:
                 return in_order([entry.name for entry in entries if entry.is_dir()])
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
+        except ValueError:  # a path that cannot be
+            return []
+        except OSError as error:
+            if error.errno not in NO_FOLDER:
+                raise
             return []
 
     def owner(self) -> bytes | None:
