@@ -48,7 +48,8 @@ def summary_of(run: RunFacts) -> dict[str, str]:
     found["step"] = f"{step:,} of {wanted:,}" if wanted is not None else f"{step:,}"
     found["tokens"] = _whole(_last(run, "tokens"))
     n_last = max(1, int(len(rows.steps) * LAST_PART))
-    found[f"loss, last {LAST_PART:.0%} of updates"] = _plain(_mean(run, "loss", n_last))
+    if "loss" in rows.columns and len(rows.steps):
+        found[f"loss, last {LAST_PART:.0%} of updates"] = _plain(_mean(run, "loss", n_last))
     found |= _heldout(run)
     found["time in steps"] = _time(run)
     speed = measured(rows, run.starts[-1].step if run.starts else 0)
@@ -69,11 +70,14 @@ def summary_of(run: RunFacts) -> dict[str, str]:
 
 
 def _heldout(run: RunFacts) -> dict[str, str]:
-    losses = {int(row["step"]): row["eval_loss"] for row in run.rows.evaluations if math.isfinite(row["eval_loss"])}
+    losses = {int(row["step"]): row["eval_loss"] for row in run.rows.evaluations}
     if not losses:
         return {}
-    last, best = max(losses), min(losses, key=lambda step: losses[step])
-    return {"held-out loss": f"{losses[last]:.4f}", "best held-out loss": f"{losses[best]:.4f} at step {best:,}"}
+    found, finite = {"held-out loss": _plain(losses[max(losses)])}, [at for at in losses if math.isfinite(losses[at])]
+    if finite:
+        best = min(finite, key=lambda step: losses[step])
+        found["best held-out loss"] = f"{losses[best]:.4f} at step {best:,}"
+    return found
 
 
 def _skipped(run: RunFacts) -> int:
@@ -102,7 +106,7 @@ def _whole(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else ""
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def starts_table(runs: Sequence[RunFacts]) -> Table:

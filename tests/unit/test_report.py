@@ -21,6 +21,7 @@ from launcher.report.heat import load_codes
 from launcher.report.page import render
 from launcher.report.panels import KNOWN, SECTIONS
 from launcher.report.read import MOST_SAMPLED, EvenSample, read_run, without_shares
+from launcher.report.summary import summary_of
 from launcher.watch.metrics import encode_row, read_metrics
 from report_runs import HOSTILE, START, lively_rows, update_rows, write_run
 
@@ -304,6 +305,17 @@ def test_wrong_input_is_one_line_and_creates_nothing(tmp_path, capsys, monkeypat
     assert "\\x1b" in refused(capsys, "\x1b[31mred")
     assert "NUL" in refused(capsys, "a\0b")
     assert sorted(tmp_path.rglob("*")) == before and run.is_dir()
+
+
+def test_losses_that_are_not_finite_are_said_in_the_summary(tmp_path):
+    """The newest held-out loss, too, not the last finite one."""
+    rows = [row | {"loss": "NaN"} for row in update_rows(30)]
+    evaluations = [{"step": 10, "eval_loss": 2.5}, {"step": 20, "eval_loss": 2.75}, {"step": 30, "eval_loss": "NaN"}]
+    run = gather(write_run(tmp_path / "run", [*rows, *evaluations]), "run")
+    found = summary_of(run)
+    assert found["loss, last 2% of updates"] == found["held-out loss"] == "not finite"
+    assert found["best held-out loss"] == "2.5000 at step 10"
+    assert "loss, last 2% of updates" not in summary_of(gather(write_run(tmp_path / "new", [START]), "new"))
 
 
 def test_a_page_that_cannot_be_written_fails_no_run(tmp_path, capsys):
