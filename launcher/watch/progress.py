@@ -97,6 +97,8 @@ class RunProgress:
     def rewind(self, step: int) -> None:
         """Goes back to ``step``; what was seen of later steps is forgotten, but not the events."""
         self.step = step
+        if self.evaluation.get("step", 0) > step:
+            self.evaluation = {}
         self.losses.rewind(max(0, step - self.first_step + 1))
         self.first_step = min(self.first_step, step + 1)
         self._moments.clear()

@@ -233,6 +233,19 @@ def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypat
     assert progress.seconds_left() == 2999 * 0.25
 
 
+def test_a_run_that_goes_back_shows_no_evaluation_of_later_steps() -> None:
+    progress = RunProgress(100, 1, "run", Path("runs/run"))
+    for step in range(1, 13):
+        progress.observe(update(step))
+    progress.observe({"step": 10, "event": "checkpoint"})
+    progress.observe({"step": 12, "eval_loss": 5.25})
+    progress.rewind(12)
+    assert any("eval loss 5.2500 at step 12" in line for line in frame(progress, 80))
+    progress.rewind(10)
+    assert not any("eval loss" in line for line in frame(progress, 80))
+    assert any("checkpoint at step 10" in line for line in frame(progress, 80))
+
+
 def test_a_trace_of_any_length_keeps_its_shape_in_few_points() -> None:
     trace = Trace()
     for value in range(100_000):
