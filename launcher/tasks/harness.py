@@ -5,6 +5,7 @@ import importlib.util
 import io
 import logging
 import os
+import threading
 from collections.abc import Iterator
 
 from launcher.errors import UserError
@@ -29,6 +30,7 @@ def harness_version() -> str:
 def quietly() -> Iterator[None]:
     """While it is entered, what the harness and its libraries print and log is dropped: bars, hints, warnings."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap: a process forked here would hold torch's threads
+    lock_bars_by_threads()
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -36,6 +38,14 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def lock_bars_by_threads() -> None:
+    """Gives the harness's bars a lock without a semaphore, of which multiprocessing complains after a kill."""
+    from tqdm import tqdm
+
+    if not hasattr(tqdm, "_lock"):  # it makes one of its own with its first bar
+        tqdm.set_lock(threading.RLock())
 
 
 def confine_templates() -> None:

@@ -1,12 +1,16 @@
 """train.eval_tasks: what is wrong is refused by `train`, and by its --dry-run, before anything is created."""
 
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from launcher.cli import main
 from launcher.config.load import load_config
+from launcher.tasks.load import Asked
+from launcher.training.live_tasks import requests_of
 from task_runs import write_tasks
 
 
@@ -76,3 +80,13 @@ def test_a_continuation_longer_than_a_sequence(tmp_path: Path, capsys: pytest.Ca
     assert main(["train", str(path), "--ranks", "1"]) == 2
     assert "tokens, and the model sees 16 at once; shorten it" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists() and load_config(path).train.eval_tasks
+
+
+def test_requests_are_made_without_a_semaphore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed would leave it, and multiprocessing would print that it leaked."""
+    made: list[Any] = []
+    monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.setattr(SemLock, "__init__", lambda *arguments, **options: made.append(arguments))
+    requests = requests_of(Asked(tuple(map(str, write_tasks(tmp_path, "pick", "roll"))), "train.eval_tasks"))
+    assert len(requests.instances) == 2
+    assert made == []
