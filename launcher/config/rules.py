@@ -115,7 +115,7 @@ def _check_attention(config: RunConfig) -> Iterator[str]:
     """Heads divide evenly, and rotary embedding, where there is one, finds channels in pairs."""
     model = config.model
     d_model, n_heads, n_kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head
-    if min(d_model, n_heads, n_kv_heads) < 1:
+    if min(d_model, n_heads, n_kv_heads, 1 if d_head is None else d_head) < 1:
         return
     if n_heads % n_kv_heads:
         tries = join_or(list(map(str, _divisors_near(n_heads, n_kv_heads))))

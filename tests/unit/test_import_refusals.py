@@ -98,6 +98,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mistyped": ({"hidden_size": "32"}, 'one/config.json: hidden_size="32" is not possible'),
     "zero": ({"hidden_size": 0}, "one/config.json: model.d_model=0 must be at least 1; give another model"),
+    "no channels": ({"head_dim": 0}, "one/config.json: model.d_head=0 must be at least 1; give another model"),
     "huge": ({"vocab_size": 2**40}, "one/config.json: model.vocab_size=1099511627776 must be at most 16777216; give"),
     "uneven": ({"num_key_value_heads": 3}, "one/config.json: model.n_kv_heads=3 must divide model.n_heads=4; give"),
     "no length": ({"max_position_embeddings": 0}, "one/config.json: max_position_embeddings=0 must be a whole number"),
