@@ -16,6 +16,10 @@ class DataError(Exception):
         return DataError, tuple(self.problems)
 
 
+class UnreadObject(OSError):
+    """An object at a URL that its store does not give; the message is a line, which names it. A later try may do."""
+
+
 def reason_of(error: Exception) -> str:
     """A library's error in one line of at most 200 characters, to stand in ours."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -17,7 +17,7 @@ import numpy as np
 
 from data.batch import Batch
 from data.dataset import Dataset
-from data.errors import DataError, reason_of
+from data.errors import DataError, UnreadObject, reason_of
 
 Prepared = TypeVar("Prepared")
 LOOK_SECONDS = 1.0  # a thread that has died says nothing, so it is looked for
@@ -25,7 +25,7 @@ CLOSE_SECONDS = 5.0  # a thread that a disk holds for longer is left to end with
 
 
 class UnreadSamples(Exception):
-    """A step's samples could not be read, through no fault of the data's: the disk's, say. One line."""
+    """A step's samples could not be read, through no fault of the data's or a store's: the disk's, say. One line."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class ReadAhead(Generic[Prepared]):
         if isinstance(answer.error, DataError):
             raise DataError(*(f"step {self._step}: {line}" for line in answer.error.problems)) from answer.error
         if answer.error is not None:
-            line = f"step {self._step}: its samples cannot be read: {reason_of(answer.error)}"
-            raise UnreadSamples(line) from answer.error
+            kind = UnreadObject if isinstance(answer.error, UnreadObject) else UnreadSamples
+            raise kind(f"step {self._step}: its samples cannot be read: {reason_of(answer.error)}") from answer.error
         return answer.value
 
     def _comes_next(self, request: Request) -> bool:

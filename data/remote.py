@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.errors import DataError, reason_of, refuse
+from data.errors import DataError, UnreadObject, reason_of, refuse
 
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # between tries
@@ -48,7 +48,7 @@ class RemoteObject:
         return self.record
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop). Raises DataError where it has changed, OSError after the last try."""
+        """The bytes [start, stop). Raises DataError where it has changed, UnreadObject after the last try."""
 
         def read() -> bytes:
             fs, path = self._open()
@@ -83,12 +83,14 @@ class RemoteObject:
         for wait in (*WAITS_SECONDS, None):
             try:
                 return read()
-            except (DataError, PermissionError, FileNotFoundError):
+            except DataError:
                 raise
+            except (PermissionError, FileNotFoundError) as error:
+                raise UnreadObject(f"{self.url} cannot be read ({reason_of(error)})") from error
             except Exception as error:  # each store's library has its own kinds
                 if wait is None:
                     tries = f"{len(WAITS_SECONDS) + 1} tries over {sum(WAITS_SECONDS):.0f} s"
-                    raise OSError(f"{self.url} cannot be read after {tries} ({reason_of(error)})") from error
+                    raise UnreadObject(f"{self.url} cannot be read after {tries} ({reason_of(error)})") from error
                 time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 

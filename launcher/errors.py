@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 
+from data.errors import UnreadObject
 from parallel.checkpoint.errors import UnreachableStore
 
 
@@ -23,12 +24,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
 BAD_DISK = (errno.EIO, errno.ESTALE)
+UNREACHABLE = (UnreachableStore, UnreadObject)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # the user's mistake rather than the machine's refusal
 
 
 def why_refused(error: OSError) -> str | None:
     """What the machine refuses, in a line with a remedy: room, rights, files, disk, path, store; None for others."""
-    if isinstance(error, UnreachableStore):
+    if isinstance(error, UNREACHABLE):
         return f"{error}; check the network or the disk, the address, and the keys that lead to it"
     remedies = {
         NO_ROOM: "free some space, or choose another disk",

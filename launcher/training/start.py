@@ -12,7 +12,7 @@ from data.places import nearest_existing, why_not_writable
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.console import tell
-from launcher.errors import UserError, why_refused
+from launcher.errors import UNREACHABLE, UserError, why_refused
 from launcher.guard.fence import Fence, StaleRun
 from launcher.guard.restarts import Restart, Restarts, newest_checkpoint, restart_by_torchrun
 from launcher.limits import check_limits, check_local_ranks
@@ -26,7 +26,6 @@ from launcher.training.run_dir import (
     newest_manifest,
     refusing_unreachable,
 )
-from parallel.checkpoint.errors import UnreachableStore
 from parallel.checkpoint.manifest import Manifest
 from parallel.checkpoint.places import is_remote, local_path, open_store
 from parallel.checkpoint.store import in_order
@@ -113,7 +112,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
         fence = agreed.lock.fence if agreed.lock is not None else None
         try:
             code = train(config, changed, stop, restart_by_torchrun(), fence)
-        except (StaleRun, UnreachableStore) as error:
+        except (StaleRun, *UNREACHABLE) as error:
             tell(last_word(error))
             return 1
     agreed.leave()
@@ -383,19 +382,19 @@ def exit_two_for(work: Callable[[], Answer]) -> Answer:
     """What ``work`` returns, in a process that ``run_ranks`` started.
 
     The user's mistakes found on the way (a foreign token id) are printed, with code 2. That the run directory was taken
-    away, the run started again elsewhere, or a checkpoint not read, is the launcher's to say, with code 1.
+    away, the run started again elsewhere, or a store did not answer, is the launcher's to say, with code 1.
     """
     try:
         return work()
     except (DataError, UserError) as error:
         tell(error)
         raise SystemExit(2) from None
-    except (StaleRun, UnreachableStore) as error:
+    except (StaleRun, *UNREACHABLE) as error:
         tell_launcher(last_word(error), 1)
         raise SystemExit(1) from None
 
 
-def last_word(error: StaleRun | UnreachableStore) -> str:
+def last_word(error: StaleRun | OSError) -> str:
     """Why a run ends, in a line."""
-    line = why_refused(error) if isinstance(error, UnreachableStore) else None
+    line = why_refused(error) if isinstance(error, OSError) else None
     return line if line is not None else str(error)

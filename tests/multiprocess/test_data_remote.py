@@ -18,13 +18,18 @@ from launcher.config.tree import CheckpointConfig, MetricsConfig, RunConfig, Wan
 from launcher.training.run_dir import claim
 from launcher.training.start import start_checks, start_training
 from launcher.watch.metrics import read_metrics
-from layout_runs import DENSE_MODEL, VOCAB_SIZE, run_config
+from layout_runs import DENSE_MODEL, VOCAB_SIZE, run_config, write_tokens
 from object_store import s3_bucket
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory):
-    with s3_bucket(tmp_path_factory.mktemp("aws"), "tokens") as url:
+def denied() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory, denied: list[str]):
+    with s3_bucket(tmp_path_factory.mktemp("aws"), "tokens", denied) as url:
         yield url
 
 
@@ -82,6 +87,24 @@ def test_a_run_reads_a_bucket_as_it_reads_files(
     assert main(["train", str(remote), "train.steps=6", "--ranks", "2"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{bucket}/a/wide.bin has changed: it is ") and "begin another run" in line
+
+
+def test_tokens_that_the_store_does_not_give_are_named_in_a_line(
+    bucket: str, denied: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At a start, which reads them for the first time; a later start may do, so the exit code is 1."""
+    prefix = write_tokens(tmp_path)
+    for end in ("bin", "idx"):
+        fsspec.filesystem("s3").put_file(f"{prefix}.{end}", f"{bucket}/denied/tokens.{end}")
+    config, _ = write_config(tmp_path, "denied", f"{bucket}/denied/tokens")
+    denied.append("tokens.bin")
+    try:
+        assert main(["train", str(config), "--ranks", "1"]) == 1
+    finally:
+        denied.clear()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{bucket}/denied/tokens.bin cannot be read (Access Denied); check the network")
+    assert not (tmp_path / "denied").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import xxhash
 import data.read_ahead as module
 from data.batch import Batch
 from data.dataset import Dataset, open_dataset
-from data.errors import DataError
+from data.errors import DataError, UnreadObject
 from data.order import take
 from data.read_ahead import ReadAhead, UnreadSamples
 from data_reference import ARRAYS
@@ -220,8 +220,9 @@ def test_counting_again_searches_nothing(dataset, monkeypatch):
     [
         (DataError("tokens.bin: token id 7 is wrong"), DataError, "step 3: tokens.bin: token id 7 is wrong"),
         (OSError(5, "Input/output error"), UnreadSamples, "step 3: its samples cannot be read: [Errno 5] Input/output"),
+        (UnreadObject("s3://b/a.bin cannot be read"), UnreadObject, "step 3: its samples cannot be read: s3://b/a.bin"),
     ],
-    ids=["data", "disk"],
+    ids=["data", "disk", "store"],
 )
 def test_what_fails_in_the_thread_is_raised_at_its_step(dataset, depth, error, raised, line):
     def fail(indices: np.ndarray) -> None:
