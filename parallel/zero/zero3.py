@@ -28,7 +28,8 @@ class Zero3(ReducedEachPass):
         import deepspeed
 
         group = self.mesh.replicas.group
-        return deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=self.config, dtype=self.dtype)
+        make = self.patches.in_place_of_local_rank(deepspeed.zero.Init)
+        return make(data_parallel_group=group, config_dict_or_path=self.config, dtype=self.dtype)
 
     def adopt(self, parameter: nn.Parameter, place: Place) -> None:
         """Cuts the weight at once, so that a rank never holds the whole model."""

@@ -8,6 +8,7 @@ import torch
 import launcher.training.start as start
 import parallel.processes.device as device
 from launcher.errors import UserError
+from parallel.mesh import lone_mesh
 from parallel.processes.device import Held, choose_interface, device_problems, held_device, own_device
 from parallel.processes.start import fork_server
 
@@ -65,6 +66,23 @@ def test_deepspeed_is_given_the_device_for_the_local_rank(monkeypatch):
     gpus(monkeypatch, 1, 3)
     patches.in_place_of_local_rank(lambda **options: seen.append(os.environ["LOCAL_RANK"]))()
     assert (seen, os.environ["LOCAL_RANK"]) == (["0"], "3")
+
+
+def test_zero_3_cuts_weights_on_the_device_that_the_rank_sees(monkeypatch):
+    """What cuts weights makes ``cuda:LOCAL_RANK`` the process's device too, before DeepSpeed's engine is made."""
+    import deepspeed
+
+    import parallel.zero.patches as patches
+    from parallel.zero.zero3 import Zero3
+
+    seen = []
+    gpus(monkeypatch, 1, 3)
+    monkeypatch.setattr(deepspeed.zero, "Init", lambda **options: seen.append((os.environ["LOCAL_RANK"], *options)))
+    way = Zero3.__new__(Zero3)
+    way.mesh, way.patches, way.config, way.dtype = lone_mesh(torch.device("cpu")), patches, {}, torch.bfloat16
+    assert way.partition is None
+    assert seen == [("0", "data_parallel_group", "config_dict_or_path", "dtype")]
+    assert os.environ["LOCAL_RANK"] == "3"
 
 
 def test_gpus_are_counted_without_starting_cuda_in_the_fork_server(monkeypatch):
