@@ -225,8 +225,13 @@ class Saver:
         self.finished.append(self.last)
 
     def _copy(self, tensors: Sequence[Tensor], used: Tensor, updated: Any) -> None:
-        """Takes the copy; on CUDA in a stream of its own, which waits for the event ``updated``, an update's end."""
+        """Takes the copy; on CUDA in a stream of its own, which waits for the event ``updated``, an update's end.
+
+        A new thread is on the node's first GPU, rank 0's: to go back there from the stream would open a context on it.
+        """
         try:
+            if self.stream is not None:
+                torch.cuda.set_device(self.mesh.device)
             with torch.cuda.stream(self.stream):  # None: no other stream
                 if self.stream is not None:
                     self.stream.wait_event(updated)

@@ -1,6 +1,9 @@
 """Which GPU and which network interface are a rank's own, told without either."""
 
 import os
+import threading
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 import launcher.training.start as start
 import parallel.processes.device as device
 from launcher.errors import UserError
+from parallel.checkpoint.saver import Saver
 from parallel.mesh import lone_mesh
 from parallel.processes.device import Held, choose_interface, device_problems, held_device, own_device
 from parallel.processes.start import fork_server
@@ -78,11 +82,46 @@ def test_zero_3_cuts_weights_on_the_device_that_the_rank_sees(monkeypatch):
     seen = []
     gpus(monkeypatch, 1, 3)
     monkeypatch.setattr(deepspeed.zero, "Init", lambda **options: seen.append((os.environ["LOCAL_RANK"], *options)))
-    way = Zero3.__new__(Zero3)
+    way: Any = Zero3.__new__(Zero3)
     way.mesh, way.patches, way.config, way.dtype = lone_mesh(torch.device("cpu")), patches, {}, torch.bfloat16
     assert way.partition is None
     assert seen == [("0", "data_parallel_group", "config_dict_or_path", "dtype")]
     assert os.environ["LOCAL_RANK"] == "3"
+
+
+class PlainStream(NamedTuple):
+    """A device's default stream, or another one; what is done on it is done at once."""
+
+    device: torch.device
+
+    def wait_event(self, event: None) -> None:
+        """Nothing to wait for."""
+
+
+def test_the_checkpoint_writer_leaves_other_ranks_gpus_alone(monkeypatch):
+    """By torch's own context of a stream, which goes back to where its thread was: to cudaSetDevice, which opens."""
+    own, first, thread, opened = torch.device("cuda", 3), torch.device("cuda", 0), threading.local(), []
+
+    def enter(device: torch.device) -> None:
+        if device != getattr(thread, "device", first):
+            opened.append(device)
+        thread.device = device
+
+    monkeypatch.setattr(torch.cuda, "_get_device_index", lambda *_: getattr(thread, "device", first).index)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: PlainStream(device or getattr(thread, "device", first))
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())  # leaves for a device that is open only
+    monkeypatch.setattr(torch.cuda, "set_device", enter)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: enter(stream.device))
+    saver: Any = Saver.__new__(Saver)
+    saver.stream, saver.mesh, saver.copied = PlainStream(own), lone_mesh(own), threading.Event()
+    copied = torch.zeros(4)
+    writer = threading.Thread(target=saver._copy, args=([torch.arange(4.0)], copied, None))
+    writer.start()
+    writer.join()
+    assert copied.tolist() == [0, 1, 2, 3] and saver.copied.is_set()
+    assert opened == [own]
 
 
 def test_gpus_are_counted_without_starting_cuda_in_the_fork_server(monkeypatch):
