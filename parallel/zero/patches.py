@@ -18,8 +18,10 @@ import deepspeed.ops
 import deepspeed.runtime.engine
 import deepspeed.runtime.superoffload.superoffload_stage3  # before a class that it inherits from is replaced
 import deepspeed.utils
+import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -60,8 +62,24 @@ class SlowFp16(CPU_Accelerator):
         return True
 
 
-if isinstance(get_accelerator(), CPU_Accelerator):
-    set_accelerator(SlowFp16())
+class OwnGpu(CUDA_Accelerator):
+    """GPUs, of which the device itself tells how much memory is free.
+
+    Where pynvml is installed DeepSpeed asks the driver by the numbers in CUDA_VISIBLE_DEVICES, where UUIDs may stand.
+    """
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the rank's GPU, or of the one of that number, that nobody has."""
+        return torch.cuda.mem_get_info(device_index)[0]
+
+
+def in_place_of(accelerator: Any) -> Any:
+    """Ours, where it is one that we change."""
+    changed = {CPU_Accelerator: SlowFp16, CUDA_Accelerator: OwnGpu}.get(type(accelerator))
+    return accelerator if changed is None else changed()
+
+
+set_accelerator(in_place_of(get_accelerator()))
 
 
 class GivenNorm:

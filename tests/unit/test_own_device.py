@@ -89,6 +89,21 @@ def test_zero_3_cuts_weights_on_the_device_that_the_rank_sees(monkeypatch):
     assert os.environ["LOCAL_RANK"] == "3"
 
 
+def test_gpus_may_be_named_by_their_uuids(monkeypatch):
+    """ZeRO 1 and 2 ask how much memory is free: DeepSpeed by pynvml, with a number out of CUDA_VISIBLE_DEVICES."""
+    import deepspeed.accelerator.cuda_accelerator as of_deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    import parallel.zero.patches as patches
+
+    assert "available_memory" in DeepSpeedZeroOptimizer.__init__.__code__.co_names
+    gpus = patches.in_place_of(of_deepspeed.CUDA_Accelerator())
+    monkeypatch.setattr(of_deepspeed, "pynvml", object())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 if device is None else device, 9))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1")
+    assert (gpus.available_memory(), gpus.available_memory(1)) == (3, 1)
+
+
 class PlainStream(NamedTuple):
     """A device's default stream, or another one; what is done on it is done at once."""
 
