@@ -225,6 +225,17 @@ def close_mesh() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def opened_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Iterator[Mesh]:
+    """The mesh, until all ranks leave it together.
+
+    A rank that fails leaves its groups as they are, to the process's end: to close one of NCCL's is to wait for what
+    was begun there, and so for ranks that wait for this one.
+    """
+    yield open_mesh(parallel, timeout_seconds)
+    close_mesh()
+
+
 def wait_for_all(mesh: Mesh) -> None:
     """Returns when every rank has come here. All ranks call it."""
     if mesh.control is not None:

@@ -27,7 +27,7 @@ from launcher.training.loop import build_engine, prepare_process, run_step
 from launcher.training.state import TrainState
 from launcher.watch.speed import peak_memory_gib
 from modeling.dtypes import DTYPES
-from parallel.mesh import Mesh, close_mesh, open_mesh, wait_for_all
+from parallel.mesh import Mesh, opened_mesh, wait_for_all
 
 
 @dataclass
@@ -59,28 +59,19 @@ class Plan:
 
 def profile_rank(config: RunConfig, plan: Plan, tell: Callable[[str], None]) -> RankProfile:
     """This rank's profile, on its own device. All ranks call it; writes its trace into ``plan.out``."""
-    with opened(config) as mesh:
+    prepare_process(config)
+    with opened_mesh(config.parallel, config.train.timeout_seconds) as mesh:
         return profiled(config, plan, mesh, tell)
 
 
 def profile_job(config: RunConfig, plan: Plan, tell: Callable[[str], None]) -> list[RankProfile]:
     """All ranks' profiles on rank 0, and nothing elsewhere. All ranks call it."""
-    with opened(config) as mesh:
+    prepare_process(config)
+    with opened_mesh(config.parallel, config.train.timeout_seconds) as mesh:
         mine = profiled(config, plan, mesh, tell)
         found: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
         dist.gather_object(mine, found, dst=0, group=mesh.control)
         return found or []
-
-
-@contextlib.contextmanager
-def opened(config: RunConfig) -> Iterator[Mesh]:
-    """The mesh of a process that is prepared as `train` does it."""
-    prepare_process(config)
-    mesh = open_mesh(config.parallel, config.train.timeout_seconds)
-    try:
-        yield mesh
-    finally:
-        close_mesh()
 
 
 def profiled(config: RunConfig, plan: Plan, mesh: Mesh, tell_all: Callable[[str], None]) -> RankProfile:

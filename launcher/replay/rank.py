@@ -19,7 +19,7 @@ from launcher.training.state import TrainState, set_first_weights, state_in
 from parallel.checkpoint.load import load_state, open_together
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import open_folder
-from parallel.mesh import close_mesh, open_mesh
+from parallel.mesh import opened_mesh
 
 
 @dataclass
@@ -49,16 +49,13 @@ Look = Callable[[WatchedEngine, Dataset, np.ndarray], None]
 
 def replay_rank(plan: Plan, look: Look | None = None) -> Found | None:
     """Executes the plan. All ranks call it; rank 0 returns what was found, the others None."""
-    prepare_process(plan.config)
-    mesh = open_mesh(plan.config.parallel, plan.config.train.timeout_seconds)
-    try:
-        config = plan.config
+    config = plan.config
+    prepare_process(config)
+    with opened_mesh(config.parallel, config.train.timeout_seconds) as mesh:
         dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
         engine = build_engine(config, mesh, engine_class=WatchedEngine)
         assert isinstance(engine, WatchedEngine)
         return execute(plan, engine, dataset, look)
-    finally:
-        close_mesh()
 
 
 def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | None = None) -> Found | None:

@@ -1,8 +1,21 @@
-"""Who shares a group with whom."""
+"""Who shares a group with whom, and when groups are closed."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+import launcher.profile.run as profile_rank
+import launcher.replay.rank as replay_rank
+from launcher.replay.seen import WatchedEngine
+from parallel import mesh
 from parallel.mesh import AXES, Degrees
+
+CONFIG: Any = SimpleNamespace(
+    parallel=None, train=SimpleNamespace(timeout_seconds=1), data=None, seed=0, model=SimpleNamespace(vocab_size=1)
+)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +40,29 @@ def test_ranks_of_sixteen():
     assert degrees.lines("edp")[0] == (0, 4)
     assert degrees.lines("replicas")[0] == (0, 2, 4, 6)
     assert degrees.lines("model")[0] == (0, 1, 8, 9)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("command", ["replay", "profile"])
+def test_a_rank_that_fails_closes_no_group(monkeypatch, command, fails):
+    """NCCL's closing waits for ranks that wait for this one: its error would be told when their time is over."""
+    module: Any = {"replay": replay_rank, "profile": profile_rank}[command]
+    closed = []
+
+    def build_engine(*_, **__):
+        if fails:
+            raise MemoryError("of the GPU")
+        return WatchedEngine.__new__(WatchedEngine)
+
+    monkeypatch.setattr(mesh, "open_mesh", lambda *_: mesh.lone_mesh(torch.device("cpu")))
+    monkeypatch.setattr(mesh, "close_mesh", lambda: closed.append("closed"))
+    for name, stand_in in {"prepare_process": lambda config: None, "build_engine": build_engine}.items():
+        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(replay_rank, "open_dataset", lambda *_, **__: None)
+    monkeypatch.setattr(replay_rank, "execute", lambda *_: None)
+    monkeypatch.setattr(profile_rank, "profiled", lambda *_: build_engine())
+    plan: Any = SimpleNamespace(config=CONFIG)
+    calls = {"replay": lambda: module.replay_rank(plan), "profile": lambda: module.profile_rank(CONFIG, plan, print)}
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        calls[command]()
+    assert closed == ([] if fails else ["closed"])
