@@ -95,12 +95,17 @@ def extended(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str) -> str:
-    """What the copy prints; its own packages are imported, not this tree's."""
+def ended(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process in the copy; its own packages are imported, not this tree's."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """What the copy prints."""
+    done = ended(folder, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -142,6 +147,13 @@ def test_the_architecture_is_counted(extended):
     config = json.loads(run(extended, "-m", "launcher", "train", "gated.yaml", "--dry-run", "--json"))
     matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 8 * 32 + 4 * 8)
     assert config["model"]["parameters"] == matrices + 2 * 300 * 32 + 5 * 32
+
+
+def test_the_architecture_needs_its_gates(extended):
+    (extended / "gated.yaml").write_text(GATED)
+    done = ended(extended, "-m", "launcher", "train", "gated.yaml", "--dry-run", "model.gate_rank=null")
+    assert done.returncode == 2
+    assert "model.gate_rank=null is not possible" in done.stdout + done.stderr
 
 
 def test_a_router_has_the_new_score(extended):
