@@ -4,14 +4,18 @@ from bisect import bisect_left
 from typing import Any
 
 from data.document_names import Place
+from data.errors import DataError
 from data.find_text import find_text
 from data.spans import document_name, find_document, samples_with
+from data.without import LeftOut
+from launcher.commands.branch_without import reads_of
 from launcher.commands.data_run import DataOfRun, open_run, say_json
 from launcher.commands.data_show import LEFT_OUT
 from launcher.console import readable
 from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
 from launcher.training.ledger_rows import StepData
+from launcher.training.lineage import read_lineage
 
 
 def show_where(name: str, document: str | None, text: str | None, *, as_json: bool) -> int:
@@ -50,8 +54,10 @@ def places_of(run: DataOfRun, document: str | None, text: str | None) -> list[Pl
 def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, Any]:
     """The steps that saw a place, and the samples with it that were left out; token ranges are half-open.
 
-    ``without``: the run never sees the document (data.without), so all its samples leave it out.
+    ``without``: the run never sees the document (data.without), so all its samples leave it out; ``before`` is what
+    is then known of the steps that its weights come from.
     """
+    name = document_name(run.dataset, place.file, place.document)
     seen: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     consumed = steps[-1].consumed
@@ -67,13 +73,51 @@ def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, 
         else:
             seen.append({"step": step.step, **row, "trained": step.trained})
     return {
-        "document": document_name(run.dataset, place.file, place.document),
+        "document": name,
         "file": str(run.dataset.files[place.file].prefix),
         "tokens": [place.first, place.stop],
         "without": without,
+        "before": before_branch(run, LeftOut(name, place.file, place.first, place.stop)) if without else None,
         "seen": seen,
         "left_out": left_out,
     }
+
+
+def before_branch(run: DataOfRun, document: LeftOut) -> dict[str, Any] | None:
+    """What the steps before a branched run's own saw of a document that it leaves out; None where it is no branch.
+
+    ``first_seen``: the first step that trained on it. ``known_from``: of earlier steps no record is left.
+    ``list_first_seen``: the first step that trained on any document of the run's list, as the branch recorded it.
+    """
+    lineage = read_lineage(run.path)
+    if lineage is None:
+        return None
+    try:
+        reads, known_from = reads_of(run, [document])
+    except (UserError, DataError):  # the parent's record or token files are others now, or damaged
+        reads, known_from = [], lineage.step + 1
+    listed = lineage.without
+    if listed is not None and listed.first_seen is None:
+        known_from = min(known_from, listed.known_from)
+    return {
+        "run": lineage.run,
+        "step": lineage.step,
+        "first_seen": min((step for step, _ in reads), default=None),
+        "known_from": known_from,
+        "list_first_seen": listed.first_seen if listed is not None else None,
+    }
+
+
+def words_of_left_out(before: dict[str, Any] | None) -> str:
+    """What is true of a document that the run leaves out: of its own steps, and of its weights."""
+    if before is None or (before["first_seen"] is None and before["known_from"] == 1):
+        return f"never seen, {LEFT_OUT}"
+    if before["first_seen"] is not None:
+        first, step = before["first_seen"], before["step"]
+        return f"{LEFT_OUT}, but the weights know of it: seen from step {first} on, before the branch at step {step}"
+    line = f"{LEFT_OUT}; no record is left of steps before {before['known_from']}"
+    first = before["list_first_seen"]
+    return line if first is None else f"{line}, and documents of the list were seen from step {first} on"
 
 
 def print_places(run: DataOfRun, n_steps: int, rows: list[dict[str, Any]]) -> None:
@@ -85,7 +129,7 @@ def print_places(run: DataOfRun, n_steps: int, rows: list[dict[str, Any]]) -> No
         first, stop = row["tokens"]
         steps = {each["step"] for each in row["seen"]}
         seen = f"seen in {len(steps)} of {n_steps} steps" if steps else f"not seen in {n_steps} steps"
-        seen = f"never seen, {LEFT_OUT}" if row["without"] else seen
+        seen = words_of_left_out(row["before"]) if row["without"] else seen
         console.print(f"{row['document']}, tokens {first} to {stop - 1}: {seen}")
         table = plain_table(">step", ">sample", ">from token", ">up to", "")
         for each in row["seen"]:

@@ -107,6 +107,44 @@ def test_what_had_been_seen_before_every_checkpoint_is_said_plainly(made, tmp_pa
     assert (lineage["step"], lineage["without"]["first_seen"]) == (2, 1)
 
 
+def where(run: Path, document: str, capsys) -> tuple[dict, str]:
+    """What `data where` says of a document: its row of --json, and its first line in words."""
+    capsys.readouterr()
+    assert main(["data", "where", str(run), "--document", document, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["places"]
+    assert main(["data", "where", str(run), "--document", document]) == 0
+    return row, capsys.readouterr().out.splitlines()[0]
+
+
+def test_where_says_what_the_weights_know_of_a_document_that_is_left_out(made, tmp_path, capsys):
+    """One was seen before the branch, one was not; then the parent is gone, and less is known."""
+    first, parent, new = seen_first(made, capsys), tmp_path / "run", tmp_path / "new"
+    shutil.copytree(made / "run", parent)
+    known, unknown = first[1][0], first[6][0]
+    assert main(["branch", str(parent), str(new), "--step", "3", "--without", known, "--without", unknown]) == 0
+    assert start_training(new / "config.yaml", ["train.steps=6"], 1) == 0
+    row, line = where(new, known, capsys)
+    assert row["without"] and not row["seen"] and row["before"]["first_seen"] == 1
+    assert line.endswith("but the weights know of it: seen from step 1 on, before the branch at step 2")
+    row, line = where(new, unknown, capsys)
+    assert (row["before"]["first_seen"], row["before"]["known_from"]) == (None, 1)
+    assert line.endswith("never seen, left out by data.without")
+    shutil.rmtree(parent)
+    for document in (known, unknown):
+        row, line = where(new, document, capsys)
+        assert (row["before"]["first_seen"], row["before"]["known_from"]) == (None, 3)
+        assert line.endswith("no record is left of steps before 3, and documents of the list were seen from step 1 on")
+
+
+def test_where_knows_that_none_was_seen_though_the_parent_is_gone(made, tmp_path, capsys):
+    document, parent, new = seen_first(made, capsys)[6][0], tmp_path / "run", tmp_path / "new"
+    shutil.copytree(made / "run", parent)
+    assert main(["branch", str(parent), str(new), "--step", "4", "--without", document]) == 0
+    assert start_training(new / "config.yaml", ["train.steps=6"], 1) == 0
+    shutil.rmtree(parent)
+    assert where(new, document, capsys)[1].endswith("never seen, left out by data.without")
+
+
 @pytest.mark.slow
 def test_a_branch_of_a_branch_leaves_out_what_both_name(made, tmp_path, capsys):
     first = seen_first(made, capsys)
