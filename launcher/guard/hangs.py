@@ -21,6 +21,7 @@ from parallel.processes.waits import Call, Waits
 
 CUT_SECONDS = 10.0  # how long a lost connection may wait for the news of whose end it was
 SHOWN_RANKS = 8  # whose doings a message tells; all of them are in the log files
+NOBODY_LATE = "nobody is late: each rank has begun what the others wait for, and a device or the network holds it up"
 WRAPPER = str(Path(__file__).parents[2] / "parallel" / "processes" / "waits.py")  # is in every wait and says nothing
 OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("launcher", "parallel", "modeling", "data"))
 
@@ -128,6 +129,8 @@ def _find_culprit(
         if strayed is None:
             return None, "every rank waits for another"
         return strayed.rank, f"out of step with the others: {places[strayed.rank]} {describe_report(strayed)}"
+    if not at_work and len(late) == len(reports) > 1 and len({report.step for report in late}) == 1:
+        return None, NOBODY_LATE
     slowest = min(late, key=lambda report: (report.step, report.rank))
     return slowest.rank, f"slowest: {places[slowest.rank]} {describe_report(slowest)}"
 

@@ -96,6 +96,21 @@ def test_the_rank_that_did_not_come_is_named():
     assert explain(verdict, elsewhere, seen(), PLACES, NOW)[0] == 1
 
 
+def test_nobody_is_named_where_all_have_begun_the_same():
+    """So it is on NCCL where a GPU or a cable fails: hosts begin all of a step, and wait for its end."""
+    verdict = judge(seen(r0=Seen(NOW, {**BEAT, "age": 12.0})), PLACES, NOW)
+    assert verdict is not None
+    everybody = {rank: report(rank, number=8, count=8, group="all", ranks=range(4)) for rank in range(4)}
+    culprit, message = explain(verdict, everybody, seen(), PLACES, NOW)
+    assert culprit is None and "nobody is late" in message and "slowest" not in message
+    assert all(f"  {place} waits in step 5 in all_reduce over all" in message for place in PLACES)
+    behind = everybody | {2: replace(everybody[2], step=4)}
+    assert explain(verdict, behind, seen(), PLACES, NOW)[0] == 2
+    behind = everybody | {2: report(2, number=7, count=7, group="all", ranks=range(4))}
+    assert explain(verdict, behind, seen(), PLACES, NOW)[0] == 2
+    assert explain(verdict, {0: everybody[0]}, {0: Seen(NOW)}, PLACES, NOW)[0] == 0, "there is no other"
+
+
 def test_own_times_are_the_window_median_of_what_communication_leaves():
     own = OwnTimes()
     for step in range(WINDOW_STEPS):
