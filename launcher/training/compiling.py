@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from launcher.errors import UserError
 from modeling.kernels.by_rows import PIECE_BYTES, ByRows
 from modeling.kernels.fuse import Fuse, compiled, known_chains, plainly
+from parallel.mesh import Mesh
 
 Compile = Literal["auto", "on", "off"]
 
@@ -25,20 +27,35 @@ def fuse_of(choice: Compile, device_type: str, piece_bytes: int = PIECE_BYTES) -
 
 
 def usable_fuse(
-    choice: Compile, device: torch.device, tell: Callable[[str], None], piece_bytes: int = PIECE_BYTES
+    choice: Compile,
+    device: torch.device,
+    tell: Callable[[str], None],
+    piece_bytes: int = PIECE_BYTES,
+    share: Callable[[str | None], str | None] = lambda problem: problem,
 ) -> Fuse:
     """The same on this machine, where one little chain is compiled to see whether that works.
 
-    Where it does not, auto computes plainly, after a line that says why, and on is refused (UserError).
+    Where it does not, auto computes plainly, after a line that says why, and on is refused (UserError). ``share`` gives
+    what the first of all ranks with a problem has found: the others would wait for it in each step, without a word.
     """
     fuse = fuse_of(choice, device.type, piece_bytes)
     problem = why_not(device) if fuse is compiled else None
+    if choice == "on" and problem is not None:
+        raise UserError([f"train.compile=on needs a compiler that works: {problem}; {REMEDIES[device.type]}"])
+    problem = share(problem) if fuse is compiled and choice == "auto" else None
     if problem is None:
         return fuse
-    if choice == "on":
-        raise UserError([f"train.compile=on needs a compiler that works: {problem}; {REMEDIES[device.type]}"])
     tell(f"train.compile=auto: nothing is compiled, and steps take longer: {problem}; {REMEDIES[device.type]}")
     return fuse_of("off", device.type, piece_bytes)
+
+
+def first_problem(mesh: Mesh, problem: str | None) -> str | None:
+    """What the first rank with a problem has found, with its place where ranks are several. All ranks call it."""
+    if mesh.control is None or mesh.world_size == 1:
+        return problem
+    found: list[str | None] = [None] * mesh.world_size
+    dist.all_gather_object(found, problem and f"{mesh.place}: {problem}", group=mesh.control)
+    return next((each for each in found if each is not None), None)
 
 
 REMEDIES = {

@@ -23,7 +23,7 @@ from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import LOGS, STEP, Watchdog
 from launcher.report.at_end import write_at_end
-from launcher.training.compiling import compiled_so_far, usable_fuse
+from launcher.training.compiling import compiled_so_far, first_problem, usable_fuse
 from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing
@@ -244,7 +244,8 @@ def build_engine(
     choose_flash_attention(config.train.flash_attention, mesh.device)
     if fuse is None:
         say_so = tell if mesh.rank == 0 else lambda line: None
-        fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes)
+        share = partial(first_problem, mesh)
+        fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes, share)
     if copies is None and config.train.offload_activations:
         copies = copies_for(mesh.device)
     engine = engine_class(

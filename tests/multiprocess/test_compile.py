@@ -1,14 +1,21 @@
 """train.compile=on in real runs: layouts proven with it, the same run twice, the first step's cost, no compiler."""
 
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from command_runs import train, write_config
 from launcher.cli import main
+from launcher.training import compiling
 from launcher.training.compiling import missing_compiler
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
+from modeling.kernels.fuse import compiled, plainly
+from parallel.config import ParallelConfig
+from parallel.mesh import close_mesh, open_mesh
+from parallel.processes.start import run_ranks
 from prove_runs import failures, prove
 
 NO_COMPILER = missing_compiler("cpu")
@@ -57,6 +64,27 @@ def test_a_second_start_takes_from_the_cache_what_the_first_compiled(
     first, second = events
     assert first["step"] == 1 and first["chains"] == second["chains"] >= 4
     assert second["seconds"] < first["seconds"] / 2
+
+
+def fuse_in_rank(without: int) -> tuple[bool, list[str]]:
+    """In a rank, as on a GPU: whether auto compiles, and what is told; one rank's compiler fails."""
+    rank, told = int(os.environ["RANK"]), list[str]()
+    mesh = open_mesh(ParallelConfig(), 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "fuse_of", lambda choice, *_: compiled if choice == "auto" else plainly)
+        patch.setattr(compiling, "why_not", lambda device: "no space left on device" if rank == without else None)
+        fuse = compiling.usable_fuse("auto", mesh.device, told.append, share=partial(compiling.first_problem, mesh))
+    close_mesh()
+    return fuse is compiled, told
+
+
+def test_where_one_rank_cannot_compile_none_does() -> None:
+    """The others would wait for it in each step, and rank 0, which tells, would know of nothing."""
+    line = "train.compile=auto: nothing is compiled, and steps take longer: rank 1 (dp 1): no space left on device; "
+    ranks = run_ranks(fuse_in_rank, 2, 1, timeout_seconds=100, threads=1)
+    assert [compiles for compiles, _ in ranks] == [False, False]
+    assert all(told == [line + compiling.REMEDIES["cpu"]] for _, told in ranks)
+    assert run_ranks(fuse_in_rank, 2, 2, timeout_seconds=100, threads=1) == [(True, [])] * 2
 
 
 def test_on_is_refused_without_a_compiler(
