@@ -46,7 +46,15 @@ NewFolderOption = Annotated[
     str | None,
     typer.Option("--out", metavar="DIR", help="A new folder (default: profile-NAME).", show_default=False),
 ]
-RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that the config is checked for.")]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        min=1,
+        help="Processes that the config is checked for (default: the fewest that its layout takes).",
+        show_default=False,
+    ),
+]
 CheckpointArgument = Annotated[
     str,
     typer.Argument(

@@ -76,7 +76,7 @@ def print_config(
         Path | None, typer.Argument(metavar="CONFIG", help="A YAML config; with --keys, how keys begin.")
     ] = None,
     overrides: OverridesArgument = None,
-    ranks: RanksOption = 1,
+    ranks: RanksOption = None,
     keys: Annotated[bool, typer.Option("--keys", help="Print every key, its default, values and meaning.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the config, for editors.")] = False,
     as_json: JsonOption = False,
@@ -92,11 +92,12 @@ def print_config(
 
         print_keys(str(config or ""), overrides or (), as_json=as_json)
         return
-    from launcher.config.checked import load_checked
+    from launcher.config.checked import fewest_ranks, load_checked
     from launcher.config.dump import config_to_json, describe_config
 
     if config is None:
         raise UserError(["Missing argument 'CONFIG'; see roundtable --help"])
+    ranks = ranks or fewest_ranks(config, overrides or ())
     resolved = load_checked(config, overrides or (), world_size=ranks, data=False)
     say(config_to_json(resolved) if as_json else describe_config(resolved), end="")
 
@@ -132,12 +133,13 @@ def prepare(
 ) -> None:
     """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
     from launcher.commands.prepare import prepare_shown
-    from launcher.config.checked import load_checked
+    from launcher.config.checked import fewest_ranks, load_checked
     from launcher.training.run_dir import enter_start_folder
     from parallel.processes.world import array_task
 
     config = enter_start_folder(config, overrides or ())
-    prepare_shown(load_checked(config, overrides or ()), array_task(), report=report)
+    ranks = fewest_ranks(config, overrides or ())
+    prepare_shown(load_checked(config, overrides or (), world_size=ranks), array_task(), report=report)
 
 
 @app.command()

@@ -15,12 +15,12 @@ from launcher.commands.branch_without import choose, read_names
 from launcher.commands.trained import find_candidates
 from launcher.config.checked import load_checked
 from launcher.config.dump import dump_config
+from launcher.config.layout_rules import least_ranks
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.new_folder import new_folder
-from launcher.prove.shrink import least_ranks
 from launcher.slurm.follow import find_run
 from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
 from launcher.training.newest import write_newest

@@ -11,7 +11,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.places import why_no_path, why_not_writable
-from launcher.config.checked import load_checked
+from launcher.config.checked import fewest_ranks, load_checked
 from launcher.config.tree import RunConfig
 from launcher.console import say, tell
 from launcher.errors import UserError
@@ -172,13 +172,9 @@ def load_for_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, int]:
 
     A config that says nothing of Slurm may be meant for one GPU.
     """
-    from launcher.prove.shrink import least_ranks
-
     try:
         config = load_checked(path, overrides, world_size=None, data=False)
         return config, config.slurm.world_size
     except UserError:
-        from launcher.config.load import load_config
-
-        n_ranks = least_ranks(load_config(path, overrides).parallel)
+        n_ranks = fewest_ranks(path, overrides)
         return load_checked(path, overrides, world_size=n_ranks, data=False), n_ranks

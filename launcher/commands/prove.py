@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.config.layout_rules import least_ranks
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
@@ -19,7 +20,7 @@ from launcher.prove.judge import judge
 from launcher.prove.progress import ProofProgress
 from launcher.prove.proof import SGD, run_proof
 from launcher.prove.report import TABLE_WIDTH, Outcome, print_outcome, to_json
-from launcher.prove.shrink import default_ranks, least_ranks, shrink
+from launcher.prove.shrink import default_ranks, shrink
 from launcher.prove.tokens import write_documents
 from parallel.processes.start import RankError
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launcher.config.layout_rules import least_ranks
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
@@ -38,6 +39,11 @@ def load_checked(
     if problems:
         raise UserError(problems)
     return config
+
+
+def fewest_ranks(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> int:
+    """The fewest processes that the config's layout takes: for commands that train nothing, such as `prepare`."""
+    return least_ranks(load_config(path, overrides).parallel)
 
 
 def _check_run_dir(config: RunConfig) -> list[str]:

@@ -108,6 +108,12 @@ def _check_offload(config: RunConfig) -> Iterator[str]:
         )
 
 
+def least_ranks(parallel: ParallelConfig) -> int:
+    """The fewest processes that can hold the layout: one replica, or as many as ep folds over."""
+    degrees = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+    return parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep) if min(degrees) > 0 else 1
+
+
 def dp_of(config: RunConfig, world_size: int) -> int:
     """The data-parallel degree that remains, at least 1."""
     parallel = config.parallel

@@ -74,12 +74,6 @@ def default_ranks(config: RunConfig) -> int:
     return 2 * _product(_cut_degrees(config.parallel, lambda product: 2 * product <= FEW_RANKS))
 
 
-def least_ranks(parallel: ParallelConfig) -> int:
-    """The fewest processes that can hold the layout unshrunk: one replica, or as many as ep folds over."""
-    degrees = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
-    return parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep) if min(degrees) > 0 else 1
-
-
 def shrink(config: RunConfig, world_size: int) -> RunConfig:
     """The config's small relative for ``world_size`` processes; its data and run directory are still to be set.
 

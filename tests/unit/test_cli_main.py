@@ -56,6 +56,28 @@ def test_a_refusal_is_its_lines_and_exit_code_2_and_nothing_created(capsys, conf
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+LAYOUTS = [
+    ["parallel.pp=2", "parallel.tp=2"],
+    ["parallel.cp=2", "parallel.zero=3"],
+    ["parallel.ep=4", "parallel.tp=2", "model.family=mixtral", "model.moe.n_experts=4", "model.moe.top_k=2"],
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_trains_nothing_takes_the_config_of_any_layout(capsys, config, layout):
+    """A cluster's run is looked at, and its data prepared, by one process on the login node."""
+    small = ["model.vocab_size=300", "model.d_model=64", "data.seq_len=32", "data.sources=[{path: texts}]"]
+    (config.parent / "texts").mkdir()
+    for number in range(20):
+        (config.parent / f"texts/{number}.txt").write_text(f"{number} seats are round the table.\n")
+    code, _, errors = run(capsys, "config", config, *small, *layout)
+    assert (code, errors) == (0, [])
+    code, _, errors = run(capsys, "prepare", config, *small, *layout)
+    assert code == 0 and "20 documents" in "".join(errors)
+    code, _, errors = run(capsys, "config", config, *small, *layout, "--ranks", "1")
+    assert code == 2 and "the number of processes=1" in errors[0]
+
+
 USAGE = [
     (["confg"], "No such command 'confg'"),
     (["config"], "Missing argument 'CONFIG'"),

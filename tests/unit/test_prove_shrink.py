@@ -6,11 +6,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from launcher.config.layout_rules import least_ranks
 from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
-from launcher.prove.shrink import default_ranks, few_layers, least_ranks, shrink, shrink_experts, shrink_model
+from launcher.prove.shrink import default_ranks, few_layers, shrink, shrink_experts, shrink_model
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
 from modeling.moe_config import MoEConfig
