@@ -7,9 +7,10 @@ in a block. W&B's crc32 is zlib's, over type and data. A record is a ``wandb_int
 """
 
 import json
+import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,30 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     return [_row(record) for record in read_records(path) if record.WhichOneof("record_type") == "history"]
 
 
+def is_whole(path: Path) -> bool:
+    """Whether the file of a run that has ended has all that was logged; reads its last 64 KiB at most.
+
+    The end is the last record, and is not there where one could not be written: W&B's service then writes no more.
+    Raises as ``read_history``.
+    """
+    with path.open("rb") as file:
+        at = max(0, (file.seek(0, os.SEEK_END) - 1) // BLOCK_BYTES - 1) * BLOCK_BYTES
+        file.seek(at)
+        data = file.read()
+    chunks = _chunks(data, path, 0) if at else _first_chunks(data, path)
+    *_, last = [Record(), *map(_record, _records(chunks))]
+    return last.WhichOneof("record_type") == "exit"
+
+
 def read_records(path: Path) -> Iterator[Record]:
     """Every record of one file, in order."""
-    for data in _read_log(path):
-        record = Record()
-        record.ParseFromString(data)
-        yield record
+    return map(_record, _records(_first_chunks(path.read_bytes(), path)))
+
+
+def _record(data: bytes) -> Record:
+    record = Record()
+    record.ParseFromString(data)
+    return record
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -58,23 +77,29 @@ def _number(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
-def _read_log(path: Path) -> Iterator[bytes]:
-    """The records' bytes, put together from their chunks."""
-    data = path.read_bytes()
-    if len(data) < HEADER.size or HEADER.unpack_from(data)[:2] != (b":W&B", 0xBEE1):
-        raise ValueError(f"{path} is not a W&B file: it does not begin with the header ':W&B'")
+def _records(chunks: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
+    """The records' bytes, put together from their chunks; none of a record whose beginning is not among them."""
     parts: list[bytes] = []
-    for kind, part in _chunks(data, path):
+    for kind, part in chunks:
         if kind in (WHOLE, FIRST):
             parts = []
+        elif not parts:
+            continue
         parts.append(part)
         if kind in (WHOLE, LAST):
             yield b"".join(parts)
+            parts = []
 
 
-def _chunks(data: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Type and data of each chunk; the first chunk that the file's end cuts off ends them."""
-    at = HEADER.size
+def _first_chunks(data: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
+    """The chunks behind the file's header."""
+    if len(data) < HEADER.size or HEADER.unpack_from(data)[:2] != (b":W&B", 0xBEE1):
+        raise ValueError(f"{path} is not a W&B file: it does not begin with the header ':W&B'")
+    return _chunks(data, path, HEADER.size)
+
+
+def _chunks(data: bytes, path: Path, at: int) -> Iterator[tuple[int, bytes]]:
+    """Type and data of each chunk from ``at`` on; the first chunk that the file's end cuts off ends them."""
     while True:
         left_in_block = BLOCK_BYTES - at % BLOCK_BYTES
         if left_in_block < CHUNK.size:

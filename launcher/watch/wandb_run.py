@@ -6,6 +6,7 @@ chart. Offline files can be seen in a terminal with ``wandb leet`` and uploaded 
 """
 
 import contextlib
+import logging
 import netrc
 import os
 import re
@@ -28,6 +29,7 @@ from launcher.config.tree import WandbConfig
 from launcher.console import tell
 from launcher.watch.null_run import NullRun
 from launcher.watch.wandb_import import wandb
+from launcher.watch.wandb_read import is_whole
 
 INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
 FINISH_SECONDS = 30.0  # and its end at most this; the rest stays on disk for `wandb sync`
@@ -35,7 +37,8 @@ ANSWER_SECONDS = 30.0  # a service that takes nothing for so long, being stopped
 REACH_SECONDS = 5.0  # before a job is submitted, the server is waited for at most this long
 RUN_ID_FILE = "run_id"
 
-WITHOUT = "training goes on, metrics.jsonl has every number"
+HAS_ALL = "metrics.jsonl has every number"
+WITHOUT = f"training goes on, {HAS_ALL}"
 
 SERVICE = "wandb-core"  # the process that wandb starts, by which all goes to disk and to the server
 
@@ -68,17 +71,33 @@ class WandbRun:
         if self._run is not None:
             run, self._run = self._run, None
             seconds = FINISH_SECONDS + ANSWER_SECONDS
-            self._attempt("not everything was uploaded", lambda: run.finish(exit_code=exit_code), seconds)
+            ended = self._attempt("not everything was uploaded", lambda: run.finish(exit_code=exit_code), seconds)
             tear_down()
             remove_temporary_folders(self._run_dir)
+            if ended:
+                self._check_file(Path(run.dir).parent / f"run-{run.id}.wandb")
 
-    def _attempt(self, what: str, act: Callable[[], None], seconds: float) -> None:
+    def _check_file(self, path: Path) -> None:
+        """Tells of a file that lacks rows: where the disk is full, W&B's service drops them without a word."""
+        try:
+            whole = is_whole(path)
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            self._announce(
+                f"W&B: {path} could not be written to its end and lacks rows, as where its disk is full; {HAS_ALL}"
+            )
+
+    def _attempt(self, what: str, act: Callable[[], None], seconds: float) -> bool:
+        """Whether it was done; what fails is announced."""
         try:
             within(seconds, act)
         except Exception as error:  # wandb raises undocumented types of its own; none of them may end the training
             self._run = None
             self._announce(f"W&B: {what}: {reason_of(error)}; {WITHOUT}")
             tear_down()
+            return False
+        return True
 
 
 def open_wandb(
@@ -97,6 +116,7 @@ def open_wandb(
     not work, the run is opened offline.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb's own telemetry writes to stderr when it fails
+    logging.raiseExceptions = False  # on a full disk each line of wandb's own log would be a traceback
     wandb_dir = run_dir / "wandb"
     give_cache(wandb_dir / "cache")
     mode = choose_mode(config.mode)

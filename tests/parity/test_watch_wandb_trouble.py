@@ -1,8 +1,12 @@
 """Training never waits for W&B: a closed port, a refused key, a dead service, a bad folder, an odd value."""
 
+import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +17,7 @@ import pytest
 from launcher.config.tree import WandbConfig
 from launcher.watch import wandb_run
 from launcher.watch.metrics import read_metrics
-from launcher.watch.wandb_read import read_history, wandb_files
+from launcher.watch.wandb_read import is_whole, read_history, wandb_files
 from launcher.watch.wandb_run import WandbRun, open_wandb
 from watched_runs import CLOSED_PORT, FAKE_KEY, assert_same, hide_account, train
 
@@ -171,3 +175,59 @@ def test_a_value_that_wandb_cannot_take_does_not_stop_training(tmp_path: Path) -
     run.finish()
     assert len(lines) == 2
     assert lines[1].startswith("W&B: logging stopped at step 1")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None or os.geteuid() != 0:
+        pytest.skip("only root can mount the small file system that this test fills")
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"this machine mounts no small file system: {mounted.stderr.strip()}")
+    yield folder
+    wandb_run.tear_down()
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("full", ["on the way", "from the start"])
+def test_a_full_disk_is_told_of_at_the_end(
+    disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], full: str
+) -> None:
+    """W&B's service drops what it cannot write, and ends as if it had written it; wandb's log would be tracebacks."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "wandb").symlink_to(disk)
+    if full == "from the start":
+        (disk / "filler").write_bytes(bytes(2**21 - 4096))
+    lines: list[str] = []
+    run = open_wandb(WandbConfig(mode="offline"), {}, run_dir, "run", announce=lines.append)
+    for step in range(1, 401):
+        run.log({"step": step, "loss": 1.0, "words": "x" * 6000})
+    run.finish()
+    assert capfd.readouterr() == ("", "")
+    assert len(lines) == 2
+    assert lines[1].startswith("W&B: ") and lines[1].endswith("metrics.jsonl has every number")
+    if full == "on the way":
+        (path,) = wandb_files(run_dir)
+        assert f"{path} could not be written to its end and lacks rows" in lines[1]
+        assert 0 < len(read_history(path)) < 400
+
+
+@pytest.mark.parametrize("n_letters", [10, 40_000, 65_500])
+def test_a_file_is_whole_where_its_last_record_is_the_end(tmp_path: Path, n_letters: int) -> None:
+    """Wherever the last blocks begin; a row of 40,000 letters lies in three of them."""
+    lines: list[str] = []
+    run = open_wandb(WandbConfig(mode="offline"), {}, tmp_path, "run", announce=lines.append)
+    for step in range(1, 4):
+        run.log({"step": step, "loss": 1.0, "words": "x" * n_letters})
+    run.finish()
+    assert len(lines) == 1
+    (path,) = wandb_files(tmp_path)
+    assert is_whole(path)
+    cut = tmp_path / "cut.wandb"
+    cut.write_bytes(path.read_bytes()[:-10])
+    assert not is_whole(cut)
