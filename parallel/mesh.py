@@ -146,11 +146,12 @@ class Degrees:
 AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "replicas", "model")
 
 
-def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
+def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int | None = None) -> Mesh:
     """Joins the process group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All ranks call it.
 
     On CUDA the rank's own device is set before anything else, so that no two ranks share a GPU. DeepSpeed finds the
-    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process.
+    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process; on NCCL,
+    which does so by SIGABRT, ``nccl_seconds`` count, if given: a watchdog that says more is to come first.
     """
     rank, world_size = number("RANK"), number("WORLD_SIZE")
     device = own_device()
@@ -162,11 +163,12 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store = store_of_next_group(timeout_seconds)
     store.set_timeout(timeout)
+    of_devices = datetime.timedelta(seconds=nccl_seconds) if cuda and nccl_seconds is not None else timeout
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=of_devices,
         device_id=device if cuda else None,
         store=store,
     )
@@ -174,7 +176,7 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Mesh:
     assert not isinstance(control, int)
     degrees = Degrees.of(parallel, world_size)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    axes = {name: _open_axis(degrees.lines(name), rank, groups, timeout) for name in AXES}
+    axes = {name: _open_axis(degrees.lines(name), rank, groups, of_devices) for name in AXES}
     return Mesh(rank=rank, world_size=world_size, device=device, control=control, **axes)
 
 

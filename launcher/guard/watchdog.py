@@ -410,6 +410,15 @@ class Watchdog:
                     self.log_path.unlink()
 
 
+def nccl_seconds(config: RunConfig) -> int:
+    """What a collective of NCCL's may take: longer than the watchdog lets any phase but long steps.
+
+    NCCL's own watchdog ends a process by SIGABRT, before anybody has said which rank was late.
+    """
+    train = config.train
+    return (SLOW_FACTOR + 1) * max(train.timeout_seconds, train.step_timeout_seconds or 0)
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code that an exception leads to: 2 for the user's mistake, 1 for anything else."""
     from data.errors import DataError

@@ -21,7 +21,7 @@ from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.console import say, tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
-from launcher.guard.watchdog import LOGS, STEP, Watchdog
+from launcher.guard.watchdog import LOGS, STEP, Watchdog, nccl_seconds
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, first_problem, usable_fuse
 from launcher.training.flash import choose_flash_attention
@@ -73,7 +73,7 @@ def train(
     crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
     prepare_process(config)
-    mesh = open_mesh(config.parallel, config.train.timeout_seconds)
+    mesh = open_mesh(config.parallel, config.train.timeout_seconds, nccl_seconds(config))
     with Watchdog(config, mesh) as watchdog:
         try:
             code = train_watched(config, changed, stop or StopRequest(), restart, mesh, watchdog, fence)

@@ -2,13 +2,16 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import launcher.profile.run as profile_rank
 import launcher.replay.rank as replay_rank
+from launcher.config.tree import RunConfig, TrainConfig
+from launcher.guard.watchdog import Watchdog, nccl_seconds
 from launcher.replay.seen import WatchedEngine
 from parallel import mesh
 from parallel.mesh import AXES, Degrees
@@ -66,3 +69,36 @@ def test_a_rank_that_fails_closes_no_group(monkeypatch, command, fails):
     with pytest.raises(MemoryError) if fails else nullcontext():
         calls[command]()
     assert closed == ([] if fails else ["closed"])
+
+
+@pytest.mark.parametrize("step_timeout", [None, 50, 900])
+def test_nccls_own_watchdog_comes_after_ours(monkeypatch, tmp_path, step_timeout):
+    """It would end ranks by SIGABRT before any has reported; gloo's limit raises where a rank waits."""
+    train = TrainConfig(timeout_seconds=600, step_timeout_seconds=step_timeout)
+    config, limits = RunConfig(train=train, run_dir=str(tmp_path)), {}
+    store, group = SimpleNamespace(set_timeout=lambda limit: None), cast(Any, dist.ProcessGroup)
+
+    def make(*ranks: Any, **options: Any) -> Any:
+        name = options.get("backend") or (f"axis of {len(ranks[0])}" if isinstance(ranks[0], list) else ranks[0])
+        limits[name] = options["timeout"].total_seconds()
+        return group(0, 1)
+
+    for owner, name, stand_in in (
+        (mesh, "own_device", lambda: torch.device("cuda", 0)),
+        (mesh, "store_of_next_group", lambda limit: store),
+        (torch.cuda, "set_device", lambda device: None),
+        (mesh, "_split_if_told_apart", lambda lines: nullcontext()),
+        (dist, "init_process_group", make),
+        (dist, "new_group", make),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    mesh.open_mesh(config.parallel, train.timeout_seconds, nccl_seconds(config))
+    watchdog = Watchdog(config, mesh.lone_mesh(torch.device("cpu")))
+    assert watchdog.is_slow() and limits["gloo"] == 600
+    assert limits["nccl"] == limits["axis of 1"] > watchdog.limit() + watchdog.interval + watchdog.report_seconds
+    watchdog.phase, watchdog.steps_done = "step", 1
+    assert limits["nccl"] > watchdog.limit()
+    mesh.open_mesh(config.parallel, train.timeout_seconds)
+    assert limits["nccl"] == limits["axis of 1"] == 600
