@@ -1,13 +1,24 @@
-"""How glibc's heap gives memory of a process that trains back to the system."""
+"""How memory of a process that trains grows, and is given back: glibc's heap, and torch's of a GPU."""
 
 import ctypes
+import os
 import sys
+from collections.abc import MutableMapping
 
 # malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD_BYTES = 4 << 20
 TRIM_THRESHOLD_BYTES = 128 << 20
+
+
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first of them that is set
+
+
+def let_segments_grow(environment: MutableMapping[str, str] = os.environ) -> None:
+    """A GPU's memory is taken in segments that grow, where nobody has set how. Call before CUDA's start."""
+    if not any(name in environment for name in ALLOCATORS):
+        environment[ALLOCATORS[0]] = "expandable_segments:True"
 
 
 def keep_heap_from_growing() -> None:

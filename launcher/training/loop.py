@@ -26,7 +26,7 @@ from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, first_problem, usable_fuse
 from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
-from launcher.training.heap import keep_heap_from_growing
+from launcher.training.heap import keep_heap_from_growing, let_segments_grow
 from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
@@ -198,7 +198,7 @@ def prepare_process(config: RunConfig) -> None:
 
     Left alone, the collector stops each rank at another moment, and all wait for the one that was stopped.
     """
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    let_segments_grow()
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

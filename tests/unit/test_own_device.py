@@ -1,6 +1,8 @@
 """Which GPU and which network interface are a rank's own, told without either."""
 
 import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import torch
 import launcher.training.start as start
 import parallel.processes.device as device
 from launcher.errors import UserError
+from launcher.training.heap import ALLOCATORS, let_segments_grow
 from parallel.checkpoint.saver import Saver
 from parallel.mesh import lone_mesh
 from parallel.processes.device import Held, choose_interface, device_problems, held_device, own_device
@@ -137,6 +140,19 @@ def test_the_checkpoint_writer_leaves_other_ranks_gpus_alone(monkeypatch):
     writer.join()
     assert copied.tolist() == [0, 1, 2, 3] and saver.copied.is_set()
     assert opened == [own]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [(None, "expandable_segments:True"), *((name, "backend:native") for name in ALLOCATORS)]
+)
+def test_what_is_set_of_the_allocator_counts(name, settings):
+    """torch's own word: it reads the first of two variables, of which the second is the one that it documents."""
+    environment = {} if name is None else {name: settings}
+    let_segments_grow(environment)
+    clean = {key: value for key, value in os.environ.items() if key not in ALLOCATORS}
+    ask = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    done = subprocess.run([sys.executable, "-c", ask], env=clean | environment, capture_output=True, text=True)
+    assert done.stdout.strip() == settings, done.stderr
 
 
 def test_gpus_are_counted_without_starting_cuda_in_the_fork_server(monkeypatch):
