@@ -1,12 +1,15 @@
 """docs/tutorials/coming_from.md: each of our keys is one, and each name of `transformers` is one of its classes'."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.config.schema import leaf_keys
 from launcher.config.tree import RunConfig
+from modeling.expert_layers import has_experts
+from modeling.moe_config import MoEConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "coming_from.md").read_text()
 KEYS = set(leaf_keys(RunConfig))
@@ -60,3 +63,11 @@ def test_the_names_of_transformers_are_there():
         or (heading == "config.json" and not any(hasattr(config, name) for config in configs))
     ]
     assert missing == []
+
+
+def test_megatrons_layers_with_experts_are_ours():
+    """Megatron's pattern is 1 where i % N == 0: every other layer from the first one on."""
+    (row,) = (line for line in PAGE.splitlines() if line.startswith("| `--moe-layer-freq`"))
+    (listed,) = re.findall(r"model\.moe\.dense_layers=(\[[\d,]+\])", row)
+    moe = MoEConfig(n_experts=4, dense_layers=tuple(json.loads(listed)))
+    assert [has_experts(moe, layer) for layer in range(6)] == [layer % 2 == 0 for layer in range(6)]
