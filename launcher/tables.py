@@ -25,6 +25,14 @@ def plain_table(*titles: str) -> Table:
     return table
 
 
+MOST_IN_FULL = 1e6  # a loss above it has diverged, and is of any length
+
+
+def loss_text(value: float, places: int = 4) -> str:
+    """A loss as people read it: 2.7081; of a diverged one its magnitude, 1.234e+30."""
+    return f"{value:.4g}" if abs(value) >= MOST_IN_FULL else f"{value:.{places}f}"
+
+
 def size_text(n_bytes: float) -> str:
     """Bytes as people read them: 1.5 GiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from launcher.console import in_a_line, open_console, say, tell, text_column
 from launcher.errors import UserError
-from launcher.tables import plain_table, size_text, wide_console
+from launcher.tables import loss_text, plain_table, size_text, wide_console
 from launcher.training.lineage import Lineage, lineage_line, read_lineage
 from launcher.training.run_dir import CHECKPOINTS, checkpoints_of, refusing_unreachable
 from launcher.watch.metrics import encode_json
@@ -193,7 +193,7 @@ def _show_one(path: str, manifest: Manifest) -> None:
     console.print(path, soft_wrap=True)
     console.print(f"step {about['step']}, {about['samples']:,} samples and {about['tokens']:,} tokens seen")
     if about["eval_loss"] is not None:
-        console.print(f"held-out loss {about['eval_loss']:.4f}")
+        console.print(f"held-out loss {loss_text(about['eval_loss'])}")
     if about["written_by"] is not None:
         console.print(f"written by {_layout_words(about['written_by'])}")
     console.print(f"{size_text(about['bytes'])} in {len(about['files'])} files\n")
@@ -228,7 +228,7 @@ def _show_run(path: str, found: Found, lineage: Lineage | None, as_json: bool) -
     console = wide_console()
     table = plain_table("checkpoint", "state", ">tokens", ">held-out loss", ">size", "written by")
     for directory, row in results.items():
-        loss = "" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
+        loss = "" if row["eval_loss"] is None else loss_text(row["eval_loss"])
         tokens = "" if row["tokens"] is None else f"{row['tokens']:,}"
         size = "" if row["bytes"] is None else size_text(row["bytes"])
         words = "" if row["written_by"] is None else _layout_words(row["written_by"])

@@ -23,7 +23,8 @@ from rich.text import Text
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.slurm.queue import runs_of
-from launcher.tables import plain_table, size_text, wide_console
+from launcher.tables import loss_text, plain_table, size_text, wide_console
+from launcher.training.newest import read_newest
 from launcher.training.run_dir import saved_config
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOCK, METRICS
 from launcher.watch.metrics import encode_json
@@ -49,7 +50,7 @@ class RunSummary:
     steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
-    checkpoints: int = 0
+    checkpoints: int | None = 0
     newest_checkpoint: int | None = None
     bytes: int = 0
     changed: float = 0.0  # seconds since 1970
@@ -195,9 +196,11 @@ def is_file(path: Path) -> bool:
 
 
 def _read_checkpoints(path: Path, location: str, run: RunSummary) -> None:
-    """How many there are; those at a URL are not asked for."""
+    """How many there are, and the newest; of those at a URL, which is not asked, the one that the run has on record."""
     location = location.strip("\"'")
     if is_remote(location):
+        newest = read_newest(path)
+        run.checkpoints, run.newest_checkpoint = None, newest and step_of(newest.name)
         return
     folder = path / CHECKPOINTS if location == "null" else local_path(location)
     if not os.path.lexists(folder):
@@ -364,7 +367,7 @@ def print_table(found: list[RunSummary]) -> None:
     for run in found:
         cells = [Text(short_name(run)), Text(run.state, STYLES[run.state]), _steps(run), _loss(run.loss)]
         cells += [_loss(run.eval_loss), size_text(run.bytes), _ago(now - run.changed) + (" ago" if wide else "")]
-        table.add_row(*cells, *([str(run.checkpoints or ""), run.layout or ""] if wide else []))
+        table.add_row(*cells, *([_checkpoints(run), run.layout or ""] if wide else []))
     console.print(table)
     for run in found:
         name = run.path
@@ -404,7 +407,13 @@ def _steps(run: RunSummary) -> str:
 
 
 def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return "" if value is None else loss_text(value)
+
+
+def _checkpoints(run: RunSummary) -> str:
+    if run.checkpoints is None:
+        return "" if run.newest_checkpoint is None else f"to step {run.newest_checkpoint}"
+    return str(run.checkpoints or "")
 
 
 def _ago(seconds: float) -> str:

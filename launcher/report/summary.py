@@ -10,7 +10,7 @@ from launcher.report.events import kind_of
 from launcher.report.gather import RunFacts
 from launcher.report.plans import measured
 from launcher.report.starts import MOST_STARTS, batch_text, layout_text, leaves
-from launcher.tables import size_text
+from launcher.tables import loss_text, size_text
 from launcher.watch.drawing import duration
 
 LAST_PART = 0.02  # of the updates, whose mean is the loss at the end
@@ -76,7 +76,7 @@ def _heldout(run: RunFacts) -> dict[str, str]:
     found, finite = {"held-out loss": _plain(losses[max(losses)])}, [at for at in losses if math.isfinite(losses[at])]
     if finite:
         best = min(finite, key=lambda step: losses[step])
-        found["best held-out loss"] = f"{losses[best]:.4f} at step {best:,}"
+        found["best held-out loss"] = f"{loss_text(losses[best])} at step {best:,}"
     return found
 
 
@@ -106,7 +106,7 @@ def _whole(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"
+    return loss_text(value) if math.isfinite(value) else "not finite"
 
 
 def starts_table(runs: Sequence[RunFacts]) -> Table:

@@ -61,8 +61,8 @@ def check_names(config: RunConfig) -> list[str]:
     """The name and the path can be written into a job script. No script is made of others, not even to be shown."""
     paths = dict.fromkeys((f"{config.run_path}", f"{config.run_path.absolute()}"))
     return [
-        f"{key}={show(text)} must be of letters, digits and . , : + @ = _ - to name a job, and not begin with -; "
-        "choose another"
+        f"{key}={show(text)} must be of letters, digits, spaces and . , : + @ = _ - to name a job, "
+        "and not begin with -; choose another"
         for key, text in (("name", config.name), *(("run_dir", path) for path in paths))
         if not re.fullmatch(r"(?!-)[\w.,:+@=/ -]+", text)
     ][:2]

@@ -11,6 +11,7 @@ from typing import Any
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.slurm.queue import LiveJob, SlurmError, ask, live_jobs, require, runs_of
+from launcher.tables import loss_text
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, SLURM, check_parts
 from launcher.watch.metrics import encode_json, read_metrics
@@ -110,7 +111,7 @@ def progress(status: dict[str, Any]) -> str:
         return "no step yet"
     pace = status["tokens_per_second"]
     return (
-        f"step {status['step']} of {status['steps'] or 'unknown'}, loss {status['loss']:.4f}, "
+        f"step {status['step']} of {status['steps'] or 'unknown'}, loss {loss_text(status['loss'])}, "
         f"{'unknown' if pace is None else f'{pace:,.0f}'} tokens/s, {status['last_step_seconds_ago']:.0f} s ago"
     )
 
@@ -157,10 +158,7 @@ def _whose(rank: int | None) -> str:
 def cancel_run(run: str, *, save: bool) -> int:
     """Ends the jobs of a run or a sweep: those that wait at once, with ``save`` the running ones after a save."""
     require("squeue", "scancel")
-    run_path = find_run(run)
-    jobs = _live(run_path)
-    if not jobs:
-        raise UserError([f"{run_path} has no live job to cancel; see `roundtable status`"])
+    jobs = jobs_of(run)
     jobs.sort(key=lambda job: job.state != "PENDING")  # first those that would begin when the running one ends
     for job in jobs:
         if save and job.state == "RUNNING":
@@ -172,9 +170,27 @@ def cancel_run(run: str, *, save: bool) -> int:
     return 0
 
 
+def jobs_of(run: str) -> list[LiveJob]:
+    """The live jobs of a run or a sweep, of one whose directory is gone or damaged too. Raises UserError for none."""
+    try:
+        places = [find_run(run)]
+        refusal = UserError([f"{places[0]} has no live job to cancel; see `roundtable status`"])
+    except UserError as error:
+        places, refusal = places_of(run), error
+    jobs = next((jobs for path in places if (jobs := _live(path))), None)
+    if jobs is None:
+        raise refusal
+    return jobs
+
+
+def places_of(run: str) -> list[Path]:
+    """Where a run may lie that a user means by its path or its name."""
+    return [Path(run), Path("runs") / run]
+
+
 def find_run(run: str) -> Path:
     """The directory of a run or a sweep that a user means by its path or its name."""
-    for path in (Path(run), Path("runs") / run):
+    for path in places_of(run):
         if any(os.path.lexists(path / name) for name in (CONFIG, SLURM)):
             check_parts(path, CONFIG, SLURM)
             return path

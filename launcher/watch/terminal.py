@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.console import Unheard, drop_output, open_console, say, tell
+from launcher.tables import loss_text
 from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
 from launcher.watch.moe import layer_of, load_keys
@@ -201,14 +202,14 @@ def render(progress: RunProgress, width: int, height: int, bars: str = BARS) -> 
 def _numbers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Labels and values of an update, in the order shown; what is not in the row, or not known, is left out."""
     formats = (
-        ("loss", "loss", "{:.4f}"),
-        ("lr", "lr", "{:.2e}"),
-        ("grad_norm", "grad norm", "{:#.3g}"),
-        ("tokens_per_second", "tokens/s", "{:,.0f}"),
-        ("mfu", "mfu", "{:.1%}"),
-        ("peak_gib", "peak GiB", "{:.2f}"),
+        ("loss", "loss", loss_text),
+        ("lr", "lr", "{:.2e}".format),
+        ("grad_norm", "grad norm", "{:#.3g}".format),
+        ("tokens_per_second", "tokens/s", "{:,.0f}".format),
+        ("mfu", "mfu", "{:.1%}".format),
+        ("peak_gib", "peak GiB", "{:.2f}".format),
     )
-    shown = [(label, form.format(row[key])) for key, label, form in formats if row.get(key) is not None]
+    shown = [(label, form(row[key])) for key, label, form in formats if row.get(key) is not None]
     waited = row.get("loader_wait_seconds", 0.0) / row.get("step_seconds", 1.0)
     return shown + ([("waited for data", f"{waited:.0%}")] if waited >= SHOWN_WAIT else [])
 
@@ -245,7 +246,8 @@ def _number_line(progress: RunProgress) -> Text:
 
 def _loss_line(progress: RunProgress, width: int, bars: str) -> Text:
     first = progress.losses.first
-    ends = f"  {first:.3f} to {progress.update['loss']:.3f}"
+    assert first is not None
+    ends = f"  {loss_text(first, 3)} to {loss_text(progress.update['loss'], 3)}"
     line = sparkline(progress.losses.means, max(width - len("loss      ") - len(ends), 1), bars)
     return Text.assemble(("loss      ", "dim"), (line, "cyan"), (ends, "dim"), no_wrap=True, overflow="crop")
 
@@ -287,7 +289,7 @@ def _landmarks(progress: RunProgress) -> Text:
     """The last evaluation and the last checkpoint."""
     parts = []
     if progress.evaluation:
-        parts.append(f"eval loss {progress.evaluation['eval_loss']:.4f} at step {progress.evaluation['step']}")
+        parts.append(f"eval loss {loss_text(progress.evaluation['eval_loss'])} at step {progress.evaluation['step']}")
     if progress.checkpoint_step is not None:
         parts.append(f"checkpoint at step {progress.checkpoint_step}")
     return Text("    ".join(parts), no_wrap=True, overflow="ellipsis")
@@ -295,5 +297,5 @@ def _landmarks(progress: RunProgress) -> Text:
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
     """An evaluation in words, with each source's loss where it has them."""
-    own = [f"{key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
-    return f"step {row['step']}: eval_loss {row['eval_loss']:.4f}" + (f" ({', '.join(own)})" if own else "")
+    own = [f"{key.partition('/')[2]} {loss_text(value)}" for key, value in row.items() if key.startswith("eval_loss/")]
+    return f"step {row['step']}: eval_loss {loss_text(row['eval_loss'])}" + (f" ({', '.join(own)})" if own else "")

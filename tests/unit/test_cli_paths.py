@@ -97,6 +97,23 @@ def test_status_names_a_damaged_run_and_lists_the_others(three_runs, capsys):
     assert main(["status", str(damaged)]) == 2, "the one that was asked for"
 
 
+@pytest.mark.parametrize("named", ["runs/a", "a", "path", "runs/damaged"])
+def test_a_job_whose_run_directory_is_gone_or_damaged_is_cancelled(tmp_path, monkeypatch, capsys, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/damaged").mkdir(parents=True)
+    (tmp_path / "runs/damaged/slurm").touch()
+    path = tmp_path / ("runs/damaged" if named == "runs/damaged" else "runs/a")
+    queue = f"7|PENDING|Resources||0:00|1:00|roundtable:{path}\n8|PENDING|Resources||0:00|1:00|roundtable:/other\n"
+    cancelled = []
+    monkeypatch.setattr("launcher.slurm.follow.require", lambda *_: None)
+    monkeypatch.setattr("launcher.slurm.queue.ask", lambda *_: queue)
+    monkeypatch.setattr("launcher.slurm.follow.ask", lambda *words: cancelled.append(words))
+    assert main(["cancel", str(path) if named == "path" else named]) == 0
+    assert capsys.readouterr().out == "job 7: cancelled\n" and cancelled == [("scancel", "7")]
+    assert main(["cancel", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("RUN=nowhere must be a run directory")
+
+
 def test_a_sweep_whose_list_is_damaged_is_one_run_in_the_queue(tmp_path, monkeypatch):
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm/runs.txt").write_bytes(b"\xff\x00")

@@ -14,6 +14,7 @@ from launcher.commands.runs import holds_lock, last_lines, list_runs, summarize
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, RunConfig, TrainConfig
 from launcher.slurm import follow
+from launcher.tables import loss_text
 from launcher.training.run_dir import claim
 from parallel.config import ParallelConfig
 
@@ -211,6 +212,35 @@ def test_a_damaged_lock_is_no_running_run(tmp_path, lock):
     path = make_run(tmp_path / "r", done=4)
     (path / ".lock").write_text(lock)
     assert summarize(path).state in ("crashed", "running")
+
+
+def test_checkpoints_at_a_url_are_those_on_record(tmp_path, monkeypatch, capsys):
+    """The store itself is not asked; an empty cell would say that there are none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    path = make_run(tmp_path / "runs/a", done=8, checkpoint=CheckpointConfig(dir="s3://bucket/a"))
+    assert summarize(path).checkpoints is None and summarize(path).newest_checkpoint is None
+    (path / ".newest_checkpoint").write_text("step-00000006\ns3://bucket/a\n")
+    assert summarize(path).checkpoints is None and summarize(path).newest_checkpoint == 6
+    assert main(["runs"]) == 0
+    assert "to step 6" in capsys.readouterr().out
+
+
+def test_a_loss_that_has_diverged_breaks_no_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = make_run(tmp_path / "runs/a", done=3)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 1.5e30}\n{"step": 4, "eval_loss": -3.25e18}\n')
+    assert main(["runs"]) == 0
+    output = capsys.readouterr().out
+    assert "1.5e+30" in output and "-3.25e+18" in output and "0000" not in output
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(2.70805, "2.7081"), (999999.0, "999999.0000"), (1e6, "1e+06"), (float("nan"), "nan")]
+)
+def test_a_loss_as_people_read_it(value, text):
+    assert loss_text(value) == text
 
 
 def test_nothing_to_list(tmp_path, monkeypatch, capsys):

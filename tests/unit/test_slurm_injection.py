@@ -154,7 +154,7 @@ def test_hostile_text_is_refused_or_quoted(folder, key):
 LOCAL = {
     'name=a"b': "name='a\"b' must be of letters",
     "name=a$(b)": "name='a$(b)' must be of letters",
-    "name=-x": "name='-x' must be of letters, digits and . , : + @ = _ - to name a job, and not begin with -",
+    "name=-x": "name='-x' must be of letters, digits, spaces and . , : + @ = _ - to name a job, and not begin with -",
     "run_dir='a`b`'": "run_dir='a`b`' must be of letters",
     'run_dir="a\\nb"': "run_dir='a\\nb' must be a path",
     "run_dir='-x'": "run_dir='-x' must be of letters",
