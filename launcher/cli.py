@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the user's input is wrong (one line a problem on stderr, n
 that need them, so that help and refusals are quick and print nothing of theirs.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,11 +136,13 @@ def prepare(
     from launcher.commands.prepare import prepare_shown
     from launcher.config.checked import fewest_ranks, load_checked
     from launcher.training.run_dir import enter_start_folder
+    from parallel.processes.stop import ending
     from parallel.processes.world import array_task
 
     config = enter_start_folder(config, overrides or ())
-    ranks = fewest_ranks(config, overrides or ())
-    prepare_shown(load_checked(config, overrides or (), world_size=ranks), array_task(), report=report)
+    loaded = load_checked(config, overrides or (), world_size=fewest_ranks(config, overrides or ()))
+    with ending([signal.SIGTERM], code=None):  # workers end with it, and remove what is half written
+        prepare_shown(loaded, array_task(), report=report)
 
 
 @app.command()

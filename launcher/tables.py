@@ -6,6 +6,7 @@ from rich.table import Table
 from launcher.console import open_console
 
 WIDE = 1000  # columns
+MOST_IN_FULL = 1e6  # a loss above it has diverged, and is of any length
 
 
 def wide_console() -> Console:
@@ -23,9 +24,6 @@ def plain_table(*titles: str) -> Table:
         justify = "right" if title.startswith(">") else "left"
         table.add_column(title.removeprefix(">"), justify=justify, overflow="fold")
     return table
-
-
-MOST_IN_FULL = 1e6  # a loss above it has diverged, and is of any length
 
 
 def loss_text(value: float, places: int = 4) -> str:

@@ -145,6 +145,26 @@ def _kill_midway(command: list[str]) -> int:
     return first
 
 
+def test_asked_to_end(tmp_path: Path, tokenizer: str) -> None:
+    """SIGTERM: nothing half written stays, nothing is said of semaphores, and the exit code is what a shell expects."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(6000))
+    data = asdict(config_of(path, tokenizer, tmp_path / "tokens", shard_bytes=20_000, workers=2))
+    (tmp_path / "config.yaml").write_text(json.dumps({"name": "x", "model": {"vocab_size": VOCAB}, "data": data}))
+    command = [sys.executable, "-m", "launcher", "prepare", str(tmp_path / "config.yaml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("tokens/a-jsonl*/shard-*.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.stderr.read()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert "resource_tracker" not in said and "Traceback" not in said
+    assert not list(tmp_path.glob("tokens/*/manifest.json"))
+    assert not list(tmp_path.rglob("*partial*"))
+
+
 def _group_lives(group: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, 0)
