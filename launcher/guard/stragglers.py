@@ -2,7 +2,8 @@
 
 A rank's own time of a step is the step's wall time less the time its main thread was held in communication (on gloo;
 on CUDA communication does not hold the main thread: all ranks take the same time, and none is called slow). Peers are
-the ranks of the same pipeline stage, which have the same work to do; where a stage is one rank, all ranks.
+the ranks of the same pipeline stage, which have the same work to do; where a stage is one rank, all ranks, and it must
+be slower than these for its share of the model's products too: the head may take longer than all other stages.
 """
 
 import statistics
@@ -32,7 +33,7 @@ class OwnTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank: its own seconds a step, and how many times its peers' median that is."""
+    """A slow rank: its own seconds a step, and how many times its peers' median that is, at least."""
 
     rank: int
     seconds: float
@@ -42,8 +43,11 @@ class Straggler:
 class Stragglers:
     """Rank 0's judgement over time."""
 
-    def __init__(self, stages: Sequence[Sequence[int]]) -> None:
+    def __init__(self, stages: Sequence[Sequence[int]], work: Sequence[float] | None = None) -> None:
+        """``work``: what each stage has to do, in any unit; None: all the same."""
         ranks = [rank for stage in stages for rank in stage]
+        shares = work or [1.0] * len(stages)
+        self.work = {rank: share for members, share in zip(stages, shares, strict=True) for rank in members}
         self.peers = [stage if len(stage) > 1 else ranks for stage in stages]
         self.stage_of = {rank: stage for stage, members in enumerate(stages) for rank in members}
         self.named: dict[int, int] = {}  # rank -> the step at which it was named
@@ -56,13 +60,19 @@ class Stragglers:
         if figures.keys() != self.stage_of.keys():
             return []
         found = []
-        medians = [statistics.median_low([figures[peer] for peer in peers]) for peers in self.peers]
+        rates = {rank: seconds / self.work[rank] for rank, seconds in figures.items()}
+        ratios = [self.ratios(each) for each in (figures, rates)]
         for rank, seconds in figures.items():
-            typical = medians[self.stage_of[rank]]
-            ratio = seconds / typical if typical > 0 else 1.0
+            ratio = min(each[rank] for each in ratios)
             if ratio < SLOW_RATIO:
                 self.named.pop(rank, None)
             elif rank not in self.named or step - self.named[rank] >= AGAIN_STEPS:
                 self.named[rank] = step
                 found.append(Straggler(rank, seconds, ratio))
         return found
+
+    def ratios(self, figures: Mapping[int, float]) -> dict[int, float]:
+        """How many times its peers' median each rank's figure is."""
+        medians = [statistics.median_low([figures[peer] for peer in peers]) for peers in self.peers]
+        typical = {rank: medians[stage] for rank, stage in self.stage_of.items()}
+        return {rank: figure / typical[rank] if typical[rank] > 0 else 1.0 for rank, figure in figures.items()}

@@ -37,6 +37,7 @@ from launcher.guard.hangs import (
 from launcher.guard.stragglers import OwnTimes, Stragglers
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.mesh import Degrees, Mesh, wait_for_all
+from parallel.pipeline.stages import work_of_ranks
 from parallel.processes.heartbeat import Heart, Message, open_heart
 from parallel.processes.start import has_launcher, is_lost_connection, tell_launcher
 from parallel.processes.waits import Waits
@@ -76,7 +77,8 @@ class Watchdog:
         self.news: deque[dict[str, Any]] = deque()  # events for the main thread to pass on
         now = time.monotonic()
         self.seen = {rank: Seen(now) for rank in (range(mesh.world_size) if mesh.rank == 0 else (0,))}
-        self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages())
+        work = work_of_ranks(config.model, config.parallel.pipeline, config.parallel.pp)
+        self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages(), work)
         self.reports: dict[int, Report] = {}
         self.own_end: Message | None = None  # "failed", "cut" or "bye", to be sent by the thread
         self.has_news = False  # the thread has heard what cannot wait for its next turn

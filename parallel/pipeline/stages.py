@@ -82,13 +82,30 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
 def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | None) -> list[range]:
     """The layers of each stage. ``layers`` gives their numbers; None: as ``even_layers`` finds them."""
     if layers is None:
-        head = float(config.vocab_size * config.d_model)
-        costs = [float(count) for count in multiplied_by_layer(config)]
-        costs, further = costs[: config.n_layers], costs[config.n_layers :]
-        last = head + sum(cost + head * (1 + EMBEDDING_SHARE) for cost in further)
-        layers = even_layers(costs, n_stages, EMBEDDING_SHARE * head, last)
+        costs, first, last = costs_of(config)
+        layers = even_layers(costs, n_stages, first, last)
     assert len(layers) == n_stages and sum(layers) == config.n_layers, "parallel.pipeline.rules refuses this"
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(layers)])]
+
+
+def costs_of(config: ModelConfig) -> tuple[list[float], float, float]:
+    """What each layer costs a token, and what the first and last stage compute besides: weights that are multiplied."""
+    head = float(config.vocab_size * config.d_model)
+    costs = [float(count) for count in multiplied_by_layer(config)]
+    costs, further = costs[: config.n_layers], costs[config.n_layers :]
+    return costs, EMBEDDING_SHARE * head, head + sum(cost + head * (1 + EMBEDDING_SHARE) for cost in further)
+
+
+def work_of_ranks(config: ModelConfig, pipeline: PipelineConfig, pp: int) -> list[float]:
+    """What the parts of each pp rank cost a token."""
+    costs, first, last = costs_of(config)
+    return [
+        sum(
+            sum(costs[layer] for layer in part.layers) + first * part.has_embedding + last * part.has_head
+            for part in rank_parts(config, pipeline, pp, pp_rank)
+        )
+        for pp_rank in range(pp)
+    ]
 
 
 def pipeline_parts(config: ModelConfig, pipeline: PipelineConfig, pp: int) -> list[Part]:

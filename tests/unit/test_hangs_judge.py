@@ -6,7 +6,10 @@ import pytest
 
 from launcher.guard.hangs import CUT_SECONDS, Report, Seen, explain, judge, runs_of_ranks, unrolled
 from launcher.guard.stragglers import AGAIN_STEPS, WINDOW_STEPS, OwnTimes, Stragglers
+from modeling.config import ModelConfig
 from parallel.mesh import Degrees
+from parallel.pipeline.config import OneFOneB
+from parallel.pipeline.stages import work_of_ranks
 
 PLACES = Degrees(4, tp=2, pp=2).places()
 BEAT = {"step": 5, "phase": "step", "age": 1.0, "limit": 10.0, "key": "train.step_timeout_seconds"}
@@ -134,6 +137,25 @@ def test_stragglers_are_named_once_and_again_when_they_stay():
 def test_a_lone_rank_of_a_stage_is_compared_with_all():
     (found,) = Stragglers(Degrees(2, pp=2).stages()).find({0: 1.0, 1: 1.6}, 1)
     assert (found.rank, round(found.ratio, 2)) == (1, 1.6)
+
+
+@pytest.mark.parametrize(
+    ("figures", "slow"),
+    [
+        pytest.param({0: 1.0, 1: 1.0, 2: 1.0, 3: 4.0}, [], id="the head takes its time"),
+        pytest.param({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.1}, [], id="and less than its products"),
+        pytest.param({0: 1.0, 1: 2.0, 2: 1.0, 3: 4.0}, [1], id="a slow one beside it"),
+        pytest.param({0: 1.0, 1: 1.0, 2: 1.0, 3: 9.0}, [3], id="the head is slow"),
+    ],
+)
+def test_a_lone_rank_with_more_to_do_is_no_straggler(figures, slow):
+    """A pipeline whose last stage has a large head, or more layers."""
+    model = ModelConfig(n_layers=4, d_model=64, n_heads=2, n_kv_heads=2, d_ff=64, vocab_size=1024)
+    work = work_of_ranks(model, OneFOneB(layers=(1, 1, 1, 1)), pp=4)
+    assert work[0] < 1.5 * work[1] and 3 < work[3] / work[1] < 5
+    found = Stragglers(Degrees(4, pp=4).stages(), work).find(figures, 1)
+    assert [each.rank for each in found] == slow
+    assert all(each.ratio >= 1.5 for each in found)
 
 
 @pytest.mark.parametrize(
