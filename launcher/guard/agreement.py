@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -31,11 +33,13 @@ class Agreed:
         self.roll = roll  # hosts the store that the process group talks over
         self.lock = lock
 
-    def leave(self) -> None:
+    def leave(self, exit_code: int) -> None:
         """Gives the run directory free, and returns when all ranks have come here, so that they end together.
 
-        Else srun's --kill-on-bad-exit would kill rank 0, still busy with its watchers, at the first exit with code 75.
+        Else srun's --kill-on-bad-exit would kill rank 0, still busy with its watchers, at the first exit with a code
+        that is not 0. From here on SIGTERM ends the process with ``exit_code`` too: what is left is to end.
         """
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
         if self.lock is not None:
             self.lock.close()
         with contextlib.suppress(RollCallError):  # a rank that died here has said so, and its work is done

@@ -115,7 +115,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
         except (StaleRun, *UNREACHABLE) as error:
             tell(last_word(error))
             return 1
-    agreed.leave()
+    agreed.leave(code)
     return code
 
 

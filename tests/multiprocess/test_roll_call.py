@@ -220,6 +220,19 @@ def test_facts_see_an_edit_that_no_commit_holds(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_ended_while_it_ends_keeps_its_exit_code():
+    """The first exit with a code that is not 0 has srun end the others; the job script goes by the highest code."""
+    program = (
+        "import os, signal, time\n"
+        "from types import SimpleNamespace\n"
+        "from launcher.guard.agreement import Agreed\n"
+        "Agreed(SimpleNamespace(fail_together=lambda *_: None), None).leave(3)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(50)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 3
+
+
 def test_under_torchrun_the_roll_is_called_over_the_agents_store(tmp_path):
     config = replace(run_config(write_tokens(tmp_path), steps=2), name="small")
     (tmp_path / "config.yaml").write_text(dump_config(config))
