@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from launcher.coords.measure import (
 from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
 from launcher.watch.picture import check_picture, save_picture
-from modeling.config import ModelConfig
+from modeling.config import NO_FAMILY, ModelConfig
+from modeling.families.family import family_of
 from parallel.config import ParallelConfig
 
 TIMES = (4, 8, 16, 32)  # the shrunk model's width, where no widths are given
@@ -47,6 +48,7 @@ def check_coordinates(
     small = small_relative(config)
     sizes = read_widths(widths, small)
     models = {each: [widened(small, width, sizes[0], each) for width in sizes] for each in PARAMETRIZATIONS}
+    refuse([*unfit_family(small, models["mup"])])
     refuse([*dict.fromkeys(line for each in models.values() for model in each for line in check_model(config, model))])
     measured: dict[Parametrization, Coordinates] = {}
     with ExitStack() as stack:
@@ -80,6 +82,27 @@ def refuse(lines: list[str]) -> None:
     """Raises UserError with these lines, if there are any."""
     if lines:
         raise UserError(lines)
+
+
+def unfit_family(small: ModelConfig, widened: Sequence[ModelConfig]) -> Iterator[str]:
+    """A line for what the family's class has not, and the same model at several widths under muP needs."""
+    if small.family == NO_FAMILY:
+        return
+    family, narrowest = family_of(small.family), widened[0]
+    allowed = family.expressible.get("logit_divisor")
+    if small.tie_embeddings and allowed is not None and any(each.logit_divisor not in allowed for each in widened):
+        yield (
+            f"model.tie_embeddings=true is not possible under muP with model.family={small.family}, whose "
+            f"`transformers` class divides no logits (muP's head is smaller than the embedding, whose weight it is "
+            f"here); try model.tie_embeddings=false, or model.family=none"
+        )
+    for key, value_for in family.derived.items():
+        if any(value_for(replace(each, d_model=narrowest.d_model)) != value_for(each) for each in widened):
+            yield (
+                f"model.family={small.family} is not possible under muP, for its `transformers` class derives "
+                f"model.{key} from model.d_model (muP needs a number that stays as the width grows); try "
+                f"model.family=none"
+            )
 
 
 def check_model(config: RunConfig, model: ModelConfig) -> list[str]:

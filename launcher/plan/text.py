@@ -124,6 +124,6 @@ def print_memory(console: Any, found: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         "Not counted: activations, one micro-batch's gradients in 16 bits, weights that ZeRO 3 gathers for a "
-        f"while, and buffers of communication (the largest, for gradients, takes {size_text(REDUCTION_BYTES)}).",
+        f"while, and buffers of communication (the largest, for gradients, takes up to {size_text(REDUCTION_BYTES)}).",
         style="dim",
     )

@@ -97,7 +97,7 @@ def test_the_command_draws_and_tells(tmp_path, capsys, key):
         ({}, ["--widths", "32"], "--widths=32 must be two widths or more; try 128,256,512,1024"),
         ({}, ["--widths", "32,x"], "--widths=32,x must be whole numbers with commas between; try 128,256,512,1024"),
         ({}, ["--widths", "32,40"], "--widths=32,40 must be multiples of 32 (the model's heads, as"),
-        ({"tie_embeddings": True}, [], "model.logit_divisor="),
+        ({"tie_embeddings": True}, [], "model.tie_embeddings=true is not possible under muP with model.family=llama,"),
         ({"n_kv_heads": 3}, [], "model.n_kv_heads=3 must divide model.n_heads=4"),
     ],
 )  # fmt: skip
@@ -106,6 +106,24 @@ def test_what_cannot_be_checked_is_refused_in_a_line(tmp_path, capsys, model, ar
     assert main(["coords", config_of(tmp_path, **model), str(out), *arguments]) == 2
     assert line in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama-3-2-1b", ["model.tie_embeddings=true"]),
+        ("gemma-3-1b", ["model.tie_embeddings=true", "model.family=gemma3_text"]),
+        ("bloom-560m", ["model.tie_embeddings=true", "model.family=bloom"]),
+    ],
+)
+def test_a_family_without_mup_is_refused_by_the_config_s_own_values(tmp_path, capsys, name, keys):
+    """Not by those that the command itself would set; and the remedy helps."""
+    arguments = ["coords", str(MODELS / f"{name}.yaml"), str(tmp_path / "coords.png"), "--widths", "64,128"]
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == keys
+    assert all("model.family=none" in line for line in lines)
+    assert main([*arguments, "--steps", "1", "model.family=none"]) == 0
 
 
 def test_a_picture_of_no_kind_is_refused(tmp_path, capsys):
