@@ -118,6 +118,8 @@ def pack_documents(config: DataConfig, prepared: Prepared) -> None:
     """
     packed_by = packed_by_of(config)
     missing = [(each, config.seq_len, packed_by) for each in missing_packings(config, token_files(config, prepared))]
+    for folder in {prefix.parent for prefix, *_ in missing}:
+        remove_abandoned(folder)  # of a preparation that was killed while it packed, all else being finished
     if len(missing) > FEW_FILES:
         run_in_processes(write_packing, missing, config.workers, lambda *_: None)
     elif packed_by is not None:

@@ -187,6 +187,18 @@ def test_leftovers_of_a_killed_process_are_not_mistaken(tmp_path: Path, tokenize
     assert contents(tmp_path / "t") == before
 
 
+def test_leftovers_of_a_killed_packing_go(tmp_path: Path, tokenizer: str) -> None:
+    """The source itself is finished then, and not begun again."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    config = config_of(path, tokenizer, tmp_path / "t", packing="best_fit")
+    folder = prepared(config).sources[0].path
+    before = contents(tmp_path / "t")
+    packing = next(folder.glob("train-*.pack"))
+    packing.rename(f"{packing}.partial-{os.uname().nodename}-999999999")
+    prepared(config)
+    assert contents(tmp_path / "t") == before
+
+
 @pytest.mark.parametrize(
     ("fraction", "n", "expected"), [(1e-9, 40, (39, 1)), (0.999999, 40, (1, 39)), (0.5, 1, (1, 0))]
 )
