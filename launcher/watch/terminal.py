@@ -32,6 +32,7 @@ REFRESHES_PER_SECOND = 2
 PLAIN_SECONDS = 10.0  # at least one line in so many seconds
 PLAIN_LINES = 20  # and at least so many lines in a run
 SHOWN_WAIT = 0.01  # of a step's time that its samples were waited for: below, nothing is said
+LEAST_BAR_WIDTH = 50  # columns: in fewer a bar would leave its own numbers no room
 FRAME_LINES = 9  # the live view's lines besides the experts'
 
 
@@ -189,7 +190,7 @@ def update_line(progress: RunProgress) -> str:
 
 def render(progress: RunProgress, width: int, height: int, bars: str = BARS) -> RenderableType:
     """The live view's frame, at most ``height`` lines of ``width`` columns."""
-    lines: list[RenderableType] = [_title(progress), _bar(progress), _number_line(progress)]
+    lines: list[RenderableType] = [_title(progress), _bar(progress, width), _number_line(progress)]
     if progress.losses.means:
         lines.append(_loss_line(progress, width, bars))
     lines += _expert_lines(progress, width, height - FRAME_LINES, bars)
@@ -220,9 +221,12 @@ def _title(progress: RunProgress) -> Text:
     )
 
 
-def _bar(progress: RunProgress) -> Table:
+def _bar(progress: RunProgress, width: int) -> Table | Text:
     done = progress.step / progress.total_steps
     left = progress.seconds_left()
+    if width < LEAST_BAR_WIDTH:
+        words = f"{progress.step}/{progress.total_steps}  {done:.0%}" + (f"  {duration(left)}" if left else "")
+        return Text(words, no_wrap=True, overflow="ellipsis")
     grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
     for ratio in (None, 1, None, None):
         grid.add_column(ratio=ratio, no_wrap=True)
@@ -264,7 +268,7 @@ def _expert_lines(progress: RunProgress, width: int, room: int, bars: str) -> li
     notes = [f"the {len(shown)} least balanced of {len(keys)} MoE layers"] if len(shown) < len(keys) else []
     if keys and row["step"] != progress.update.get("step"):
         notes.append(f"the experts as at step {row['step']}")
-    return lines + ([Text(", ".join(notes), style="dim")] if notes else [])
+    return lines + ([Text(", ".join(notes), style="dim", no_wrap=True, overflow="ellipsis")] if notes else [])
 
 
 def _expert_line(row: Mapping[str, Any], key: str, width: int, bars: str) -> Text:

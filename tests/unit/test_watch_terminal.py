@@ -141,6 +141,19 @@ def test_the_frame_fits_the_terminal(width: int, n_layers: int, n_experts: int) 
     assert frame(progress, width, bars=ASCII_BARS)[3].isascii()
 
 
+@pytest.mark.parametrize("width", [15, 20, 49])
+def test_a_narrow_terminal_shows_the_step_and_wraps_nothing(width: int) -> None:
+    progress = RunProgress(200, 1, "quickstart", Path("runs/quickstart"))
+    for step in range(1, 101):
+        progress.observe(update(step, n_layers=61))
+    progress.observe({"step": 100, "eval_loss": 5.25})
+    lines = frame(progress, width)
+    assert lines[1].startswith("100/200  50%")
+    assert max(map(len, lines)) <= width
+    assert sum("least" in line or "balanced" in line or "layers" in line for line in lines) <= 1
+    assert len(lines) <= 24
+
+
 def test_a_layer_shows_its_experts_load() -> None:
     progress = RunProgress(2, 1, "run", Path("runs/run"))
     progress.observe(update(1, n_layers=1, n_experts=4))
