@@ -30,7 +30,7 @@ LABELS = {
 SHADES = {"forward": "#ffffff", "backward": "#f2f2f2", "recompute": "#f2f2f2", "update": "#e4e4e4"}
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 ROOM = 1.18  # above the peak, for words
-LEAST_WIDTH = 0.03  # of the picture: narrower phases go without a name
+LETTER_WIDTH = 0.0105  # of the picture, of a name: phases too narrow for theirs go without
 
 
 def draw_memory(title: str, memory: Memory, time_label: str) -> Figure:
@@ -84,8 +84,8 @@ def shade_phases(axes: Axes, times: np.ndarray, phases: Sequence[str]) -> None:
             continue
         first, last = times[begin], times[min(at, len(times) - 1)]
         axes.axvspan(first, last, color=shade(phases[begin]), lw=0, zorder=0)
-        if last - first >= LEAST_WIDTH * times[-1]:
-            name = "backward" if phases[begin] == "recompute" else phases[begin]
+        name = "backward" if phases[begin] == "recompute" else phases[begin]
+        if last - first >= len(name) * LETTER_WIDTH * times[-1]:
             axes.text((first + last) / 2, 0.985, name, transform=axes.get_xaxis_transform(), ha="center", va="top",
                       fontsize=8, color="#666666")  # fmt: skip
         begin = at
