@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event
 from typing import Any
@@ -21,6 +22,7 @@ from data.shardtask import Report, ShardTask, StoppedError
 from data.shardwriter import ShardRecord, write_shard
 
 POLL_SECONDS = 0.1
+END_SECONDS = 5.0  # a worker that is stopped, or stuck in a file system, is not waited for longer
 PR_SET_PDEATHSIG = 1
 ShardFunction = Callable[[Any, Report, Callable[[], bool]], Any]  # (task, report, stopped)
 _reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
@@ -57,6 +59,7 @@ def run_in_processes(
     context = multiprocessing.get_context("spawn")
     reports, stop = context.SimpleQueue(), context.Event()
     initial = (reports, stop, n_cores // n_processes)
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(n_processes, context, initializer=_begin, initargs=initial) as pool:
         try:
             pending = {pool.submit(function, *values) for values in arguments}
@@ -66,7 +69,15 @@ def run_in_processes(
             raise refuse(found, "had a process killed, most likely for want of memory", "set fewer workers") from error
         finally:
             stop.set()  # shards under way end at their next batch, and delete what they wrote
+            ending = threading.Timer(END_SECONDS, _kill, (set(multiprocessing.active_children()) - others,))
+            ending.start()
             pool.shutdown(wait=True, cancel_futures=True)
+            ending.cancel()
+
+
+def _kill(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _collect(pending: set[Any], reports: "SimpleQueue[tuple[float, int, int]]", report: Report) -> Iterable[Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from data.config import SourceConfig
@@ -145,8 +146,12 @@ def _kill_midway(command: list[str]) -> int:
     return first
 
 
-def test_asked_to_end(tmp_path: Path, tokenizer: str) -> None:
-    """SIGTERM: nothing half written stays, nothing is said of semaphores, and the exit code is what a shell expects."""
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_asked_to_end(tmp_path: Path, tokenizer: str, is_stuck: bool) -> None:
+    """SIGTERM: nothing half written stays, nothing is said of semaphores, and the exit code is what a shell expects.
+
+    A worker that is stuck is not waited for without end.
+    """
     path = write_jsonl(tmp_path / "a.jsonl", make_documents(6000))
     data = asdict(config_of(path, tokenizer, tmp_path / "tokens", shard_bytes=20_000, workers=2))
     (tmp_path / "config.yaml").write_text(json.dumps({"name": "x", "model": {"vocab_size": VOCAB}, "data": data}))
@@ -157,12 +162,16 @@ def test_asked_to_end(tmp_path: Path, tokenizer: str) -> None:
     while not list(tmp_path.glob("tokens/a-jsonl*/shard-*.json")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
+    if is_stuck:
+        for child in psutil.Process(process.pid).children():
+            if "spawn_main" in " ".join(child.cmdline()):
+                child.suspend()
     process.send_signal(signal.SIGTERM)
     said = process.stderr.read()
     assert process.wait(20) == 128 + signal.SIGTERM
     assert "resource_tracker" not in said and "Traceback" not in said
     assert not list(tmp_path.glob("tokens/*/manifest.json"))
-    assert not list(tmp_path.rglob("*partial*"))
+    assert is_stuck or not list(tmp_path.rglob("*partial*"))
 
 
 def _group_lives(group: int) -> bool:
