@@ -107,7 +107,7 @@ def test_refusals_show_it_and_stay_one_line(capsys, monkeypatch, tmp_path):
         raise DataError(f"{NASTY}\nnot a line of its own")
 
     monkeypatch.setattr(launcher.config.checked, "load_checked", refuse)
-    assert main(["config", "x.yaml"]) == 2
+    assert main(["config", "x.yaml", "--ranks", "1"]) == 2
     assert capsys.readouterr().err == SHOWN + "\\nnot a line of its own\n"
 
 
