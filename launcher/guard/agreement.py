@@ -37,13 +37,15 @@ class Agreed:
         """Gives the run directory free, and returns when all ranks have come here, so that they end together.
 
         Else srun's --kill-on-bad-exit would kill rank 0, still busy with its watchers, at the first exit with a code
-        that is not 0. From here on SIGTERM ends the process with ``exit_code`` too: what is left is to end.
+        that is not 0. From here on SIGTERM ends the process with ``exit_code`` too; at last it is not heard, since what
+        is left is to end, and Python gives a handler up before it has.
         """
         signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
         if self.lock is not None:
             self.lock.close()
         with contextlib.suppress(RollCallError):  # a rank that died here has said so, and its work is done
             self.roll.fail_together("leave", [])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def agree(config: RunConfig) -> Agreed:

@@ -1,19 +1,22 @@
 """The roll call: who is missing or differs is named on every rank, within the limit."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
-from launcher.guard.agreement import check_shared, facts
+from launcher.guard.agreement import Agreed, check_shared, facts
 from launcher.watch.metrics import read_metrics
 from layout_runs import run_config, write_tokens
 from parallel.processes.environment import TOKEN
@@ -220,17 +223,34 @@ def test_facts_see_an_edit_that_no_commit_holds(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_ended_while_it_ends_keeps_its_exit_code():
+class EndsLast:
+    """What Python takes down last, its handlers of signals and all modules being gone: SIGTERM comes then."""
+
+    def __del__(self, kill: Callable[[int, int], None] = os.kill) -> None:
+        """As srun sends it."""
+        kill(0, 15)
+
+
+def end_with_three(while_waiting: bool) -> None:
+    """A rank's end, with exit code 3."""
+
+    def come(*_: Any) -> None:
+        if while_waiting:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(50)
+
+    vars(sys)["ends_last"] = EndsLast()
+    Agreed(cast(Any, SimpleNamespace(fail_together=come)), None).leave(3)
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("while_waiting", [True, False])
+def test_a_rank_that_is_ended_while_it_ends_keeps_its_exit_code(while_waiting: bool) -> None:
     """The first exit with a code that is not 0 has srun end the others; the job script goes by the highest code."""
-    program = (
-        "import os, signal, time\n"
-        "from types import SimpleNamespace\n"
-        "from launcher.guard.agreement import Agreed\n"
-        "Agreed(SimpleNamespace(fail_together=lambda *_: None), None).leave(3)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "time.sleep(50)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 3
+    program = f"from test_roll_call import end_with_three; end_with_three({while_waiting})"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": paths}
+    assert subprocess.run(command, timeout=100, env=environment, start_new_session=True).returncode == 3
 
 
 def test_under_torchrun_the_roll_is_called_over_the_agents_store(tmp_path):
