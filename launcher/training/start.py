@@ -355,12 +355,15 @@ def run_locally(
 def spoilt_tokens(config: RunConfig) -> Exception | None:
     """Why the run's token files can no longer be read; None where they can.
 
-    A rank that reads beyond the end of a file that was cut ends by SIGBUS, which names nothing.
+    A rank that reads beyond the end of a file that was cut ends by SIGBUS, which names nothing. What a disk or a store
+    does not give now it may give to the next start.
     """
     try:
         check_tokens(config)
     except (DataError, UserError) as error:
         return error
+    except OSError:
+        return None
     return None
 
 

@@ -4,7 +4,6 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from launcher.training.state import TrainState
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
 from parallel.checkpoint.verify import problems_of
+from small_disk import small_disk
 
 LAYOUT = "dp2 zero1"
 FULL_AT, ROOM_AT = 4, 6  # the disk is full while these steps and the save after the first of them are under way
@@ -28,16 +28,8 @@ BLOCK = bytes(1 << 16)
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
     """A small file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        pytest.skip("only root can mount the small file system that this test fills")
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"this machine mounts no small file system: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_disk(tmp_path / "disk", mib=16) as folder:
+        yield folder
 
 
 def fill_for_a_while(disk: Path, told: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 import hang_job
 import launcher.training.start as start
+from data.errors import UnreadObject
 from hang_runs import living_ranks, small_run
 from launcher.cli import main
+from launcher.config.tree import RunConfig
 from launcher.guard.restarts import FRUITLESS_STARTS, Restart, Restarts, restart_by_torchrun
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
@@ -89,6 +91,16 @@ def test_token_files_that_were_cut_are_named_and_not_tried_again(tmp_path, monke
     assert first.endswith("ended by signal SIGBUS")
     assert second.startswith(f"{tokens}.bin has 0 bytes where {tokens}.idx describes ")
     assert living_ranks() == []
+
+
+def test_a_store_that_is_away_spoils_no_tokens(monkeypatch):
+    """It may have ended the ranks, and be there again for the next start."""
+
+    def check(config: RunConfig) -> None:
+        raise UnreadObject("s3://bucket/a.bin cannot be read")
+
+    monkeypatch.setattr(start, "check_tokens", check)
+    assert start.spoilt_tokens(RunConfig()) is None
 
 
 def checkpoint_at(folder: Path, step: int) -> str:

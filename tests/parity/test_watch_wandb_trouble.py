@@ -1,8 +1,5 @@
 """Training never waits for W&B: a closed port, a refused key, a dead service, a bad folder, an odd value."""
 
-import os
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +16,7 @@ from launcher.watch import wandb_run
 from launcher.watch.metrics import read_metrics
 from launcher.watch.wandb_read import is_whole, read_history, wandb_files
 from launcher.watch.wandb_run import WandbRun, open_wandb
+from small_disk import small_disk
 from watched_runs import CLOSED_PORT, FAKE_KEY, assert_same, hide_account, train
 
 
@@ -180,17 +178,9 @@ def test_a_value_that_wandb_cannot_take_does_not_stop_training(tmp_path: Path) -
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        pytest.skip("only root can mount the small file system that this test fills")
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"this machine mounts no small file system: {mounted.stderr.strip()}")
-    yield folder
-    wandb_run.tear_down()
-    subprocess.run(["umount", folder], check=True)
+    with small_disk(tmp_path / "disk", mib=2) as folder:
+        yield folder
+        wandb_run.tear_down()
 
 
 @pytest.mark.parametrize("full", ["on the way", "from the start"])
