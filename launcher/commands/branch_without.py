@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.document_names import Place
+from data.places import is_same_place
 from data.spans import samples_with
 from data.without import LeftOut, Listed, find_listed, hash_of_list, list_text, read_list
 from launcher.commands.data_run import DataOfRun, open_run
@@ -106,18 +107,22 @@ def choose(run_path: Path, step: int, listed: Sequence[Listed]) -> Choice:
     )
 
 
-def reads_of(run: DataOfRun, documents: Sequence[LeftOut]) -> tuple[list[tuple[int, str]], int]:
+def reads_of(
+    run: DataOfRun, documents: Sequence[LeftOut], branches: Sequence[Path] = ()
+) -> tuple[list[tuple[int, str]], int]:
     """(step, document) for each step that trained on tokens of a document, and the first step whose record is there.
 
-    The steps that a branched run began with are its parent's, and so on.
+    The steps that a branched run began with are its parent's, and so on. ``branches`` came from ``run``: a parent whose
+    place one of them, or the run, has taken since is gone.
     """
     found = [(step, each.document) for each in documents for step in steps_with(run, each)]
     lineage = read_lineage(run.path)
     if lineage is None:
         return found, 1
-    if not (Path(lineage.run) / CONFIG).is_file():
+    younger = (*branches, run.path)
+    if not (Path(lineage.run) / CONFIG).is_file() or any(is_same_place(lineage.run, each) for each in younger):
         return found, lineage.step + 1
-    earlier, known_from = reads_of(open_run(lineage.run), documents)
+    earlier, known_from = reads_of(open_run(lineage.run), documents, younger)
     return [*(read for read in earlier if read[0] <= lineage.step), *found], known_from
 
 

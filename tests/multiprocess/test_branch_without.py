@@ -145,6 +145,19 @@ def test_where_knows_that_none_was_seen_though_the_parent_is_gone(made, tmp_path
     assert where(new, document, capsys)[1].endswith("never seen, left out by data.without")
 
 
+def test_a_branch_that_stands_in_its_parents_place_has_none(made, tmp_path, capsys):
+    """The parent was removed, and the branch given its name: its record would lead to itself without end."""
+    known, parent, new = seen_first(made, capsys)[1][0], tmp_path / "run", tmp_path / "new"
+    shutil.copytree(made / "run", parent)
+    assert main(["branch", str(parent), str(new), "--step", "3", "--without", known]) == 0
+    assert start_training(new / "config.yaml", ["train.steps=6"], 1) == 0
+    shutil.rmtree(parent)
+    new.rename(parent)
+    config = parent / "config.yaml"
+    config.write_text(config.read_text().replace(str(new), str(parent)))
+    assert "no record is left of steps before 3" in where(parent, known, capsys)[1]
+
+
 @pytest.mark.slow
 def test_a_branch_of_a_branch_leaves_out_what_both_name(made, tmp_path, capsys):
     first = seen_first(made, capsys)
