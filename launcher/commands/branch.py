@@ -24,6 +24,7 @@ from launcher.new_folder import new_folder
 from launcher.slurm.follow import find_run
 from launcher.training.lineage import Lineage, Without, read_lineage, write_lineage
 from launcher.training.newest import write_newest
+from launcher.training.owner import read_run_id
 from launcher.training.run_dir import check_same_run, record_folder, saved_config, start_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN, WITHOUT
 from parallel.checkpoint.local import LocalFolder, sync_directory
@@ -54,7 +55,7 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
         with naming_config(checkpoint):
             changed = branched_config(checkpoint, run_path, out, overrides, lists=left_out is not None)
         record = choice.record if choice is not None else own_record(left_out, run_path)
-        lineage = Lineage(str(run_path), checkpoint.step, record)
+        lineage = Lineage(str(run_path), checkpoint.step, record, read_run_id(run_path))
         write_branch(out, changed, checkpoint, folder, lineage, left_out)
     begins = f"{new} branches from {run} at step {lineage.step}"
     say(in_a_line(begins if choice is None else f"{begins}: {choice.words()}"))

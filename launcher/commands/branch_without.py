@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.document_names import Place
-from data.places import is_same_place
 from data.spans import samples_with
 from data.without import LeftOut, Listed, find_listed, hash_of_list, list_text, read_list
 from launcher.commands.data_run import DataOfRun, open_run
 from launcher.commands.trained import find_candidates
 from launcher.errors import UserError
 from launcher.training.lineage import Without, read_lineage
-from launcher.training.run_parts import CONFIG
 from parallel.checkpoint.store import step_of
 
 KEY = "--without"
@@ -107,22 +105,18 @@ def choose(run_path: Path, step: int, listed: Sequence[Listed]) -> Choice:
     )
 
 
-def reads_of(
-    run: DataOfRun, documents: Sequence[LeftOut], branches: Sequence[Path] = ()
-) -> tuple[list[tuple[int, str]], int]:
+def reads_of(run: DataOfRun, documents: Sequence[LeftOut]) -> tuple[list[tuple[int, str]], int]:
     """(step, document) for each step that trained on tokens of a document, and the first step whose record is there.
 
-    The steps that a branched run began with are its parent's, and so on. ``branches`` came from ``run``: a parent whose
-    place one of them, or the run, has taken since is gone.
+    The steps that a branched run began with are its parent's, and so on, as far as parents are there.
     """
     found = [(step, each.document) for each in documents for step in steps_with(run, each)]
     lineage = read_lineage(run.path)
     if lineage is None:
         return found, 1
-    younger = (*branches, run.path)
-    if not (Path(lineage.run) / CONFIG).is_file() or any(is_same_place(lineage.run, each) for each in younger):
+    if not lineage.is_there():
         return found, lineage.step + 1
-    earlier, known_from = reads_of(open_run(lineage.run), documents, younger)
+    earlier, known_from = reads_of(open_run(lineage.run), documents)
     return [*(read for read in earlier if read[0] <= lineage.step), *found], known_from
 
 

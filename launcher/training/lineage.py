@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.training.run_parts import LINEAGE, check_parts
+from launcher.training.owner import read_run_id
+from launcher.training.run_parts import CONFIG, LINEAGE, check_parts
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,16 @@ class Without:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The run directory, as it was called then, and the step of its checkpoint."""
+    """The run directory, as it was called then, the step of its checkpoint, and the name that the run had drawn."""
 
     run: str
     step: int
     without: Without | None = None
+    run_id: str | None = None  # None: of a branch that was made before runs drew names
+
+    def is_there(self) -> bool:
+        """Whether the directory is still that run's. Raises UserError where its name is damaged."""
+        return (Path(self.run) / CONFIG).is_file() and read_run_id(Path(self.run)) == self.run_id
 
 
 def write_lineage(run_path: Path, lineage: Lineage) -> None:
@@ -39,7 +45,7 @@ def read_lineage(run_path: Path) -> Lineage | None:
         return None
     found = json.loads(path.read_text())
     without = found.get("without")
-    return Lineage(found["run"], found["step"], None if without is None else Without(**without))
+    return Lineage(found["run"], found["step"], None if without is None else Without(**without), found.get("run_id"))
 
 
 def lineage_line(lineage: Lineage) -> str:

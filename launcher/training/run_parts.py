@@ -110,7 +110,7 @@ def _why_no_lineage(path: Path) -> str | None:
         and without.keys() == kinds.keys()
         and all(type(without[key]) in kind for key, kind in kinds.items())
     )
-    if is_right and [type(value) for value in values] == [str, int]:
+    if is_right and [type(value) for value in values] == [str, int] and isinstance(found.get("run_id"), str | None):
         return None
     return f"{path} must say the run and the step that this run was branched from; remove it"
 

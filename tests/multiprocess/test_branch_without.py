@@ -158,6 +158,17 @@ def test_a_branch_that_stands_in_its_parents_place_has_none(made, tmp_path, caps
     assert "no record is left of steps before 3" in where(parent, known, capsys)[1]
 
 
+def test_another_run_in_a_parents_place_is_not_the_parent(made, tmp_path, capsys):
+    known, parent, new = seen_first(made, capsys)[1][0], tmp_path / "run", tmp_path / "new"
+    shutil.copytree(made / "run", parent)
+    assert main(["branch", str(parent), str(new), "--step", "3", "--without", known]) == 0
+    assert start_training(new / "config.yaml", ["train.steps=4"], 1) == 0
+    assert "seen from step 1 on, before the branch at step 2" in where(new, known, capsys)[1]
+    shutil.rmtree(parent)
+    assert start_training(made / "run/config.yaml", [f"run_dir={parent}", "train.steps=3", "seed=1"], 1) == 0
+    assert "no record is left of steps before 3" in where(new, known, capsys)[1]
+
+
 @pytest.mark.slow
 def test_a_branch_of_a_branch_leaves_out_what_both_name(made, tmp_path, capsys):
     first = seen_first(made, capsys)
