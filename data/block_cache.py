@@ -51,7 +51,7 @@ class BlockCache:
         """Whether a block is here."""
         return self._path(block).exists()
 
-    def bring(self, block: int) -> None:
+    def fetch(self, block: int) -> None:
         """Fetches a block that is not here; waits where another thread or process does so already."""
         with locked(self._locks / f"block-{block % STRIPES}-{self.folder.name}"):
             if self.holds(block):
@@ -71,7 +71,7 @@ class BlockCache:
                         return file.read(end - begin)
                     content = file.read()
             except FileNotFoundError:
-                self.bring(block)
+                self.fetch(block)
                 continue
             data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
             if xxhash.xxh3_64_digest(data) == digest and len(data) >= end:

@@ -22,7 +22,7 @@ def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
     To be asked first, since the hub's libraries try again and again, for most of a minute, and print each try.
     """
     answer = ["no answer within a few seconds"]
-    asking = threading.Thread(target=_ask, args=(name, kind, answer), daemon=True)  # name servers heed no timeout
+    asking = threading.Thread(target=_ask, args=(name, kind, answer), daemon=True)  # a lookup of a name has no timeout
     asking.start()
     asking.join(REACH_SECONDS + 1)
     return answer[-1] or None

@@ -37,7 +37,7 @@ class Prefetcher:
     def _bring(self, number: int) -> None:
         try:
             with suppress(Exception):
-                self._blocks.bring(number)
+                self._blocks.fetch(number)
         finally:
             with self._lock:
                 self._under_way.discard(number)

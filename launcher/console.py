@@ -1,4 +1,4 @@
-"""The one way out to the terminal: whatever was read from somewhere is shown, and nothing in it is obeyed.
+"""The one way out to the terminal: control characters in what was read from somewhere are shown, never executed.
 
 Names, texts and errors come from files that somebody else has written. Control characters in them would move the
 cursor, set titles or paint over lines, and rich would take brackets for markup; here they come out escaped. Rich's own
@@ -48,7 +48,7 @@ def _hearing() -> Iterator[None]:
 
 
 def escaped(text: str) -> str:
-    r"""The text with each character that a terminal would obey as ``\x1b`` or ``\u202e``; JSON stays the same JSON."""
+    r"""The text with each character that a terminal acts on as ``\x1b`` or ``\u202e``; JSON stays the same JSON."""
     return _UNSAFE.sub(lambda found: _code(ord(found[0])), text)
 
 

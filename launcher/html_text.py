@@ -1,4 +1,4 @@
-"""Text in a page of HTML: whatever it holds is shown, and nothing in it is obeyed."""
+"""Text in a page of HTML: whatever it holds is shown as text, and no markup in it takes effect."""
 
 from html import escape
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
-from parallel.remake import HeldWeight, Parked, View, brought, held_weight, storage_of
+from parallel.remake import HeldWeight, Parked, View, held_weight, restored, storage_of
 from parallel.sizes import Sizes
 
 Mark = Any  # a point in a stream's order; None: nothing is to be waited for
@@ -159,7 +159,7 @@ class Block:
         self.shape, self.dtype, self.device = flat.shape, flat.dtype, flat.device
         self.on_host: list[Tensor] = []  # its bytes, in order
 
-    def bring(self) -> Tensor:
+    def restore(self) -> Tensor:
         """All of it, on the device."""
         self.slot.turn()
         assert self.flat is not None
@@ -307,7 +307,7 @@ class Offloader:
             return
         slot = self.open = Slot(self, layer, self.before(layer.layer, context))
         try:
-            with saved_tensors_hooks(slot.keep, brought):
+            with saved_tensors_hooks(slot.keep, restored):
                 yield
         finally:
             self.open = None

@@ -61,7 +61,7 @@ class Place:
         self.call = call
         self.value: Tensor | None = None
 
-    def bring(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The tensor, made if it is not there."""
         if self.value is None:
             self.call.make()
@@ -76,16 +76,16 @@ class HeldWeight(NamedTuple):
     view: View
     version: int  # torch's count of what was written into the weight
 
-    def bring(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The view, of the weight as it is now. As autograd's own check, it fails where the weight has changed."""
         assert self.weight._version == self.version, "a weight was written to between a forward and its backward pass"
         return self.view.of(self.weight.detach())
 
 
-class Brings(Protocol):
+class Restorable(Protocol):
     """Memory that can be away."""
 
-    def bring(self) -> Tensor:
+    def restore(self) -> Tensor:
         """All of it."""
         ...
 
@@ -93,24 +93,24 @@ class Brings(Protocol):
 class Parked(NamedTuple):
     """A tensor in memory that may be elsewhere until the backward pass."""
 
-    memory: Brings
+    memory: Restorable
     view: View
 
-    def bring(self) -> Tensor:
+    def restore(self) -> Tensor:
         """The tensor."""
-        return self.view.of(self.memory.bring())
+        return self.view.of(self.memory.restore())
 
     def part(self, view: View) -> "Parked":
         """A view of it."""
         return Parked(self.memory, view._replace(offset=self.view.offset + view.offset))
 
 
-Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backward pass, as ``brought`` takes it
+Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backward pass, as ``restored`` takes it
 
 
-def brought(packed: Any) -> Tensor:
+def restored(packed: Any) -> Tensor:
     """The tensor of what a hook gave to autograd in its place."""
-    return packed.bring() if isinstance(packed, Place | HeldWeight | Parked) else packed
+    return packed.restore() if isinstance(packed, Place | HeldWeight | Parked) else packed
 
 
 class Call:
@@ -142,7 +142,7 @@ class Call:
             self.saved.append(weakref.ref(place))
             return place
 
-        with saved_tensors_hooks(drop, brought):
+        with saved_tensors_hooks(drop, restored):
             made = self.function(*arguments)
         given.clear()  # autograd holds the hook as long as the graph, and would hold what was given with it
         return made
@@ -156,7 +156,7 @@ class Call:
     def make(self) -> None:
         """Runs the function again, up to the last tensor that is needed, and fills the places that are still there."""
         arguments = [
-            brought(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place | Parked) else each
+            restored(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place | Parked) else each
             for each, wants in zip(self.kept, self.wants_gradient, strict=True)
         ]
         n_saved = 0
@@ -172,7 +172,7 @@ class Call:
                 raise _Enough
 
         try:
-            with saved_tensors_hooks(keep, brought), torch.enable_grad():
+            with saved_tensors_hooks(keep, restored), torch.enable_grad():
                 made = self.function(*arguments)
         except _Enough:
             return
@@ -227,7 +227,7 @@ class Remaker:
         if not torch.is_grad_enabled():
             yield
             return
-        with saved_tensors_hooks(keep, brought):
+        with saved_tensors_hooks(keep, restored):
             self.is_open = True
             try:
                 yield

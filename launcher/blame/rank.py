@@ -69,7 +69,7 @@ class TokenBlamed:
 
 @dataclass
 class Blamed:
-    """What rank 0 brings back."""
+    """What rank 0 returns to the command."""
 
     whole: Measured
     documents: list[DocumentBlamed]  # the worst first

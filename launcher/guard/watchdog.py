@@ -188,7 +188,7 @@ class Watchdog:
             arrived = heart.poll(max(0.0, next_turn - now))
             now = time.monotonic()
             if now - turned > max(5.0, 5 * self.interval):  # we were stopped ourselves: nobody else was late
-                self.forgive(now)
+                self.restart_clocks(now)
             for rank, message in arrived:
                 self.take(rank, message, now)
             own_end = self.own_end  # read once: "bye" must have been sent before we go, and the main thread sets it
@@ -254,7 +254,7 @@ class Watchdog:
         if "cut" in message and state.cut is None:
             state.cut = (now, message["cut"])
         if "verdict" in message:
-            self.obey(Verdict(**message["verdict"]))
+            self.end_by(Verdict(**message["verdict"]))
 
     def apply_own_limit(self, now: float) -> None:
         """Another rank than 0, itself beyond its limit: measures rank 0's silence by that.
@@ -265,8 +265,8 @@ class Watchdog:
         if self.mesh.rank != 0 and self.age(now) > limit and now - first.heard > limit:
             first.beat = {"age": 0.0, **first.beat, "limit": limit, "key": self.limit_key()}
 
-    def forgive(self, now: float) -> None:
-        """After a pause of this process: everybody's time begins again."""
+    def restart_clocks(self, now: float) -> None:
+        """After this process itself was stopped for a while: counts every rank's silence from now on."""
         self.since = now
         for state in self.seen.values():
             state.heard = now
@@ -341,8 +341,8 @@ class Watchdog:
         heart.send({"done": True})
         self.leave(verdict.exit_code)
 
-    def obey(self, verdict: Verdict) -> None:
-        """Another rank: writes its stacks, reports them, and ends when rank 0 has spoken."""
+    def end_by(self, verdict: Verdict) -> None:
+        """On a rank other than 0: writes its stacks, sends them to rank 0, and ends once rank 0 has told the user."""
         heart = self.heart
         assert heart is not None
         report = self.write_report(verdict)

@@ -121,7 +121,7 @@ def table(name: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, is
 
 
 def payload(report: Mapping[str, Any]) -> str:
-    """What the script draws, as JSON that cannot end its element, and whose texts hold nothing that is obeyed."""
+    """What the script draws, as JSON that cannot end its element, and whose texts are escaped."""
     words: dict[str, int] = {}
     tree: dict[str, Any] = {
         "texts": [drawn_text(each, words) for each in report["texts"]],

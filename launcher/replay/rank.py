@@ -33,7 +33,7 @@ class StepAgain:
 
 @dataclass
 class Found:
-    """What rank 0 brings back."""
+    """What rank 0 returns to the command."""
 
     steps: dict[int, StepAgain]
     seen: StepSeen

@@ -92,7 +92,7 @@ def policy(*scripts: str) -> str:
 
 
 def payload(runs: Sequence[RunFacts]) -> str:
-    """What the script draws, as JSON that cannot end its element, and whose texts hold nothing that is obeyed."""
+    """What the script draws, as JSON that cannot end its element, and whose texts are escaped."""
     drawn = [run.data for run in runs]
     tones = {kind: tone_of(kind) for kind in kinds_of(runs)}
     tree = shown({"runs": drawn, "panels": panels_of(drawn), "tones": tones})

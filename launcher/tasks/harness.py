@@ -51,7 +51,7 @@ def lock_bars_by_threads() -> None:
 def confine_templates() -> None:
     """Has jinja2's sandbox render tasks' templates, in this process from now on: in them, too, code can be written.
 
-    Raises UserError where this version of the harness does not heed it.
+    Raises UserError where this version of the harness does not take it.
     """
     from jinja2 import BaseLoader, StrictUndefined
     from jinja2.exceptions import SecurityError

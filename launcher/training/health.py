@@ -107,8 +107,8 @@ def examine(
 ) -> dict[str, Any] | None:
     """The event of a step that is not healthy, with its ``action``; else None. All ranks call it.
 
-    It comes between the last backward pass and the step, whose batch is ``indices`` and whose mean loss ``loss``. An
-    fp16 overflow is the loss scaler's business for as long as the scale can fall.
+    Call it between the last backward pass and the update of the step whose samples are ``indices`` and whose mean loss
+    is ``loss``. An fp16 overflow is no event while the loss scale can still be lowered: the scaler skips the update.
     """
     if health is None:
         return None

@@ -102,15 +102,16 @@ def _why_no_lineage(path: Path) -> str | None:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         found = None
-    values = [found.get("run"), found.get("step")] if isinstance(found, dict) else []
-    without = found.get("without") if isinstance(found, dict) else None
+    found = found if isinstance(found, dict) else {}
+    without, run_id = found.get("without"), found.get("run_id")
     kinds = {"documents": (int,), "sha256": (str,), "first_seen": (int, type(None)), "known_from": (int,)}
     is_right = without is None or (
         isinstance(without, dict)
         and without.keys() == kinds.keys()
         and all(type(without[key]) in kind for key, kind in kinds.items())
     )
-    if is_right and [type(value) for value in values] == [str, int] and isinstance(found.get("run_id"), str | None):
+    place = type(found.get("run")), type(found.get("step"))
+    if is_right and place == (str, int) and isinstance(run_id, str | None):
         return None
     return f"{path} must say the run and the step that this run was branched from; remove it"
 

@@ -113,7 +113,7 @@ class _Course:
             going = [rank for rank, node in enumerate(nodes) if node not in self.failures]
             return {"nodes": nodes, "going": going, "lines": wrong.get(0, []), "all": len(wrong) == len(answers)}
 
-        said = self.roll.consult(
+        said = self.roll.decide_together(
             "begin", {"host": socket.gethostname(), "problems": problems}, self.going, limit, decide
         )
         if said["lines"]:
@@ -240,7 +240,7 @@ class _Course:
             return [rank for rank in self.going if self.node_of[rank] not in self.failures]
 
         limit = self.stage_seconds + LATE_SECONDS
-        self.going = self.roll.consult(name, answer, {0, *self.going}, limit, decide)
+        self.going = self.roll.decide_together(name, answer, {0, *self.going}, limit, decide)
         self._leave_if_dropped()
         return collected
 

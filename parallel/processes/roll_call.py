@@ -121,7 +121,7 @@ class RollCall:
             pause = min(1.0, 1.5 * pause)  # of a thousand ranks each asks seldom
         return True
 
-    def consult(
+    def decide_together(
         self,
         name: str,
         answer: Any,

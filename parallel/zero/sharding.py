@@ -1,7 +1,7 @@
 """How DeepSpeed holds a model's state: what every way of it offers to the engine.
 
 Between two steps a rank holds weights in the model's dtype, fp32 masters and optimizer states; during a step, gradients
-too. Which part of each, and under which of DeepSpeed's names, is the business of one class for each way.
+too. Which part of each it holds, and under which of DeepSpeed's names, is known to one class for each way alone.
 """
 
 from abc import ABC, abstractmethod

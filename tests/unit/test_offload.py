@@ -229,7 +229,7 @@ def test_planted_weight_that_has_changed_by_the_backward_pass_is_told(monkeypatc
         written_to(build(config, 0), rows)
     with pytest.raises(AssertionError, match="a weight was written to"):
         written_to(offloaded(config, "none", AtOnce())[0], rows)
-    monkeypatch.setattr(HeldWeight, "bring", lambda self: self.view.of(self.weight.detach()))
+    monkeypatch.setattr(HeldWeight, "restore", lambda self: self.view.of(self.weight.detach()))
     found = written_to(offloaded(config, "none", AtOnce())[0], rows)
     assert not all(map(torch.equal, found, gradients(build(config, 0), rows)[1:]))
 
@@ -271,7 +271,7 @@ def test_memory_that_several_tensors_share_goes_once() -> None:
     assert len(slot.held()) == 1 and len(slot.pages) == both.nbytes // SIZES.page_bytes == 8
     del saved, both
     slot.leave()
-    found = [each.bring() for each in kept]
+    found = [each.restore() for each in kept]
     assert all(map(torch.equal, found, wanted)) and [each.stride() for each in found] == strides
 
 
@@ -283,7 +283,7 @@ def test_what_is_not_worth_its_way_stays() -> None:
     slot.send(frozenset([storage_of(shared)]))
     slot.leave()
     assert [each.memory.flat is None for each in kept] == [False, True]
-    assert all(each.bring().bool().all() for each in kept)
+    assert all(each.restore().bool().all() for each in kept)
 
 
 def test_a_contexts_tensors_are_found() -> None:
