@@ -46,8 +46,13 @@ class WatchedEngine(Engine):
 
     def run_pipeline(self, micro_batches: Sequence[MicroBatch], weight: float) -> list[Output]:
         """As Engine."""
-        with self.regions.within("pipeline"):
+        with self.regions.within("gradients", "backward"):
             return super().run_pipeline(micro_batches, weight)
+
+    def run_passes(self, micro_batches: Sequence[MicroBatch], weight: float) -> list[Output]:
+        """As Engine."""
+        with self.regions.within("pipeline"):
+            return super().run_passes(micro_batches, weight)
 
     def add_over_tp(self) -> None:
         """As Engine."""

@@ -129,11 +129,15 @@ class Engine:
 
         ``weight`` is what each summed loss counts in the total; the contexts weigh the auxiliary losses.
         """
-        assert self.pipeline is not None
         with self.sharding.collect(self.add_tied_gradient):
-            outputs = self.pipeline.train(micro_batches, weight * self.loss_factor, self.sharding.after_backward)
+            outputs = self.run_passes(micro_batches, weight)
         self.add_over_tp()
         return outputs
+
+    def run_passes(self, micro_batches: Sequence[MicroBatch], weight: float) -> list[Output]:
+        """``run_pipeline`` up to the reduction of what it sums at the step's end."""
+        assert self.pipeline is not None
+        return self.pipeline.train(micro_batches, weight * self.loss_factor, self.sharding.after_backward)
 
     def add_tied_gradient(self) -> None:
         """Where two ranks hold the embedding, one of them beside the head: both get the sum of both gradients."""

@@ -11,7 +11,7 @@ from layout_runs import DENSE_MODEL, MOE_MODEL, run_config
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV
-from plan_runs import measure_rank, planned_peak
+from plan_runs import SIZES, measure_rank, planned_holders, planned_peak
 
 BOUND = 0.03
 MODEL = dataclasses.replace(MOE_MODEL, d_model=64, n_layers=4)
@@ -67,6 +67,12 @@ def test_planned_peak_is_the_measured_one(case):
         errors[rank] = planned / measured.peak - 1
     assert all(abs(error) <= BOUND for error in errors.values()), (case, errors, found)
     print(f"PLANNED {case}: {errors}, measured {[each.peak for each in found]}")
+
+
+def test_what_gradients_are_reduced_in_is_no_buffer_of_the_pipeline():
+    config = config_of({"zero": 2, "pp": 2}, {"precision": "bf16", "micro_batch_size": 1})
+    held = planned_holders(config, 4, 0, 1.0)
+    assert held["gradients, ZeRO's buffers"] >= 2 * SIZES.bucket > held["pipeline: buffers"]
 
 
 @pytest.mark.slow

@@ -100,16 +100,21 @@ def measure_rank(config: RunConfig) -> Measured:
 
 def planned_peak(config: RunConfig, world_size: int, rank: int, imbalance: float) -> int:
     """What the plan says, traced on the CPU as the run is, in a process of its own."""
+    return sum(planned_holders(config, world_size, rank, imbalance).values())
+
+
+def planned_holders(config: RunConfig, world_size: int, rank: int, imbalance: float) -> dict[str, int]:
+    """The bytes of the planned peak, by what they are for."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(traced_peak, config, world_size, rank, imbalance).result()
+        return pool.submit(traced_holders, config, world_size, rank, imbalance).result()
 
 
-def traced_peak(config: RunConfig, world_size: int, rank: int, imbalance: float) -> int:
-    """In the process of ``planned_peak``."""
+def traced_holders(config: RunConfig, world_size: int, rank: int, imbalance: float) -> dict[str, int]:
+    """In the process of ``planned_holders``."""
     from launcher.estimate.whole_step import measure_memory
 
     torch._C._set_multithreading_enabled(False)
-    return int(measure_memory(config, world_size, rank, torch.device("cpu"), SIZES, imbalance).peak)
+    return measure_memory(config, world_size, rank, torch.device("cpu"), SIZES, imbalance).at_peak
 
 
 def with_parallel(config: RunConfig, **changes: Any) -> RunConfig:
