@@ -1,11 +1,11 @@
 """A trained model from what the user names: a run directory, or one checkpoint's directory."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import MANIFEST, Folder
 
 OTHER_CHECKPOINT = "give another checkpoint"
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -109,25 +111,39 @@ def open_trained(path: Path | str) -> Trained:
     changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its place. Raises
     UserError where there is no good one. Nothing is allocated for tensors that are not the config's.
     """
+
+    def opened(run: Path | None, folder: Folder) -> Trained:
+        checkpoint = open_checkpoint(folder, verify=False)
+        config = config_of(checkpoint, run, path)
+        check_model(checkpoint, config, run)
+        checkpoint.verify()
+        return Trained(checkpoint, config, run)
+
+    trained = newest_good(path, "CHECKPOINT", opened, "give another one, or train on to write one")
+    if trained.run is not None:
+        check_parts(trained.run, STARTED_IN)  # told by all commands alike, also by those that read no relative path
+    return trained
+
+
+def newest_good(path: Path | str, key: str, opened: Callable[[Path | None, Folder], Found], remedy: str) -> Found:
+    """What ``opened`` makes of the newest checkpoint that ``path`` may mean and that is not damaged.
+
+    ``opened`` is given the run directory, None on an object store, and the checkpoint's folder, and raises
+    DamagedCheckpoint. Damaged checkpoints are named on stderr where an older one takes their place. Raises UserError
+    where there is no good one; ``key`` is what the user gave ``path`` as.
+    """
     damaged = []
-    for run, folder in newest_first(path):
+    for run, folder in newest_first(path, key):
         try:
-            checkpoint = open_checkpoint(folder, verify=False)
-            config = config_of(checkpoint, run, path)
-            check_model(checkpoint, config, run)
-            checkpoint.verify()
+            found = opened(run, folder)
         except DamagedCheckpoint as error:
-            if not folder.files():  # its run has deleted it
-                continue
-            where = folder.location
-            damaged.append(f"CHECKPOINT={where} is damaged ({error}); give another one, or train on to write one")
+            if folder.files():  # else its run has deleted it
+                damaged.append(f"{key}={folder.location} is damaged ({error}); {remedy}")
             continue
         for line in damaged:
             tell(f"{line}; taking {folder.name}")
-        if run is not None:
-            check_parts(run, STARTED_IN)  # of no use to a command that reads no relative path, but told by all alike
-        return Trained(checkpoint, config, run)
-    raise UserError(damaged or [f"CHECKPOINT={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
+        return found
+    raise UserError(damaged or [f"{key}={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
 
 
 def newest_first(path: Path | str, key: str = "CHECKPOINT") -> Iterator[tuple[Path | None, Folder]]:

@@ -6,19 +6,20 @@ one checkpoint that is taken: a restart, or a rollback to step 0, begins with th
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from data.tokenizer import load_tokenizer, read_vocab, tokenizer_folder
-from launcher.commands.trained import config_of, naming_tokenizer, newest_first
+from launcher.commands.trained import config_of, naming_tokenizer, newest_good
 from launcher.config.tree import RunConfig
 from launcher.config.words import show
-from launcher.console import tell
 from launcher.errors import UserError
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
 from modeling.config import DROPOUTS
-from parallel.checkpoint.manifest import DamagedCheckpoint, whole_manifest
+from parallel.checkpoint.manifest import whole_manifest
 from parallel.checkpoint.places import is_remote, open_store
 from parallel.checkpoint.read import Checkpoint
+from parallel.checkpoint.store import Folder
 
 # What shapes training alone may be another's: the weights mean the same.
 FREE_MODEL_KEYS = (
@@ -59,19 +60,12 @@ def has_begun(config: RunConfig) -> bool:
 
 def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
     """The newest whole checkpoint that ``path`` means, and its run's config; the hashes are for loading to check."""
-    damaged = []
-    for run, folder in newest_first(path, "init_from"):
-        try:
-            checkpoint = Checkpoint(folder, whole_manifest(folder))
-        except DamagedCheckpoint as error:
-            if not folder.files():  # its run has deleted it
-                continue
-            damaged.append(f"init_from={folder.location} is damaged ({error}); name another checkpoint")
-            continue
-        for line in damaged:
-            tell(f"{line}; taking {folder.name}")
-        return checkpoint, config_of(checkpoint, run, path, "init_from")
-    raise UserError(damaged or [f"init_from={path} holds no checkpoint; name a run directory with checkpoints/step-N"])
+
+    def opened(run: Path | None, folder: Folder) -> tuple[Checkpoint, Path | None]:
+        return Checkpoint(folder, whole_manifest(folder)), run
+
+    checkpoint, run = newest_good(path, "init_from", opened, "name another checkpoint")
+    return checkpoint, config_of(checkpoint, run, path, "init_from")
 
 
 def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:
