@@ -37,6 +37,16 @@ def chat_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally
     return json.dumps(fields, ensure_ascii=False)
 
 
+def of_columns(value: Any) -> Any:
+    """A value of a record made of columns without null fields, at any depth: all other records' fields are there.
+
+    Else each call would have every other call's arguments, and each tool their parameters.
+    """
+    if isinstance(value, dict):
+        return {name: of_columns(each) for name, each in value.items() if each is not None}
+    return [of_columns(each) for each in value] if isinstance(value, list) else value
+
+
 def said(chat: str) -> str:
     """What is said in a chat that ``chat_of`` made, a line for each message: what a tokenizer is trained on."""
     fields = json.loads(chat)

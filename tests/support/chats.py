@@ -30,12 +30,25 @@ FORGETFUL = (  # earlier answers are written otherwise once another message foll
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+CALLING = CHATML.replace(  # tools and calls are written as JSON
+    "m['content'] +", "m['content'] }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}{{"
+).replace("{% for m", "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m", 1)
+
 
 def messages(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """User and assistant in turn."""
     roles = ("user", "assistant") * len(contents)
     said = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     return said if system is None else [{"role": "system", "content": system}, *said]
+
+
+def calling(name: str, **arguments: Any) -> dict[str, Any]:
+    """A record in which the assistant calls a tool of this name and these arguments."""
+    properties = {each: {"type": "string"} for each in arguments}
+    function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+    rest = [{"role": "tool", "content": "so"}, {"role": "assistant", "content": "it is"}]
+    return {"messages": [*messages("what is it?"), call, *rest], "tools": [{"function": function}]}
 
 
 def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> int:

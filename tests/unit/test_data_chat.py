@@ -15,7 +15,18 @@ from transformers import AutoTokenizer
 
 import data.chat_tokens
 import data.workers
-from chats import CHATML, FORGETFUL, MARKED, PLAIN, chat_config, messages, save_chat_tokenizer, write_rows
+from chats import (
+    CALLING,
+    CHATML,
+    FORGETFUL,
+    MARKED,
+    PLAIN,
+    calling,
+    chat_config,
+    messages,
+    save_chat_tokenizer,
+    write_rows,
+)
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
 from data.prepare import prepare
@@ -178,6 +189,31 @@ def test_counts_are_those_of_the_batches(tmp_path: Path, packing: str, left_out:
         if dataset.left_out.holds(int(file), int(first)):
             counts = np.zeros_like(counts)
         assert ((targets[row, offset : offset + stop - first - 1] >= 0) == counts).all()
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "chats.feather", "hf"])
+def test_calls_of_tools_are_written_as_transformers_writes_them(tmp_path: Path, name: str) -> None:
+    """Columns give each call the arguments of all others, and each tool their parameters, as nulls."""
+    rows = [calling("weather", city="Rome"), calling("add", a="1", b="2"), {"messages": messages("hi", "yes")}]
+    path = tmp_path / name
+    if name == "hf":
+        path.mkdir()
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path / "chats.parquet")
+    elif name == "chats.parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif name == "chats.feather":
+        pa.feather.write_feather(pa.Table.from_pylist(rows), str(path))
+    else:
+        write_rows(path, rows)
+    save_chat_tokenizer(tmp_path / "tokenizer", CALLING)
+    config = chat_config(tmp_path, f"hf://{path}" if name == "hf" else path)
+    prepare(config, vocab_size=VOCAB)
+    found = documents(open_dataset(config, seed=0, vocab_size=VOCAB, split="train"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer", trust_remote_code=False)
+    told = [tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False) for row in rows]
+    assert [ids for ids, _ in found] == [[*ids, 0] for ids in told]
+    targets = tokenizer.decode([token for token, is_target in zip(*found[0], strict=True) if is_target])
+    assert targets == '{"function": {"name": "weather", "arguments": {"city": "Rome"}}}<|im_end|>it is<|im_end|>'
 
 
 @pytest.mark.slow
