@@ -20,7 +20,7 @@ from data.documents import read_documents
 from data.errors import DataError, reason_of, refuse
 from data.shardtask import Report, ShardTask, StoppedError, hash_text
 from data.tally import Tally
-from data.tokenizer import load_fast, read_info
+from data.tokenizer import load_fast, making_tokens, read_info
 from data.tokenizer_files import load_folder
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class ChatTokens:
 
     def encode(self, texts: list[str]) -> "list[Encoding]":
         """The texts' tokens, special ones as such."""
-        return self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        with making_tokens(self.task.text):
+            return self.tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def targets(self, rendered: Rendered, encoding: "Encoding") -> tuple[np.ndarray, np.ndarray]:
         """(ids, is_target) with the end of text, which is added where the template has not written it.

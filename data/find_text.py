@@ -64,7 +64,10 @@ class Speller:
         found = []
         for as_text in (True, False):
             self._tokenizer.encode_special_tokens = as_text
-            encoded = self._tokenizer.encode(self.piece, add_special_tokens=False)
+            try:
+                encoded = self._tokenizer.encode(self.piece, add_special_tokens=False)
+            except Exception:  # the library raises no other: a word that the piece cuts has no token
+                return []
             numbered = zip(encoded.ids, encoded.offsets, strict=True)
             found.append([number for number, (first, stop) in numbered if begin <= first and stop <= end])
         return found[:1] if found[0] == found[1] else found

@@ -29,6 +29,12 @@ class ShardTask:
     heldout_fraction: float
     forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
 
+    @property
+    def text(self) -> str:
+        """Names the shard's text in errors, where no one document can be named."""
+        first, last = self.shard[0].path, self.shard[-1].path
+        return f"{self.key}: {first}" if first == last else f"{self.key}: one of {first} to {last}"
+
 
 def hash_text(text: str) -> tuple[int, str]:
     """xxh3 (64 bits) of the text, and the text without lone surrogates (JSON can hold them, UTF-8 cannot)."""

@@ -9,6 +9,7 @@ import glob
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,16 @@ def load_fast(folder: Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@contextlib.contextmanager
+def making_tokens(found: str) -> Iterator[None]:
+    """Makes what the library raises for text that the tokenizer has no tokens for a DataError. ``found``: the text."""
+    try:
+        yield
+    except Exception as error:  # the library raises no other
+        rule = f"holds text that the tokenizer has no token for ({reason_of(error)})"
+        raise refuse(found, rule, "take it out, or give the tokenizer an unk_token") from error
 
 
 def load_origin(name: str) -> "PreTrainedTokenizerFast":

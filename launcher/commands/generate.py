@@ -6,6 +6,7 @@ from typing import Any, TextIO
 
 import torch
 
+from data.tokenizer import making_tokens
 from launcher.commands.trained import load_decoder, load_tokenizer, open_trained
 from launcher.console import readable, say
 from launcher.errors import UserError
@@ -87,7 +88,8 @@ def generate_text(
     out: TextIO,
 ) -> str:
     """``prompt`` and its continuation up to the tokenizer's EOS, also written to ``out``: on a terminal as it comes."""
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    with making_tokens(f"--prompt={prompt!r}"):
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     if not prompt_ids:
         rule = "must have a token, and this tokenizer makes none of it"
         raise UserError([f"--prompt={prompt!r} {rule}; give other text"])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from data.dataset import Dataset
-from data.tokenizer import check_kept, load_fast
+from data.tokenizer import check_kept, load_fast, making_tokens
 from launcher.commands.trained import OTHER_CHECKPOINT, Trained, load_decoder, naming_tokenizer, open_trained
 from launcher.console import say, tell
 from launcher.errors import UserError
@@ -45,9 +45,10 @@ def inspect_checkpoint(path: str, wishes: Wishes) -> int:
     moe = trained.config.model.moe
     parts = chosen_parts(wishes, has_experts=moe is not None)
     tokenizer = open_tokenizer(path, trained)
-    tokens, more = read_tokens(
-        texts, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, token_limit(wishes, trained)
-    )
+    with making_tokens("--text"):
+        tokens, more = read_tokens(
+            texts, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, token_limit(wishes, trained)
+        )
     notes += more
     if any(not each.ids for each in tokens):
         raise UserError([f"--text: {next(each.name for each in tokens if not each.ids)} has no token; give some text"])

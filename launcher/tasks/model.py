@@ -6,6 +6,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
+from data.tokenizer import making_tokens
 from launcher.errors import UserError
 from launcher.tasks.generation import Wanted, wanted_of
 from launcher.tasks.score import Answer
@@ -50,7 +51,8 @@ class RoundtableLM(TemplateLM):
         """The text's tokens. Special ones are added unless told otherwise, or the text begins with BOS already."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+        with making_tokens("a task"):
+            return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
 
     def windows_of(self, request: Instance) -> list[Window]:
         """What is scored to answer a request. Raises UserError where nothing is, or a continuation is too long."""

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.config import DataConfig, SourceConfig
+from data.config import ChatConfig, DataConfig, SourceConfig
+from data.dataset import open_dataset
 from data.errors import DataError
+from data.find_text import find_text
 from data.prepare import prepare
+from data.round_trip import RoundTrip, round_trip
 from data.tokenizer import (
     load_fast,
     load_tokenizer,
@@ -107,6 +111,39 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path, trained: Pat
     with pytest.raises(DataError, match="has no eos_token"):
         prepare(config_with(tmp_path / "no-eos", tmp_path), vocab_size=400)
     assert not (tmp_path / "t").exists()
+
+
+def save_words(folder: Path, *words: str) -> None:
+    """A tokenizer of these words, and of no other."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(("<eos>", *words))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("chat", [None, ChatConfig()])
+def test_text_that_a_tokenizer_has_no_token_for_is_refused(tmp_path: Path, chat: ChatConfig | None) -> None:
+    save_words(tmp_path / "words", "one", "two")
+    field = {"text": "one three"} if chat is None else {"prompt": "one", "completion": " three"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(field) + "\n")
+    source = SourceConfig(path=str(tmp_path / "a.jsonl"), chat=chat)
+    folders = {"tokenizer": str(tmp_path / "words"), "token_dir": str(tmp_path / "tokens")}
+    with pytest.raises(DataError, match=r"^data.sources\[0\]: .*a.jsonl holds text that the tokenizer has no"):
+        prepare(DataConfig(seq_len=4, sources=(source,), workers=1, **folders), vocab_size=8)
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_words_that_a_command_cuts_may_have_no_token(tmp_path: Path) -> None:
+    """The check of what tokens give back cuts long documents, and a piece of text that is looked for cuts words."""
+    save_words(tmp_path / "words", "one", "twenty")
+    (tmp_path / "a.txt").write_text("one twenty one " + "twenty " * 3000)
+    source = SourceConfig(path=str(tmp_path / "a.txt"))
+    folders = {"tokenizer": str(tmp_path / "words"), "token_dir": str(tmp_path / "tokens")}
+    config = DataConfig(seq_len=4, sources=(source,), workers=1, **folders)
+    prepare(config, vocab_size=8)
+    folder = tokenizer_folder(config, 8)
+    assert folder is not None and round_trip(config, source, folder) == RoundTrip(1, 0)  # nothing compared
+    dataset = open_dataset(config, seed=0, vocab_size=8, split="train")
+    assert [place.first for place in find_text(dataset, folder, "ne twenty on", "--text")] == [0]
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
