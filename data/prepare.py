@@ -128,17 +128,18 @@ def pack_documents(config: DataConfig, prepared: Prepared) -> None:
 
 
 def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, had: set[Path]) -> None:
-    """Deletes the folders that a refused call has made (``had``: those before it), unless a shard was finished in one.
+    """Deletes the folders that a refused call has made (``had``: those before it) and in which no shard was finished.
 
-    A refusal leaves nothing new, except what a second try can go on from.
+    A refusal leaves nothing new, except what a second try can go on from: where a shard was finished, the tokenizer and
+    cleaned texts, too. The folder of a source without one would only make its text, once mended, another corpus.
     """
     folders = [_folder_if_known(config, plan.source, vocab_size) for plan in plans]
-    folders += [tokenizer_folder(config, vocab_size), *(group.folder for group in groups_of(config))]
-    made = [folder for folder in folders if folder is not None and folder not in had]
-    if any(any(folder.glob("shard-*.json")) for folder in made):
-        return
-    for folder in made:
-        shutil.rmtree(folder, ignore_errors=True)
+    shared = [tokenizer_folder(config, vocab_size), *(group.folder for group in groups_of(config))]
+    made = [folder for folder in (*folders, *shared) if folder is not None and folder not in had]
+    fruitless = [folder for folder in made if not any(folder.glob("shard-*.json"))]
+    for folder in fruitless:
+        if folder in folders or len(fruitless) == len(made):
+            shutil.rmtree(folder, ignore_errors=True)
     token_dir = Path(config.token_dir)
     if token_dir.is_dir() and not any(token_dir.iterdir()):
         token_dir.rmdir()

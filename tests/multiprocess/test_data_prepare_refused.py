@@ -1,6 +1,7 @@
 """What preparation refuses, or cannot do: one line, and nothing new but what a second try can go on from."""
 
 import contextlib
+import dataclasses
 import errno
 import gzip
 import json
@@ -142,6 +143,22 @@ def test_one_broken_shard_stops_the_others_cleanly(tmp_path: Path, tokenizer: st
     assert "manifest.json" not in names
     files = {name.partition(".")[0].rpartition("-")[2] for name in names if name.endswith(".idx")}
     assert files == {name.partition(".")[0].rpartition("-")[2] for name in names if name.startswith("shard-")}
+
+
+def test_a_source_that_is_mended_after_a_refusal_is_no_other_corpus(tmp_path: Path, tokenizer: str) -> None:
+    """What the source before it has finished is kept all the same."""
+    write_jsonl(tmp_path / "a.jsonl", make_documents(20))
+    mended = write_jsonl(tmp_path / "b.jsonl", make_documents(10)).read_text()
+    (tmp_path / "b.jsonl").write_text(mended + "nonsense")
+    config = config_of(tmp_path / "a.jsonl", tokenizer, tmp_path / "t", shard_bytes=10**6)
+    config = dataclasses.replace(config, sources=(*config.sources, SourceConfig(path=str(tmp_path / "b.jsonl"))))
+    with pytest.raises(DataError, match=r"b\.jsonl: line 11 .* is not JSON"):
+        prepare(config, vocab_size=VOCAB)
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "t").iterdir()) == ["a", "tokenizer"]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "t").glob("a-*/*.bin")}
+    (tmp_path / "b.jsonl").write_text(mended)
+    assert prepare(config, vocab_size=VOCAB) is not None
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "t").glob("a-*/*.bin")} != {}
 
 
 def test_hugging_face_mistakes(tmp_path: Path, tokenizer: str) -> None:
