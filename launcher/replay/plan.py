@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launcher.config.checked import load_checked
 from launcher.config.load import load_config
+from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.config.words import show
 from launcher.errors import UserError
@@ -87,7 +88,10 @@ def make_plan(
     last = starts[step]
     recorded = {start: load_config(path) for start, path in paths.items()}
     n_ranks = ranks or last.ranks or 1
-    check_same_run(recorded[last], load_config(paths[last], overrides))  # before rules whose remedies change the run
+    chosen_layout = load_config(paths[last], overrides)
+    check_same_run(recorded[last], chosen_layout)  # before rules whose remedies change the run
+    for start, number in sorted({starts[each]: each for each in steps}.items(), key=lambda each: -each[1]):
+        check_fits(on_layout(recorded[start], chosen_layout), number, step, n_ranks)
     config = load_checked(paths[last], overrides, world_size=n_ranks)
     for start, each in recorded.items():
         check_built_alike(start, each, recorded[last], step)
@@ -208,6 +212,18 @@ def check_same_run(recorded: RunConfig, config: RunConfig) -> None:
     ]
     if problems:
         raise UserError(problems)
+
+
+def check_fits(config: RunConfig, number: int, step: int, n_ranks: int) -> None:
+    """Refuses a layout that step ``number``, or its batch, does not fit; the remedy is one by what may change."""
+    where = f" in step {number}, which --step={step} follows from" if number != step else ""
+    lines = check(config, n_ranks)
+    for place, line in enumerate(lines):
+        if where or not f"{line.partition('=')[0]}.".startswith(tuple(f"{key}." for key in FREE_KEYS)):
+            remedy = "choose another layout, --ranks or train.micro_batch_size"
+            lines[place] = f"{line.partition(';')[0]}{where}; {remedy}"
+    if lines:
+        raise UserError(lines)
 
 
 def check_built_alike(start: Start, config: RunConfig, last: RunConfig, step: int) -> None:

@@ -208,11 +208,11 @@ def test_a_changed_token_file_is_told(made, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory) -> Path:
-    """A run on one rank whose second start, from step 2, halves the batch and lowers the learning rate."""
+    """A run on one rank whose second start, from step 2, has batches of other sizes and a lower learning rate."""
     folder = tmp_path_factory.mktemp("restarted")
     config = write_config(folder, write_tokens(folder), "run", model=DENSE_MODEL, steps=2)
     train(config, 1)
-    train(config, 1, "train.steps=5", "train.global_batch_size=4", "optimizer.lr=5e-4")
+    train(config, 1, "train.steps=5", "train.global_batch_size=6", "train.micro_batch_size=3", "optimizer.lr=5e-4")
     return folder
 
 
@@ -223,6 +223,18 @@ def test_each_start_of_a_run_is_replayed_under_its_own_config(case, restarted, t
     code, report = replay(restarted / "run", step, tmp_path)
     assert code == 0 and report["reproduced"] and len(report["steps"]) == n_steps
     assert all(each["exact"] for each in report["steps"])
+
+
+def test_a_layout_that_an_earlier_starts_batch_does_not_fit_is_refused(restarted, tmp_path, capsys):
+    """Step 2 has 8 sequences, which micro-batches of 3, the later start's own, do not divide, and those of 2 do."""
+    run, arguments = str(restarted / "run"), ("--step", "3", "--from", "0")
+    assert main(["replay", run, *arguments]) == 2
+    told = capsys.readouterr().err
+    rule = "train.global_batch_size=8 must be a multiple of dp=1 x train.micro_batch_size=3 = 3 in step 2"
+    assert told.startswith(f"{rule}, which --step=3 follows from; choose another layout") and told.count("\n") == 1
+    assert main(["replay", run, *arguments, "train.micro_batch_size=2"]) == 0
+    assert main(["replay", run, "--step", "3", "train.micro_batch_size=4"]) == 2
+    assert "= 4; choose another layout, --ranks or train.micro_batch_size" in capsys.readouterr().err
 
 
 @pytest.mark.slow
