@@ -31,6 +31,7 @@ from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
 from launcher.training.planned import plan_start, report_budget
+from launcher.training.run_dir import keep_config
 from launcher.training.samples import Samples, open_samples, steps_to_come, why_out_of_data
 from launcher.training.stage_changes import STAGES, told_of_stages
 from launcher.training.start_record import start_record
@@ -116,6 +117,8 @@ def train_watched(
         open_samples(config, dataset, mesh) as samples,
     ):
         report_start(watchers, config, record, state, warnings, changed, restart)
+        if mesh.rank == 0:
+            keep_config(config, fence)
         planned = plan_start(config, mesh)
         planned.report(watchers, state.step)
         report_budget(watchers, config, mesh, state.step)

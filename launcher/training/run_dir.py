@@ -367,8 +367,9 @@ class Claim:
 def claim(config: RunConfig) -> Claim:
     """Creates the run directory with its config, and takes it for this start, with ``checkpoint.dir``; keep the result.
 
-    Whoever wrote in it before can do so no more. One process calls it. Raises UserError where another one trains in it,
-    or another run keeps its checkpoints in that place; a run directory that was not there before is then taken away.
+    Whoever wrote in it before can do so no more. The config of a run that has begun stays until ``keep_config``. One
+    process calls it. Raises UserError where another one trains in it, or another run keeps its checkpoints in that
+    place; a run directory that was not there before is then taken away.
     """
     run_path, kept = config.run_path, {REMOTE_TOKENS: remote_tokens(config), TOKEN_FILES: token_files(config)}
     with contextlib.ExitStack() as opened:  # closes the lock again before a failure
@@ -385,8 +386,8 @@ def claim(config: RunConfig) -> Claim:
                 _replace(run_path / RUN_ID, f"{run}\n".encode())
                 with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
                     take_checkpoints(config, run)
-                _replace(run_path / STARTED_IN, record_folder(Path.cwd()))
-                _replace(run_path / CONFIG, dump_config(config).encode())
+                if not (run_path / CONFIG).exists():
+                    _write_config(config)
                 for name, text in kept.items():
                     if text is not None:
                         _replace(run_path / name, text.encode())
@@ -398,6 +399,27 @@ def claim(config: RunConfig) -> Claim:
             raise UserError([f"run_dir={run_path} {rule}; mend that, or choose another"]) from None
         opened.pop_all()
     return Claim(lock, fence)
+
+
+def unrecorded_changes(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """What the config changes since the last start that the run's record tells of."""
+    old = saved_config(config.run_path)
+    return changes_of_start(old, config) if old is not None else []
+
+
+def keep_config(config: RunConfig, fence: Fence | None) -> None:
+    """Makes the config that of the run's last start, with the folder that its paths are read from. Rank 0 calls it.
+
+    It does so once the record tells of the start and its changes: one that ends before then has changed nothing. On a
+    full disk the former one stays; checkpoints have their own copies.
+    """
+    with contextlib.suppress(OSError), fence.held() if fence is not None else contextlib.nullcontext():
+        _write_config(config)
+
+
+def _write_config(config: RunConfig) -> None:
+    _replace(config.run_path / STARTED_IN, record_folder(Path.cwd()))
+    _replace(config.run_path / CONFIG, dump_config(config).encode())
 
 
 def _replace(path: Path, content: bytes) -> None:

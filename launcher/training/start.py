@@ -25,6 +25,7 @@ from launcher.training.run_dir import (
     enter_start_folder,
     newest_manifest,
     refusing_unreachable,
+    unrecorded_changes,
 )
 from parallel.checkpoint.manifest import Manifest
 from parallel.checkpoint.places import is_remote, local_path, open_store
@@ -347,7 +348,7 @@ def run_locally(
             if following:
                 tell(following)
             return failure.exit_code
-        restart, changed = following, []  # what changed since the last start is on record
+        restart, changed = following, unrecorded_changes(config)
         what = f"step {restarts.newest}" if restarts.newest else "the start"
         tell(f"restart {restart.number} of {restart.allowed}, from {what}")
 

@@ -8,15 +8,19 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import launcher.training.start as start
 from command_runs import BIAS_MODEL, ENVIRONMENT, command, ledger, numbers, train, updates, wait_for_step, write_config
 from faults import train_with_fault
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.errors import UserError
+from launcher.report.starts import starts_of
 from launcher.training.run_dir import check_resume, claim
 from launcher.training.start import start_training
 from launcher.watch.metrics import read_metrics
@@ -242,6 +246,31 @@ def test_finished_run_stays_as_it_is(tmp_path, tokens):
     config = write_config(tmp_path, tokens, "done", steps=2)
     first = train(config, 1)
     assert numbers(train(config, 1)) == numbers(first)
+
+
+def fails_once(marker: Path, *arguments: Any) -> int:
+    """A rank of a start that ends before it has told of itself, as where a layout wants more memory than there is."""
+    if not marker.exists():
+        marker.touch()
+        raise RuntimeError("no memory")
+    return start.train_rank(*arguments)
+
+
+def test_what_a_start_changes_is_told_by_the_first_start_that_trains(tmp_path, tokens, monkeypatch):
+    """Of three that change the learning rate one finds the run finished, one fails at once and is started again."""
+    config = write_config(tmp_path, tokens, "changed", steps=2)
+    train(config, 1)
+    train(config, 1, "optimizer.lr=5e-4")
+    assert load_config(tmp_path / "changed/config.yaml").optimizer.lr == 1e-3
+    monkeypatch.setattr(start, "train_rank", partial(fails_once, tmp_path / "marker"))
+    overrides = ["optimizer.lr=5e-4", "train.micro_batch_size=4", "train.steps=3"]
+    assert start_training(config, overrides, 1, max_restarts=1) == 0
+    rows = read_metrics(tmp_path / "changed/metrics.jsonl")
+    told = {row["key"]: (row["from"], row["to"]) for row in rows if row.get("event") == "config_change"}
+    expected = {"optimizer.lr": ("0.001", "0.0005"), "train.micro_batch_size": ("2", "4"), "train.steps": ("2", "3")}
+    assert told == expected
+    first, second = starts_of([row for row in rows if "event" in row], load_config(tmp_path / "changed/config.yaml"))
+    assert [each.values["train.micro_batch_size"] for each in (first, second)] == ["2", "4"]
 
 
 @pytest.mark.parametrize(
