@@ -1,10 +1,12 @@
 """Samples read ahead by a thread: the same ones, whatever the depth; what was read in vain, what fails, what hangs."""
 
+import dataclasses
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from data.order import take
 from data.read_ahead import ReadAhead, UnreadSamples
 from data_reference import ARRAYS
 from launcher.config.tree import RunConfig, TrainConfig
+from launcher.errors import UserError
 from launcher.guard.hangs import main_line
 from launcher.training.batch_ramp import BatchRamp
 from launcher.training.batches import narrow
+from launcher.training.run_dir import check_same_run
 from launcher.training.samples import open_samples, steps_to_come
 from launcher.training.step import read_micro_batch
 from layout_runs import VOCAB_SIZE, run_config, write_tokens
@@ -361,3 +365,11 @@ def copies_of_steps(config: RunConfig, dataset: Dataset, device: torch.device) -
 def test_what_is_copied_to_a_device_is_what_was_read(config, dataset):
     for part, batch in copies_of_steps(config, dataset, torch.device("cpu")):
         np.testing.assert_array_equal(batch.tokens_BS.numpy(), dataset.read(part).tokens_BS)
+
+
+def test_how_far_ahead_samples_are_read_may_change_between_a_runs_starts(config):
+    further = dataclasses.replace(config, data=dataclasses.replace(config.data, read_ahead=0))
+    check_same_run(config, Path("config.yaml"), further, consumed=8)
+    shorter = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=12))
+    with pytest.raises(UserError, match=r"data\.seq_len=12 must stay"):
+        check_same_run(config, Path("config.yaml"), shorter, consumed=8)
