@@ -83,6 +83,16 @@ def say(text: str, *, file: TextIO | None = None, end: str = "\n", raw: bool = F
         stream.flush()
 
 
+def is_heard(text: str, file: TextIO | None = None) -> bool:
+    """``say``, where nothing depends on it: False where nobody takes it, and standard output then takes no more."""
+    try:
+        say(text, file=file)
+    except Unheard:
+        drop_output()
+        return False
+    return True
+
+
 def tell(text: object) -> None:
     """Writes a line, or an error's, to standard error; where nobody takes it, nobody is to be told."""
     if sys.stderr is not None:

@@ -18,7 +18,7 @@ from data.order import take
 from data.prepared import locate
 from launcher.closed_form.budget import modes_of
 from launcher.config.tree import CheckpointConfig, RunConfig
-from launcher.console import say, tell
+from launcher.console import is_heard, tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import LOGS, STEP, Watchdog, nccl_seconds
@@ -432,7 +432,7 @@ def report_complete(config: RunConfig, state: TrainState, rank: int) -> None:
     """Says that there is nothing to do, once."""
     if rank == 0:
         done = f"{config.run_path} is complete: step {state.step} of train.steps={config.train.steps}"
-        say(f"{done}, in {config.checkpoint_location}; to train on, raise train.steps")
+        is_heard(f"{done}, in {config.checkpoint_location}; to train on, raise train.steps")
 
 
 def report_unsaved(saved: Saved, rank: int) -> None:

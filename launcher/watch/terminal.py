@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.console import Unheard, drop_output, open_console, say, tell
+from launcher.console import Unheard, is_heard, open_console, tell
 from launcher.tables import loss_text
 from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bar, load_bars, sparkline
@@ -129,13 +129,8 @@ class PlainView(View):
         return step in (first, last) or round_step or time.monotonic() - self._printed_at >= PLAIN_SECONDS
 
     def _print(self, text: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            say(text, file=self._stream)
-        except Unheard:  # the reader of a pipe has gone (roundtable train | head): training does not depend on it
+        if self._stream is not None and not is_heard(text, self._stream):
             self._stream = None
-            drop_output()
 
 
 class LiveView(View):

@@ -291,6 +291,16 @@ def test_training_a_finished_run_says_so(run, tmp_path):
     )
 
 
+def test_training_a_finished_run_does_not_depend_on_who_reads(run, tmp_path):
+    """`train ... | grep -q x`, and output to a disk that is full."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "launcher", "train", "project/runs/small/config.yaml", "--ranks", "1"]
+    with os.fdopen(writer, "w") as gone:
+        done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, stdout=gone, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_all_ranks_of_a_job_refuse_a_damaged_run_together(run):
     replace_by(Path.mkdir)(run / ".fence")
     with socket.socket() as listener:
