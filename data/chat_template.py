@@ -49,11 +49,11 @@ def template_of(chat: ChatConfig, tokenizer: Path) -> str | None:
     if chat.template is not None:
         return chat.template
     try:
-        return (tokenizer / "chat_template.jinja").read_text()
+        return (tokenizer / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
     try:
-        named = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("chat_template")
+        named = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
         if isinstance(named, list):  # several, each with a name
             named = next((each["template"] for each in named if each["name"] == "default"), None)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):

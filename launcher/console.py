@@ -79,8 +79,13 @@ def say(text: str, *, file: TextIO | None = None, end: str = "\n", raw: bool = F
     encoding = getattr(stream, "encoding", None) or "utf-8"
     line = (text if raw else escaped(text)) + end
     with _hearing():
-        stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(_in_encoding(line, encoding))
         stream.flush()
+
+
+def _in_encoding(text: str, encoding: str) -> str:
+    """The text, what the encoding lacks escaped."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def is_heard(text: str, file: TextIO | None = None) -> bool:
@@ -115,7 +120,7 @@ def text_column(form: str) -> "TextColumn":
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Escaped before it is measured."""
-        return super().render_str(escaped(text), **options)
+        return super().render_str(_in_encoding(escaped(text), self.encoding), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich does it. Raises Unheard where nobody takes it."""
@@ -128,15 +133,12 @@ class _Console(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Escapes what is left, in texts with styles."""
-        return _safe(super().render(renderable, options))
+        return _safe(super().render(renderable, options), self.encoding)
 
 
-def _safe(segments: Iterable[Segment]) -> Iterator[Segment]:
+def _safe(segments: Iterable[Segment], encoding: str) -> Iterator[Segment]:
     for segment in segments:
-        if segment.control or not _UNSAFE.search(segment.text):
-            yield segment
-        else:
-            yield Segment(escaped(segment.text), segment.style)
+        yield segment if segment.control else Segment(_in_encoding(escaped(segment.text), encoding), segment.style)
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

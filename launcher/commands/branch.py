@@ -68,7 +68,7 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
 def own_list(checkpoint: Checkpoint) -> str | None:
     """The list of documents that the run itself leaves out, as its checkpoint has it."""
     copy = checkpoint.attached(WITHOUT)
-    return copy.read_text() if copy is not None else None
+    return copy.read_text(encoding="utf-8") if copy is not None else None
 
 
 def own_record(left_out: str | None, run_path: Path) -> Without | None:
@@ -173,7 +173,7 @@ def write_branch(
         write_lineage(partial, lineage)
         write_newest(partial, step_name(lineage.step), str(out / CHECKPOINTS))
         if left_out is not None:
-            (partial / WITHOUT).write_text(left_out)
+            (partial / WITHOUT).write_text(left_out, encoding="utf-8")
         target = partial / CHECKPOINTS / step_name(lineage.step)
         target.mkdir(parents=True)
         copy_checkpoint(checkpoint, LocalFolder(target))

@@ -21,9 +21,10 @@ SECTIONS = HEAD | {"copies": "Copies", "tokens": "Tokens and the tokenizer", "sa
 def render(facts: CorpusFacts, made: str) -> str:
     """The page as text; ``made`` says when."""
     title = text(facts.name)
-    library = (SHARED / "uplot.min.js").read_text()
-    own = f'(() => {{\n"use strict";\n{(FILES / "corpus.js").read_text()}}})();\n'
-    styles = [path.read_text() for path in (SHARED / "uplot.min.css", SHARED / "report.css", FILES / "corpus.css")]
+    library = (SHARED / "uplot.min.js").read_text(encoding="utf-8")
+    own = f'(() => {{\n"use strict";\n{(FILES / "corpus.js").read_text(encoding="utf-8")}}})();\n'
+    styles = (SHARED / "uplot.min.css", SHARED / "report.css", FILES / "corpus.css")
+    styles = [path.read_text(encoding="utf-8") for path in styles]
     links = "".join(f'<a href="#{key}">{text(name)}</a>' for key, name in SECTIONS.items())
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} - Roundtable data</title>',

@@ -54,7 +54,7 @@ def render(report: Mapping[str, Any], made: str) -> str:
     """The page as text; ``made`` says when."""
     title = text(f"{report['run']}, step {report['step']}")
     script = one_script(SCRIPTS)
-    style = "\n".join(file.read_text() for file in STYLES)
+    style = "\n".join(file.read_text(encoding="utf-8") for file in STYLES)
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} - Roundtable inspect</title>',
         f'<meta http-equiv="Content-Security-Policy" content="{policy(script)}">',

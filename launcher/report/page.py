@@ -52,7 +52,7 @@ TITLES = {
 def render(runs: Sequence[RunFacts], made: str) -> str:
     """The page of these runs as text; ``made`` says when."""
     title = text(", ".join(run.name for run in runs))
-    library, own = (FILES / "uplot.min.js").read_text(), own_script()
+    library, own = (FILES / "uplot.min.js").read_text(encoding="utf-8"), own_script()
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} - Roundtable report</title>',
         f'<meta http-equiv="Content-Security-Policy" content="{policy(library, own)}">',
@@ -80,7 +80,7 @@ def own_script() -> str:
 
 def one_script(files: Sequence[Path]) -> str:
     """The files as one script, whose names nobody else sees."""
-    lines = "\n".join(file.read_text() for file in files)
+    lines = "\n".join(file.read_text(encoding="utf-8") for file in files)
     return f'(() => {{\n"use strict";\n{lines}}})();\n'
 
 

@@ -118,6 +118,31 @@ def test_a_stream_that_lacks_a_character_gets_its_number():
     assert raw.getvalue() == b"\xe9\\u6f22\n"
 
 
+def test_a_table_shows_what_the_stream_lacks_by_its_number(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    table = Table("name", "für")
+    table.add_row("漢", Text("\ufffd"))
+    open_console().print(table)
+    rows = raw.getvalue().decode("ascii").splitlines()
+    assert r"f\xfcr" in rows[1] and r"\u6f22" in rows[3] and r"\ufffd" in rows[3]
+
+
+def test_pages_and_templates_are_read_as_utf8_under_any_locale(tmp_path):
+    """`inspect`'s script has other characters than ASCII, as templates may."""
+    (tmp_path / "chat_template.jinja").write_text("漢{{ messages }}", encoding="utf-8")
+    code = (
+        "import sys; from pathlib import Path; from data.chat_template import template_of;"
+        "from data.config import ChatConfig; from launcher.inspection.page import SCRIPTS;"
+        "from launcher.report.page import one_script;"
+        "print(ascii((template_of(ChatConfig(), Path(sys.argv[1])), '\\u201c' in one_script(SCRIPTS))))"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "('\\u6f22{{ messages }}', True)\n", done.stderr
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     return write_run(tmp_path_factory.mktemp("run") / "run")
