@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.config import SourceConfig
 from data.errors import reason_of
 from data.places import nearest_existing, why_not_writable
 from data.tokenizer import INFO
@@ -64,6 +65,7 @@ def export(
     if trained.tokenizer is not None:
         load_tokenizer(trained)
     generation = load_generation_config(trained)
+    template = trained_template(config.data.sources)
     tensors = ((name, trained.read(name)) for name in logical_shapes(model))
     check = partial(check_export, trained=trained, dtype=dtype or "fp32") if verified else None
     try:
@@ -77,6 +79,7 @@ def export(
             shard_bytes,
             check=check,
             generation=generation,
+            template=template,
         )
     except DifferentExport as error:
         tell(f"OUT={out} {error}; nothing was kept: please report it with the run's config.yaml")
@@ -94,10 +97,12 @@ def write_export(
     shard_bytes: int = SHARD_BYTES,
     check: Callable[[Path], None] | None = None,
     generation: bytes | None = None,
+    template: str | None = None,
 ) -> None:
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
-    ``generation`` is the content of generation_config.json; None: ours.
+    ``generation`` is the content of generation_config.json; None: ours. ``template``: the chat template; None: the
+    tokenizer's own.
     ``out`` is whole or absent. ``check`` looks at it under another name before; what it raises leaves nothing behind.
     """
     if config.family == NO_FAMILY:
@@ -112,7 +117,7 @@ def write_export(
     with new_folder(out) as hidden:
         if tokenizer is not None:
             shutil.copytree(tokenizer, hidden, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
-            rewrite_tokenizer_config(hidden, loaded)
+            rewrite_tokenizer_config(hidden, loaded, template)
         torch_dtype = DTYPES[dtype or "fp32"]
         write_configs(hidden, config, seq_len, special, torch_dtype)
         if generation is not None:
@@ -182,11 +187,19 @@ def special_tokens(loaded: Any) -> SpecialTokens:
     return SpecialTokens(bos=loaded.bos_token_id, eos=loaded.eos_token_id, pad=loaded.pad_token_id)
 
 
-def rewrite_tokenizer_config(folder: Path, loaded: Any) -> None:
+def trained_template(sources: Iterable[SourceConfig]) -> str | None:
+    """The chat template that the run's config names for its chats; None: the tokenizer's own, or none, counts."""
+    templates = {source.chat.template for source in sources if source.chat is not None}
+    if len(templates) > 1:
+        tell("the run's sources have several chat templates, so the export has the tokenizer's own, if any")
+    return templates.pop() if len(templates) == 1 else None
+
+
+def rewrite_tokenizer_config(folder: Path, loaded: Any, template: str | None) -> None:
     """Rewrites the folder's tokenizer_config.json in words that transformers 4 and 5 both understand.
 
     ``loaded``: the tokenizer by its own class, which may pad and cut on the left where the general one does on the
-    right.
+    right. ``template`` takes the place of all its chat templates; None: they stay.
 
     What 5 calls a class, and the special tokens without a name, are unknown to 4. Both take tokenizer.json as it is
     where the class is the general one; 4 then sets its add_prefix_space by tokenizer_config.json, and adds token types
@@ -196,6 +209,9 @@ def rewrite_tokenizer_config(folder: Path, loaded: Any) -> None:
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     config.pop("backend", None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if template is not None:
+        config.pop("chat_template", None)
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     if "model_specific_special_tokens" in config:
