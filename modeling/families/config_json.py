@@ -20,11 +20,13 @@ EVERYWHERE = frozenset(
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "max_window_layers"),
         *(
             "_sliding_window_pattern",
+            "_attn_implementation_autoset",
             "cache_implementation",
             "is_encoder_decoder",
             "id2label",
             "label2id",
             "problem_type",
+            "tokenizer_class",
         ),
     }
 )

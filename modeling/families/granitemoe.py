@@ -71,7 +71,7 @@ FAMILY = Family(
         "num_local_experts": "moe.n_experts",
         "residual_multiplier": "residual_scale",
     },
-    constants={"hidden_act": "silu"},
+    constants={"hidden_act": "silu", "position_embedding_type": "rope"},  # version 4 has the second one
     ignored=ROUTER_LOSS,
     defaults={
         **DECODER_DEFAULTS,

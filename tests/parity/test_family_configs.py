@@ -47,6 +47,7 @@ ELSEWHERE = {
     "gpt_neox": {"rotary_emb_base", "rotary_pct"},  # the class makes rope_parameters of them
     "gpt2": {"n_ctx", "n_inner"},  # n_inner is null there, and means 4 n_embd
     "gpt_oss": {"experts_per_token", "initial_context_length"},
+    "granitemoe": {"position_embedding_type"},  # of version 4
 }
 NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
 
@@ -195,6 +196,7 @@ def beyond_glm(config: ModelConfig) -> int:
 
 
 REFUSED = [
+    ("granitemoe", {"position_embedding_type": "nope"}, 'which knows position_embedding_type="rope" alone; '),
     ("llama", {"model_type": "opt"}, 'config.json: model_type="opt" must be one of llama, '),
     ("llama", {"model_type": ["llama"]}, 'config.json: model_type=["llama"] must be one of llama, '),
     ("llama", {"attention_bias": 1}, "attention_bias=1 is not possible with model.family=llama: it must be bool; "),
@@ -252,6 +254,19 @@ def test_a_model_beyond_ours_is_refused(family: FamilyName, change: dict[str, An
     assert len(lines) == 1
     assert told in lines[0]
     assert lines[0].startswith("config.json: ") and "; " in lines[0] and lines[0].isprintable() and len(lines[0]) < 300
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("granitemoe", {"position_embedding_type": "rope"}),
+        ("qwen3", {"_attn_implementation_autoset": True}),
+        ("gpt2", {"tokenizer_class": "T5Tokenizer"}),
+    ],
+)
+def test_what_only_version_4_writes_is_read(family: FamilyName, more: dict[str, Any]) -> None:
+    content = to_config_json(example_config(family), 64, SpecialTokens(), "float32")
+    assert from_config_json(content | more) == from_config_json(content)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
