@@ -322,6 +322,27 @@ def check_counts(phase: str, rows: Sequence[Mapping[str, object]], plain: Sequen
     return Check(phase, "router counts", worst, float(largest_miss), 0.0)
 
 
+def check_metrics(
+    phase: str,
+    keys: Iterable[str],
+    rows: Sequence[Mapping[str, float]],
+    plain: Sequence[ReferenceStep],
+    nudged: Callable[[], Sequence[Sequence[ReferenceStep]]],
+) -> Check:
+    """What layers tell under some ``keys`` of metrics.jsonl, relative; the first that fails is shown, else the worst.
+
+    ``nudged`` gives the steps of one process whose weights are nudged, in each draw (launcher.prove.rounding).
+    """
+    shown: list[Check] = []
+    for key in keys:
+        ours, theirs = [row[key] for row in rows], [step.metrics[key] for step in plain]
+        draws = functools.partial(lambda key: [[step.metrics[key] for step in run] for run in nudged()], key)
+        check = check_series(phase, "other metrics", ours, theirs, nudged=draws)
+        shown.append(replace(check, worst=f"{key} ({check.worst})"))
+    failed = [check for check in shown if not check.passed]
+    return failed[0] if failed else max(shown, key=lambda check: check.error)
+
+
 def check_biases(
     phase: str,
     ranks: Sequence[RankSeen],

@@ -74,11 +74,13 @@ def judge_sgd(proof: Proof) -> list[Check]:
         found.append(checks.check_series(SGD, f"loss of tokens {k + 1} ahead", ours, theirs))
     moe = proof.config.model.moe
     if moe is not None and proof.config.model.has_experts:
+        others = [key for key in plain.steps[0].metrics if key not in AGREED]
         found += [
             checks.check_choices(SGD, [phase.replayed for phase in seen]),
             checks.check_counts(SGD, rows, plain.steps),
             _auxiliary(rows, "balance loss", "moe/balance_loss", [step.balance_loss for step in plain.steps]),
             _auxiliary(rows, "z-loss", "moe/z_loss", [step.z_loss for step in plain.steps]),
+            checks.check_metrics(SGD, others, rows, plain.steps, lambda: [run.steps for run in proof.nudged]),
         ]
         if isinstance(moe.balance, BiasBalance):
             found.append(checks.check_biases(SGD, proof.ranks, lambda rank: rank.phases[SGD].buffers, end.buffers))

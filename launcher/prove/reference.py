@@ -4,6 +4,7 @@ No engine, no collective, no code of `parallel`, and training takes nothing from
 only the model's definition and its initial weights. Shape letters: B batch, S sequence.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from modeling.dropout import Draws
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
 from modeling.loss import IGNORE
+from modeling.metrics import metrics_of
+from modeling.moe import RoutingStats
 from modeling.moe_config import BiasBalance
 from modeling.mtp import Ahead
 from modeling.mup import widths_of
@@ -56,6 +59,17 @@ class ReferenceStep:
     has_targets: bool = True
     head_z_loss: float = 0.0  # squared logsumexp of the head's logits, mean over the targets that count
     further_losses: dict[int, float] = field(default_factory=dict)  # depth -> mean over the targets that count there
+    metrics: dict[str, float] = field(default_factory=dict)  # of layers, by their keys in metrics.jsonl
+
+    def add_metrics(self, layer: int, stats: RoutingStats, n_tokens: int, n_sequences: int) -> None:
+        """Adds what a layer tells of a micro-batch, as each field's ``Metric`` has it (modeling.metrics)."""
+        divisors = {None: 1, "tokens": n_tokens, "sequences": n_sequences}
+        for name, metric in metrics_of(RoutingStats).items():
+            key, value = metric.key.format(layer=layer), float(getattr(stats, name)) / divisors[metric.mean_over]
+            if metric.reduce == "max":
+                self.metrics[key] = max(self.metrics.get(key, -math.inf), value)
+            else:
+                self.metrics[key] = self.metrics.get(key, 0.0) + value
 
 
 class ReferenceTrainer:
@@ -128,6 +142,7 @@ class ReferenceTrainer:
                 )
                 result.z_loss[layer] = result.z_loss.get(layer, 0.0) + float(stats.z_loss) / n_tokens
                 result.counts[layer] = result.counts.get(layer, 0) + stats.counts_E
+                result.add_metrics(layer, stats, n_tokens, n_sequences)
         self.update(result, lr)
         return result
 

@@ -23,6 +23,7 @@ import prove_faults_updates as updates
 from faults import patch_batches, patch_loop, skip_for_large
 from prove_faults_patches import (
     change_engines,
+    divide_entropy_by_own_tokens,
     divided_by_own_count,
     hook_gradients,
     keep_sequence_sums,
@@ -65,6 +66,8 @@ def plant(title: str) -> None:
             weigh_auxiliary("balance_coefficient", 3)
         case "z-loss times dp":
             weigh_auxiliary("z_loss", dp)
+        case "a layer's metric divided by the rank's own tokens":
+            divide_entropy_by_own_tokens()
         case "padding counted as tokens":
             from launcher.prove.tokens import WatchedDataset
 

@@ -294,4 +294,5 @@ FAULTS = [
         "layers.0.feed_forward.experts.gate",
         (*SELECTIVE, *GPT_OSS),
     ),
+    Fault("a layer's metric divided by the rank's own tokens", "other metrics", "moe/layer_01/entropy (step 1)"),
 ]

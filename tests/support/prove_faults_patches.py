@@ -92,6 +92,20 @@ def keep_sequence_sums(engine: Any) -> None:
             module.add_sequence_sums = lambda sums_BX: sums_BX
 
 
+def divide_entropy_by_own_tokens() -> None:
+    """A router's entropy is a mean already when ranks add it up."""
+    from modeling.moe import MoE
+
+    add = MoE.add_auxiliary_losses
+
+    def own(self: Any, routing: Any, context: Any) -> Any:
+        weights_TK, stats = add(self, routing, context)
+        stats.entropy = stats.entropy / len(stats.choice_TK)
+        return weights_TK, stats
+
+    MoE.add_auxiliary_losses = own
+
+
 def weigh_auxiliary(coefficient: str, factor: float) -> None:
     from modeling.moe import MoE
 
