@@ -85,6 +85,23 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in logical_tensors(config).items()}
 
 
+def whole_decoder(config: ModelConfig) -> Decoder:
+    """The whole model on the meta device: ``build_decoder``, its weights and buffers those of ``logical_tensors``.
+
+    Raises TypeError where they are not, because layers of one ``ModelConfig.layer_kind`` have different ones.
+    """
+    with torch.device("meta"):
+        model = build_decoder(config)
+    built = {name: tuple(each.shape) for name, each in (*model.named_parameters(), *model.named_buffers())}
+    differing = {name for name, _ in built.items() ^ logical_shapes(config).items()}
+    if differing:
+        raise TypeError(
+            f"{', '.join(sorted(differing))}: layers that ModelConfig.layer_kind takes for alike differ in it; "
+            "return what tells them apart there"
+        )
+    return model
+
+
 def is_entry(name: str) -> bool:
     """Whether a logical tensor works before the layers: in the first stage of a pipeline."""
     return name.partition(".")[0] in ENTRY

@@ -8,7 +8,7 @@ from torch import nn
 
 from modeling.attention import Attention
 from modeling.config import ModelConfig
-from modeling.decoder import Decoder, build_decoder
+from modeling.decoder import Decoder
 from modeling.fused import fuse_chains
 from modeling.init import fill
 from modeling.kernels.attention import attend
@@ -16,6 +16,7 @@ from modeling.kernels.experts import experts_grouped
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.varlen import PLAIN
+from modeling.logical import whole_decoder
 from modeling.loss import Head
 from modeling.moe import MoE, staying
 from modeling.precision import multiply_by
@@ -56,8 +57,7 @@ def build_part(
     recomputation. ``sizes`` cut the work of 4. to 6. ``weights_stay``: as ``apply_recompute`` has it.
     ``copies``: how what layers keep for their backward passes goes to the host; None: it stays on the device.
     """
-    with torch.device("meta"):
-        model = build_decoder(config)
+    model = whole_decoder(config)
     keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
     make_weights(model, layout_of(config), mesh, dtype, adopt)
     multiply_by(model, products)

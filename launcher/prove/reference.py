@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
-from modeling.decoder import Decoder, build_decoder
+from modeling.decoder import Decoder
 from modeling.dims import stated_weights
 from modeling.dropout import Draws
 from modeling.dtypes import DTYPES
 from modeling.init import materialize
+from modeling.logical import whole_decoder
 from modeling.loss import IGNORE
 from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
@@ -86,8 +87,7 @@ class ReferenceTrainer:
     ) -> None:
         self.config = config
         self.seed = seed
-        with torch.device("meta"):
-            self.model: Decoder = build_decoder(config)
+        self.model: Decoder = whole_decoder(config)
         materialize(self.model, config, seed, "cpu", torch.float32)
         self.masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in self.model.named_parameters()}
         self.model.to(DTYPES[stored_as(precision)])

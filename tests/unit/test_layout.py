@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from launcher.config.layout_rules import check_layout
+from launcher.prove.traffic.step import weight_names
 from layout_runs import run_config
 from modeling import config as model_config
 from modeling.attention import GroupedQueryAttention
@@ -17,6 +18,7 @@ from modeling.counts import count_parameters
 from modeling.decoder import build_decoder
 from modeling.dims import DIMS, Weight, stated_weights, units_of
 from modeling.init_config import MupInit
+from modeling.linear import Linear
 from modeling.logical import logical_parameters, logical_tensors
 from modeling.moe_config import MoEConfig
 from modeling.mup import widths_of
@@ -24,6 +26,8 @@ from modeling.optimizers.config import AdamWConfig, MuonConfig
 from parallel.config import ParallelConfig
 from parallel.layout import AXIS_OF, Place, layout_of, place_of
 from parallel.mesh import Degrees
+from parallel.pipeline.config import OneFOneB
+from parallel.pipeline.stages import rank_parts
 from parallel.zero.groups import optimizer_groups
 from parallel.zero.weights import HeldWeight
 from simulated_mesh import meshes
@@ -102,6 +106,33 @@ def test_planted_weight_without_dims_is_an_error_when_the_model_is_built(monkeyp
     monkeypatch.setattr("modeling.attention.GroupedQueryAttention", Nameless)
     with pytest.raises(TypeError, match=r"layers\.0\.attention\.mix: Nameless does not state what mix is"):
         logical_tensors(replace(FAMILIES["llama"], rope_theta=12345.0))  # not one that is known already
+
+
+class GatedLater(GroupedQueryAttention):
+    """With a matrix in layers after the first."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        if layer:
+            self.gate = Linear(config.n_heads, config.d_model, ("heads", "d_model"))
+
+
+class GatedFirst(GroupedQueryAttention):
+    """With a matrix in the first layer alone, which stands for all of its kind."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        if not layer:
+            self.gate = Linear(config.n_heads, config.d_model, ("heads", "d_model"))
+
+
+@pytest.mark.parametrize(("attention", "theta"), [(GatedLater, 1001.0), (GatedFirst, 1002.0)])
+def test_planted_layers_of_a_kind_that_differ_are_an_error_before_a_start(monkeypatch, attention, theta):
+    """The plan of a dry run builds the model as a start does."""
+    monkeypatch.setattr("modeling.attention.GroupedQueryAttention", attention)
+    model = replace(FAMILIES["llama"], rope_theta=theta)  # not one that is known already
+    with pytest.raises(TypeError, match=r"layers\.1\.attention\.gate\.weight: layers that ModelConfig\.layer_kind"):
+        weight_names(model, tuple(rank_parts(model, OneFOneB(), 1, 0)))
 
 
 def test_planted_dims_that_do_not_fit_are_errors():

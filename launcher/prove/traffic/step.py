@@ -12,11 +12,8 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
-import torch
-
 from modeling.config import ModelConfig
-from modeling.decoder import build_decoder
-from modeling.logical import LogicalTensor, logical_tensors
+from modeling.logical import LogicalTensor, logical_tensors, whole_decoder
 from modeling.mup import widths_of
 from modeling.optimizers.config import OptimizerConfig
 from modeling.optimizers.rule import Group
@@ -187,8 +184,7 @@ class Step:
 @lru_cache(maxsize=256)
 def weight_names(model: ModelConfig, parts: tuple[Part, ...]) -> tuple[str, ...]:
     """The names of the weights of some stages of a model, in the model's order. Plans of many layouts share them."""
-    with torch.device("meta"):
-        decoder = build_decoder(model)
+    decoder = whole_decoder(model)
     keep_parts(decoder, parts)
     return tuple(name for name, _ in decoder.named_parameters())
 
