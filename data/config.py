@@ -8,6 +8,7 @@ from annotated_types import Interval
 from data.cleaning.config import CleaningConfig
 
 TokenizerModel = Literal["bpe", "wordpiece", "unigram"]
+PackedBy = Literal["best_fit", "one_document"]  # data.packing.pack has each one's way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class DataConfig:
     seq_len: Annotated[int, Interval(ge=1, le=2**24)] = 1024  # tokens of a training sequence
     # how documents fill samples: laid end to end and cut at every seq_len; or put together so that only longer ones are
     # cut; or each a sample of its own
-    packing: Literal["sequential", "best_fit", "one_document"] = "sequential"
+    packing: Literal["sequential", PackedBy] = "sequential"
     sources: tuple[SourceConfig, ...] = ()
     # what weights say: each source's share of the samples, or (size) how often it is read against the others
     weighting: Literal["share", "size"] = "share"

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.config import DataConfig
+from data.config import DataConfig, PackedBy
 from data.errors import reason_of, refuse
 from data.manifest import hash_file
-from data.packing import PackedBy, Packing, pack
+from data.packing import Packing, pack
 from data.partial import written_whole
 from data.tokenfile import TokenFile, fingerprint, idx_path, sampled_hash
 from data.tokenizer import PREPARE

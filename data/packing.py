@@ -10,11 +10,11 @@ Shape letters: D documents, P pieces.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Literal
+from typing import assert_never
 
 import numpy as np
 
-PackedBy = Literal["best_fit", "one_document"]
+from data.config import PackedBy
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,13 @@ def pack(starts_D: np.ndarray, n_tokens: int, seq_len: int, packed_by: PackedBy)
     window_starts = np.repeat(starts_D, full_D) + nth_W * seq_len
     has_rest_D = rest_D > 1
     start_R, length_R = (starts_D + full_D * seq_len)[has_rest_D], rest_D[has_rest_D]
-    sample_R = best_fit(length_R, seq_len) if packed_by == "best_fit" else np.arange(len(length_R))
+    match packed_by:
+        case "best_fit":
+            sample_R = best_fit(length_R, seq_len)
+        case "one_document":
+            sample_R = np.arange(len(length_R))
+        case _:
+            assert_never(packed_by)
     n_packed = int(sample_R.max(initial=-1)) + 1
     start_P = np.concatenate([start_R, window_starts])
     length_P = np.concatenate([length_R, np.full(len(window_starts), seq_len + 1)])

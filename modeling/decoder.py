@@ -5,7 +5,7 @@ Shape letters: B batch, S sequence, D d_model, V vocab_size.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -339,12 +339,16 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
 
 def build_positions(config: ModelConfig) -> PositionEmbedding | SinusoidalPositions | None:
     """What is added to embedded tokens by their positions, where the model has that."""
-    if config.positions == "sinusoidal":
-        return SinusoidalPositions(config.d_model)
-    if config.positions != "learned":
-        return None
-    assert config.max_positions is not None, f"model.family={config.family} needs it"
-    return PositionEmbedding(config.max_positions, config.d_model)
+    match config.positions:
+        case "sinusoidal":
+            return SinusoidalPositions(config.d_model)
+        case "learned":
+            assert config.max_positions is not None, f"model.family={config.family} needs it"
+            return PositionEmbedding(config.max_positions, config.d_model)
+        case "rope" | "alibi" | "t5" | "none":  # attention's, or nobody's
+            return None
+        case _:
+            assert_never(config.positions)
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:

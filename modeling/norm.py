@@ -1,6 +1,7 @@
 """Norms: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -87,5 +88,10 @@ Norm = RMSNorm | LayerNorm
 
 def build_norm(config: ModelConfig) -> Norm:
     """A norm of the residual stream, of what is added to it, or of the embedded tokens."""
-    kind = LayerNorm if config.norm == "layer" else RMSNorm
-    return kind(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
+    match config.norm:
+        case "rms":
+            return RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
+        case "layer":
+            return LayerNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)
+        case _:
+            assert_never(config.norm)

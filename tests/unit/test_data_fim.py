@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from chats import save_chat_tokenizer
-from data.config import DataConfig, SourceConfig
+from data.config import DataConfig, PackedBy, SourceConfig
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
 from data.fim import Cut, FillInTheMiddle
 from data.packed import write_packing
-from data.packing import PackedBy
 from data.prepare import prepare
 from data.tokenwriter import TokenFileWriter
 

@@ -271,3 +271,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match=r"must be written, and cannot be .*set data.packing=sequential"):
         write_packing(prefix, 4, "best_fit")
     assert not list(tmp_path.glob("*pack*"))
+
+
+def test_planted_packing_that_nobody_makes_is_an_error():
+    with pytest.raises(AssertionError, match="first_fit"):
+        pack(np.array([0, 3]), 7, 4, "first_fit")  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from modeling.config import FAMILIES, ActivationName, FamilyName, ModelConfig
+from modeling.config import FAMILIES, ActivationName, FamilyName, ModelConfig, PositionsName
 from modeling.context import PADDING, Context
-from modeling.decoder import Decoder, DecoderLayer
+from modeling.decoder import Decoder, DecoderLayer, PositionEmbedding, SinusoidalPositions, build_decoder
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache
 from modeling.loss import IGNORE
@@ -47,6 +47,38 @@ def test_documents_do_not_see_each_other(family: FamilyName) -> None:
         assert not torch.allclose(after_BSV[changed_BS], before_BSV[changed_BS], atol=1e-3)
 
     check()
+
+
+def packed_and_alone(positions: PositionsName) -> tuple[Tensor, Tensor]:
+    """The logits of a row's second document, packed behind another and in a row of its own."""
+    config = replace(example_config("llama"), family="none", positions=positions, max_positions=24)
+    model = build(config, 0)
+    rows = packed_rows(config.vocab_size, 0, [[11, 13]])
+    alone = packed_rows(config.vocab_size, 0, [[13]])
+    alone.tokens_BS = rows.tokens_BS[:, 11:]
+    return logits(model, rows)[:, 11:], logits(model, alone)
+
+
+@pytest.mark.parametrize("positions", get_args(PositionsName))
+def test_every_kind_of_positions_begins_anew_with_a_document(positions: PositionsName) -> None:
+    packed_BSV, alone_BSV = packed_and_alone(positions)
+    torch.testing.assert_close(packed_BSV, alone_BSV, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_planted_positions_of_the_row_are_seen(monkeypatch, positions: PositionsName) -> None:
+    kind = PositionEmbedding if positions == "learned" else SinusoidalPositions
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, own_BS: forward(self, torch.arange(own_BS.shape[1])[None]))
+    packed_BSV, alone_BSV = packed_and_alone(positions)
+    assert not torch.allclose(packed_BSV, alone_BSV, atol=1e-3)
+
+
+def test_planted_kinds_that_nobody_builds_are_errors() -> None:
+    """A word that is added to the config and forgotten in the code builds no other kind's model."""
+    for change in ({"norm": "unknown"}, {"positions": "unknown"}):
+        with pytest.raises(AssertionError, match="unknown"):
+            build_decoder(replace(example_config("llama"), **change))  # type: ignore[arg-type]
 
 
 def test_planted_document_leak_is_seen() -> None:
