@@ -1,6 +1,7 @@
 """What each update rule says of itself is what its torch optimizer does."""
 
 import ast
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -40,6 +41,55 @@ def test_states_and_the_count_of_updates_are_torchs(rule):
         assert set(rule.states_of(weight)) <= set(rule.states)
         assert state == {*rule.states_of(weight), *(["step"] if rule.counts_updates else [])}
         assert all(optimizer.state[parameter][name].shape == parameter.shape for name in rule.states_of(weight))
+
+
+def changes(rule: UpdateRule, lr: float, decay: float, gradient: float) -> list[float]:
+    """How far the weights of each group move in the first update, where all are one and have that gradient."""
+    optimizer = rule.build(parameter_groups(weights(), rule), fused=False)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = lr, decay
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+    return [
+        float((parameter.detach() - 1).abs().max()) for group in optimizer.param_groups for parameter in group["params"]
+    ]
+
+
+def follows_its_groups(rule: UpdateRule) -> bool:
+    """Whether the learning rate and the decay are the group's own: the schedule, muP and ``decays`` set them there."""
+    full, half, none = (changes(rule, lr, 0.0, 0.5) for lr in (1e-2, 5e-3, 0.0))
+    scaled = full == pytest.approx([2 * each for each in half], rel=1e-3) and min(full) > 0 and max(none) == 0.0
+    return scaled and min(changes(rule, 1e-2, 0.5, 0.0)) > 0 and max(changes(rule, 1e-2, 0.0, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_an_update_follows_its_groups_learning_rate_and_decay(rule):
+    assert follows_its_groups(rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnNumbers(AdamWConfig):
+    """Takes one number from the config where its groups have another."""
+
+    number: str
+
+    def build(self, groups, *, fused):
+        optimizer, own = super().build(groups, fused=fused), getattr(self, self.number)
+        step = optimizer.step
+
+        def with_own(*arguments):
+            for group in optimizer.param_groups:
+                group["lr" if self.number == "lr" else "weight_decay"] = own
+            return step(*arguments)
+
+        optimizer.step = with_own
+        return optimizer
+
+
+@pytest.mark.parametrize("number", ["lr", "weight_decay"])
+def test_planted_number_of_the_config_in_the_groups_place_is_seen(number):
+    assert not follows_its_groups(OwnNumbers(number=number))
 
 
 class Scaled(AdamWConfig):
