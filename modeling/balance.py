@@ -66,12 +66,13 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
 class InjectLoss(Function):
     """Passes ``carrier`` through and adds ``scale`` x ``loss`` to whatever is differentiated downstream.
 
-    So an auxiliary loss reaches the router from any pipeline stage without travelling to the last one.
+    So an auxiliary loss reaches the router from any pipeline stage without travelling to the last one. ``scale`` is
+    filled in on the loss's device: for a copy of it a CUDA device's host would wait, in each layer.
     """
 
     @staticmethod
-    def forward(ctx, carrier: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:  # type: ignore[override]
-        ctx.grad_loss = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+    def forward(ctx, carrier: Tensor, loss: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        ctx.grad_loss = loss.new_full((), scale)
         return carrier.view_as(carrier)
 
     @staticmethod

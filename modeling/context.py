@@ -34,8 +34,8 @@ class Context:
 
     positions_BS: Tensor  # int, restarting at each document
     documents_BS: Tensor  # int, the number of the document within the row; PADDING where there is no token
-    balance_scale: float | Tensor = 0.0
-    z_scale: float | Tensor = 0.0
+    balance_scale: float = 0.0
+    z_scale: float = 0.0
     has_padding: bool = False
     part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
     choices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK

@@ -22,7 +22,7 @@ class Ahead:
 
     tokens_BS: Tensor  # int64, each position's k-th following token of its document; 0 where the sample has none
     targets_BS: Tensor  # int64, the one after it; IGNORE where the sample has none
-    scale: float | Tensor  # what one target's loss weighs in the total that is differentiated
+    scale: float  # what one target's loss weighs in the total that is differentiated
 
     def to(self, device: torch.device) -> "Ahead":
         """This, which lies on the CPU, on the device."""

@@ -70,6 +70,7 @@ def test_a_traced_micro_batch_takes_less_than_transformers(answer):
     ("fault", "told"),
     [
         ("device mix", "found at least two devices, cuda:0 and cpu"),
+        ("copied number", "the host waits for a copy to the GPU: tensor at faults.py"),
         ("item", "DataDependentOutputException"),
         ("bincount", "DynamicOutputShapeException"),
         ("sums on the host", "the step's sums are on the host, made by aten::_to_copy"),

@@ -11,6 +11,8 @@ from modeling.kernels.cuts import UNIT
 from modeling.kernels.fp8 import Fp8Products
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
+from modeling.moe_config import SequenceAuxBalance
+from modeling.mtp_config import MTPConfig
 from parallel.config import ParallelConfig
 from parallel.recompute import Recompute
 from small_models import example_config
@@ -62,10 +64,26 @@ def cases() -> Iterator[Case]:
     tied = fitting(example_config("llama", tie_embeddings=True))
     yield Case("tied", tied)
     yield Case("fp32", tied, dtype="fp32")
+    yield from with_auxiliary_losses()
     yield from in_pieces()
     yield from in_8_bits()
     yield from layouts()
     yield from on_the_host()
+
+
+def with_auxiliary_losses() -> Iterator[Case]:
+    """Losses that join in the backward pass: of balance, of routers' logits, of further tokens; and dropped numbers."""
+    config = fitting(example_config("deepseek_v3"))
+    assert config.moe is not None
+    moe = dataclasses.replace(config.moe, balance=SequenceAuxBalance(), z_loss=1e-3)
+    dropout = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
+    config = dataclasses.replace(config, family="none", moe=moe, mtp=MTPConfig(depth=2), **dropout)
+    for recompute, fuse in (("none", compiled), ("full", plainly), ("selective", compiled)):
+        suffix = " compiled" * (fuse is compiled) + f" recompute={recompute}" * (recompute != "none")
+        yield Case(f"deepseek_v3 auxiliary losses{suffix}", config, padding=True, recompute=recompute, fuse=fuse)
+    layout: dict[str, Any] = {"parallel": ParallelConfig(tp=2, cp=2, ep=4), "world_size": 4, "rank": 3}
+    waits = sum(map(config.is_moe_layer, config.all_layers))
+    yield Case("deepseek_v3 auxiliary losses tp2 cp2 ep4", config, **layout, most_waits=waits)
 
 
 def in_pieces() -> Iterator[Case]:

@@ -27,7 +27,7 @@ import parallel.context_parallel.ring as ring
 import parallel.expert as expert
 from fake_cuda.cases import PLAIN, Case, cases, fitting
 from fake_cuda.faults import FAULTS, planted
-from fake_cuda.host import on_host
+from fake_cuda.host import copies_to_device, on_host
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import on_device, told_on_host
 from launcher.estimate.pass_over import even, spread_evenly, trace_rank
@@ -43,6 +43,7 @@ from modeling.config import ModelConfig
 from modeling.context import PADDING
 from modeling.counts import multiplied_by_layer
 from modeling.decoder import Decoder, Output
+from modeling.dropout import Draws
 from modeling.dtypes import DTYPES
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.moe_config import MoEConfig
@@ -78,6 +79,7 @@ FAST = (
     "t5 in pieces",
     "alibi in pieces",
     "qwen3_moe fp8 compiled ep4",
+    "deepseek_v3 auxiliary losses compiled",
     "gpt_oss cp2 ring rank 1 recompute=none",
     "qwen3_moe ep4 in 2 chunks rank 3 recompute=none",
     "deepseek_v3 tp2 pp2 ep2 rank 3 recompute=none",
@@ -115,7 +117,7 @@ class Waited:
             return [_all_tiles(whole, window, axis, rank, *(rest or (TILE,))) for rank in range(axis.degree)]
 
         expert.sizes_on_host, ring.plan_ring = equal_parts, all_tiles
-        ring_pieces.to_device = lambda tensor, device: tensor.to(device)
+        ring_pieces.to_device = lambda tensor, device: tensor.to(device, non_blocking=True)
         try:
             yield
         finally:
@@ -123,15 +125,18 @@ class Waited:
 
 
 def batch_on_host(config: ModelConfig, padding: bool, mesh: Mesh) -> MicroBatch:
-    """Real rows, cut for this rank."""
+    """Real rows, cut for this rank; with dropout's draws, and what modules of further tokens are given."""
     rows = packed_rows(config.vocab_size, 0, LENGTHS)
+    rows_B, places_S = (torch.arange(n) for n in rows.tokens_BS.shape)
+    further: dict[str, Any] = {"draws": Draws(0, 1, rows_B, places_S) if config.has_dropout else None}
+    further["ahead_scales"] = [0.1] * config.mtp.depth if config.mtp is not None else []
     if padding:
         rows.documents_BS[0, -5:] = PADDING
     targets_BS = rows.tokens_BS.roll(-1, 1)
     targets_BS[:, -1] = IGNORE
     scales = (1.0 / len(LENGTHS), 1.0 / rows.tokens_BS.numel())
     batch = cut_micro_batch(
-        rows.tokens_BS, targets_BS, rows.positions_BS, rows.documents_BS, mesh, *scales, has_padding=padding
+        rows.tokens_BS, targets_BS, rows.positions_BS, rows.documents_BS, mesh, *scales, has_padding=padding, **further
     )
     return told_on_host(batch)
 
@@ -159,8 +164,10 @@ def run(case: Case) -> list[str]:
             model.takes_tokens = False
             part = batch.context.between_layers.positions_BS.shape
             hidden_BSD = torch.empty(*part, case.config.d_model, dtype=dtype, device=GPU, requires_grad=True)
-        output = backward(model, batch, hidden_BSD)
+        with copies_to_device() as copied:
+            output = backward(model, batch, hidden_BSD)
         problems = [*gradient_problems(model, dtype), *wait_problems(case, waited)]
+        problems += [f"the host waits for a copy to the GPU: {each}" for each in sorted({*copied})]
         problems += [] if races is None else [*races.found, *stream_problems(races)]
         return problems + sums_problems(case.config, output, mesh)
 
@@ -169,7 +176,8 @@ def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None
     """A micro-batch's two passes through the part of a decoder that is here."""
     inputs = batch.tokens_BS if hidden_BSD is None else hidden_BSD
     has_head = model.head is not None
-    out = model(inputs, batch.context, batch.targets_BS if has_head else None)
+    ahead = batch.ahead if has_head else ()
+    out = model(inputs, batch.context, batch.targets_BS if has_head else None, ahead=ahead)
     end = out.loss if has_head else out.logits_BSV if out.logits_BSV is not None else out.hidden_BSD
     assert end is not None and end.device == GPU
     torch.autograd.backward(end, None if has_head else torch.empty_like(end))

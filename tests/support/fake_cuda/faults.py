@@ -24,6 +24,11 @@ def _host_tensor(original: Any) -> Any:
     return forward
 
 
+def _number(original: Any) -> Any:
+    """A layer copies a number to the device."""
+    return lambda self, hidden: original(self, hidden) * torch.tensor(1.0, dtype=hidden.dtype, device=hidden.device)
+
+
 def _item(original: Any) -> Any:
     """A layer looks at a value."""
 
@@ -87,6 +92,7 @@ class Fault(NamedTuple):
 RING = "qwen3_moe cp2 ring rank 1 recompute=none"
 FAULTS = {
     "device mix": Fault((RMSNorm,), "forward", _host_tensor, "llama bf16"),
+    "copied number": Fault((FeedForward,), "forward", _number, "llama bf16"),
     "item": Fault((FeedForward,), "forward", _item, "llama bf16"),
     "bincount": Fault((experts, moe), "count_pairs", _bincount, "mixtral bf16"),
     "sums on the host": Fault((Sums,), "packed", _on_host, "mixtral bf16"),
