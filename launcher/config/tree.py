@@ -46,7 +46,7 @@ class TrainConfig:
     offload_activations: bool = False
     # norms, rotations, gates and the loss as one kernel each: auto on GPUs that have a compiler, on always, off never
     compile: Literal["auto", "on", "off"] = "auto"
-    # the FlashAttention of GPUs: 2 is torch's own, 3 (Hopper) and 4 (Hopper, Blackwell) are packages of their own
+    # the FlashAttention of GPUs: 2 is torch's own, 3 (Hopper) and 4 (Hopper, Blackwell; torch 2.12) are packages
     flash_attention: Literal[2, 3, 4] = 2
     # steps between held-out evaluations; None: none
     eval_every_steps: Steps | None = field(default=None, metadata={"usual": 100})

@@ -1,6 +1,7 @@
 """Which FlashAttention a run takes on GPUs: train.flash_attention."""
 
 import importlib.util
+from importlib.metadata import version as installed
 
 import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
@@ -13,6 +14,9 @@ MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
 # What looking for one, or taking it, raises: a library's, torch's own, a name it has not, a package's broken parts.
 BROKEN = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
 PACKAGES = {3: "flash-attn-3 (for Hopper)", 4: "flash-attn-4 (for Hopper and Blackwell)"}
+GENERATIONS = {3: (9,), 4: (9, 10)}  # of compute capability, on which torch calls a version; others in no pass
+# Before it torch has no backward pass for a version with a window, and its attention of various lengths gives one.
+FIRST_TORCH = {3: (2, 11), 4: (2, 12)}
 
 
 def check_flash_attention(version: int) -> None:
@@ -22,6 +26,7 @@ def check_flash_attention(version: int) -> None:
     """
     if version == TORCHS_OWN or not torch.cuda.is_available():
         return
+    check_torch(version)
     try:
         is_there = importlib.util.find_spec(MODULES[version]) is not None  # imports the package that it lies in
     except ModuleNotFoundError:
@@ -35,15 +40,39 @@ def check_flash_attention(version: int) -> None:
 def choose_flash_attention(version: int, device: torch.device) -> None:
     """Has torch's operators of FlashAttention run that version's kernels in this process, on a GPU.
 
-    Raises UserError where its package is not there or torch cannot take it. On a CPU nothing depends on it.
+    Raises UserError where its package is not there, torch cannot take it, or the GPU cannot run it: torch itself would
+    tell the last in the first pass alone. On a CPU nothing depends on it.
     """
     name = f"FA{version}"
     if device.type != "cuda" or version == TORCHS_OWN or current_flash_attention_impl() == name:
         return
+    check_torch(version)
     try:
         activate_flash_attention_impl(name)
     except BROKEN as error:
         raise refusal(version, told(error)) from None
+    major, _ = torch.cuda.get_device_capability(device)
+    if major not in GENERATIONS[version]:
+        gpu = torch.cuda.get_device_name(device)
+        raise UserError(
+            [
+                f"train.flash_attention={version} needs a GPU of compute capability "
+                f"{' or '.join(f'{each}.x' for each in GENERATIONS[version])}, not {gpu} ({major}.x); "
+                f"try train.flash_attention={TORCHS_OWN}"
+            ]
+        )
+
+
+def check_torch(version: int) -> None:
+    """Raises UserError where torch is too old to train by a version."""
+    first, found = FIRST_TORCH[version], installed("torch")
+    if tuple(int(number) for number in found.split(".")[:2]) < first:
+        raise UserError(
+            [
+                f"train.flash_attention={version} needs torch {'.'.join(map(str, first))} or newer, not {found}, which "
+                f"has no backward pass for it; try train.flash_attention={TORCHS_OWN}"
+            ]
+        )
 
 
 def told(error: Exception) -> str:

@@ -64,9 +64,36 @@ def test_the_version_is_put_in_the_place_of_torchs_own(monkeypatch: pytest.Monke
     rows = torch.empty(1, 128, 4, 64)
     assert fits_rows(rows, rows)
     monkeypatch.setattr(flash, "activate_flash_attention_impl", asked.append)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     choose_flash_attention(3, GPU)
     for module in ("launcher.training.flash", "modeling.kernels.attention"):
         monkeypatch.setattr(f"{module}.current_flash_attention_impl", lambda: "FA3")
     choose_flash_attention(3, GPU)
     assert asked == ["FA3"]
     assert not fits_rows(rows, rows)
+
+
+@pytest.mark.parametrize(("version", "capability"), [(3, (8, 0)), (3, (10, 0)), (4, (8, 9)), (4, (12, 0))])
+def test_a_gpu_that_cannot_run_it_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, version: int, capability: tuple[int, int]
+) -> None:
+    """As torch's own functions say, which ask in each pass (torch.nn.attention._fa3, _fa4)."""
+    monkeypatch.setattr(flash, "activate_flash_attention_impl", lambda name: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA Elder")
+    with pytest.raises(UserError, match=r"needs a GPU of compute capability 9\.x.*, not NVIDIA Elder") as refused:
+        choose_flash_attention(version, GPU)
+    assert len(refused.value.problems) == 1
+
+
+def test_a_torch_without_its_backward_pass_is_refused_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 answers "windowed attention not supported" to FlashAttention 4's backward pass as varlen_attn calls it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(flash, "installed", lambda name: "2.11.0+cu130")
+    flash.check_flash_attention(3)
+    for refuse in (lambda: flash.check_flash_attention(4), lambda: choose_flash_attention(4, GPU)):
+        with pytest.raises(UserError, match=r"needs torch 2\.12 or newer, not 2\.11\.0\+cu130.*attention=2$"):
+            refuse()
+    monkeypatch.setattr(flash, "installed", lambda name: "2.12.0")
+    flash.check_flash_attention(4)
