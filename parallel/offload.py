@@ -176,7 +176,7 @@ class Slot:
     """What one layer keeps of one micro-batch. It goes with the last tensor that autograd holds of it."""
 
     def __init__(self, offloader: "Offloader", layer: nn.Module, previous: "Slot | None") -> None:
-        self.offloader, self.layer = offloader, layer
+        self.offloader, self.weights = offloader, tuple(layer.parameters())
         self.previous = None if previous is None else weakref.ref(previous)  # whose backward pass comes after
         self.blocks: dict[tuple[int, torch.dtype], weakref.ref[Block]] = {}
         self.pages: list[Page] = []
@@ -186,7 +186,7 @@ class Slot:
 
     def keep(self, tensor: Tensor) -> Parked | HeldWeight | Tensor:
         """What autograd is to hold instead of a tensor."""
-        weight = held_weight(self.layer, tensor)
+        weight = held_weight(self.weights, tensor)
         if weight is not None:
             return weight
         tensor = tensor.detach()

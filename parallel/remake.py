@@ -221,12 +221,13 @@ class Remaker:
 
         def keep(tensor: Tensor) -> Place | HeldWeight | Parked | Tensor:
             # Detached: a graph that held its own tensors would hold itself, and stay where a pass retains it.
-            found = self.place_of(tensor) or held_weight(module, tensor)
+            found = self.place_of(tensor) or held_weight(weights, tensor)
             return self.keep(tensor) if found is None else found
 
         if not torch.is_grad_enabled():
             yield
             return
+        weights = tuple(module.parameters())
         with saved_tensors_hooks(keep, restored):
             self.is_open = True
             try:
@@ -280,10 +281,11 @@ class Remaker:
         return None if view is None else call.output(number, view)
 
 
-def held_weight(module: nn.Module, tensor: Tensor) -> HeldWeight | None:
-    """The tensor as a view of one of the module's weights, if it is one."""
-    for weight in module.parameters():
-        view = view_within(tensor, weight)
+def held_weight(weights: Sequence[nn.Parameter], tensor: Tensor) -> HeldWeight | None:
+    """The tensor as a view of one of the weights, if it is one. It is asked of each tensor that a layer saves."""
+    storage = storage_of(tensor)
+    for weight in weights:
+        view = view_within(tensor, weight) if storage_of(weight) == storage else None
         if view is not None:
             return HeldWeight(weight, view, weight._version)
     return None

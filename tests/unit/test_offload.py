@@ -244,10 +244,10 @@ def test_planted_activation_that_is_taken_for_a_weight_is_seen(monkeypatch: pyte
     first.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     held_weight = offload.held_weight
 
-    def mistaken(module: nn.Module, tensor: Tensor) -> HeldWeight | None:
+    def mistaken(weights: Sequence[nn.Parameter], tensor: Tensor) -> HeldWeight | None:
         if inputs and storage_of(tensor) == storage_of(inputs[0]):
             return HeldWeight(nn.Parameter(tensor), offload.View(tuple(tensor.shape), tensor.stride(), 0), 0)
-        return held_weight(module, tensor)
+        return held_weight(weights, tensor)
 
     monkeypatch.setattr(offload, "held_weight", mistaken)
     loss = model(rows.tokens_BS, rows.context(), next_tokens(rows)).loss
@@ -277,7 +277,7 @@ def test_memory_that_several_tensors_share_goes_once() -> None:
 
 def test_what_is_not_worth_its_way_stays() -> None:
     slot, shared = slot_of(AtOnce()), torch.ones(400)
-    stays = [torch.ones(10), torch.ones(400, dtype=torch.int64), slot.layer.weight]
+    stays = [torch.ones(10), torch.ones(400, dtype=torch.int64), slot.weights[0]]
     assert [type(slot.keep(each)).__name__ for each in stays] == ["Tensor", "Tensor", "HeldWeight"]
     kept = slot.keep(shared), slot.keep(torch.ones(400, dtype=torch.bool))
     slot.send(frozenset([storage_of(shared)]))

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -233,6 +234,23 @@ def test_what_a_mode_drops_is_gone_before_the_backward_pass(mode: Recompute, wei
     if mode == "none":
         assert not {"attention_norm", "feed_forward_norm", "feed_forward.gate"} & gone
     assert output.loss is not None
+
+
+@pytest.mark.parametrize("mode", ["selective", "feed_forward"])
+def test_a_layer_lists_its_weights_once_a_pass(monkeypatch: pytest.MonkeyPatch, mode: Recompute) -> None:
+    """Not for each tensor that it saves: of experts that took 0.6 ms of the host a layer, 34 us a tensor."""
+    model = build(example_config("qwen3_moe"), 0)
+    apply_recompute(model, mode)
+    parameters, asked = nn.Module.parameters, []
+
+    def counted(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        asked.append(self)
+        return parameters(self, recurse)
+
+    monkeypatch.setattr(nn.Module, "parameters", counted)
+    rows = packed_rows(8, 0, [[5, 3]])
+    model(rows.tokens_BS, rows.context(), rows.tokens_BS)
+    assert len(asked) == len(model.layers)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
