@@ -40,6 +40,7 @@ class Context:
     part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
     choices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
     draws: Draws | None = None  # what dropout's masks follow from; None: nothing is dropped, as outside training
+    bound: int | None = None  # all positions are below it, of whole sequences too; None: nobody has said
 
     @property
     def between_layers(self) -> "Context":
@@ -180,7 +181,7 @@ class Context:
     def rope_tables(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions' angles, fp32 (B, S, R/2). Once for all layers that turn alike."""
         if rotary not in self.rope:
-            self.rope[rotary] = rotary.tables(self.positions_BS)
+            self.rope[rotary] = rotary.tables(self.positions_BS, self.bound)
         return self.rope[rotary]
 
     @cached_property

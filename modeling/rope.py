@@ -30,10 +30,16 @@ class Rotary:
     theta: float  # base of the frequencies
     scaling: RopeScaling | None = None
 
-    def tables(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each position's angles: two fp32 tensors (B, S, R/2)."""
-        by_length = isinstance(self.scaling, DynamicScaling | LongRopeScaling)
-        length = int(positions_BS.max()) + 1 if by_length else None
+    def tables(self, positions_BS: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each position's angles: two fp32 tensors (B, S, R/2).
+
+        ``bound``: all positions are below it. Where it is not known, or goes beyond the length first trained on, a
+        scaling that goes by the pass's length looks for the largest position, for which a CUDA device's host waits.
+        """
+        length = None
+        if isinstance(self.scaling, DynamicScaling | LongRopeScaling):
+            is_short = bound is not None and bound <= self.scaling.original_seq_len
+            length = bound if is_short else int(positions_BS.max()) + 1
         angles_BSR = positions_BS[..., None].float() * self.frequencies(positions_BS.device, length)
         if not isinstance(self.scaling, YarnScaling | LongRopeScaling):
             return angles_BSR.cos(), angles_BSR.sin()
@@ -57,7 +63,8 @@ class Rotary:
                 return mixed(plain_R, scaling.factor, self.yarn_kept(plain_R, scaling))
             case LongRopeScaling() as scaling:
                 factors = scaling.long_factor if (length or 1) > scaling.original_seq_len else scaling.short_factor
-                factors_R = torch.tensor(factors[: self.dim // 2], dtype=torch.float32, device=device)
+                # Filled in on the device, whose host would wait for a copy.
+                factors_R = torch.stack([plain_R.new_full((), each) for each in factors[: self.dim // 2]])
                 return 1.0 / (factors_R * self.theta**exponents_R)
             case _:
                 assert_never(self.scaling)

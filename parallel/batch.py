@@ -69,7 +69,8 @@ def cut_micro_batch(
     depth = len(ahead_scales)
     further = following(targets_BS, depth) if next_BS is None else following(next_BS, depth, targets_BS)
     ahead = [Ahead(*each, scale) for each, scale in zip(further, ahead_scales, strict=True)]
-    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws)
+    bound = positions_BS.shape[1]  # positions restart at each document
+    context = Context(positions_BS, documents_BS, balance_scale, z_scale, has_padding, draws=draws, bound=bound)
     if mesh.cp.degree > 1:
         context = split_context(context, mesh.cp)
         tokens_BS, targets_BS = take_share(tokens_BS, mesh.cp), take_share(targets_BS, mesh.cp)

@@ -59,6 +59,7 @@ def split_context(whole: Context, axis: Axis) -> HeldContext:
         balance_scale=whole.balance_scale,
         z_scale=whole.z_scale,
         draws=draws,
+        bound=whole.bound,
         has_padding=whole.has_padding,  # of all ranks, whoever holds it: their graphs are to be the same
         whole=whole,
     )

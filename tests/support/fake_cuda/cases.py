@@ -13,6 +13,7 @@ from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.moe_config import SequenceAuxBalance
 from modeling.mtp_config import MTPConfig
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling
 from parallel.config import ParallelConfig
 from parallel.recompute import Recompute
 from small_models import example_config
@@ -64,6 +65,10 @@ def cases() -> Iterator[Case]:
     tied = fitting(example_config("llama", tie_embeddings=True))
     yield Case("tied", tied)
     yield Case("fp32", tied, dtype="fp32")
+    lengths = LongRopeScaling(original_seq_len=64, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+    for scaling in (lengths, DynamicScaling(original_seq_len=64)):  # both go by the length of a pass
+        name = "llama " + scaling.name
+        yield Case(name, dataclasses.replace(tied, family="none", d_head=8, rope_scaling=scaling))
     yield from with_auxiliary_losses()
     yield from in_pieces()
     yield from in_8_bits()

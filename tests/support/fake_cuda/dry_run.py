@@ -25,6 +25,7 @@ import modeling.kernels.attention as attention
 import parallel.context_parallel.pieces as ring_pieces
 import parallel.context_parallel.ring as ring
 import parallel.expert as expert
+from fake_cuda import host
 from fake_cuda.cases import PLAIN, Case, cases, fitting
 from fake_cuda.faults import FAULTS, planted
 from fake_cuda.host import copies_to_device, on_host
@@ -75,6 +76,7 @@ FAST = (
     "bloom bf16 padding=True recompute=full compiled",
     "gpt2 bf16 padding=True recompute=selective",
     "gpt_oss bf16",
+    "llama longrope",
     "gemma2 in pieces",
     "t5 in pieces",
     "alibi in pieces",
@@ -225,7 +227,8 @@ def problems_of(work: Callable[[], list[str]]) -> list[str]:
     try:
         return work()
     except Exception as error:
-        ours = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [f for f in frames if "site-packages" not in f.filename and f.filename != host.__file__]
         where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
         return [f"{type(error).__name__} at {where}: {str(error).splitlines()[0][:200] if str(error) else ''}"]
 
