@@ -36,11 +36,12 @@ def sequence_balance_losses(sums_BX: Tensor, top_k: int) -> Tensor:
     """Each sequence's balance loss (B,), from its sums: over experts, load share x mean affinity; 1 when even.
 
     The load share is n_experts / (top_k x tokens) times the pairs sent to the expert (DeepSeek-V3, arXiv:2412.19437,
-    eq. 17-20). A sequence is one packed sample; padding counts on neither side.
+    eq. 17-20). A sequence is one packed sample; padding counts on neither side. Numbers of pairs and tokens have no
+    gradient.
     """
     n_experts = sums_BX.shape[1] // 2
-    chosen_BE, affinity_BE, tokens_B1 = sums_BX.split([n_experts, n_experts, 1], dim=1)
-    tokens_B1 = tokens_B1.clamp(min=1.0)
+    affinity_BE = sums_BX[:, n_experts:-1]
+    chosen_BE, tokens_B1 = sums_BX[:, :n_experts].detach(), sums_BX[:, -1:].detach().clamp(min=1.0)
     return (chosen_BE * (n_experts / top_k) / tokens_B1 * (affinity_BE / tokens_B1)).sum(1)
 
 
