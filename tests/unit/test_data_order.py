@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data.mixture import mixture_of, weight_fraction
@@ -75,6 +75,10 @@ def test_seed_source_and_epoch_all_matter() -> None:
     assert len(orders) == len(keys)
 
 
+def test_the_order_of_runs_that_began_earlier_stays() -> None:
+    assert permute(np.arange(8), 8, permutation_key(1, 2, 3)).tolist() == [7, 4, 1, 6, 2, 0, 5, 3]
+
+
 def test_numbers_too_large_for_64_bits_are_exact() -> None:
     mixture = mixture_of((weight_fraction(0.123456789012345), weight_fraction(0.9)))
     n = 10**15
@@ -99,6 +103,7 @@ def _slow_take(consumed: int, n: int, skipped: list[tuple[int, int]]) -> list[in
 
 
 @given(st.integers(0, 50), st.integers(0, 40), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=5))
+@example(0, 3, [(3, 5)])  # the last one taken lies just before a range
 def test_take_hops_over_skipped_ranges(consumed: int, n: int, skipped: list[tuple[int, int]]) -> None:
     taken = _slow_take(consumed, n, skipped)
     assert take(consumed, n, skipped).tolist() == taken
