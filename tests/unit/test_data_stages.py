@@ -123,8 +123,9 @@ def test_a_limit_ends_a_source_and_the_others_share_what_it_had() -> None:
     assert (source_N[stages.segments[2].first :] == 1).all()
     assert [segment.weights for segment in stages.segments] == [(1, 1, 2), (0, 1, 2), (0, 1, 0)]
     assert stages.end is None
-    assert Stages([(0, (Fraction(1), Fraction(1)))], [3, 4]).end == 7
     assert stages.number_of(0, 10) is None
+    ending = Stages([(0, (Fraction(1), Fraction(1)))], [3, 4])
+    assert (ending.end, ending.number_of(1, 3), ending.number_of(1, 4)) == (7, 6, None)
 
 
 def config_of(*stages: tuple[int, tuple[float, ...]], **changes) -> DataConfig:
@@ -144,6 +145,7 @@ def test_a_config_says_stages_limits_and_sizes() -> None:
     by_size = stages_of(config_of(weighting="size"), [100, 50])
     assert by_size.segments[0].shares == (Fraction(18, 19), Fraction(1, 19))
     assert float(stages.expected(11)[1]) == 1.1
+    assert (stages.given(11)[1], stages.expected_at(1, 2)) == (2, 11)  # by its weight 20, in a stage that ends at 11
     assert stages.expected_at(1, 60) is not None and stages.expected_at(1, 61) is None
 
 
