@@ -128,6 +128,7 @@ def test_dense_tp_equals_one_process(tokens, zero):
         ),
         (2, "bf16", 2, {"pp": 2}),  # gradients are summed by us until the step's end
         (3, "bf16", 2, {"pp": 2}),
+        (1, "bf16", 2, {"ep": 2}),  # dense weights have another replica, experts none
     ],
     ids=str,
 )
