@@ -37,7 +37,7 @@ def test_rows_tile_the_order(skipped, sizes):
         row = ledger_row(state, before, trained=True)
         hopped = [number for start, stop in row["hopped"] for number in range(start, stop)]
         taken = sorted({*range(row["first_sample"], row["last_sample"] + 1)} - {*hopped})
-        assert taken == batch.tolist()
+        assert taken == batch.tolist() and row["first_sample"] == batch[0]
         numbers += taken + hopped
     assert sorted(numbers) == list(range(state.consumed))
 

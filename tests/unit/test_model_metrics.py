@@ -58,6 +58,12 @@ def test_passes_and_layers_are_combined_as_the_metric_says(monkeypatch) -> None:
     }
 
 
+def test_a_batch_without_a_token_is_told_of_too() -> None:
+    none = {name: {1: 0.0} for name in metrics_of(Stats)}
+    row = logged(metrics_of(Stats), none, n_tokens=0, n_sequences=3)
+    assert len(row) == 5 and set(row.values()) == {0.0}
+
+
 def test_a_dense_model_has_none() -> None:
     totals = Sums(ModelConfig(n_layers=2)).over_ranks(lone_mesh(torch.device("cpu")), StopRequest())
     assert totals.counts == {}
