@@ -207,3 +207,14 @@ def test_planted_narrow_losses_are_seen(monkeypatch: pytest.MonkeyPatch, planted
     monkeypatch.setattr(torch, "softmax", wrong)
     with pytest.raises(AssertionError):
         check_narrow(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_narrow_loss_is_multiplied_by_is_not_rounded(dtype: torch.dtype) -> None:
+    """Rounded to 16 bits the factor would be 1, and gradients as they are without it."""
+    head, hidden_BSD, targets_BS = problem(20, 7, 0.3, seed=4)
+    head, hidden_BSD = head.to(dtype), hidden_BSD.detach().to(dtype).requires_grad_()
+    given, factor = [hidden_BSD, head.weight], torch.tensor(1 + torch.finfo(dtype).eps / 2)
+    whole, scaled = (torch.autograd.grad(head(hidden_BSD, targets_BS)[0] * by, given) for by in (1.0, factor))
+    assert torch.equal(scaled[0], (whole[0].float() * factor).to(dtype))
+    assert not any(map(torch.equal, whole, scaled))
