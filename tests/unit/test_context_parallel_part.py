@@ -9,7 +9,7 @@ from modeling.context import PADDING, Context
 from parallel.context_parallel import plan
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.core import make_core
-from parallel.context_parallel.part import held_positions, natural_order, rank_major_order, take_share
+from parallel.context_parallel.part import held_position, held_positions, natural_order, rank_major_order, take_share
 from parallel.mesh import Axis
 
 SIZES = {"cp": st.integers(1, 9), "chunk": st.integers(1, 7)}
@@ -35,6 +35,8 @@ def test_each_position_is_held_once(cp: int, chunk: int) -> None:
     held = [held_positions(seq_len, rank, cp) for rank in range(cp)]
     assert sorted(torch.cat(held).tolist()) == list(range(seq_len))
     assert all(positions.dtype == torch.int64 and (positions.diff() > 0).all() for positions in held)
+    for rank, positions in enumerate(held):
+        assert [held_position(index, seq_len, rank, cp) for index in range(2 * chunk)] == positions.tolist()
 
 
 @given(**SIZES)

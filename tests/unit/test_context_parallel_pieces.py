@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -128,6 +128,7 @@ def problems(whole: Context, cp: int, window: int | None) -> list[str]:
 
 
 @given(layouts())
+@example((context_of([([8], False)]), 2, 7))  # a window that hides the first token from the last one alone
 def test_the_calls_pair_what_the_tiles_masks_pair(layout: tuple[Context, int, int | None]) -> None:
     """By what the kernels document, and by what two of them make of the arguments that they are given."""
     assert problems(*layout) == []
