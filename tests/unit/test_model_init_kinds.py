@@ -164,7 +164,7 @@ BASE = ModelConfig(family="none", vocab_size=V, d_model=64, n_layers=1, n_heads=
 WIDER = {  # what a base model has besides, and what grows in a wider one otherwise than in proportion to d_model
     "latents": ({"mla": MLAConfig()}, {"d_ff": 2048}, MupInit(base_d_model=64)),
     "d_ff": ({}, {"d_ff": 512}, MupInit(base_d_model=64, base_d_ff=256)),
-    "experts": ({"moe": MoEConfig(d_ff=96)}, {}, MupInit(base_d_model=64, base_expert_d_ff=96)),
+    "experts": ({"moe": MoEConfig(d_ff=96, n_shared_experts=1)}, {}, MupInit(base_d_model=64, base_expert_d_ff=96)),
 }
 
 
