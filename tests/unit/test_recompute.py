@@ -18,6 +18,7 @@ from modeling.config import FamilyName
 from modeling.kernels import expert_turns, experts
 from modeling.kernels.expert_turns import GatesAndUps
 from modeling.kernels.fuse import plainly
+from modeling.router import Router
 from parallel.recompute import Recompute, apply_recompute
 from parallel.remake import Call, Place, Remaker, remade
 from small_models import build, example_config, packed_rows
@@ -275,6 +276,34 @@ def test_rows_of_experts_are_picked_again(monkeypatch: pytest.MonkeyPatch, mode:
         assert output.loss is not None
         output.loss.backward()
     assert len(picked) == (3 if mode == "selective" else 2) * n_layers
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("mode", ["feed_forward", "full"])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_router_whose_scores_come_out_otherwise_the_second_time_chooses_alike(
+    monkeypatch: pytest.MonkeyPatch, mode: Recompute, is_part: bool
+) -> None:
+    """``is_part``: between layers a rank holds a part of the positions, as under tp; here it is the whole."""
+    config = example_config("mixtral")
+    rows, choose, n_chosen = packed_rows(config.vocab_size, 0, [[20]]), Router.choose, 0
+
+    def other_the_second_time(router: Router, scores_TE: Tensor) -> Tensor:
+        nonlocal n_chosen
+        n_chosen += 1
+        return choose(router, scores_TE if n_chosen <= 2 * config.n_layers else -scores_TE)
+
+    monkeypatch.setattr(Router, "choose", other_the_second_time)
+    plain, model = build(config, 0), build(config, 0)
+    apply_recompute(model, mode)
+    for each in (plain, model):
+        context = rows.context()
+        context.part = rows.context() if is_part else None
+        loss = each(rows.tokens_BS, context, rows.tokens_BS).loss
+        assert loss is not None
+        loss.backward()
     assert all(
         torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
     )
