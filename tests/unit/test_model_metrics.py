@@ -1,6 +1,7 @@
 """Metrics that layers declare: how they are combined, and under which keys."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -13,7 +14,7 @@ from modeling.decoder import Output
 from modeling.metrics import Metric, logged, metrics_of
 from modeling.moe import RoutingStats
 from modeling.moe_config import MoEConfig
-from parallel.mesh import lone_mesh
+from parallel.mesh import Axis, lone_mesh
 from parallel.processes.stop import StopRequest
 
 
@@ -55,6 +56,26 @@ def test_passes_and_layers_are_combined_as_the_metric_says(monkeypatch) -> None:
         "moe/balance": 12.0 / 3,
         "moe/pairs": 60.0,
         "moe/peak": 4.0,
+    }
+
+
+def test_what_ranks_share_counts_for_a_part_on_each_and_what_others_hold_for_nothing(monkeypatch) -> None:
+    """Ranks of tp have the same losses, those of tp and cp the same sequences; layer 1 is another stage's."""
+    monkeypatch.setattr(step, "RoutingStats", Stats)
+    alone = lone_mesh(torch.device("cpu"))
+    mesh = replace(alone, tp=Axis(0, 2, (0, 1), None), cp=Axis(0, 3, (0, 2, 4), None))
+    sums = Sums(ModelConfig(n_layers=3, moe=MoEConfig(n_experts=2, n_dense_layers=1)))
+    stats = Stats(torch.tensor([1, 2]), *map(torch.tensor, (2.0, -2.0, 3.0, 10.0, 4.0)))
+    sums.add(Output(torch.tensor(2.0), None, z_loss=torch.tensor(4.0), stats={2: stats}))
+    totals = sums.over_ranks(mesh, StopRequest())
+    assert (totals.loss, totals.z_loss) == (1.0, 2.0)
+    assert {layer: counts.tolist() for layer, counts in totals.counts.items()} == {1: [0, 0], 2: [1, 2]}
+    assert totals.metrics == {
+        "entropy": {1: 0.0, 2: 2.0},
+        "balance": {1: 0.0, 2: 0.5},
+        "pairs": {1: 0.0, 2: 10.0},
+        "largest": {1: -math.inf, 2: -2.0},
+        "peak": {1: -math.inf, 2: 4.0},
     }
 
 
