@@ -13,6 +13,7 @@ from data import mixture as mixture_module
 from data.config import DataConfig, SourceConfig, StageConfig
 from data.mixture import LONGEST_PERIOD, Table, Tree, mixture_of
 from data.rules import check_data
+from data.shuffle import Shuffle
 from data.stages import Stages, first_change, stages_of
 
 FAR = 10**12
@@ -126,6 +127,12 @@ def test_a_limit_ends_a_source_and_the_others_share_what_it_had() -> None:
     assert stages.number_of(0, 10) is None
     ending = Stages([(0, (Fraction(1), Fraction(1)))], [3, 4])
     assert (ending.end, ending.number_of(1, 3), ending.number_of(1, 4)) == (7, 6, None)
+
+
+def test_a_stage_of_the_second_source_alone_reads_its_samples() -> None:
+    shuffle = Shuffle(0, Stages([(0, (Fraction(0), Fraction(1)))]), [5, 7])
+    for places in (np.arange(7), np.arange(7, 14)):  # an epoch each
+        assert sorted(shuffle.samples(places).tolist()) == [*range(5, 12)]
 
 
 def config_of(*stages: tuple[int, tuple[float, ...]], **changes) -> DataConfig:

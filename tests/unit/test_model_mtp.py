@@ -1,11 +1,14 @@
 """Multi-token prediction against its formula (DeepSeek-V3, arXiv:2412.19437, section 2.2), written out from tensors."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from launcher.training.step import further_scales
 from modeling.config import ModelConfig
 from modeling.counts import count_parameters, flops_per_token
 from modeling.families.family import family_of
@@ -195,3 +198,10 @@ def test_flops_count_the_modules_and_their_heads():
     heads, attention = 37 * 24, (24 * 24 * 2 + 2 * 8 * 24) + 3 * 24 * 20
     scores = 2 * 16 * 3 * 16
     assert three - two == two - one == 3 * (2 * (heads + attention + 2 * 24 * 24) + scores)
+
+
+def test_a_step_weighs_each_depths_mean_by_its_part_of_the_coefficient():
+    """Whatever the number of its targets in the batch, and where there is none."""
+    engine = SimpleNamespace(loss_factor=4.0, model_config=DENSE)
+    dataset = SimpleNamespace(count_further=lambda indices, depth: [10, 0][:depth])
+    assert further_scales(engine, dataset, np.arange(3)) == pytest.approx([4 * 0.3 / 10, 4 * 0.3])
