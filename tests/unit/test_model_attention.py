@@ -10,11 +10,15 @@ from torch import Tensor
 
 import modeling.kernels.terms as term_kernels
 from kernel_references import attend_reference
+from modeling.attention import build_attention
+from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
 from modeling.kernels.attention import attend, fits_rows, has_fast_rows
 from modeling.kernels.widths import widened
 from modeling.pieces import QUERY_BLOCK, cut_documents
+from modeling.rope import Rotary
+from modeling.rope_scaling import LinearScaling
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
 from packed_heads import FEW, contexts, heads
 
@@ -275,3 +279,12 @@ def test_values_filled_up_with_zeros(context: Context, window: int | None, seed:
     out = attend(q_BSHC, k_BSGC, widened(v_BSGC, 8), context, window)
     torch.testing.assert_close(out[..., :4], attend(q_BSHC, k_BSGC, v_BSGC, context, window), rtol=1e-5, atol=1e-5)
     assert not out[..., 4:].any()
+
+
+def test_layers_with_a_window_turn_by_their_own_base_and_unscaled() -> None:
+    """As Gemma 3's do."""
+    scaling, local = LinearScaling(factor=8.0), {"sliding_window": 8, "full_attention_layers": (1,)}
+    config = ModelConfig(family="none", n_layers=2, rope_scaling=scaling, local_rope_theta=50.0, **local)
+    with torch.device("meta"):
+        found = [build_attention(config, layer).rotary for layer in range(2)]
+    assert found == [Rotary(config.head_dim, 50.0), Rotary(config.head_dim, config.rope_theta, scaling)]

@@ -41,3 +41,15 @@ def test_layer_norm_equals_torch_s(dtype: torch.dtype) -> None:
 def test_the_config_chooses() -> None:
     assert isinstance(build_norm(example_config("llama")), RMSNorm)
     assert isinstance(build_norm(example_config("llama", norm="layer")), LayerNorm)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_one_and_a_small_weight_are_added_in_fp32(kind: type[LayerNorm | RMSNorm]) -> None:
+    """In bf16 their sum would be one."""
+    norms = [kind(24, EPS, adds_one=True).bfloat16() for _ in range(2)]
+    hidden = torch.randn(4, 7, 24, generator=torch.Generator().manual_seed(2)).bfloat16()
+    with torch.no_grad():
+        for norm, value in zip(norms, (0.0, 2.0**-9), strict=True):
+            for name, parameter in norm.named_parameters():
+                parameter.fill_(value if name == "weight" else 0.0)
+    assert not torch.equal(*(norm(hidden) for norm in norms))

@@ -140,3 +140,10 @@ def built(config):
         model = build_decoder(config)
     materialize(model, config, 0, "cpu", torch.float32)
     return model
+
+
+def test_a_stage_drops_what_the_decoder_drops():
+    config = replace(DENSE, embedding_dropout=0.1, residual_dropout=0.2)
+    with torch.device("meta"):
+        stage = build_decoder(config).part_of([0], has_embedding=True, has_head=False)
+    assert (stage.drop_embedding.probability, stage.own_layers[0].drop_attention.probability) == (0.1, 0.2)
