@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from parallel.checkpoint.boxes import Box, coverage_error
-from parallel.checkpoint.cuts import Owned, ShardIndex, every_piece_of, fault_of, merge, pack, pieces_within, runs_of
+from parallel.checkpoint.cuts import (
+    Owned,
+    ShardIndex,
+    elements_by_shard,
+    every_piece_of,
+    fault_of,
+    merge,
+    pack,
+    pieces_within,
+    runs_of,
+)
 from parallel.checkpoint.schema import Piece
 
 KINDS = ("weight", "exp_avg")
@@ -105,6 +115,15 @@ def test_a_rank_that_writes_a_moment_less_is_a_cut_of_its_own():
     ]
     cuts = merge([pack(owned, SHAPES) for owned in ranks], SHAPES)
     assert {(cut.kinds, cut.box) for cut in cuts} == {(("weight",), Box((3,), (4,))), (KINDS, Box((0,), (3,)))}
+
+
+def test_neighbouring_ranges_of_one_shard_are_runs_of_their_own():
+    """One of a stride of 0 would be refused."""
+    ranks = [[Owned(KINDS, "b", Box((0,), (7,)), 0, 2), Owned(KINDS, "b", Box((0,), (7,)), 2, 2)]]
+    ranks.append([Owned(KINDS, "b", Box((0,), (7,)), 4, 3)])
+    (cut,) = merge([pack(owned, SHAPES) for owned in ranks], SHAPES)
+    assert cut.runs == [(1, 2, 0, 1), (1, 2, 0, 1), (1, 3, 1, 1)] and fault_of(cut, 2) is None
+    assert elements_by_shard([cut], 2) == [4 * len(KINDS), 3 * len(KINDS)]
 
 
 def test_nothing_owned_is_no_cut():
