@@ -174,6 +174,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     assert set(choose(logits_BV, 1.0, None, 0.6, generator).tolist()) == {1}
     assert set(choose(logits_BV, 1.0, None, 1e-9, generator).tolist()) == {1}
     torch.testing.assert_close(nucleus(logits_BV.softmax(-1), 1.0), logits_BV.softmax(-1))
+    assert nucleus(torch.tensor([[0.25, 0.5, 0.25]]), 0.5).tolist() == [[0.0, 0.5, 0.0]]  # which reaches it exactly
 
 
 def test_arguments_are_checked_at_once() -> None:
