@@ -133,7 +133,8 @@ def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, ha
     A refusal leaves nothing new, except what a second try can go on from: where a shard was finished, the tokenizer and
     cleaned texts, too. The folder of a source without one would only make its text, once mended, another corpus.
     """
-    folders = [_folder_if_known(config, plan.source, vocab_size) for plan in plans]
+    known = (_folder_if_known(config, plan.source, vocab_size) for plan in plans)
+    folders = [folder for folder in known if folder is not None]
     shared = [tokenizer_folder(config, vocab_size), *(group.folder for group in groups_of(config))]
     made = [folder for folder in (*folders, *shared) if folder is not None and folder not in had]
     fruitless = [folder for folder in made if not any(folder.glob("shard-*.json"))]

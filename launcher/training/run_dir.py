@@ -40,11 +40,10 @@ from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, 
 from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
 
-# Where token files lie, and how they are made and read, does not change which tokens come next. Of data.without the
-# listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
-FREE_DATA_KEYS = (
-    *("data.token_dir", "data.workers", "data.read_ahead", "data.without"),
-    *("data.cache_dir", "data.cache_gib"),
+# Where token files lie, how they are made and how far they are read ahead does not change which tokens come next. Of
+# data.without the listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
+FREE_DATA_KEYS = tuple(
+    f"data.{name}" for name in ("token_dir", "workers", "without", "read_ahead", "cache_dir", "cache_gib")
 )
 
 

@@ -18,8 +18,11 @@ def is_of_stages(key: str) -> bool:
 def stage_problem(old: RunConfig, new: RunConfig, consumed: int) -> str | None:
     """The line where the new stages deal a sample anew that is consumed already; None where they deal none.
 
-    ``consumed``: where the run that goes on has its next sample.
+    ``consumed``: where the run that goes on has its next sample. None, too, where seq_len or the sources are others,
+    which are refused by themselves: in other sequences, or by the sources' own weights, all would be dealt anew.
     """
+    if (old.data.seq_len, old.data.sources) != (new.data.seq_len, new.data.sources):
+        return None
     changed, seq_len = first_change(old.data, new.data), new.data.seq_len
     if changed is None or changed >= consumed:
         return None
