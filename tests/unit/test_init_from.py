@@ -13,7 +13,7 @@ from data.config import DataConfig, SourceConfig
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.init_from import with_source
-from modeling.moe_config import NoBalance
+from modeling.moe_config import NoBalance, SequenceAuxBalance
 from saved_runs import save_run
 from small_models import build, example_config
 
@@ -110,6 +110,19 @@ def test_what_shapes_training_alone_may_differ(config: RunConfig) -> None:
     moe = dataclasses.replace(config.model.moe, z_loss=0.1)
     model = dataclasses.replace(config.model, moe=moe, init_std=1.0)
     assert with_source(dataclasses.replace(config, model=model)).init_from is not None
+
+
+def test_a_loss_that_balances_experts_may_begin_and_end(config: RunConfig, tmp_path: Path) -> None:
+    """As after `import`, which has none. With a bias, which the source's weights have or lack, it is refused above."""
+    for theirs, ours in ((NoBalance(), SequenceAuxBalance()), (SequenceAuxBalance(), NoBalance())):
+        source, new = (
+            dataclasses.replace(config.model, moe=dataclasses.replace(config.model.moe, balance=each))
+            for each in (theirs, ours)
+        )
+        folder = tmp_path / type(theirs).__name__
+        save_run(folder, RunConfig(model=source), build(source, 1), 1)
+        changed = dataclasses.replace(config, model=new, init_from=str(folder))
+        assert with_source(changed).init_from == str(folder / "checkpoints/step-00000001")
 
 
 @pytest.mark.parametrize("named", [True, False])
