@@ -1,6 +1,7 @@
 """A trained model from what the user names: a run directory, or one checkpoint's directory."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.console import tell
 from launcher.errors import UserError
-from launcher.importing.folder import GENERATION_JSON
+from launcher.importing.folder import CONFIG_JSON, GENERATION_JSON
 from launcher.importing.generation import why_unfit
 from launcher.training.compiling import fuse_of
 from launcher.training.low_precision import check_precision
@@ -143,7 +144,15 @@ def newest_good(path: Path | str, key: str, opened: Callable[[Path | None, Folde
         for line in damaged:
             tell(f"{line}; taking {folder.name}")
         return found
-    raise UserError(damaged or [f"{key}={path} holds no checkpoint; give a run directory with checkpoints/step-N"])
+    raise UserError(damaged or [no_checkpoint(key, path)])
+
+
+def no_checkpoint(key: str, path: Path | str) -> str:
+    """The line of a place without checkpoints, which may be a model folder of transformers."""
+    if not is_remote(path) and os.path.isfile(os.path.join(path, CONFIG_JSON)):
+        how = f"`roundtable import {shlex.quote(str(path))} RUN_DIR`"
+        return f"{key}={path} is a model folder of transformers, not a run; make a run directory of it by {how}"
+    return f"{key}={path} holds no checkpoint; give a run directory with checkpoints/step-N"
 
 
 def newest_first(path: Path | str, key: str = "CHECKPOINT") -> Iterator[tuple[Path | None, Folder]]:

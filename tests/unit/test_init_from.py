@@ -10,6 +10,7 @@ import pytest
 
 from byte_tokenizer import save_byte_tokenizer
 from data.config import DataConfig, SourceConfig
+from launcher.commands.trained import open_trained
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.init_from import with_source
@@ -123,6 +124,19 @@ def test_a_loss_that_balances_experts_may_begin_and_end(config: RunConfig, tmp_p
         save_run(folder, RunConfig(model=source), build(source, 1), 1)
         changed = dataclasses.replace(config, model=new, init_from=str(folder))
         assert with_source(changed).init_from == str(folder / "checkpoints/step-00000001")
+
+
+def test_a_model_folder_of_transformers_is_to_be_imported(config: RunConfig, tmp_path: Path) -> None:
+    """As downloaded, or as `export` wrote it."""
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    told = f"={folder} is a model folder of transformers, not a run; make a run directory of it by "
+    wanted = f"{told}`roundtable import '{folder}' RUN_DIR`"
+    assert lines(config, init_from=str(folder)) == [f"init_from{wanted}"]
+    with pytest.raises(UserError) as refused:
+        open_trained(folder)
+    assert refused.value.problems == [f"CHECKPOINT{wanted}"]
 
 
 @pytest.mark.parametrize("named", [True, False])
