@@ -50,6 +50,7 @@ LINGER_SECONDS = 15.0
 # The exit code that multiprocessing gives a process when the fork server, which alone knows it, has ended.
 UNKNOWN_CODE = 255
 SERVER_KILLED = "the fork server that started it was killed, most likely for want of memory"
+SERVER_GONE = "the fork server ended; the reason is above, or it was killed, most likely for want of memory"
 
 
 class RankError(Exception):
@@ -156,7 +157,7 @@ def _start(process: Any) -> None:
     try:
         process.start()
     except (EOFError, ConnectionError):
-        raise RankError(f"no rank could be started: {SERVER_KILLED}", 1) from None
+        raise RankError(f"no rank could be started: {SERVER_GONE}", 1) from None
 
 
 def rank_environments(n_ranks: int, port: int) -> list[dict[str, str]]:

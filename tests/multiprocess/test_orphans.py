@@ -179,3 +179,16 @@ def test_killed_command_that_has_ranks(tmp_path, tokens, command):
         time.sleep(0.01)
     kill_and_see_all_end(process.pid, tree_of(process.pid))
     process.communicate(timeout=10)
+
+
+def test_a_fork_server_that_cannot_import_is_not_called_killed(tmp_path):
+    """A library that is half installed, or cannot make its cache."""
+    (tmp_path / "broken_library.py").write_text('raise ValueError("half installed")\n')
+    code = "from parallel.processes.start import run_ranks; run_ranks(len, 1, (), preload=['broken_library'])"
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "ValueError: half installed" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "no rank could be started: the fork server ended; the reason is above, "
+        "or it was killed, most likely for want of memory"
+    )
