@@ -13,6 +13,7 @@ from launcher.config.tree import RunConfig
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.plan.closed_forms import describe_layout, describe_memory, describe_model
+from launcher.training.init_from import with_source
 from launcher.training.start import (
     check_evaluated_tasks,
     check_prepared,
@@ -80,7 +81,10 @@ def check_all(config: RunConfig, path: Path, *, in_job: bool) -> list[Check]:
     checks = [Check.of(name, lambda check=check: check(config)) for name, check in start_checks().items()]
     if not in_job:
         checks.append(Check.of("the run directory's parts, and no other start", lambda: check_run_dir(config)))
-    return [*checks, Check.of("token files", lambda: check_data(config, path, in_job=in_job))]
+    checks.append(Check.of("token files", lambda: check_data(config, path, in_job=in_job)))
+    if config.init_from is not None and not any(check.problems for check in checks):
+        checks.append(Check.of("init_from", lambda: with_source(config)))
+    return checks
 
 
 def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:

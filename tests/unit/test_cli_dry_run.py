@@ -15,6 +15,8 @@ from launcher.training import newest
 from launcher.training.start import checkpoint_gib, start_checks
 from modeling.counts import count_parameters, flops_per_token
 from parallel.checkpoint import retention
+from saved_runs import save_run
+from small_models import build
 
 CONFIG = """
 name: small
@@ -56,6 +58,15 @@ def dry_run(capsys, *arguments: str, code: int = 0) -> dict:
     assert captured.err.splitlines() == [line for check in found["checks"] for line in check["problems"]]
     assert found["can_start"] == (code == 0)
     return found
+
+
+def test_init_from_is_looked_at_as_a_start_does(place, capsys):
+    config = load_config("c.yaml")
+    save_run(place / "source", config, build(config.model, 1), 1)
+    assert dry_run(capsys, "init_from=source")["checks"][-1] == {"name": "init_from", "problems": []}
+    told = dry_run(capsys, "init_from=source", "model.rope_theta=500.0", code=2)["checks"][-1]["problems"]
+    assert told[0].startswith("model.rope_theta=500.0 must be 10000.0, as in init_from=source; ")
+    assert "holds no checkpoint" in dry_run(capsys, "init_from=.", code=2)["checks"][-1]["problems"][0]
 
 
 def test_the_sizes_are_those_of_the_functions_that_know(place, capsys):
