@@ -152,7 +152,7 @@ class MoE(nn.Module):
         """The layer's output (B, S, D) and what its router did. Padding is not routed and comes out as zero."""
         hidden_TD = hidden_BSD.flatten(0, 1)
         valid_T = context.valid_T
-        routed_TD = hidden_TD if valid_T is None else hidden_TD[valid_T]
+        routed_TD = hidden_TD if valid_T is None else hidden_TD.index_select(0, valid_T)
         routing = self.router(routed_TD, context.choices.get(layer))
         rows_RD, compute = self.sender(routed_TD, routing.indices_TK, self.experts.fuse)
         weights_TK, stats = self.add_auxiliary_losses(routing, context)
