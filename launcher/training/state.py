@@ -205,4 +205,5 @@ def set_first_weights(engine: Engine, seed: int, init_from: str | None) -> None:
     try:
         load_weights(engine, open_together(open_folder(init_from), engine.mesh))
     except DamagedCheckpoint as error:
-        end_with(f"init_from={init_from} is damaged ({error}); name another checkpoint", engine.mesh.rank)
+        remedy = "put it back, or begin another run with another checkpoint"
+        end_with(f"init_from={init_from} is damaged ({error}); {remedy}", engine.mesh.rank)
