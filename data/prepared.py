@@ -54,7 +54,7 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a run needs of its data."""
+    """The token files, tokenizer and sources that a run reads."""
 
     sources: tuple[PreparedSource, ...]
     tokenizer: Path | None  # None: only existing token files, and no tokenizer named

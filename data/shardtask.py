@@ -18,7 +18,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class ShardTask:
-    """All that a process needs to know to write one shard."""
+    """Everything that a process needs to write one shard."""
 
     folder: Path
     number: int

@@ -37,7 +37,7 @@ class Segment:
 
     @cached_property
     def shares(self) -> tuple[Fraction, ...]:
-        """Of all sources, adding up to 1."""
+        """Each source's share of the samples; the shares sum to 1."""
         total = sum(self.weights)
         return tuple(weight / total for weight in self.weights)
 

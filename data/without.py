@@ -30,7 +30,7 @@ PREPARE_AGAIN = "give the list that was made for these token files"
 
 @dataclass(frozen=True)
 class Listed:
-    """One line of a list."""
+    """One line of a list of documents to leave out."""
 
     document: str  # SOURCE/FILE:NUMBER
     tokens: tuple[int, int] | None = None

@@ -18,7 +18,7 @@ MOST = 500  # offers; nobody reads more
 
 
 def offer_files(incomplete: str) -> list[str]:
-    """Nothing: the shell then offers files."""
+    """No completions, upon which the shell offers file names."""
     return []
 
 

@@ -44,11 +44,11 @@ class Draws:
     places_S: Tensor
 
     def at(self, places_S: Tensor) -> "Draws":
-        """The same samples' at other positions."""
+        """The draws of the same samples at the positions ``places_S``."""
         return replace(self, places_S=places_S)
 
     def to(self, device: torch.device) -> "Draws":
-        """The same, on the device."""
+        """The same draws, their tensors on the device."""
         samples_B, places_S = (to_device(each, device) for each in (self.samples_B, self.places_S))
         return replace(self, samples_B=samples_B, places_S=places_S)
 

@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Same shape and dtype as ``hidden`` (..., D)."""
+        """The block's output, of the shape and dtype of ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
         if self.gate is None:
             inner = self.fuse(activated, self.up(hidden), activation=self.activation)

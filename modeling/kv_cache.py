@@ -60,7 +60,7 @@ class LayerCache:
 
 
 def joined(past: Held, new: Held) -> Held:
-    """Both, one after the other."""
+    """The keys and values of the past, with the new ones behind them."""
     kept = tuple(torch.cat(pair, dim=1) for pair in zip(past.kept, new.kept, strict=True))
     positions_BP = torch.cat([past.positions_BP, new.positions_BP], dim=1)
     return Held(kept, positions_BP, torch.cat([past.documents_BP, new.documents_BP], dim=1))

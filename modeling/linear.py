@@ -25,7 +25,7 @@ class Linear(nn.Module):
         self.products: Products = AS_THEY_ARE
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """From (..., n_in) to (..., n_out)."""
+        """The product and the bias: (..., n_in) -> (..., n_out), in the dtype of ``inputs``."""
         bias = () if self.bias is None else (self.bias,)
         return self.fuse(self.products.linear, inputs, self.weight, *bias)
 

@@ -76,7 +76,7 @@ def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
 
 
 def logical_parameters(config: ModelConfig) -> dict[str, LogicalTensor]:
-    """Those that gradients train, in the model's order."""
+    """The logical tensors that gradients train, in the model's order."""
     return {name: tensor for name, tensor in logical_tensors(config).items() if not tensor.is_buffer}
 
 

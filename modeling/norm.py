@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         self.stated = {"weight": Weight((dim,), "zeros" if adds_one else "ones")}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Same shape and dtype as ``hidden``."""
+        """The normed rows, of the shape and dtype of ``hidden`` (..., D)."""
         return self.fuse(rms_norm, hidden, self.weight, norm_eps=self.norm_eps, adds_one=self.adds_one)
 
 
@@ -72,7 +72,7 @@ class LayerNorm(nn.Module):
         }
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Same shape and dtype as ``hidden`` (..., D)."""
+        """The normed rows, of the shape and dtype of ``hidden`` (..., D)."""
         numbers = {"norm_eps": self.norm_eps, "adds_one": self.adds_one}
         return self.fuse(layer_norm, hidden, self.weight, self.bias, **numbers)
 

@@ -28,7 +28,7 @@ class Alibi:
     heads: range
 
     def of_part(self, rank: int, degree: int) -> "Alibi":
-        """Of part number ``rank`` of ``degree`` equal ones."""
+        """The slopes of part number ``rank`` of ``degree`` equal parts of the heads."""
         size = len(self.heads) // degree
         return Alibi(self.n_heads, self.heads[rank * size : (rank + 1) * size])
 

@@ -65,7 +65,7 @@ class AtOnce:
         self.send(pairs, ())
 
     def wait(self, mark: Mark) -> None:
-        """Nothing to wait for."""
+        """Returns at once: each copy has ended when it returns."""
 
     def page(self, n_bytes: int) -> Tensor:
         """As Copies."""
@@ -133,7 +133,7 @@ class Pool:
 
     @property
     def n_bytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all the pool's pages."""
         return self.n_pages * self.page_bytes
 
     def take(self) -> Page:
@@ -160,7 +160,7 @@ class Block:
         self.on_host: list[Tensor] = []  # its bytes, in order
 
     def restore(self) -> Tensor:
-        """All of it, on the device."""
+        """The block's whole memory, back on the device."""
         self.slot.turn()
         assert self.flat is not None
         return self.flat
@@ -272,7 +272,7 @@ class Room:
         self.used = pool.page_bytes  # of the last page
 
     def take(self, n_bytes: int) -> list[Tensor]:
-        """So many bytes, in pieces that lie in one page each."""
+        """Memory of ``n_bytes`` bytes, in pieces that lie in one page each."""
         found = []
         while n_bytes:
             if self.used == self.pool.page_bytes:
@@ -301,7 +301,7 @@ class Offloader:
 
     @contextmanager
     def during(self, layer: DecoderLayer, context: Context) -> Iterator[None]:
-        """Around the forward pass of a layer."""
+        """While it lasts, what the layer's forward pass saves goes to the host."""
         if not torch.is_grad_enabled():
             yield
             return

@@ -106,7 +106,7 @@ class TwinLayer(DecoderLayer):
 
 
 class RecomputedLayer(TwinLayer):
-    """Its kinds below say what of it is computed again."""
+    """A layer that computes parts of itself again; its kinds below say which."""
 
     def run(self, function: Callable[..., Passed], *hidden: Tensor, context: Context) -> Passed:
         """What ``function`` makes of ``hidden``. The second run takes the experts that the first one chose."""

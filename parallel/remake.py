@@ -86,7 +86,7 @@ class Restorable(Protocol):
     """Memory that can be away."""
 
     def restore(self) -> Tensor:
-        """All of it."""
+        """The whole memory, as one tensor on the device."""
         ...
 
 

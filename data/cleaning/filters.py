@@ -56,7 +56,7 @@ def _c4(config: C4Config, words: str) -> Any:
 
 
 def _gopher_quality(config: GopherQualityConfig, words: str) -> Any:
-    """All rules of the paper's list."""
+    """Datatrove's filter with every quality rule of the Gopher paper."""
     from datatrove.pipeline.filters import GopherQualityFilter
 
     return GopherQualityFilter(

@@ -33,7 +33,7 @@ REPORTED = 1 << 20  # characters between two reports
 
 @dataclass(frozen=True)
 class CleanTask:
-    """All that a process needs to know to clean one shard."""
+    """Everything that a process needs to clean one shard."""
 
     folder: Path
     number: int  # among those of all sources that are cleaned together

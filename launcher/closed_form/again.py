@@ -21,7 +21,7 @@ class Again(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Both, in FLOPs."""
+        """FLOPs of the products, with the elementwise work counted in FLOPs, too."""
         return self.flops + ELEMENT_FLOPS * self.elements
 
 

@@ -84,27 +84,27 @@ class Architecture:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer's attention matrices."""
         return sum(inputs * outputs for inputs, outputs, _ in self.attention_matrices)
 
     @property
     def dense_parameters(self) -> int:
-        """Of a layer's feed-forward without experts."""
+        """Parameters of one layer's feed-forward block without experts."""
         return self.ff_matrices * self.d_model * self.d_ff
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return self.expert_matrices * self.d_model * self.expert_d_ff
 
     @property
     def embedding_parameters(self) -> int:
-        """Of one vocabulary matrix."""
+        """Parameters of one matrix of vocab_size x d_model."""
         return self.vocab_size * self.d_model
 
     @property
     def parameters(self) -> float:
-        """All, without norms and biases."""
+        """Parameters of the whole model, without norms and biases."""
         moe, dense = self.n_moe_layers, self.n_layers - self.n_moe_layers
         experts = (self.n_experts + self.n_shared_experts) * self.expert_parameters + self.n_experts * self.d_model
         layers = self.n_layers * self.attention_parameters + dense * self.dense_parameters + moe * experts

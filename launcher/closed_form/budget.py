@@ -34,7 +34,7 @@ class Budgeted:
 
     @property
     def most(self) -> float:
-        """Of the position that holds most."""
+        """Bytes that the fullest pipeline position holds."""
         return max(self.held)
 
 
@@ -135,7 +135,7 @@ def told_of_budget(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def told(modes: Sequence[Recompute]) -> str:
-    """In words: "full in layers 0-3, none in 4-31"."""
+    """The layers' modes in words: "full in layers 0-3, none in 4-31"."""
     runs = [(mode, [layer for layer, _ in own]) for mode, own in groupby(enumerate(modes), key=lambda each: each[1])]
     words = [f"{mode} in {own[0]}-{own[-1]}" if len(own) > 1 else f"{mode} in {own[0]}" for mode, own in runs]
     return ", ".join(words)

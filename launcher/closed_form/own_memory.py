@@ -66,7 +66,7 @@ class Layers(NamedTuple):
 
     @property
     def dense(self) -> float:
-        """Those without experts."""
+        """The number of layers without experts."""
         return self.total - self.moe
 
 

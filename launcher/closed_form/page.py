@@ -62,7 +62,7 @@ def introduction(found: Evaluation) -> list[str]:
 
 
 def line(name: str, errors: Sequence[Error]) -> str:
-    """One line of a table."""
+    """One row of the page's table of errors, as Markdown."""
     sizes = np.abs([each.relative for each in errors])
     bias = np.median([each.relative for each in errors])
     covered = np.mean([each.is_covered for each in errors])

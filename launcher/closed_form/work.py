@@ -146,7 +146,7 @@ class Step:
         self.sum_bytes = 2 * self.grad_bytes + (0 if job.system.fused_sums else 2 * HALF)
 
     def work(self) -> Work:
-        """All amounts."""
+        """All that the step takes, by kind."""
         arch, job = self.arch, self.job
         dense = self.layer(moe=False)
         moe = self.layer(moe=True) if arch.n_moe_layers else {}

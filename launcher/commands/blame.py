@@ -35,7 +35,7 @@ def blame_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) ->
 
 
 def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes: Wishes) -> int:
-    """By local processes; the exit code."""
+    """Runs the plan in local processes and prints the report; returns the exit code."""
     from data.without import LeftOut, list_text
     from launcher.blame.report import build_report, print_report
     from launcher.prove.progress import ProofProgress
@@ -93,7 +93,7 @@ def beginnings(found: object, blamed: object, text_of: Callable[[int], str]) -> 
 
 
 def blame_here(plan: Plan) -> object:
-    """One local process."""
+    """What one local process of `blame` does."""
     from launcher.blame.rank import blame_rank
 
     return exit_two_for(lambda: blame_rank(plan))

@@ -38,7 +38,7 @@ class Choice:
 
     @property
     def record(self) -> Without:
-        """For the branch's lineage."""
+        """What the branch's lineage says of the documents left out."""
         listed = [Listed(each.document) for each in self.documents]
         firsts = [self.first_seen, self.taken_over.first_seen if self.taken_over is not None else None]
         first_seen = min((each for each in firsts if each is not None), default=None)

@@ -127,5 +127,5 @@ def span_row(dataset: Dataset, span: Span) -> dict[str, Any]:
 
 
 def say_json(tree: dict[str, Any]) -> None:
-    """One line of JSON."""
+    """Prints ``tree`` as one line of JSON."""
     say(json.dumps(tree))

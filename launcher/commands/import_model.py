@@ -93,7 +93,7 @@ def room_problems(out: Path, n_elements: int) -> list[str]:
 
 
 def bytes_to_read(weights: Weights) -> int:
-    """Of all tensors in the files."""
+    """Bytes of all tensors in the model's files."""
     parts = (part.stored for parts in weights.parts.values() for part in parts)
     return sum(prod(stored.shape) * ELEMENT_BYTES_OF[stored.dtype] for stored in parts)
 

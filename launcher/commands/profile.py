@@ -93,7 +93,7 @@ def profile_here(config: RunConfig, n_ranks: int, out: Path, wishes: Wishes) -> 
 
 
 def profile_rank(config: RunConfig, plan: Any) -> Any:
-    """One local process."""
+    """What one local process of `profile` does."""
     from launcher.profile import run
 
     try:

@@ -99,7 +99,7 @@ def is_one_file(path: Path, other: Path) -> bool:
 
 
 def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | None, *, shows_text: bool) -> int:
-    """By local processes; the exit code."""
+    """Runs the plan in local processes and prints the report; returns the exit code."""
     from launcher.replay.compare import judge
     from launcher.replay.report import build_report, documents_of
     from launcher.replay.show import print_documents, print_report
@@ -135,7 +135,7 @@ def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | 
 
 
 def replay_here(plan: Plan) -> object:
-    """One local process."""
+    """What one local process of `replay` does."""
     from launcher.replay.rank import replay_rank
 
     return exit_two_for(lambda: replay_rank(plan))

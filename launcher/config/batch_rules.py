@@ -75,6 +75,6 @@ def _check_schedule(config: RunConfig, ramp: BatchRamp, share: int) -> Iterator[
 
 
 def _divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """The divisors of ``number``, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -48,7 +48,7 @@ class SourceFacts:
 
 @dataclass
 class CorpusFacts:
-    """All sources, and the copies among them."""
+    """What the report shows of all sources, and the copies among them."""
 
     name: str
     sources: list[SourceFacts]

@@ -89,7 +89,7 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self.release, key, n_bytes)
 
     def release(self, key: int, n_bytes: int) -> None:
-        """Nothing refers to the storage any more."""
+        """Subtracts a storage's bytes, once nothing refers to it any more."""
         self.live[self.holders.pop(key)] -= n_bytes
         self.total -= n_bytes
 
@@ -107,5 +107,5 @@ class Ledger(TorchDispatchMode):
                     self.holders[storage._cdata] = holder
 
     def begin(self) -> None:
-        """From here on the most at once is looked for."""
+        """Starts looking for the peak anew."""
         self.peak, self.at_peak = self.total, dict(self.live)

@@ -30,9 +30,9 @@ class WholeSequences:
         return indices.size * self.seq_len, indices.size * self.seq_len
 
     def count_further(self, indices: np.ndarray, depth: int) -> list[int]:
-        """By depth, targets further ahead that count."""
+        """The numbers of targets 2, 3, ... tokens ahead that count, by depth."""
         return [indices.size * (self.seq_len - ahead) for ahead in range(1, depth + 1)]
 
     def progress(self, consumed: int, skipped: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Nothing: there are no epochs."""
+        """An empty dict, as there are no epochs to tell of."""
         return {}

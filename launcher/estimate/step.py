@@ -55,7 +55,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(each.seconds for each in self.sums.values())
 
 

@@ -53,7 +53,7 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """All of them."""
+        """Bytes of everything at the moment of the most."""
         return sum(self.at_peak.values())
 
 
@@ -119,7 +119,7 @@ class Sent:
     tensors: list[Tensor]
 
     def wait(self) -> None:
-        """It has come."""
+        """Ends the message: its tensors need not live any longer."""
         self.tensors.clear()
 
 

@@ -48,7 +48,7 @@ class Verdict:
     exit_code: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """As it is sent to the ranks."""
+        """The message by which the ranks are told."""
         return asdict(self)
 
 

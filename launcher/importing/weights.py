@@ -53,7 +53,7 @@ class Weights:
 
     @property
     def elements(self) -> int:
-        """Of all logical tensors."""
+        """The number of elements of all logical tensors."""
         return sum(part.numel for parts in self.parts.values() for part in parts)
 
     @property

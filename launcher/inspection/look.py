@@ -52,7 +52,7 @@ class Look:
 
     @property
     def tally(self) -> Tally:
-        """Of all tokens that ``sources`` are made of."""
+        """The counts over all tokens of ``sources``."""
         return together(self.sources.values())
 
     @property

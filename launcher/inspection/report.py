@@ -46,7 +46,7 @@ def _comparable(value: float) -> float:
 
 
 def text_tree(look: TextLook, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """One text."""
+    """What the report holds of one text, as JSON."""
     tree: dict[str, Any] = {
         "name": look.text.name,
         "tokens": list(look.text.ids),

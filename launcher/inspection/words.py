@@ -40,7 +40,7 @@ def check_lines(report: Mapping[str, Any]) -> list[tuple[bool, str]]:
 
 
 def head_rows(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Of each layer and head, where it looks."""
+    """A table's rows, one for each head of each layer: where it looks."""
     rows = []
     for layer in text["attention"]:
         window = "all" if layer["window"] is None else str(layer["window"])
@@ -100,7 +100,7 @@ EXPERT_TITLES = ("layer", "busiest experts (share)", "idle", "most often togethe
 
 
 def lens_rows(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Of each layer, how it predicts."""
+    """A table's rows, one for each layer: what it would predict."""
     rows = []
     for row in text["lens"]:
         name = "embedding" if row["layer"] is None else str(row["layer"])
@@ -131,7 +131,7 @@ def next_of(text: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of them."""
+    """The number with its noun: "1 token", "1,024 tokens"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -136,7 +136,7 @@ class Factors:
 
     @property
     def words(self) -> str:
-        """In a line."""
+        """The factors and where they come from, in a line."""
         return f"corrected: time x {self.step:.3f}, memory of tensors x {self.memory:.3f}, by {'; '.join(self.origins)}"
 
 

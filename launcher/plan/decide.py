@@ -88,7 +88,7 @@ def in_order(best: Sequence[Found], verdicts: Sequence[Verdict]) -> tuple[list[F
 
 
 def seconds_of(verdict: Verdict) -> float:
-    """Of a step, by its trace."""
+    """Seconds of a step, as the layout's trace has them."""
     assert verdict.plan is not None
     return verdict.plan["step_seconds"]
 

@@ -101,7 +101,7 @@ def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:
 
 
 def describe(config: RunConfig, n_ranks: int, failed: set[str]) -> dict[str, Any]:
-    """All sizes, as JSON would have them."""
+    """The run's sizes and what failed, as `--json` prints them."""
     return {
         "run_dir": str(config.run_path),
         "model": describe_model(config),

@@ -28,7 +28,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All parts of the device's memory."""
+        """Bytes of all parts of the device's memory."""
         return self.weights + self.masters + self.optimizer + self.gradients
 
 

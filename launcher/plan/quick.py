@@ -50,7 +50,7 @@ class Held:
 
     @property
     def total(self) -> float:
-        """At the worst moment."""
+        """Bytes of all parts at the peak."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ NONE = "-"
 
 
 def as_json(found: Findings, judgement: Judgement, seconds: float) -> dict[str, Any]:
-    """Everything, as it is kept in RUN_DIR/preflight."""
+    """The verdicts and all that was measured, as they are kept in RUN_DIR/preflight."""
     return {
         "bad_nodes": judgement.bad_nodes,
         "verdicts": [asdict(verdict) for verdict in judgement.verdicts],

@@ -77,7 +77,7 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def add(self, ask: Ask, units: float) -> None:
-        """One call more."""
+        """Counts one more call of ``units`` units."""
         self.calls[ask] += 1
         self.units[ask] = self.units.get(ask, 0.0) + units
 
@@ -104,7 +104,7 @@ class StepRecorder(TorchDispatchMode):
         return pages
 
     def found(self) -> dict[Ask, Amounts]:
-        """All that was asked for."""
+        """The calls and units of everything that the step asked for."""
         return {ask: Amounts(calls, float(self.units[ask])) for ask, calls in self.calls.items()}
 
 

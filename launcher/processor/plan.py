@@ -37,7 +37,7 @@ def trace(path: Path, overrides: Sequence[str], world_size: int) -> Positions | 
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -73,7 +73,7 @@ def plan_here(config: RunConfig, path: Path, overrides: Sequence[str], world_siz
 
 
 def as_json(config: RunConfig, world_size: int, positions: Positions, machine: Machine, call: Call) -> dict[str, Any]:
-    """All figures, in seconds."""
+    """The planned step's seconds by part, and what follows from them, as `--json` prints them."""
     seconds, shares = step_seconds(config, world_size, positions, machine, call)
     slowest = max(shares, key=lambda each: each.of())
     tokens = config.train.batches.sizes[-1] * config.data.seq_len

@@ -304,7 +304,7 @@ def merged(cores: int, busy: int, found: list[Mapping[str, Any]]) -> Machine:
 
 
 def slowest(calls: Sequence[Call]) -> Call:
-    """Of all ranks, which wait for the last one."""
+    """The largest wall time of the ranks' calls, as all wait for the last, and their mean processor time."""
     return Call(max(each.wall for each in calls), sum(each.processor for each in calls) / len(calls))
 
 

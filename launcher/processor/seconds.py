@@ -33,7 +33,7 @@ class Share:
         return sum(each for (phase, _), each in self.seconds.items() if not phases or phase in phases)
 
     def parts(self) -> dict[str, float]:
-        """By what they are for."""
+        """Seconds by what they are for."""
         found: dict[str, float] = {}
         for (_, part), each in self.seconds.items():
             found[part] = found.get(part, 0.0) + each

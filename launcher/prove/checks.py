@@ -424,7 +424,7 @@ def without_gradient(steps: Sequence[ReferenceStep]) -> list[str]:
 
 
 def step_boxes(ranks: Sequence[PhaseSeen], step: Callable[[PhaseSeen], StepSeen | None]) -> list[TensorBox]:
-    """All ranks' gradients in one step."""
+    """All ranks' pieces of the gradients of one step."""
     return [piece for rank in ranks for seen in [step(rank)] if seen is not None for piece in seen.gradients]
 
 

@@ -38,7 +38,7 @@ AGREED = ("loss", "z_loss", "mtp/loss_*", "grad_norm", "moe/balance_loss", "moe/
 
 
 def judge(proof: Proof) -> list[Check]:
-    """All checks."""
+    """The checks of all phases."""
     found = [*judge_sgd(proof), *judge_nonlinear(proof), *judge_saved(proof), *judge_loaded(proof)]
     if proof.plain.own_exact is not None and proof.plain.own_low is not None:
         found += judge_own(proof, proof.plain.own_exact, proof.plain.own_low)
@@ -51,7 +51,7 @@ def phase_of(proof: Proof, name: str) -> list[PhaseSeen]:
 
 
 def all_boxes(phases: Sequence[PhaseSeen], of: Callable[[PhaseSeen], list[TensorBox]]) -> Iterable[TensorBox]:
-    """All ranks' pieces."""
+    """The pieces of tensors that all ranks hold."""
     return (piece for phase in phases for piece in of(phase))
 
 

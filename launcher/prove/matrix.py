@@ -25,7 +25,7 @@ LARGEST_SET = 3  # axes above degree one at once
 
 @dataclass(frozen=True)
 class Layout:
-    """One row of the matrix."""
+    """One layout of the matrix that `make prove` goes through."""
 
     parallel: ParallelConfig
     n_ranks: int

@@ -74,7 +74,7 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the ranks do, in one go."""
+    """All phases that the ranks of a proof go through in one start."""
 
     phases: Sequence[PhasePlan]
     folder: Path
@@ -93,7 +93,7 @@ class OutputSeen:
 
 @dataclass
 class StepSeen:
-    """One update as one rank saw it."""
+    """What one rank saw of one update."""
 
     row: dict[str, Any]  # of metrics.jsonl
     gradients: list[TensorBox]  # reduced, before clipping
@@ -206,7 +206,7 @@ class Teller:
         self.speaks = speaks
 
     def __call__(self, what: str) -> None:
-        """One line, at once."""
+        """Appends one line to the progress file."""
         if self.speaks:
             with open(self.path, "a") as file:
                 file.write(f"{self.phase}: {what}\n")

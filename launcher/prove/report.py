@@ -69,7 +69,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def table_of(outcome: Outcome) -> Table:
-    """One row for each check."""
+    """A table with a row for each check."""
     table = Table(box=None, pad_edge=False, show_edge=False)
     for title in ("phase", "check", "worst"):
         table.add_column(title, overflow="fold")

@@ -57,7 +57,7 @@ class WatchedDataset(Dataset):
 
     @classmethod
     def watching(cls, dataset: Dataset) -> "WatchedDataset":
-        """The same dataset, watched from now on."""
+        """A copy of ``dataset`` that notes what is read of it."""
         watched = cls.__new__(cls)
         watched.__dict__.update(dataset.__dict__)
         watched.reads = []

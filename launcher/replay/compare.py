@@ -42,7 +42,7 @@ class StepVerdict:
     differences: tuple[Difference, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For the report."""
+        """What the report's JSON holds of the step."""
         return asdict(self) | {"reproduced": not self.differences}
 
 

@@ -41,7 +41,7 @@ class DocumentSeen:
 
     @property
     def losses(self) -> list[float]:
-        """Of all its tokens that were predicted."""
+        """The losses of all the document's tokens that were predicted."""
         return [loss for part in self.parts for loss in part.losses]
 
 

@@ -48,7 +48,7 @@ def places(events: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def thinned(steps: list[int]) -> list[int]:
-    """At most MOST_PLACES of them, evenly spaced."""
+    """At most MOST_PLACES of the steps, evenly spaced."""
     if len(steps) <= MOST_PLACES:
         return steps
     return [steps[number * (len(steps) - 1) // (MOST_PLACES - 1)] for number in range(MOST_PLACES)]

@@ -100,7 +100,7 @@ def payload(runs: Sequence[RunFacts]) -> str:
 
 
 def kinds_of(runs: Sequence[RunFacts]) -> list[str]:
-    """All kinds of events, those that matter most first."""
+    """The kinds of events in the runs, those that matter most first."""
     order = ("bad", "warn", "note", "routine")
     kinds = dict.fromkeys(kind_of(event) for run in runs for event in run.rows.events)
     return sorted(kinds, key=lambda kind: order.index(tone_of(kind)))

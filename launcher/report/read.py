@@ -72,7 +72,7 @@ class Columns:
         self._block: list[list[Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """One row more."""
+        """Adds one row of metrics.jsonl."""
         keys = tuple(row)
         if keys != self._keys or len(self._block) == BLOCK_ROWS:
             self._flush()

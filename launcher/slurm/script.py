@@ -132,7 +132,7 @@ def quote_except_variables(text: str) -> str:
 
 
 def comment(run_path: Path) -> str:
-    """By which a job is known to train in ``run_path``."""
+    """The Slurm comment by which a job is known to train in ``run_path``."""
     return f"{COMMENT}{run_path.absolute()}"
 
 

@@ -21,7 +21,7 @@ class Requests:
     instances: dict[str, list[Any]]  # task -> the harness's Instances
 
     def of_kind(self, kind: str) -> list[Any]:
-        """Those of one request_type."""
+        """All requests of one request_type."""
         return [each for own in self.instances.values() for each in own if each.request_type == kind]
 
     @property

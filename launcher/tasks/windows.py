@@ -73,7 +73,7 @@ def packed_rows(windows: Sequence[Window], seq_len: int) -> Rows:
 
 
 def padded_rows(windows: Sequence[Window]) -> Rows:
-    """One row for each window, as long as the longest."""
+    """A row for each window, each as long as the longest."""
     return _laid_out(windows, np.arange(len(windows)), max(window.n_inputs for window in windows))
 
 

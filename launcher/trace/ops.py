@@ -146,7 +146,7 @@ class Figures:
 
     @classmethod
     def of(cls, ops: Iterable[Op]) -> "Figures":
-        """Those of some operations."""
+        """The sums of what some operations cost."""
         figures = cls()
         for op in ops:
             figures.launches += op.work.launches

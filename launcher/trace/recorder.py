@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def release(self, key: int) -> None:
-        """Nothing refers to the storage any more."""
+        """Subtracts a storage's bytes, once nothing refers to it any more."""
         self.live[self.holders.pop(key)] -= self.known.pop(key)
 
     def sort(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:

@@ -32,7 +32,7 @@ class Stretches:
     regions: list[Region] = field(default_factory=list)
 
     def add(self, region: Region) -> None:
-        """From the next node on."""
+        """The region of all nodes from the next one on."""
         self.starts.append(_get_sequence_nr())
         self.regions.append(region)
 
@@ -89,7 +89,7 @@ class Regions:
 
     @contextlib.contextmanager
     def of(self, model: Decoder) -> Iterator["Regions"]:
-        """With hooks on the model's modules."""
+        """While it lasts, hooks on the model's modules enter and leave their regions."""
         handles: list[RemovableHandle] = []
         for module, region in regions_of(model):
             handles += self._hook(module, region)

@@ -81,7 +81,7 @@ def told(error: Exception) -> str:
 
 
 def refusal(version: int, reason: str) -> UserError:
-    """In one line, with the remedy."""
+    """The error, in one line with the remedy, of a version that cannot be taken."""
     return UserError(
         [
             f"train.flash_attention={version} needs a package that torch {torch.__version__} can take, and there is "

@@ -49,7 +49,7 @@ def read_lineage(run_path: Path) -> Lineage | None:
 
 
 def lineage_line(lineage: Lineage) -> str:
-    """In words."""
+    """Where the run was branched from, in words."""
     line = f"branched from {lineage.run} at step {lineage.step}"
     if lineage.without is None:
         return line

@@ -112,7 +112,7 @@ def prepare_tasks(config: RunConfig) -> Prepared:
 
 
 def unscored(_: Sequence[Window]) -> list[Answer]:
-    """For a reader of requests, which has no model."""
+    """In the place of a model, for a reader of the tasks' requests: it is never to be called."""
     raise AssertionError("the ranks score them together")
 
 

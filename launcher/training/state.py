@@ -43,7 +43,7 @@ class TrainState:
     losses: list[float] = field(default_factory=list)  # of the last updates, which the next one's is judged by
 
     def scalars(self, engine: Engine) -> dict[str, Any]:
-        """For the checkpoint's manifest."""
+        """What the checkpoint's manifest holds of the state."""
         return {
             "consumed": self.consumed,
             "dealing": DEALING,

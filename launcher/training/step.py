@@ -89,7 +89,7 @@ class Weights:
 
 
 def weights_of(engine: Engine, dataset: Samples, indices: np.ndarray) -> Weights:
-    """Those of the batch of these samples."""
+    """What each kind of loss weighs in the batch of these samples."""
     n_targets, n_tokens = dataset.count(indices)
     return Weights(
         target=1 / max(1, n_targets),

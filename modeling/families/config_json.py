@@ -156,7 +156,7 @@ def copy_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that nothing is known of."""
+    """A line for each key of config.json whose meaning is not known."""
     local = {"rope_local_base_freq"} if family.has_local_rope else set()
     known = {
         *EVERYWHERE,

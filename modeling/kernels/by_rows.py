@@ -143,7 +143,7 @@ def factor_of(weight_D: Tensor, *, adds_one: bool) -> Tensor:
 
 
 def pieces(n: int, n_rows: int) -> Iterator[slice]:
-    """All rows, so many at a time."""
+    """Slices of ``n`` rows, ``n_rows`` at a time."""
     return (slice(begin, min(n, begin + n_rows)) for begin in range(0, n, n_rows))
 
 

@@ -226,7 +226,7 @@ class GatesAndUps:
             self.spare = rooms_of(sizes_E, gate_up_RI, {"gate_up_again": gate_up_RI.shape[1]})
 
     def for_each(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Of each expert: both, gates and ups."""
+        """For each expert (gates and ups side by side, gates, ups) of its rows."""
         both = (gate_up_RI, *gate_up_RI.chunk(2, 1))
         return zip(*(each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both), strict=True)
 

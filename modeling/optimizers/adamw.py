@@ -29,7 +29,7 @@ class AdamWConfig(UpdateRule):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Both moments."""
+        """The names of both moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:

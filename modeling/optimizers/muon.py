@@ -42,7 +42,7 @@ class MuonConfig(UpdateRule):
         return (*MATRIX_STATES, *ADAMW_STATES)
 
     def states_of(self, weight: Weight) -> tuple[str, ...]:
-        """Those of its kind."""
+        """A hidden matrix's momentum; any other weight's two moments."""
         return MATRIX_STATES if weight.is_hidden_matrix else ADAMW_STATES
 
     def takes_whole(self, weight: Weight) -> bool:

@@ -21,7 +21,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """For indexing the whole tensor."""
+        """Slices that cut the box out of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     def intersect(self, other: "Box") -> "Box | None":

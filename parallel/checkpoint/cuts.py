@@ -153,7 +153,7 @@ def pieces_within(cut: Cut, kind: str, shards: Sequence[str], box: Box) -> Itera
 
 
 def every_piece_of(cut: Cut, shards: Sequence[str]) -> Iterator[Piece]:
-    """All boxes of a cut, in every kind."""
+    """The pieces of a cut in every one of its kinds."""
     for kind in cut.kinds:
         yield from pieces_within(cut, kind, shards, cut.box)
 

@@ -117,14 +117,14 @@ class LocalFolder:
         return str(self.directory / file)
 
     def size(self, file: str) -> int | None:
-        """Its bytes, or None where it is missing."""
+        """The file's bytes; None where it is missing."""
         try:
             return look(self.directory, file).st_size
         except FileNotFoundError:
             return None
 
     def stamp(self, file: str) -> tuple[int, int, int]:
-        """Its inode, size and time of the last write."""
+        """The file's inode, size and time of its last write."""
         found = look(self.directory, file)
         return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -134,18 +134,18 @@ class LocalFolder:
             return at_most(content.read(most + 1), most)
 
     def open(self, file: str) -> Input:
-        """For reading, without a buffer of Python's."""
+        """The file, opened for reading without a buffer of Python's."""
         return LocalInput(self.directory, file)
 
     def create(self, file: str) -> Output:
-        """For writing."""
+        """A new file, opened for writing."""
         path = self.directory / file
         if "/" in file:
             path.parent.mkdir(parents=True, exist_ok=True)
         return LocalOutput(path)
 
     def files(self) -> list[str]:
-        """All files, links and pipes below."""
+        """The names of all files, links and pipes in the folder and below, sorted."""
         found = []
         for folder, folders, files in os.walk(self.directory):
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))

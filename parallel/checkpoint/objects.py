@@ -123,7 +123,7 @@ class ObjectFolder:
         return f"{self.location}/{file}"
 
     def size(self, file: str) -> int | None:
-        """Its bytes, or None where it is missing."""
+        """The object's bytes; None where it is missing."""
         try:
             return int(self._look(file)["size"])
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class ObjectFolder:
             return at_most(self.fs.cat_file(f"{self.root}/{file}"), most)
 
     def open(self, file: str) -> Input:
-        """For reading in pieces; parts are fetched ahead."""
+        """The object, opened for reading in pieces, parts of which are fetched ahead."""
         self._look(file)
         options = {"block_size": PART_BYTES, "cache_type": "readahead"}
         with as_store_errors(self.path(file)):
@@ -164,7 +164,7 @@ class ObjectFolder:
             return ObjectOutput(self.fs.open(f"{self.root}/{file}", "wb", block_size=PART_BYTES), self.path(file))
 
     def files(self) -> list[str]:
-        """All objects below."""
+        """The names of all objects in the folder and below, sorted."""
         with as_store_errors(self.location):
             self.fs.invalidate_cache()
             return sorted(path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root))

@@ -148,7 +148,7 @@ class _Window:
         self.active: list[_Wish] = []
 
     def until(self, start: int, stop: int) -> list[_Wish]:
-        """Those that overlap [start, stop)."""
+        """The wishes that overlap [start, stop)."""
         while self.next < len(self.wishes) and self.wishes[self.next].start < stop:
             self.active.append(self.wishes[self.next])
             self.next += 1

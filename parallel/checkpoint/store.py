@@ -77,7 +77,7 @@ class Folder(Protocol):
         ...
 
     def create(self, file: str) -> Output:
-        """For writing in pieces; folders in its name are made."""
+        """A new file, opened for writing in pieces; folders in its name are made."""
         ...
 
     def files(self) -> list[str]:
@@ -168,7 +168,7 @@ def step_of(name: str) -> int | None:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Those of the names that are checkpoints', by step."""
+    """Which of the names are checkpoints', by step."""
     return sorted((name for name in names if step_of(name) is not None), key=lambda name: step_of(name) or 0)
 
 

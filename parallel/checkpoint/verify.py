@@ -90,10 +90,10 @@ def problems_of_table(folder: Folder, file: str, file_bytes: int, pieces: list[P
 
 
 def bytes_of(manifest: Manifest) -> int:
-    """Of all files but the manifest."""
+    """Bytes of all the checkpoint's files but the manifest."""
     return sum(expected["bytes"] for expected in manifest.files.values())
 
 
 def tensor_bytes(manifest: Manifest, kind: str) -> int:
-    """Of all logical tensors of one kind, fp32."""
+    """Bytes in fp32 of all logical tensors of one kind."""
     return ELEMENT_BYTES * sum(prod(manifest.tensors[name]) for name in manifest.kinds[kind])

@@ -63,7 +63,7 @@ class _Course:
         self.failures: dict[str, list[str]] = {}  # on rank 0: by node, what went wrong there
 
     def run(self, folder: Path, problems: list[str]) -> Findings | None:
-        """All stages; the findings on rank 0."""
+        """Goes through all stages; returns the findings on rank 0."""
         silent = self._begin(problems)
         devices = self._devices()
         disks = self._disks(folder)

@@ -44,7 +44,7 @@ class Mpu:
         return self.mesh.replicas.degree
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their global numbers."""
+        """The global ranks of the replicas of this rank's dense weights."""
         return list(self.mesh.replicas.ranks)
 
     def get_model_parallel_group(self) -> Any:
@@ -68,7 +68,7 @@ class Mpu:
         return self.mesh.tp.rank
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Its degree."""
+        """The degree of tp."""
         return self.mesh.tp.degree
 
     def get_pipeline_model_parallel_group(self) -> Any:
@@ -80,7 +80,7 @@ class Mpu:
         return self.mesh.pp.rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Its degree."""
+        """The degree of pp."""
         return self.mesh.pp.degree
 
 

@@ -41,7 +41,7 @@ class LossScale:
             self.restore(before)
 
     def state(self) -> dict[str, float]:
-        """Its numbers, for a checkpoint; empty unless fp16."""
+        """The scaler's numbers, for a checkpoint; empty in other precisions than fp16."""
         return {name: getattr(self.scaler, name) for name in FIELDS} if self.scaler is not None else {}
 
     def restore(self, state: dict[str, float]) -> None:

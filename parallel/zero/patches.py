@@ -163,7 +163,7 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
             self.fp32_groups_has_gradients[group] = [False] * len(gradients)
 
     def step(self, closure: Any = None) -> None:
-        """One update."""
+        """Makes one update, clipped by our norm."""
         with replaced(
             bf16_optimizer,
             get_global_norm_of_tensors=self.norm_of_dense,

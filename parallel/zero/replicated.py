@@ -20,7 +20,7 @@ class Replicated(Sharding):
     clips = False  # DeepSpeed's norm at this stage is wrong for experts
 
     def optimizer_class(self) -> None:
-        """None: torch's optimizer is left as it is."""
+        """None, since torch's optimizer is left as it is."""
 
     def gradients(self) -> list[HeldGradient]:
         """Whole gradients."""

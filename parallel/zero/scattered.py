@@ -150,7 +150,7 @@ class Zero1Scattered(Zero1):
         self.reduce_all()
 
     def reduce_what_is_left(self) -> None:
-        """After a pipeline's passes: nothing."""
+        """Does nothing: the passes of a pipeline have reduced all."""
 
     def after_backward(self, stage: nn.Module) -> None:
         """The end of one micro-batch's pass through a stage."""
@@ -205,7 +205,7 @@ class Zero1OfLastPass(Zero1Scattered):
 
     @property
     def reduces_now(self) -> bool:
-        """In the last pass."""
+        """Whether this is the step's last pass."""
         return self.is_last
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -221,6 +221,6 @@ class Zero1OfLastPass(Zero1Scattered):
             bucket.made.clear()
 
     def reduce_what_is_left(self) -> None:
-        """All buckets."""
+        """Reduces all buckets."""
         for bucket in self.in_order:
             self.reduce(bucket)

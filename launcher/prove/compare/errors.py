@@ -112,7 +112,7 @@ def name_ratio(ratio: float, degrees: Mapping[str, int]) -> str | None:
 
 
 def near(value: float, other: float) -> bool:
-    """Within one percent."""
+    """Whether ``value`` lies within one percent of ``other``."""
     return abs(value - other) <= FACTOR_NEARNESS * abs(other)
 
 

@@ -108,7 +108,7 @@ class Coordinator:
         self.number += 1
 
     def gather(self, names: tuple[str, ...]) -> None:
-        """Those that are not whole."""
+        """Gathers those of the named weights that are not whole yet."""
         for name in names:
             if name not in self.whole:
                 self.whole.add(name)
@@ -125,7 +125,7 @@ class Coordinator:
             self.n_gathered -= self.n_elements[name]
 
     def unused_soon(self, names: tuple[str, ...]) -> set[str]:
-        """Those of a module's weights that are to be dropped."""
+        """Which of a module's weights are to be dropped after its use."""
         dropped = {name for name in names if name not in self.persistent and self.seen.get(name, -1) <= self.number}
         n_passed = 0
         for use in self.uses[self.number :]:

@@ -111,7 +111,7 @@ class Step:
 
     @property
     def moe_layers(self) -> list[int]:
-        """Those with experts."""
+        """The numbers of this rank's layers with experts."""
         return [layer for layer in self.layers if self.model.is_moe_layer(layer)]
 
     @property
@@ -177,7 +177,7 @@ class Step:
         return 1 + (half in repeats.get(mode_of(self.recompute, layer), ()))
 
     def all_forwards(self, half: Literal["attention", "feed_forward"], layers: Sequence[int]) -> int:
-        """The same, summed over layers."""
+        """Forward passes through one half of the given layers, recomputation included."""
         return sum(self.forwards(half, layer) for layer in layers)
 
 
