@@ -31,11 +31,11 @@ class DocumentNames:
     file_sources: Sequence[int]  # the number of each file's source
 
     def of_file(self, file: int) -> str:
-        """SOURCE/FILE."""
+        """The file's name, SOURCE/FILE."""
         return f"{self.sources[self.file_sources[file]]}/{self.files[file].prefix.name}"
 
     def of_document(self, file: int, document: int) -> str:
-        """SOURCE/FILE:NUMBER."""
+        """The document's name, SOURCE/FILE:NUMBER."""
         return f"{self.of_file(file)}:{document}"
 
     def find(self, name: str, key: str) -> Place:

@@ -35,7 +35,7 @@ class MaskWriter:
         self.n_tokens = self.n_targets = 0
 
     def add(self, is_target: np.ndarray) -> None:
-        """Appends one document's; bool."""
+        """Appends one document's mask, a bool for each token."""
         bits = np.concatenate([self._rest, np.asarray(is_target, bool)])
         whole = len(bits) // 8 * 8
         self._file.write(np.packbits(bits[:whole], bitorder="little").tobytes())

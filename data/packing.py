@@ -30,7 +30,7 @@ class Packing:
 
     @property
     def n_samples(self) -> int:
-        """Samples of the file."""
+        """The number of samples in the file."""
         return len(self.first_piece) - 1
 
     def n_inputs(self, seq_len: int) -> int:

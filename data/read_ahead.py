@@ -199,7 +199,7 @@ class ReadAhead(Generic[Prepared]):
             each.clear()
 
     def _work(self) -> None:
-        """The thread."""
+        """What the thread does: it reads one order after the other."""
         while (order := self._next_order()) is not None:
             plan_number, request = order
             answer = self._attempt(request)

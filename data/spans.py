@@ -75,7 +75,7 @@ def samples_with(dataset: Dataset, place: Place, consumed: int) -> list[Span]:
 
 
 def document_name(dataset: Dataset, file: int, document: int) -> str:
-    """SOURCE/FILE:NUMBER."""
+    """The document's name, SOURCE/FILE:NUMBER."""
     return dataset.document_names.of_document(file, document)
 
 

@@ -54,7 +54,7 @@ def bin_path(prefix: Path) -> Path:
 
 
 def idx_path(prefix: Path) -> Path:
-    """PREFIX.idx."""
+    """The path PREFIX.idx."""
     return Path(f"{prefix}.idx")
 
 

@@ -242,7 +242,7 @@ class ModelConfig:
 
     @property
     def n_moe_layers(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return count_with_experts(self.moe, self.n_layers) if self.moe is not None else 0
 
     def problems(self) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Embedding(nn.Module):
         self.stated = {"weight": Weight(("vocab", "d_model"), is_table=True)}
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """hidden_BSD."""
+        """The tokens' rows of the table: tokens_BS -> hidden_BSD, in the weight's dtype."""
         return F.embedding(tokens_BS, self.weight)
 
 
@@ -352,7 +352,7 @@ def build_positions(config: ModelConfig) -> PositionEmbedding | SinusoidalPositi
 
 
 def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
-    """Layer number ``layer``."""
+    """Layer number ``layer`` of the decoder that the config describes."""
     if config.moe is not None and config.is_moe_layer(layer):
         feed_forward = build_moe(config.moe, config.d_model, config.activation)
     else:

@@ -21,12 +21,12 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 def activated(up: Tensor, *, activation: ActivationName) -> Tensor:
-    """activation(up)."""
+    """The value activation(up), of the shape and dtype of ``up``."""
     return ACTIVATIONS[activation](up)
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: ActivationName) -> Tensor:
-    """activation(gate) * up."""
+    """The value activation(gate) * up, of the shape and dtype of ``up``."""
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -102,7 +102,7 @@ class WeightGradient:
         self.product_VD = torch.empty_like(weight_VD) if reuses else None
 
     def __call__(self, grad_TV: Tensor, hidden_TD: Tensor) -> None:
-        """One chunk's summand."""
+        """Adds one chunk's part, grad_TV^T hidden_TD, to the sum."""
         if self.sum_VD is None:
             return
         if self.product_VD is None:

@@ -108,7 +108,7 @@ class ScoreTerms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing."""
+        """Whether scores are left as they are."""
         return self.alibi is None and self.sinks_H is None and not self.needs_formula
 
     @property

@@ -122,7 +122,7 @@ class RecomputedLayer(TwinLayer):
 
 
 class FullyRecomputedLayer(RecomputedLayer):
-    """Keeps its input alone."""
+    """A layer that keeps its input alone."""
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None) -> None:
         super().__init__(layer, offloader)

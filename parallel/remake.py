@@ -101,7 +101,7 @@ class Parked(NamedTuple):
         return self.view.of(self.memory.restore())
 
     def part(self, view: View) -> "Parked":
-        """A view of it."""
+        """A view of the parked tensor, parked as well."""
         return Parked(self.memory, view._replace(offset=self.view.offset + view.offset))
 
 

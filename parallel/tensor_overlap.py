@@ -62,12 +62,12 @@ class Left:
         self.held: tuple[Tensor, Tensor] | None = None
 
     def put(self, grad: Tensor, inputs: Tensor) -> None:
-        """Leaves them."""
+        """Leaves what the weight's gradient will be made of."""
         assert self.held is None, "a product is differentiated twice before its weight is"
         self.held = grad, inputs
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Takes them."""
+        """Returns what was left, and forgets it."""
         assert self.held is not None, "a weight is differentiated before its product is"
         held, self.held = self.held, None
         return held

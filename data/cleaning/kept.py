@@ -56,12 +56,12 @@ class CleanedShard:
 
 
 def record_path(folder: Path, number: int) -> Path:
-    """The shard's record."""
+    """Where the record of shard ``number`` lies."""
     return folder / f"shard-{number:05}.json"
 
 
 def text_path(folder: Path, number: int) -> Path:
-    """The shard's texts."""
+    """Where the kept texts of shard ``number`` lie."""
     return folder / f"text/{number:05}.jsonl.zst"
 
 

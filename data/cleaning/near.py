@@ -75,7 +75,7 @@ def _signature_step(config: NearConfig, words: str) -> Any:
 
 
 def minhash_config(config: NearConfig) -> Any:
-    """Datatrove's own."""
+    """Datatrove's own config of the search for near copies."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig
 
     return MinhashConfig(

@@ -48,7 +48,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class DocumentBlamed:
-    """What one document did."""
+    """What one document contributed to the step."""
 
     document: Document
     n_targets: int
@@ -210,13 +210,13 @@ class Passes:
         return Measured(totals.loss, total, engine.discard().grad_norm)
 
     def dearest(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
-        """Of each document the targets with the largest losses, as rank 0 saw them; the same on all ranks."""
+        """Each document's targets with the largest losses, as rank 0 saw them. All ranks call it, and get the same."""
         found: list[Any] = [self.choose(documents)] if self.losses_NS is not None else [None]
         dist.broadcast_object_list(found, src=0, group=self.engine.mesh.control)
         return found[0]
 
     def choose(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
-        """``dearest``, on rank 0."""
+        """Each document's targets with the largest losses. Rank 0 alone calls it."""
         assert self.losses_NS is not None
         rows = {int(sample): row for row, sample in enumerate(self.indices)}
         targets_NS, chosen = self.dataset.read(self.indices).targets_BS, []

@@ -57,7 +57,7 @@ class Architecture:
 
     @property
     def n_moe_layers(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return self.n_layers - self.n_dense_layers if self.n_experts else 0
 
     @property

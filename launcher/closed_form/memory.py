@@ -35,11 +35,11 @@ class Memory:
 
     @property
     def tensors(self) -> float:
-        """What torch's allocator gives."""
+        """Bytes of the tensors that torch's allocator hands out."""
         return self.state + self.activations + self.logits
 
     def peak(self, constants: Mapping[str, float]) -> float:
-        """Bytes of the GPU."""
+        """Bytes of the GPU's memory in use at the peak."""
         return self.tensors * constants["reserved"] + self.buffers + constants["outside"] * GIB
 
 

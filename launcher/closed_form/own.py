@@ -125,7 +125,7 @@ def score_bytes(config: RunConfig) -> float:
 
 
 def architecture_of_config(model: ModelConfig) -> Architecture:
-    """The decoder's dims."""
+    """The dims of the config's decoder."""
     moe, mla = model.moe, model.mla
     windows = [model.window_of(layer) for layer in range(model.n_layers)]
     latent = None

@@ -33,7 +33,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
 
 
 def page(found: Evaluation) -> str:
-    """The page as Markdown."""
+    """The page docs/plan-table.md as Markdown."""
     return "\n".join(
         [*introduction(found), *time_tables(found), *memory_tables(found), *constants(found), *lists(found)]
     )

@@ -32,7 +32,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions."""
+        """FLOPs: a multiplication and an addition each count as one."""
         return 2 * self.count * self.m * self.n * self.k
 
     @property

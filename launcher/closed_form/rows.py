@@ -68,7 +68,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """The number of tokens in a step."""
         return self.global_batch_size * self.seq_len
 
     @property

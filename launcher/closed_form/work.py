@@ -292,7 +292,7 @@ class Step:
         found["memory"] += scores * (again * SCORE_BYTES + SCORE_BYTES_BACKWARD) / self.bandwidth
 
     def add_dense(self, found: dict[str, float], d_ff: float, n_matrices: int) -> None:
-        """A feed-forward without experts."""
+        """Adds the work of a feed-forward block without experts to ``found``."""
         arch, tp = self.arch, self.job.tp
         width, ups = d_ff / tp, n_matrices - 1
         self.add_products(

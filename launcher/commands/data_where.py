@@ -42,7 +42,7 @@ def show_where(name: str, document: str | None, text: str | None, *, as_json: bo
 
 
 def places_of(run: DataOfRun, document: str | None, text: str | None) -> list[Place]:
-    """What is looked for."""
+    """Where the user's document lies in the token files, or each place that has the user's text."""
     if text is None:
         return [find_document(run.dataset, document or "", "--document")]
     if run.tokenizer is None:

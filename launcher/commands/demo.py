@@ -67,7 +67,7 @@ def complete(exported: Path) -> str:
 
 
 def summary(run: Path, exported: Path, picture: Path, seconds: float) -> str:
-    """Where everything lies."""
+    """The demo's last lines: where everything that it made lies."""
     rows = read_metrics(run / METRICS)
     updates = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]

@@ -186,7 +186,7 @@ class ProgressBar:
         self.progress.stop()
 
     def update(self, done: int, total: int, documents: int, tokens: int) -> None:
-        """Shows the amounts."""
+        """Shows how far the preparation has come."""
         description = amount(done, total, documents, tokens)
         self.progress.update(self.task, completed=done, total=total or None, description=description)
 

@@ -221,7 +221,7 @@ def _n_experts(model: ModelConfig) -> str:
 
 
 def _width_unit(precision: Precision) -> int:
-    """Elements in 16 bytes."""
+    """How many elements of the precision fill 16 bytes."""
     return {"fp32": 4, "bf16": 8, "fp16": 8, "fp8": 16}[precision]
 
 
@@ -306,7 +306,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _check_tasks(config: RunConfig) -> Iterator[str]:
-    """Tasks can be tokenized."""
+    """A line where tasks are asked for and no tokenizer can be had."""
     data = config.data
     has_text = not data.sources or not all(_is_token_prefix(source.path) for source in data.sources)
     if config.train.eval_tasks and data.tokenizer is None and not has_text:

@@ -34,5 +34,5 @@ def show_key(keys: tuple[str | int, ...]) -> str:
 
 
 def join_or(items: list[str]) -> str:
-    """``a, b or c``."""
+    """The items as text: "a, b or c"."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} or {items[-1]}"

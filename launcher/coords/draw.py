@@ -94,5 +94,5 @@ def share_limits(panels: list[Axes]) -> None:
 
 
 def color_of(step: int, steps: int) -> tuple[float, float, float, float]:
-    """Darker with each update."""
+    """The curve's colour, darker with each update."""
     return colormaps["viridis_r"](0.15 + 0.85 * step / max(1, steps))

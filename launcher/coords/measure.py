@@ -143,7 +143,7 @@ def kind_of(name: str) -> str:
 
 
 def mean_size(tensors: Sequence[Tensor]) -> float:
-    """Mean |x| over tensors."""
+    """The mean of |x| over each tensor, averaged over the tensors."""
     return float(torch.stack([tensor.abs().mean() for tensor in tensors]).mean())
 
 

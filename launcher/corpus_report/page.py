@@ -63,7 +63,7 @@ def _body(facts: CorpusFacts) -> Iterator[str]:
 
 
 def swatch(number: int) -> str:
-    """A source's colour."""
+    """HTML of a patch in the source's colour."""
     return f'<i class="swatch run-{number % N_COLORS}"></i>'
 
 

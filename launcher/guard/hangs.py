@@ -40,7 +40,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks end."""
+    """Why all ranks end, as rank 0 has found and all are told."""
 
     kind: Literal["failed", "gone", "hang", "cut"]
     text: str  # the reason, in a line

@@ -300,7 +300,7 @@ class Watchdog:
     # The end.
 
     def own_report(self) -> Report:
-        """What this rank does."""
+        """What this rank is doing now."""
         return Report(
             rank=self.mesh.rank,
             step=self.step,

@@ -45,7 +45,7 @@ def tokens_of(pairs_EE: np.ndarray) -> np.ndarray:
 
 
 def together(tallies: Iterable[Tally]) -> Tally:
-    """The sum."""
+    """The sum of the tallies."""
     total = Tally()
     for tally in tallies:
         total.n_tokens += tally.n_tokens

@@ -73,13 +73,13 @@ def render(report: Mapping[str, Any], made: str) -> str:
 
 
 def navigation(report: Mapping[str, Any]) -> str:
-    """Links to the sections."""
+    """HTML of the links to the page's sections."""
     links = (f'<a href="#{part}">{TITLES[part]}</a>' for part in report["parts"])
     return f'<nav aria-label="sections">{"".join(links)}</nav>'
 
 
 def body(report: Mapping[str, Any]) -> Iterator[str]:
-    """The sections in order."""
+    """HTML of the page's sections, in order."""
     lines = [f'<li class="{"good" if is_so else "bad"}">{text(line)}</li>' for is_so, line in check_lines(report)]
     lines += [f"<li>{text(in_a_line(note))}</li>" for note in report["notes"]]
     yield f'<ul class="checks">{"".join(lines)}</ul>'
@@ -171,7 +171,7 @@ def drawn_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawn_lens(row: Mapping[str, Any], words: dict[str, int]) -> dict[str, Any]:
-    """One layer's predictions."""
+    """What the script draws of one layer's predictions."""
     return {
         "layer": row["layer"],
         "top": [[number_of(token, words) for token in top_K] for top_K in row["top_texts"]],

@@ -9,7 +9,7 @@ FEW = 4  # sources or experts that a cell lists
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """What was looked at."""
+    """A line that says which model and texts were looked at."""
     model = f"{report['family']}, {counted(report['n_layers'], 'layer')} of {counted(report['n_heads'], 'head')}"
     return f"{report['run']}, step {report['step']}: {model}, in {report['dtype']} on a {report['device'].upper()}"
 
@@ -136,7 +136,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def percent(part: Any) -> str:
-    """A part of one."""
+    """A share as text: "12%"; what is no number, as it is."""
     return f"{100 * part:.0f}%" if isinstance(part, int | float) else str(part)
 
 

@@ -43,7 +43,7 @@ def check_price(price: float | None) -> None:
 
 
 def costs_line(plan: dict[str, Any], tokens: int) -> str:
-    """The costs in words."""
+    """A line with the run's hours, energy and price."""
     words = f"{tokens:,} tokens: {plan['hours']:,.2f} hours, {plan['gpu_hours']:,.1f} GPU-hours"
     if plan["energy_kwh"] is not None:
         words += f", {plan['energy_kwh']:,.1f} kWh at the boards' {plan['watts_per_gpu']:g} W"

@@ -34,7 +34,7 @@ class Verdict:
 
 @dataclass
 class Child:
-    """A trace that runs."""
+    """A process that traces one layout."""
 
     number: int
     process: "subprocess.Popen[bytes]"

@@ -64,7 +64,7 @@ def report_of(found: Forecast, price: float | None = None) -> dict[str, Any]:
 
 
 def position_json(position: Position) -> dict[str, Any]:
-    """One pipeline position."""
+    """What the plan's JSON holds of one pipeline position."""
     memory, passes = position.memory, position.passes
     return {
         "rank": position.rank,
@@ -160,13 +160,13 @@ def offload_line(plan: dict[str, Any]) -> str:
 
 
 def speed_line(plan: dict[str, Any]) -> str:
-    """How fast it is."""
+    """A line with the step's time, MFU and bubble."""
     bubble = f", pipeline idle {plan['bubble_share']:.1%} of the passes" if len(plan["positions"]) > 1 else ""
     return f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}{bubble}"
 
 
 def verdict(plan: dict[str, Any]) -> str:
-    """Whether it fits."""
+    """A line that says whether the plan fits the device's memory."""
     room, peak = plan["memory_bytes"], plan["peak_bytes"]
     most = f"most is held by {plan['holds_most']}"
     if plan["fits"]:

@@ -36,7 +36,7 @@ def save_timeline(plan: dict[str, Any], rows: Sequence[Sequence[Bar]], target: P
 
 
 def draw_timeline(plan: dict[str, Any], rows: Sequence[Sequence[Bar]]) -> Figure:
-    """The picture."""
+    """The picture of the pipeline's passes over time."""
     scale, unit = (1.0, "s") if plan["step_seconds"] >= 1 else (1e3, "ms")
     figure = Figure(figsize=(WIDTH, LEAST_HEIGHT + LINE_HEIGHT * len(rows)), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

@@ -34,7 +34,7 @@ LETTER_WIDTH = 0.0105  # of the picture, of a name: phases too narrow for theirs
 
 
 def draw_memory(title: str, memory: Memory, time_label: str) -> Figure:
-    """The picture."""
+    """The picture of memory over time, by what holds it."""
     kept = chosen(memory)
     seconds = np.array([memory.times[at] for at in kept])
     scale, unit = unit_of(memory.peak_bytes)

@@ -81,7 +81,7 @@ def top_of(times: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """The whole report."""
+    """Prints the whole report."""
     console = wide_console()
     for line in found["says"]:
         console.print(Text(in_a_line(line)))

@@ -65,7 +65,7 @@ class Place:
     is_busy: bool = False
 
     def part(self, axes: Axes) -> str:
-        """The table's row."""
+        """The row of the table that the span belongs to."""
         if self.collective is not None:
             return wire_part(self.region, self.collective, axes)
         return part_of(self.region, self.kind)

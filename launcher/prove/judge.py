@@ -392,5 +392,5 @@ def check_accumulation(proof: Proof, phase: str) -> list[Check]:
 
 
 def layout_checkpoint(proof: Proof) -> Path:
-    """Where the layout saved."""
+    """The directory of the checkpoint that the layout's ranks saved."""
     return step_directory(proof.folder / LAYOUT_CHECKPOINTS, proof.steps)

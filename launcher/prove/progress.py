@@ -37,7 +37,7 @@ class ProofProgress:
             self.status.stop()
 
     def tell(self, what: str) -> None:
-        """Shows ``what`` is begun."""
+        """Shows that ``what`` has begun."""
         seconds = time.monotonic() - self.started
         if self.status is not None:
             self.status.update(Text(f"{what} ({seconds:.0f} s)"))

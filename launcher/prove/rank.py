@@ -218,7 +218,7 @@ class WatchedEngine(Engine):
     boxes_of_gradients: list[TensorBox]  # of the last step
 
     def step(self, lr: float) -> StepResult:
-        """The engine's step."""
+        """Notes the gradients, then makes the engine's step."""
         self.boxes_of_gradients = gradient_boxes(self)
         return super().step(lr)
 

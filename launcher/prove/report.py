@@ -92,7 +92,7 @@ def number(value: float) -> str:
 
 
 def verdict(outcome: Outcome) -> Text:
-    """The last line."""
+    """The last line of the report: proven, or how many checks fail."""
     failed = sum(not check.passed for check in outcome.checks)
     where = f"; kept in {outcome.folder}" if outcome.folder is not None else ""
     ties = f"{outcome.ties} router ties replayed; " if outcome.config.model.moe is not None else ""

@@ -87,7 +87,7 @@ def print_table(
 
 
 def shown(value: Any) -> str:
-    """A cell's text."""
+    """The text of a table's cell."""
     if value is None:
         return "-"
     if isinstance(value, list):

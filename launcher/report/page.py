@@ -132,13 +132,13 @@ def sections(runs: Sequence[RunFacts]) -> dict[str, str]:
 
 
 def navigation(runs: Sequence[RunFacts]) -> str:
-    """Links to the sections."""
+    """HTML of the links to the page's sections."""
     links = (f'<a href="#{key}">{text(title)}</a>' for key, title in sections(runs).items())
     return f'<nav aria-label="sections">{"".join(links)}</nav>'
 
 
 def body(runs: Sequence[RunFacts]) -> Iterator[str]:
-    """The sections in order."""
+    """HTML of the page's sections, in order."""
     known = sections(runs)
     yield from notes(runs)
     yield heading("summary", known["summary"])
@@ -184,7 +184,7 @@ def tiles(table: Table) -> str:
 
 
 def swatch(number: int) -> str:
-    """A run's colour."""
+    """HTML of a patch in the run's colour."""
     return f'<i class="swatch run-{number % N_COLORS}"></i>'
 
 
@@ -232,7 +232,7 @@ def events_html(runs: Sequence[RunFacts]) -> str:
 
 
 def event_row(number: int, run: RunFacts, each: Told, n_runs: int) -> str:
-    """One event's line."""
+    """HTML of one event's row."""
     name = f"<td>{swatch(number)}{text(run.name)}</td>" if n_runs > 1 else ""
     tag = f'<span class="tag {each.tone}">{text(each.kind.replace("_", " "))}</span>'
     return f"<tr>{name}<td>{each.step:,}</td><td>{tag}</td><td class=long>{text(each.text)}</td></tr>"

@@ -28,7 +28,7 @@ class Start:
 
     @property
     def ranks(self) -> int | None:
-        """How many processes."""
+        """How many processes the start had; None where it does not tell."""
         ranks = self.event.get("ranks")
         return ranks if type(ranks) is int and ranks > 0 else None
 

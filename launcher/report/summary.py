@@ -38,7 +38,7 @@ def summary_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def summary_of(run: RunFacts) -> dict[str, str]:
-    """Label to text."""
+    """The run's summary: each figure's label and text."""
     rows, events = run.rows, run.rows.events
     found = {
         "state": run.state if run.summary.where is None or run.state != "running" else f"running: {run.summary.where}"

@@ -56,10 +56,10 @@ class SlurmConfig:
 
     @property
     def n_tasks_per_node(self) -> int:
-        """Processes of one node."""
+        """The number of processes on each node."""
         return self.tasks_per_node if self.tasks_per_node is not None else max(1, self.gpus_per_node)
 
     @property
     def world_size(self) -> int:
-        """Processes of the job."""
+        """The number of processes of the job."""
         return self.nodes * self.n_tasks_per_node

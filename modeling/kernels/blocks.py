@@ -188,12 +188,12 @@ def _over_queries(weights_BGRQS: Tensor, heads_BQHC: Tensor) -> Tensor:
 
 
 def _by_group(heads_BQHC: Tensor, n_kv_heads: int) -> Tensor:
-    """heads_BGRQC."""
+    """heads_BQHC -> heads_BGRQC: the R query heads of each of G key-value heads."""
     return heads_BQHC.unflatten(2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _in_rows(heads_BGRQC: Tensor) -> Tensor:
-    """heads_BQHC."""
+    """heads_BGRQC -> heads_BQHC."""
     return heads_BGRQC.flatten(1, 2).transpose(1, 2)
 
 

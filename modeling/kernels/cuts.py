@@ -78,7 +78,7 @@ class Identity:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Identity":
-        """The tensor's."""
+        """What tells ``tensor`` from all others."""
         return cls(StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

@@ -265,6 +265,6 @@ def _library() -> torch.library.Library:
 
 
 def run(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The chain's values."""
+    """The values of the chain of that name, for ``tensors``."""
     _library()
     return torch.ops.roundtable.chain(name, list(tensors))

@@ -46,7 +46,7 @@ class MuonConfig(UpdateRule):
         return MATRIX_STATES if weight.is_hidden_matrix else ADAMW_STATES
 
     def takes_whole(self, weight: Weight) -> bool:
-        """Hidden matrices."""
+        """Whether it is a hidden matrix."""
         return weight.is_hidden_matrix
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:

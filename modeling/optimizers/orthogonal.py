@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
             weight.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
 
     def step_others(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """AdamW of torch."""
+        """Updates weights that are no hidden matrices by torch's AdamW."""
         states = [self.state[weight] for weight in weights]
         adamw(
             weights,

@@ -16,7 +16,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements in the box."""
         return prod(self.shape)
 
     @property

@@ -102,7 +102,7 @@ class LocalInput(io.FileIO):
 
 
 class LocalFolder:
-    """A directory."""
+    """A checkpoint's folder as a directory of a file system."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -113,7 +113,7 @@ class LocalFolder:
         return self.location
 
     def path(self, file: str) -> str:
-        """Where the file lies."""
+        """The file's path."""
         return str(self.directory / file)
 
     def size(self, file: str) -> int | None:
@@ -129,7 +129,7 @@ class LocalFolder:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read_bytes(self, file: str, most: int) -> bytes:
-        """The whole content."""
+        """The file's whole content. Raises UnfitFile where it has more than ``most`` bytes."""
         with io.BufferedReader(LocalInput(self.directory, file)) as content:
             return at_most(content.read(most + 1), most)
 
@@ -247,7 +247,7 @@ class LocalStore:
         return [LocalFolder(path) for path in sorted(self.root.glob("step-*.damaged*"))]
 
     def leftovers(self) -> list[Folder]:
-        """Hidden directories."""
+        """Hidden directories: attempts and removals that did not come to an end."""
         return [LocalFolder(path) for path in sorted(self.root.glob(".step-*.partial"))]
 
     def sweep(self) -> list[str]:

@@ -144,7 +144,7 @@ class ObjectFolder:
         return found
 
     def read_bytes(self, file: str, most: int) -> bytes:
-        """The whole content."""
+        """The object's whole content. Raises UnfitFile where it has more than ``most`` bytes."""
         if (self.size(file) or 0) > most:
             raise UnfitFile(f"has more than the {most} bytes that such a file may have")
         with as_store_errors(self.path(file)):

@@ -80,7 +80,7 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The elements held."""
+        """The box of the elements that the piece holds."""
         return Box(self.start, self.shape)
 
 

@@ -131,7 +131,7 @@ class Store(Protocol):
         ...
 
     def set_aside_ones(self) -> list[Folder]:
-        """The damaged ones."""
+        """The checkpoints that were set aside as damaged."""
         ...
 
     def leftovers(self) -> list[Folder]:

@@ -25,7 +25,7 @@ class Durations:
     weights: int = 1
 
     def of(self, action: Action) -> int:
-        """The action's duration."""
+        """How long the action takes."""
         return {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}[action.kind]
 
 

@@ -30,7 +30,7 @@ class Part:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether tokens enter here."""
+        """Whether the stage embeds tokens."""
         return self.stage == 0
 
     @property

@@ -27,7 +27,7 @@ HELLO_SECONDS = 60.0  # for all ranks to connect: they have just met in a collec
 
 
 def encoded(message: Message) -> bytes:
-    """A line of JSON."""
+    """The message as a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -41,7 +41,7 @@ class Wire:
         self.rest = b""
 
     def send(self, message: Message) -> None:
-        """Sends one line."""
+        """Sends the message as one line."""
         self.send_line(encoded(message))
 
     def send_line(self, line: bytes) -> None:

@@ -44,7 +44,7 @@ def add(total: Tensor, gradient: Tensor) -> None:
 
 @torch.no_grad()
 def write(total: Tensor, gradient: Tensor) -> None:
-    """Plainly."""
+    """Writes the gradient over ``total``, by torch's own kernel."""
     total.copy_(gradient)
 
 

@@ -40,7 +40,7 @@ class Mpu:
         return self.mesh.replicas.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """The number of replicas of this rank's dense weights."""
         return self.mesh.replicas.degree
 
     def get_data_parallel_group_ranks(self) -> list[int]:
@@ -56,15 +56,15 @@ class Mpu:
         return self.mesh.model.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """The degree of pp x tp."""
         return self.mesh.model.degree
 
     def get_tensor_model_parallel_group(self) -> Any:
-        """The tp axis."""
+        """The process group of the tp axis."""
         return self.mesh.tp.group
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """The position on it."""
+        """This rank's position on the tp axis."""
         return self.mesh.tp.rank
 
     def get_tensor_model_parallel_world_size(self) -> int:
@@ -72,11 +72,11 @@ class Mpu:
         return self.mesh.tp.degree
 
     def get_pipeline_model_parallel_group(self) -> Any:
-        """The pp axis."""
+        """The process group of the pp axis."""
         return self.mesh.pp.group
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """The position on it."""
+        """This rank's position on the pp axis."""
         return self.mesh.pp.rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:

@@ -56,7 +56,7 @@ class ReducedEachPass(Sharding):
         self.sums.add(stage)
 
     def total(self, weight: nn.Parameter) -> Tensor:
-        """Our own sum."""
+        """Where our own fp32 sum of the weight's gradient lies."""
         return self.sums.total(weight)
 
 

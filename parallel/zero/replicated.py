@@ -23,12 +23,12 @@ class Replicated(Sharding):
         """None, since torch's optimizer is left as it is."""
 
     def gradients(self) -> list[HeldGradient]:
-        """Whole gradients."""
+        """Each weight's whole gradient, which every replica holds."""
         weights = self.weights.items()
         return [(p, p.grad, weight.replicas.degree) for p, weight in weights if p.grad is not None]
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The weight's own."""
+        """The weight's whole gradient in fp32; zeros where no pass gave it one."""
         return (flat.new_zeros(flat.shape) if flat.grad is None else flat.grad.detach()).float().view(-1)
 
     def share_of(self, weight: HeldWeight) -> Share | None:
@@ -37,7 +37,7 @@ class Replicated(Sharding):
         return Share(start, numel, weight.parameter, start) if numel > 0 else None
 
     def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """The weights themselves."""
+        """The weights themselves, each a tensor of its own."""
         return [(parameter, [parameter]) for parameter in self.weights]
 
     def matrices(self, rule: UpdateRule) -> CutMatrices:

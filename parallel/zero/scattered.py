@@ -164,7 +164,7 @@ class Zero1Scattered(Zero1):
         return bucket.total
 
     def gradients(self) -> list[HeldGradient]:
-        """This rank's parts."""
+        """This rank's parts of the gradients that are reduced."""
         found: list[HeldGradient] = []
         for bucket in self.buckets:
             for parameter in bucket.weights:

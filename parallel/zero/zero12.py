@@ -19,7 +19,7 @@ class Zero1(Sharding):
     stage = 1
 
     def optimizer_class(self) -> type:
-        """DeepSpeedZeroOptimizer's."""
+        """Our subclass of DeepSpeedZeroOptimizer, which has ZeRO 1 and 2."""
         return self.patches.ZeroOptimizer12
 
     def reduce_all(self) -> None:
@@ -71,7 +71,7 @@ class Zero1(Sharding):
         return concatenated(self.optimizer.averaged_gradients[group], flat)
 
     def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """One for each group."""
+        """This rank's fp32 partition of each group, with the group's weights."""
         return list(zip(self.optimizer.single_partition_of_fp32_groups, self.optimizer.bit16_groups, strict=True))
 
     def share_of(self, weight: HeldWeight) -> Share | None:

@@ -20,7 +20,7 @@ class Zero1Bf16(Sharding):
     zeroes_sums = False
 
     def optimizer_class(self) -> type:
-        """BF16_Optimizer's."""
+        """Our subclass of BF16_Optimizer."""
         return self.patches.Bf16Optimizer
 
     def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
@@ -60,11 +60,11 @@ class Zero1Bf16(Sharding):
         self.optimizer.clear_lp_grads(set_to_none=True)
 
     def total(self, weight: nn.Parameter) -> Tensor:
-        """DeepSpeed's fp32 sum."""
+        """DeepSpeed's fp32 sum of the weight's gradient."""
         return weight._hp_grad  # pyright: ignore[reportAttributeAccessIssue]
 
     def gradients(self) -> list[HeldGradient]:
-        """Whole gradients in fp32."""
+        """Each weight's whole gradient in fp32, which every replica holds."""
         optimizer, found = self.optimizer, []
         for group, parameters in enumerate(optimizer.bf16_groups):
             for number, parameter in enumerate(parameters):
@@ -79,7 +79,7 @@ class Zero1Bf16(Sharding):
         return self.optimizer.fp32_groups_gradient_flat_partition[group].detach().float().view(-1)
 
     def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """One for each group."""
+        """This rank's fp32 partition of each group, with the group's weights."""
         return list(zip(self.optimizer.fp32_groups_flat_partition, self.optimizer.bf16_groups, strict=True))
 
     def share_of(self, weight: HeldWeight) -> Share | None:

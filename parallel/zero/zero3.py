@@ -38,7 +38,7 @@ class Zero3(ReducedEachPass):
         self.partition._convert_to_zero_parameters([parameter])
 
     def optimizer_class(self) -> type:
-        """DeepSpeedZeroOptimizer_Stage3's."""
+        """Our subclass of DeepSpeedZeroOptimizer_Stage3."""
         return self.patches.ZeroOptimizer3
 
     def gradients(self) -> list[HeldGradient]:

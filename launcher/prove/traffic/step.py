@@ -80,7 +80,7 @@ class Step:
 
     @property
     def degrees(self) -> Degrees:
-        """The axes' degrees."""
+        """The degrees of the step's axes."""
         return Degrees.of(self.parallel, self.world_size)
 
     @property
@@ -131,7 +131,7 @@ class Step:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """This rank's stages."""
+        """The stages that this rank holds."""
         return rank_parts(self.model, self.parallel.pipeline, self.parallel.pp, self.pp_rank)
 
     @cached_property
@@ -147,7 +147,7 @@ class Step:
 
     @cached_property
     def tensors(self) -> Mapping[str, LogicalTensor]:
-        """What each weight is."""
+        """What each logical tensor is, by its name."""
         return logical_tensors(self.model)
 
     def _cut(self, place: Place) -> int:
