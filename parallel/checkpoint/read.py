@@ -80,10 +80,10 @@ class Checkpoint:
             copy = Path(tempfile.mkdtemp())
             weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
             for file, below in found:
-                path = copy / (below or name)
+                path = copy / name / below
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(read_small(self.folder, self.manifest, file))
-            self.copies[name] = copy if found[0][1] else copy / name
+            self.copies[name] = copy / name
         return self.copies[name]
 
     def verify(self) -> None:

@@ -328,6 +328,14 @@ def test_export_of_a_run_and_of_a_checkpoint(
     assert only(tmp_path) == {"run", "a", "b"}
 
 
+def test_who_may_read_an_export_is_what_the_umask_says(tmp_path: Path, run_config: RunConfig) -> None:
+    """The tokenizer's copy that is exported lies in a folder that only its owner reads; the export does not."""
+    save_run(tmp_path / "run", run_config, build(run_config.model, 1), 5)
+    (tmp_path / "plain").mkdir()
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_generate_from_a_run(tmp_path: Path, run_config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(tmp_path / "run", run_config, build(run_config.model, 1), 5)
     text = generate_from_checkpoint(tmp_path / "run", "import", max_new_tokens=5)
