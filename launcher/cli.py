@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the user's input is wrong (one line a problem on stderr, n
 that need them, so that help and refusals are quick and print nothing of theirs.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -400,6 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_closed_streams()
     keep_others_from_writing()
     mend_bash_words()
+    os.environ["MPLBACKEND"] = "agg"  # Jupyter has its processes inherit one of its own, which may not be here
     if arguments is None:
         sys.excepthook = show_exception
         hold_interrupts_while_importing()

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,15 @@ def test_the_ending_chooses_the_format(tmp_path, monkeypatch, capsys, ending, ma
         write_run(tmp_path / name, [row(1), row(2)])
     assert main(["plot", "a", "b", "--out", f"x.{ending}"]) == 0
     assert (tmp_path / f"x.{ending}").read_bytes().startswith(magic)
+
+
+def test_a_notebook_s_own_backend_draws_nothing(tmp_path):
+    """Jupyter has the processes that it starts inherit MPLBACKEND, whose module lies in the notebook's environment."""
+    write_run(tmp_path / "a", [row(1), row(2)])
+    environment = os.environ | {"MPLBACKEND": "of_a_notebook"}
+    command = [sys.executable, "-m", "launcher", "plot", "a", "--out", "x.png"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x.png\n", "")
 
 
 AWAY = "; move it away, or choose another name or run_dir"
