@@ -23,6 +23,7 @@ class UserError(Exception):
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
+TOO_LARGE = (errno.EFBIG,)
 BAD_DISK = (errno.EIO, errno.ESTALE)
 UNREACHABLE = (UnreachableStore, UnreadObject)
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # the user's mistake rather than the machine's refusal
@@ -36,6 +37,7 @@ def why_refused(error: OSError) -> str | None:
         NO_ROOM: "free some space, or choose another disk",
         NO_RIGHT: "give this user the right to it, or choose another place",
         TOO_MANY: "raise the limit (ulimit -n), or close other programs",
+        TOO_LARGE: "raise the limit (ulimit -f), or choose a disk whose file system takes larger files",
         BAD_DISK: "look after that disk, or choose another",
         WRONG_PATH: "give another path",
     }

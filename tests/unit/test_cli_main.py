@@ -124,6 +124,14 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, config, argume
             1,
             ["a file or stream: Too many open files; raise the limit (ulimit -n), or close other programs"],
         ),
+        (
+            OSError(errno.EFBIG, "File too large", "out/model.safetensors"),
+            1,
+            [
+                "out/model.safetensors: File too large; "
+                "raise the limit (ulimit -f), or choose a disk whose file system takes larger files"
+            ],
+        ),
     ],
 )
 def test_errors_of_a_command_become_exit_codes(capsys, monkeypatch, error, code, lines):
