@@ -14,7 +14,7 @@ from data.places import why_no_path, why_not_writable
 from launcher.config.checked import fewest_ranks, load_checked
 from launcher.config.tree import RunConfig
 from launcher.console import say, tell
-from launcher.errors import UserError
+from launcher.errors import UserError, why_refused
 from launcher.estimate.command import command_of
 from launcher.limits import check_limits, check_local_ranks
 from launcher.training.start import check_gpus, check_ranks, default_ranks
@@ -95,12 +95,19 @@ def profile_here(config: RunConfig, n_ranks: int, out: Path, wishes: Wishes) -> 
 def profile_rank(config: RunConfig, plan: Any) -> Any:
     """What one local process of `profile` does."""
     from launcher.profile import run
+    from parallel.processes.start import tell_launcher
 
     try:
         return run.profile_rank(config, plan, tell)
     except (DataError, UserError) as error:
         tell(error)
         raise SystemExit(2) from None
+    except OSError as error:
+        line = why_refused(error)
+        if line is None:
+            raise
+        tell_launcher(line, 1)
+        raise SystemExit(1) from None
 
 
 def profile_in_job(path: Path, overrides: Sequence[str], job_size: int, wishes: Wishes) -> int:

@@ -11,6 +11,7 @@ from launcher.cli import main
 from modeling.config import ModelConfig
 from modeling.counts import flops_per_token
 from modeling.moe_config import MoEConfig
+from small_disk import small_disk
 
 pytestmark = pytest.mark.xdist_group("profile")  # what its tests share takes long to make
 
@@ -110,6 +111,17 @@ def test_memory_is_a_picture_whose_peak_has_holders(measured, estimated):
 def test_nothing_is_written_but_the_folder(measured, estimated):
     for _, out in (measured, estimated):
         assert sorted(path.name for path in out.parent.iterdir()) == ["c.yaml", "out"]
+
+
+def test_a_full_disk_is_told_in_a_line_and_nothing_stays(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        (disk / "filler").write_bytes(bytes(1000 << 10))
+        assert main(["profile", "c.yaml", "--out", "disk/out", "--ranks", "2", "--steps", "1", "--warmup", "1"]) == 1
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+    told = "a file or stream: No space left on device; free some space, or choose another disk"
+    assert capfd.readouterr().err.splitlines()[-1] == told
 
 
 def test_an_estimate_says_that_it_is_one_and_adds_up(estimated):
