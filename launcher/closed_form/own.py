@@ -1,6 +1,6 @@
 """A config of ours as a job of the closed forms: its dims are stated, so nothing is inferred."""
 
-from typing import Any
+from typing import Any, assert_never
 
 from launcher.closed_form.architecture import Architecture, Latent
 from launcher.closed_form.budget import modes_of, way_of
@@ -15,13 +15,13 @@ from launcher.closed_form.own_memory import (
     most_by_position,
     sent_by_position,
 )
-from launcher.closed_form.rows import Job
+from launcher.closed_form.rows import Job, Schedule
 from launcher.closed_form.systems import System
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
 from modeling.kernels.attention import ROW_SCORES
 from parallel.mesh import Degrees
-from parallel.pipeline.config import Interleaved, OneFOneB, chunks, stage_ranks
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, stage_ranks
 from parallel.sizes import DEFAULT_SIZES
 
 AT_ONCE = 6  # tensors of a piece's scores
@@ -58,11 +58,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         shard=degrees.dp * degrees.cp,
         recompute="elementwise" if train.recompute == "selective" else train.recompute,
         precision="bf16" if train.precision == "fp16" else train.precision,
-        schedule="1f1b"
-        if isinstance(schedule, OneFOneB)
-        else "interleaved"
-        if isinstance(schedule, Interleaved)
-        else "zb-1p",
+        schedule=nearest_schedule(schedule),
         seq_len=config.data.seq_len,
         global_batch_size=train.batches.sizes[-1],
         micro_batch_size=train.micro_batch_size,
@@ -71,6 +67,19 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
         keeps_cut_weights=train.fp8_keep_weights,
         ours=ours_of(config, world_size),
     )
+
+
+def nearest_schedule(pipeline: PipelineConfig) -> Schedule:
+    """The schedule of the closed forms that waits and holds most as ours."""
+    match pipeline:
+        case OneFOneB():
+            return "1f1b"
+        case Interleaved():
+            return "interleaved"
+        case ZBV() | DualPipeV():
+            return "zb-1p"
+        case _:
+            assert_never(pipeline)
 
 
 def micro_batches_of(config: RunConfig, world_size: int) -> int:

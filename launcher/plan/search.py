@@ -17,7 +17,7 @@ from launcher.config.tree import RunConfig
 from launcher.plan.corrections import Factors, factors_for
 from launcher.plan.costs import run_costs, tokens_of
 from parallel.config import ParallelConfig
-from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig
+from parallel.pipeline.config import SCHEDULES, Interleaved, OneFOneB, PipelineConfig
 
 MOST_PP = 64
 MOST_CP = 32
@@ -105,7 +105,8 @@ def schedules(config: RunConfig) -> list[PipelineConfig]:
     if config.parallel.pp == 1:
         return [OneFOneB()]
     most = min(MOST_CHUNKS, config.model.n_layers // config.parallel.pp)
-    return [OneFOneB(), *(Interleaved(n_chunks=chunks) for chunks in range(2, most + 1)), ZBV(), DualPipeV()]
+    interleaved = [Interleaved(n_chunks=chunks) for chunks in range(2, most + 1)]
+    return [each for one in SCHEDULES for each in (interleaved if isinstance(one, Interleaved) else [one])]
 
 
 def problems(config: RunConfig, n_gpus: int) -> list[str]:

@@ -5,7 +5,7 @@ with the embedding and the head counted as shares of a layer.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
@@ -50,6 +50,7 @@ class DualPipeV:
 
 
 PipelineConfig = OneFOneB | Interleaved | ZBV | DualPipeV
+SCHEDULES: tuple[PipelineConfig, ...] = tuple(schedule() for schedule in get_args(PipelineConfig))
 
 
 def chunks(config: PipelineConfig) -> int:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import assert_never
 
-from parallel.pipeline.config import DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, splits_backward
+from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, splits_backward
 
 SPLITS_RIGHTLY = (2, 13)  # the first torch under which schedules that split the backward pass were proven
 
@@ -78,7 +79,8 @@ def micro_batch_problems(
 ) -> list[str]:
     """Rules on the number of micro-batches that pass in one step."""
     count = global_batch_size // (dp * micro_batch_size)
-    if runs_micro_batches(pipeline, pp, count):
+    rule = broken_rule(pipeline, pp, count)
+    if rule is None:
         return []
     given = (
         f"train.global_batch_size={global_batch_size} over dp={dp} and train.micro_batch_size={micro_batch_size} gives "
@@ -89,31 +91,29 @@ def micro_batch_problems(
         count, [n for n in range(max(1, count - 4 * reach), count + 4 * reach) if runs_micro_batches(pipeline, pp, n)]
     )
     remedy = f"try train.global_batch_size={' or '.join(str(n * dp * micro_batch_size) for n in legal)}"
-    match pipeline:
-        case OneFOneB():
-            rule = f"parallel.pipeline.name=1f1b must have at least parallel.pp={pp} of them"
-        case DualPipeV():
-            rule = f"parallel.pipeline.name=dualpipev must have at least 2 x parallel.pp={pp} of them"
-        case _:
-            rounds = max(1, count // pp)
-            rule = (
-                f"parallel.pipeline.name=interleaved must divide them into {count} // parallel.pp={pp} = {rounds} "
-                "rounds of one size"
-            )
-    return [f"{given}; {rule}; {remedy}"]
+    return [f"{given}; parallel.pipeline.name={pipeline.name} must {rule}; {remedy}"]
 
 
 def runs_micro_batches(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> bool:
     """Whether the schedule can run this number of micro-batches."""
+    return n_micro_batches >= 1 and broken_rule(pipeline, pp, n_micro_batches) is None
+
+
+def broken_rule(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> str | None:
+    """What the schedule must do with its micro-batches and cannot with this number, which is at least 1; else None."""
     match pipeline:
         case OneFOneB():
-            return n_micro_batches >= pp
+            return f"have at least parallel.pp={pp} of them" if n_micro_batches < pp else None
         case Interleaved():
-            return n_micro_batches % max(1, n_micro_batches // pp) == 0
+            rounds = max(1, n_micro_batches // pp)
+            words = f"divide them into {n_micro_batches} // parallel.pp={pp} = {rounds} rounds of one size"
+            return words if n_micro_batches % rounds else None
+        case ZBV():
+            return None
         case DualPipeV():
-            return n_micro_batches >= 2 * pp
+            return f"have at least 2 x parallel.pp={pp} of them" if n_micro_batches < 2 * pp else None
         case _:
-            return n_micro_batches >= 1
+            assert_never(pipeline)
 
 
 def nearest(value: int, legal: Sequence[int]) -> list[int]:

@@ -9,13 +9,12 @@ import torch
 from layout_runs import MOE_MODEL, LayoutResult, run_config, run_layout, write_tokens
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
-from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
+from parallel.pipeline.config import SCHEDULES
 from pp_runs import MOE, Case, run_case
 from rotating import fast_where
 
 MODES = ("none", "selective", "feed_forward", "full")
 EACH_ITS_OWN = ("full", "selective", "none", "feed_forward", "none")
-SCHEDULES = (OneFOneB(), Interleaved(), ZBV(), DualPipeV())
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,13 @@ from itertools import product
 import pytest
 import torch
 
-from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
+from parallel.pipeline.config import SCHEDULES, ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 from parallel.pipeline.draw import peak_activations
 from parallel.pipeline.schedule import action_orders
 from parallel.pipeline.volume import sent_bytes
 from pp_runs import BIAS, DENSE, MOE, Case, errors, reference, run_case
 from rotating import fast_where
 
-SCHEDULES = [OneFOneB(), Interleaved(), ZBV(), DualPipeV()]
 BOUNDS = {"loss": 1e-6, "eval": 1e-6, "gradient": 1e-5, "counts": 0.0, "balance": 1e-6}
 MODELS = {
     "moe": MOE,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from modeling.decoder import build_decoder
 from modeling.init import materialize
-from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, stage_ranks
+from parallel.pipeline.config import SCHEDULES, ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, stage_ranks
 from parallel.pipeline.stages import (
     Part,
     Stage,
@@ -22,8 +22,6 @@ from parallel.pipeline.stages import (
     tied_weight,
 )
 from pp_runs import BIAS, DENSE, MOE, Case, batch_of, micro_batches
-
-SCHEDULES = [OneFOneB(), Interleaved(), Interleaved(n_chunks=3), ZBV(), DualPipeV()]
 
 
 @given(
@@ -78,7 +76,7 @@ def test_stage_ranks(config: PipelineConfig, ranks):
     assert stage_ranks(config, 3) == ranks
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Interleaved(n_chunks=3)], ids=str)
 def test_ranks_hold_each_layer_once_in_order(schedule):
     config = replace(DENSE, n_layers=9)
     parts = pipeline_parts(config, schedule, 3)
@@ -90,7 +88,7 @@ def test_ranks_hold_each_layer_once_in_order(schedule):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES[:2] + SCHEDULES[3:], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_kept_parts_keep_their_names_and_weights(schedule, tied):
     config = replace(MOE, tie_embeddings=tied)
     whole = built(config)
