@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never, get_args
 
 from torch import Tensor
 from torch.distributed.pipelining import (
@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, stage_ranks
 
 Kind = Literal["F", "B", "I", "W"]  # forward; backward: whole, of inputs, of weights
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Action(NamedTuple):
@@ -52,7 +53,8 @@ def action_slots(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[
     if isinstance(config, OneFOneB):
         return [[(action,) for action in _one_f_one_b(pp, rank, n_micro_batches)] for rank in range(pp)]
     order = build_schedule(config, _placeholders(config, pp), n_micro_batches, None).pipeline_order
-    return [[_actions_of(action) for action in order[rank] if action is not None] for rank in range(pp)]
+    slots = [[_actions_of(action) for action in order[rank] if action is not None] for rank in range(pp)]
+    return [[passes for passes in each if passes] for each in slots]
 
 
 def _one_f_one_b(pp: int, rank: int, n_micro_batches: int) -> list[Action]:
@@ -75,5 +77,6 @@ def _placeholders(config: PipelineConfig, pp: int) -> list[Any]:
 
 
 def _actions_of(slot: Any) -> tuple[Action, ...]:
-    parts = slot.sub_actions or (slot,)
-    return tuple(Action(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts)
+    """The passes of one slot of torch's order; none where it is no pass, as REDUCE_GRAD at the end."""
+    found = [(part.computation_type.value, part) for part in slot.sub_actions or (slot,)]
+    return tuple(Action(kind, part.stage_index, part.microbatch_index) for kind, part in found if kind in KINDS)

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 
+import parallel.pipeline.config as config
 import parallel.pipeline.rules as rules
+import parallel.pipeline.schedule as schedules
 from modeling.config import ModelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 from parallel.pipeline.draw import Durations, bubble_fraction, draw_svg, draw_text, peak_activations, summary, timeline
@@ -19,7 +22,7 @@ from parallel.pipeline.stages import rank_parts
 from parallel.zero.accumulation import PLAIN
 from parallel.zero.reduction import GradientSums
 
-SCHEDULES = [OneFOneB(), Interleaved(), Interleaved(n_chunks=3), ZBV(), DualPipeV()]
+SCHEDULES = [*config.SCHEDULES, Interleaved(n_chunks=3)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -42,6 +45,13 @@ def test_rules_are_what_torch_runs(schedule, pp):
                 assert Action("F", stage, number) in done
                 split = {Action("I", stage, number), Action("W", stage, number)}
                 assert (Action("B", stage, number) in done) != (split <= set(done))
+
+
+def test_the_order_is_of_passes_alone(monkeypatch):
+    """As torch's GPipe tells it: a sum of gradients at the end, which waits for no other action."""
+    monkeypatch.setattr(schedules, "build_schedule", lambda config, stages, n, loss: ScheduleGPipe(stages[0], n))
+    orders = action_orders(ZBV(), 2, 2)
+    assert orders == [[Action(kind, rank, n) for kind in "FB" for n in range(2)] for rank in range(2)]
 
 
 @pytest.mark.parametrize(("pp", "count"), [(2, 2), (2, 9), (4, 8), (8, 32)])
