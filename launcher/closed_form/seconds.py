@@ -8,6 +8,7 @@ import numpy as np
 from launcher.closed_form.gpus import Gpu
 from launcher.closed_form.rows import Job
 from launcher.closed_form.work import AMOUNTS, Work
+from launcher.trace.hardware import FAMILIES
 
 # name -> (where the fit begins, how far it may be expected to move: the standard deviation of its logarithm, meaning)
 CONSTANTS: dict[str, tuple[float, float, str]] = {
@@ -44,7 +45,6 @@ CONSTANTS: dict[str, tuple[float, float, str]] = {
     "spread": (0.004, 0.50, "longer steps for each doubling of the nodes: the slowest GPU, congestion"),
 }
 NAMES = list(CONSTANTS)
-FAMILIES = ("ampere", "hopper", "blackwell", "cdna")
 LOW = ("fp8", "mxfp8", "fp4")
 Constants = Mapping[str, float]
 
@@ -60,7 +60,7 @@ class Batch:
     def __init__(self, works: Sequence[Work], jobs: Sequence[Job], gpus: Sequence[Gpu]) -> None:
         families = [gpu.hardware.family for gpu in gpus]
         self.amounts = {name: np.array([getattr(work, name) for work in works]) for name in AMOUNTS}
-        self.family = np.array([FAMILIES.index(family if family in FAMILIES else "hopper") for family in families])
+        self.family = np.array([FAMILIES.index(family) for family in families])
         self.is_low = np.array([job.precision in LOW for job in jobs])
         self.low = np.array([LOW.index(job.precision) if job.precision in LOW else 0 for job in jobs])
         self.overlaps = np.array([job.system.overlaps for job in jobs])

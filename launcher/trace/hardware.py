@@ -15,6 +15,7 @@ from modeling.precision_config import Precision
 
 FOLDER = Path(str(resources.files("launcher.estimate"))) / "files"  # in the source tree a link to configs/hardware
 GB = 1e9
+FAMILIES = ("ampere", "hopper", "blackwell", "cdna")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
     low = tree.get("low_precision_flops") if isinstance(tree.get("low_precision_flops"), Mapping) else {}
     numbers |= {f"low_precision_flops.{key}": value for key, value in low.items()}
     numbers |= {f"efficiency.{each.name}": shares.get(each.name) for each in fields(Efficiency)}
-    numbers |= {f"peak_flops.{dtype}": peaks.get(dtype) for dtype in (peaks or ("bf16",))}
+    numbers |= {f"peak_flops.{dtype}": peaks.get(dtype) for dtype in {"bf16": None, **peaks}}
     problems = [
         f"{given}: {key}={value} must be a number above 0; see configs/hardware for files that are right"
         for key, value in numbers.items()
@@ -141,6 +142,14 @@ def checked(name: str, tree: Any, given: str) -> Hardware:
         f"efficiency.{key}" for key in shares if key not in {each.name for each in fields(Efficiency)}
     ]
     problems += [f"{given}: {key} is no key of a GPU's file; leave it out" for key in unknown]
+    if tree.get("family", "hopper") not in FAMILIES:
+        rule = f"must be one of {', '.join(FAMILIES)}, whose shares of peaks are known"
+        problems.append(f"{given}: family={tree['family']} {rule}; give the nearest")
+    if not isinstance(tree.get("also", []), list):
+        problems.append(f"{given}: also={tree['also']} must be a list of names; try [{tree['also']}]")
+    if not isinstance(tree.get("low_precision_flops", {}), Mapping):
+        rates = tree["low_precision_flops"]
+        problems.append(f"{given}: low_precision_flops={rates} must be rates by format; try {{fp8: {rates}}}")
     problems += [
         f"{given}: efficiency.{key}={value} must be at most 1: it is a share of the peak"
         for key, value in shares.items()

@@ -9,8 +9,9 @@ import torch
 
 from launcher.cli import main
 from launcher.closed_form.again import again_of, core_flops, kind_of
+from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
-from launcher.trace.hardware import FOLDER, known_hardware, read_hardware
+from launcher.trace.hardware import FOLDER, checked, known_hardware, read_hardware
 from launcher.trace.ops import Op, Uncounted, Work, attention_flops
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Recorder
@@ -177,6 +178,29 @@ def test_each_gpu_s_file_has_a_source_and_the_peaks_that_mfu_is_told_by():
         assert "atasheet" in (FOLDER / f"{name}.yaml").read_text()
         for dtype, flops in hardware.peak_flops.items():
             assert flops == listed_peak(hardware.torch_name, dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"family": "hoper"},
+            "GPU: family=hoper must be one of ampere, hopper, blackwell, cdna, whose shares of peaks",
+        ),
+        ({"also": "H20"}, "GPU: also=H20 must be a list of names; try [H20]"),
+        (
+            {"low_precision_flops": 2e15},
+            "GPU: low_precision_flops=2000000000000000.0 must be rates by format; try {fp8:",
+        ),
+        ({"peak_flops": {"fp16": 1e15}}, "GPU: peak_flops.bf16=None must be a number above 0"),
+    ],
+)
+def test_a_gpu_s_file_says_nothing_that_would_not_count(change, told):
+    tree = read_yaml_file(FOLDER / "H100.yaml")
+    with pytest.raises(UserError) as refused:
+        checked("mine", {**tree, **change}, "GPU")
+    (problem,) = refused.value.problems
+    assert problem.startswith(told)
 
 
 CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}\n"
