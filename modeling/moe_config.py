@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, assert_never
 
 from annotated_types import Interval
 
@@ -91,9 +91,13 @@ class MoEConfig:
         And where each token goes to all experts: the loss is 1 then, whatever the router does, and its gradient is but
         its rounding.
         """
-        if not isinstance(self.balance, SequenceAuxBalance) or self.top_k == self.n_experts:
-            return 0.0
-        return self.balance.coefficient
+        match self.balance:
+            case SequenceAuxBalance(coefficient=coefficient):
+                return 0.0 if self.top_k == self.n_experts else coefficient
+            case BiasBalance() | NoBalance():
+                return 0.0
+            case _:
+                assert_never(self.balance)
 
     @property
     def choosable(self) -> int:

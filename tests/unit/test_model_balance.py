@@ -1,5 +1,6 @@
 """The router and the balancing rules: against loops, and what must not influence what."""
 
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -199,6 +200,12 @@ def test_balance_among_experts_that_all_are_chosen_is_no_gradient() -> None:
         assert moe.router.weight.grad is not None and moe.router.weight.grad.any()
         gradients.append(moe.router.weight.grad)
     assert torch.equal(*gradients)
+
+
+def test_a_rule_that_nothing_applies_is_an_error() -> None:
+    config = MoEConfig(n_experts=4, top_k=2, d_ff=8, balance=SimpleNamespace(name="new"))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="new"):
+        build_moe(config, 8)
 
 
 def test_planted_wrong_scale_is_seen() -> None:
