@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import zstandard
 
@@ -129,6 +129,8 @@ def _read_slice(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> I
                     yield _text_of(record, source, piece.path, key, tally), 0
             case "cleaned":
                 yield from _read_cleaned(piece, tally)
+            case _:
+                assert_never(piece.kind)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise refuse(piece.path, f"cannot be read ({reason_of(error)})", MEND) from error
 

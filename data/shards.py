@@ -7,7 +7,7 @@ the texts that cleaning left of a shard.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from data.config import SourceConfig
 from data.errors import reason_of, refuse
@@ -86,6 +86,8 @@ def _cut_file(file: InputFile, room: int, shard_bytes: int) -> Iterator[Slice]:
             yield Slice(file.path, file.kind, 0, file.n_bytes, n_bytes, file_bytes=file.n_bytes)
         case "arrow":
             yield Slice(file.path, file.kind, 0, file.n_bytes, file.n_bytes, file_bytes=file.n_bytes)
+        case _:
+            assert_never(file.kind)
 
 
 def _cut_bytes(file: InputFile, first: int, rest: int) -> Iterator[Slice]:

@@ -18,8 +18,8 @@ from data.config import ChatConfig, SourceConfig
 from data.documents import check_text, read_documents
 from data.errors import DataError
 from data.rules import check_data
-from data.shards import plan_shards
-from data.sources import input_files, reads_files
+from data.shards import Slice, plan_shards
+from data.sources import ENDINGS, input_files, reads_files
 
 TEXTS = ["first", "second é", None, "third", ""]
 KEPT = ["first", "second é", "third"]
@@ -227,6 +227,16 @@ def test_parquet_columns_and_footers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("data.shards.MOST_BYTES", 10)
     path.write_bytes(good)
     assert "claims to hold" in refused(path)
+
+
+def test_files_of_a_kind_that_nothing_reads_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENDINGS, "csv", "csv")
+    (tmp_path / "a.csv").write_text("text\n")
+    source = SourceConfig(path=str(tmp_path))
+    with pytest.raises(AssertionError, match="csv"):
+        plan_shards(source, input_files(source, "data.sources[0]"), 100, "data.sources[0]")
+    with pytest.raises(AssertionError, match="csv"):
+        list(read_documents(source, (Slice("a.csv", "csv", 0, 5, 5),), "data.sources[0]"))  # type: ignore[arg-type]
 
 
 def test_a_column_whose_name_holds_a_dot_is_no_field(tmp_path: Path) -> None:
