@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import numpy as np
 
@@ -84,6 +84,10 @@ class Health:
                 self.rollbacks += 1
                 if self.rollbacks > self.config.max_rollbacks:
                     return Problem(problem.kind, "stop", problem.z, "max_rollbacks")
+            case "stop":
+                pass
+            case _:
+                assert_never(problem.action)
         return problem
 
 

@@ -80,6 +80,11 @@ def test_a_step_that_is_left_to_the_loss_scaler_neither_counts_nor_ends_a_row_of
     assert actions(health, [math.nan]) == ["stop"]
 
 
+def test_an_action_that_nothing_takes_is_an_error():
+    with pytest.raises(AssertionError, match="clip"):
+        Health(HealthConfig(on_nonfinite="clip")).judge(math.nan, 1.0, [])  # type: ignore[arg-type]
+
+
 def test_rollbacks_are_counted_from_the_start():
     health = Health(HealthConfig(on_nonfinite="rollback", max_rollbacks=2))
     assert actions(health, [math.nan, 4.0, math.nan, 4.0, math.nan]) == ["rollback", None, "rollback", None, "stop"]
