@@ -163,19 +163,19 @@ class RowExchanges:
         self.joined: Tensor | None = None  # memory for the parts of a whole that come one by one
 
     def begin(self, rows_RD: Tensor) -> Tensor:
-        """Memory into which the rows of all parts will come."""
+        """Starts sending all parts; returns the buffer (R, D) into which the received rows of all parts will arrive."""
         return _BeginParts.apply(rows_RD, self)
 
     def end_part(self, rows_RD: Tensor, part: int) -> Tensor:
-        """Of what ``begin`` gave, the rows of one part, once they are there."""
+        """The received rows of one part (R, D), a view of what ``begin`` returned; waits until they have arrived."""
         return _EndPart.apply(rows_RD, self, part)
 
     def begin_part(self, rows_RD: Tensor, part: int) -> Tensor:
-        """Sends one part; what comes back stands for it in ``end``."""
+        """Starts sending one part; returns a placeholder tensor for it, which ``end`` takes."""
         return _BeginPart.apply(rows_RD, self, part)
 
     def end(self, parts: Sequence[Tensor]) -> Tensor:
-        """The rows of all parts, once they are there."""
+        """The received rows of all parts (R, D); waits until they have arrived."""
         return _EndParts.apply(self, *parts)
 
     def start_all(self, rows_RD: Tensor, order: Sequence[int], *, back: bool) -> Tensor:

@@ -68,7 +68,7 @@ def _clean_group(
     progress: Progress | None,
     task: tuple[int, int],
 ) -> list[CleanedShard] | None:
-    """The records of the group's shards, once all of its files are there."""
+    """Does this task's share of the cleaning; returns all shards' records, None while other tasks' are missing."""
     assert config.cleaning is not None
     cleaning, (share, n_shares) = config.cleaning, task
     _begin(cleaning, config, group, sources)

@@ -101,7 +101,7 @@ def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amoun
 
 
 def micro_batches_of(config: RunConfig, world_size: int) -> int:
-    """Those of a step on each rank, once the batch has grown."""
+    """The number of micro-batches that each rank computes in a step of the largest batch."""
     train = config.train
     return train.batches.sizes[-1] // (Degrees.of(config.parallel, world_size).dp * train.micro_batch_size)
 

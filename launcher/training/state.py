@@ -93,9 +93,9 @@ def restore(
 
 
 def set_aside(store: Store, damaged: Mapping[str, str], mesh: Mesh) -> list[str]:
-    """Renames damaged checkpoints, by name with the reason, once no rank reads them; returns the warnings.
+    """Renames the damaged checkpoints, after every rank has stopped reading them; returns the warnings.
 
-    All ranks call it.
+    ``damaged``: a checkpoint's name -> what is wrong with it. All ranks call it.
     """
     if damaged:
         dist.barrier(group=mesh.control)

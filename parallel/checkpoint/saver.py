@@ -171,7 +171,7 @@ class Saver:
         return ended
 
     def wait(self) -> list[Saved]:
-        """As ``poll``, once nothing is being written any more."""
+        """Waits until this rank writes no checkpoint; returns what ``poll`` does. Raises BrokenSave."""
         self._join()
         return self.poll()
 
@@ -272,7 +272,10 @@ class Saver:
             return "broken", f"{self.mesh.place}:\n{traceback.format_exc()}"
 
     def _finish(self, job: _Job, name: str, everyone: list[tuple[str, Any]]) -> str | None:
-        """Rank 0, once every shard is on disk or failed: commits, or removes what was written. Returns a warning."""
+        """Commits the checkpoint, or removes what was written of it. Returns a warning, or None.
+
+        Rank 0 alone calls it, after every rank has told whether its shard is on disk.
+        """
         try:
             for kind in ("broken", "failed"):
                 problems = [text for verdict, text in everyone if verdict == kind]

@@ -39,7 +39,7 @@ class Zero2OnHost(Zero2):
         return skipped
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The partition's, once it has arrived."""
+        """The gradient (1-D, on the host) of the partition ``flat``; waits until its copy there has ended."""
         self.optimizer._wait_for_offload_copies()
         partitions = self.optimizer.single_partition_of_fp32_groups
         return partitions[position(partitions, flat)].grad.view(-1)
