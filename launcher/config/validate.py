@@ -160,6 +160,9 @@ def _must_be_one_of(value: Any, allowed: Sequence[Any]) -> str:
     )
 
 
+_MEANT = {"yes": True, "on": True, "y": True, "1": True, "no": False, "off": False, "n": False, "0": False}  # YAML 1.1
+
+
 def _remedy(key: str, place: _Place) -> str:
     """What to write instead, with an example of the right kind."""
     hint, value, kinds = place.hint, place.value, members(place.hint)
@@ -171,7 +174,8 @@ def _remedy(key: str, place: _Place) -> str:
     if float in kinds:
         return f"write one, e.g. {_as_float(value) or (default if isinstance(default, float) else 1.0)}"
     if bool in kinds:
-        return f"write {show(default)}" if isinstance(default, bool) else "write one of the two"
+        meant = _MEANT.get(str(value).lower())
+        return "write one of the two" if meant is None else f"write {show(meant)}"
     if str in kinds:
         scalar = isinstance(value, (int, float)) and not isinstance(value, bool)
         return f"quote it: {key}='\"{value}\"'" if scalar else "write it in quotes"
