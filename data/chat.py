@@ -37,14 +37,19 @@ def chat_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally
     return json.dumps(fields, ensure_ascii=False)
 
 
-def of_columns(value: Any) -> Any:
-    """A value of a record made of columns without null fields, at any depth: all other records' fields are there.
+def record_of_columns(record: dict[str, Any]) -> dict[str, Any]:
+    """A record that was read from columns, whose values have no null fields at any depth.
 
-    Else each call would have every other call's arguments, and each tool their parameters.
+    Columns give each call the arguments of all records' calls, and each tool their parameters, as nulls. The record's
+    own fields stay, null or not.
     """
-    if isinstance(value, dict):
-        return {name: of_columns(each) for name, each in value.items() if each is not None}
-    return [of_columns(each) for each in value] if isinstance(value, list) else value
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without_nulls(each) for name, each in value.items() if each is not None}
+        return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+    return {name: without_nulls(each) for name, each in record.items()}
 
 
 def said(chat: str) -> str:
@@ -94,7 +99,7 @@ def _fields(record: Any, chat: ChatConfig) -> dict[str, Any] | None:
 
 
 def _without_nulls(messages: Any) -> Any:
-    """Messages without fields that are null, which columns of records give to all that lack one."""
+    """Messages without fields of their own that are null: a field that is not there reads alike in every template."""
     if not isinstance(messages, list):
         return messages
     return [

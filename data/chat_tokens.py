@@ -94,7 +94,7 @@ class ChatTokens:
 
     def encode(self, texts: list[str]) -> "list[Encoding]":
         """The texts' tokens, special ones as such."""
-        with making_tokens(self.task.text):
+        with making_tokens(self.task.name_of_text):
             return self.tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def targets(self, rendered: Rendered, encoding: "Encoding") -> tuple[np.ndarray, np.ndarray]:

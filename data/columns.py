@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from data.chat import chat_of, no_chat, of_columns
+from data.chat import chat_of, no_chat, record_of_columns
 from data.config import SourceConfig
 from data.errors import DataError, reason_of, refuse
 from data.lines import MEND, Expansion
@@ -128,7 +128,7 @@ def documents_of(
             tally.bad("not UTF-8", partial(refuse, f"{path}: row {row}", why, MEND))
             yield None
         else:
-            yield chat_of({name: of_columns(each) for name, each in record.items()}, source, path, key, tally)
+            yield chat_of(record_of_columns(record), source, path, key, tally)
 
 
 def check_column(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> None:

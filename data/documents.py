@@ -10,7 +10,7 @@ from typing import Any, assert_never
 
 import zstandard
 
-from data.chat import chat_of, of_columns
+from data.chat import chat_of, record_of_columns
 from data.cleaning.kept import counts_of, read_kept
 from data.columns import no_text_key, read_arrow, read_parquet
 from data.config import SourceConfig
@@ -125,7 +125,7 @@ def _read_slice(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> I
             case "hub":
                 for record in hub_records(source, piece.start, key):
                     if source.chat is not None:
-                        record = {name: of_columns(each) for name, each in record.items()}
+                        record = record_of_columns(record)
                     yield _text_of(record, source, piece.path, key, tally), 0
             case "cleaned":
                 yield from _read_cleaned(piece, tally)

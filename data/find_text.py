@@ -17,8 +17,9 @@ import numpy as np
 
 from data.dataset import Dataset
 from data.document_names import Place
-from data.errors import reason_of, refuse
+from data.errors import DataError, reason_of, refuse
 from data.tokenfile import TokenFile
+from data.tokenizer import making_tokens
 from data.tokenizer_files import check_files
 
 MOST_PLACES = 1000
@@ -65,8 +66,9 @@ class Speller:
         for as_text in (True, False):
             self._tokenizer.encode_special_tokens = as_text
             try:
-                encoded = self._tokenizer.encode(self.piece, add_special_tokens=False)
-            except Exception:  # the library raises no other: a word that the piece cuts has no token
+                with making_tokens(self.piece):
+                    encoded = self._tokenizer.encode(self.piece, add_special_tokens=False)
+            except DataError:  # the piece begins or ends within a word
                 return []
             numbered = zip(encoded.ids, encoded.offsets, strict=True)
             found.append([number for number, (first, stop) in numbered if begin <= first and stop <= end])

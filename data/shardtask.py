@@ -30,7 +30,7 @@ class ShardTask:
     forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
 
     @property
-    def text(self) -> str:
+    def name_of_text(self) -> str:
         """Names the shard's text in errors, where no one document can be named."""
         first, last = self.shard[0].path, self.shard[-1].path
         return f"{self.key}: {first}" if first == last else f"{self.key}: one of {first} to {last}"

@@ -219,7 +219,10 @@ def load_fast(folder: Path) -> "Tokenizer":
 
 @contextlib.contextmanager
 def making_tokens(found: str) -> Iterator[None]:
-    """Makes what the library raises for text that the tokenizer has no tokens for a DataError. ``found``: the text."""
+    """Around calls of the tokenizer: raises DataError where a text has a part that it has no token for.
+
+    That is so for words, or unigram pieces, without an unk_token. ``found`` is what errors call the text.
+    """
     try:
         yield
     except Exception as error:  # the library raises no other

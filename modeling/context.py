@@ -40,7 +40,7 @@ class Context:
     part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
     choices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
     draws: Draws | None = None  # what dropout's masks follow from; None: nothing is dropped, as outside training
-    bound: int | None = None  # all positions are below it, of whole sequences too; None: nobody has said
+    bound: int | None = None  # of whole sequences: no position reaches it; None: not known
 
     @property
     def between_layers(self) -> "Context":

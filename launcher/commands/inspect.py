@@ -45,10 +45,12 @@ def inspect_checkpoint(path: str, wishes: Wishes) -> int:
     moe = trained.config.model.moe
     parts = chosen_parts(wishes, has_experts=moe is not None)
     tokenizer = open_tokenizer(path, trained)
-    with making_tokens("--text"):
-        tokens, more = read_tokens(
-            texts, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, token_limit(wishes, trained)
-        )
+
+    def encode(text: str) -> list[int]:
+        with making_tokens("--text"):
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+    tokens, more = read_tokens(texts, encode, token_limit(wishes, trained))
     notes += more
     if any(not each.ids for each in tokens):
         raise UserError([f"--text: {next(each.name for each in tokens if not each.ids)} has no token; give some text"])

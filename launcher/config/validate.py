@@ -27,6 +27,9 @@ from launcher.config.schema import (
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show, show_key
 
+# What YAML 1.1 and others take for a boolean, and 1.2 does not.
+_MEANT = {"yes": True, "on": True, "y": True, "1": True, "no": False, "off": False, "n": False, "0": False}
+
 
 @cache
 def _validator() -> SchemaValidator:
@@ -158,9 +161,6 @@ def _must_be_one_of(value: Any, allowed: Sequence[Any]) -> str:
     return f"must be one of {', '.join(map(str, allowed))}; " + (
         f"did you mean {close[0]}?" if close else f"try {allowed[0]}"
     )
-
-
-_MEANT = {"yes": True, "on": True, "y": True, "1": True, "no": False, "off": False, "n": False, "0": False}  # YAML 1.1
 
 
 def _remedy(key: str, place: _Place) -> str:

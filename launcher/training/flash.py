@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
 from launcher.errors import UserError
+from parallel.torch_version import in_words, is_at_least
 
 TORCHS_OWN = 2
 # Of those that torch can take in its own one's place: what torch imports, and what that comes in.
@@ -14,8 +15,8 @@ MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
 # What looking for one, or taking it, raises: a library's, torch's own, a name it has not, a package's broken parts.
 BROKEN = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
 PACKAGES = {3: "flash-attn-3 (for Hopper)", 4: "flash-attn-4 (for Hopper and Blackwell)"}
-GENERATIONS = {3: (9,), 4: (9, 10)}  # of compute capability, on which torch calls a version; others in no pass
-# Before it torch has no backward pass for a version with a window, and its attention of various lengths gives one.
+GENERATIONS = {3: (9,), 4: (9, 10)}  # the major compute capabilities that a version has kernels for
+# The first torch that can train by a version: before it the backward pass takes no windows, and varlen_attn has them.
 FIRST_TORCH = {3: (2, 11), 4: (2, 12)}
 
 
@@ -66,10 +67,10 @@ def choose_flash_attention(version: int, device: torch.device) -> None:
 def check_torch(version: int) -> None:
     """Raises UserError where torch is too old to train by a version."""
     first, found = FIRST_TORCH[version], installed("torch")
-    if tuple(int(number) for number in found.split(".")[:2]) < first:
+    if not is_at_least(found, first):
         raise UserError(
             [
-                f"train.flash_attention={version} needs torch {'.'.join(map(str, first))} or newer, not {found}, which "
+                f"train.flash_attention={version} needs torch {in_words(first)} or newer, not {found}, which "
                 f"has no backward pass for it; try train.flash_attention={TORCHS_OWN}"
             ]
         )

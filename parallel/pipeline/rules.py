@@ -5,13 +5,9 @@ from importlib.metadata import version
 from typing import assert_never
 
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, splits_backward
+from parallel.torch_version import in_words, is_at_least
 
-SPLITS_RIGHTLY = (2, 13)  # the first torch under which schedules that split the backward pass were proven
-
-
-def splits_rightly(installed: str) -> bool:
-    """Whether this version of torch computes the parts of a backward pass as the whole (it fails in 2.11)."""
-    return tuple(int(number) for number in installed.split(".")[:2]) >= SPLITS_RIGHTLY
+SPLITS_RIGHTLY = (2, 13)  # the first torch in which the parts of a backward pass add up to the whole; not so in 2.11
 
 
 def pipeline_problems(
@@ -40,11 +36,11 @@ def pipeline_problems(
             f"parallel.zero=3 must be at most 2 with parallel.pipeline.name={pipeline.name}, whose backward pass needs "
             "the weights twice; try parallel.zero=2, or parallel.pipeline.name=interleaved"
         )
-    if splits_backward(pipeline) and not splits_rightly(installed := version("torch")):
+    if splits_backward(pipeline) and not is_at_least(installed := version("torch"), SPLITS_RIGHTLY):
         problems.append(
             f"parallel.pipeline.name={pipeline.name} must be 1f1b or interleaved with torch {installed}, which cannot "
             "take custom functions' backward passes apart, and adds gradients up that do not belong together; "
-            f"try parallel.pipeline.name=interleaved, or torch {'.'.join(map(str, SPLITS_RIGHTLY))}"
+            f"try parallel.pipeline.name=interleaved, or torch {in_words(SPLITS_RIGHTLY)}"
         )
     if global_batch_size % (dp * micro_batch_size) == 0:  # else another rule speaks
         problems += micro_batch_problems(pipeline, pp, global_batch_size, micro_batch_size, dp)
