@@ -1,5 +1,6 @@
 """`roundtable branch --without`: which documents a branch is to leave out, and from which checkpoint it begins."""
 
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -110,14 +111,18 @@ def reads_of(run: DataOfRun, documents: Sequence[LeftOut]) -> tuple[list[tuple[i
 
     The steps that a branched run began with are its parent's, and so on, as far as parents are there.
     """
-    found = [(step, each.document) for each in documents for step in steps_with(run, each)]
-    lineage = read_lineage(run.path)
-    if lineage is None:
-        return found, 1
-    if not lineage.is_there():
-        return found, lineage.step + 1
-    earlier, known_from = reads_of(open_run(lineage.run), documents)
-    return [*(read for read in earlier if read[0] <= lineage.step), *found], known_from
+    found: list[tuple[int, str]] = []
+    passed, last_step = set[Path](), math.inf
+    while True:
+        own = [(step, each.document) for each in documents for step in steps_with(run, each) if step <= last_step]
+        found = [*own, *found]
+        lineage = read_lineage(run.path)
+        if lineage is None:
+            return found, 1
+        passed.add(run.path.resolve())
+        if not lineage.is_there() or Path(lineage.run).resolve() in passed:  # a record may say anything
+            return found, lineage.step + 1
+        run, last_step = open_run(lineage.run), min(last_step, lineage.step)
 
 
 def steps_with(run: DataOfRun, document: LeftOut) -> set[int]:

@@ -169,6 +169,14 @@ def test_another_run_in_a_parents_place_is_not_the_parent(made, tmp_path, capsys
     assert "no record is left of steps before 3" in where(new, known, capsys)[1]
 
 
+def test_a_record_that_names_its_own_run_as_the_parent_leads_nowhere(made, tmp_path, capsys):
+    known, run = seen_first(made, capsys)[1][0], tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    record = {"run": str(run), "step": 0, "run_id": (run / ".run_id").read_text().strip()}
+    (run / "branched_from.json").write_text(json.dumps(record))
+    assert main(["branch", str(run), str(tmp_path / "new"), "--step", "3", "--without", known]) == 0
+
+
 @pytest.mark.slow
 def test_a_branch_of_a_branch_leaves_out_what_both_name(made, tmp_path, capsys):
     first = seen_first(made, capsys)
