@@ -1,12 +1,16 @@
 """The course of a preflight: stage after stage, and after each only those nodes go on with which all is well.
 
 Rank 0 hosts the store, collects and decides; it goes on collecting where its own node has dropped out. A rank that does
-not answer within a stage's limit is left behind with its node, so that one broken node costs the others one limit.
+not answer within a stage's limit is left behind with its node, so that one broken node costs the others one limit. The
+work is done in a thread of its own: a call that never returns (NCCL connecting to a peer that it cannot reach, a driver
+that hangs) holds up neither the verdict nor the end of the process.
 """
 
 import faulthandler
+import queue
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +26,7 @@ from parallel.processes.roll_call import RollCall, RollCallError
 
 STAGE_SECONDS = 120.0  # of a stage; a collective has a third of it. Where all is well the longest takes a few seconds
 LATE_SECONDS = 10.0  # that a rank may begin a stage after rank 0
+ENDING_SECONDS = 30.0  # that a process may take to end where some of its work is stuck
 SEEN_SECONDS = 20.0  # that a file may stay unseen though it was there before anybody asked for it
 LOOKED_FOR = 8  # nodes whose files each node looks for: all of them would be a million questions for 1000 nodes
 
@@ -44,14 +49,42 @@ def run_course(
     ``folder``, on the shared disk, gets a folder that is removed again. ``problems`` are why this rank cannot begin.
     ``tell`` is given a line where a stage fails on this rank.
     Raises RollCallError on all ranks where all have problems (a disagreement, then: with the user) or rank 0 has, and
-    where rank 0 ended or was cut off. A rank that is stuck for longer than a stage may take ends with its stack on
-    stderr.
+    where rank 0 ended or was cut off. A rank that is stuck for longer than a stage may take prints its stacks on
+    stderr and drops out; its process must end soon after, and is ended after 30 s (exit code 1).
     """
     course = _Course(roll, stage_seconds, tell)
     try:
         return course.run(folder, list(problems))
     except DroppedOut:
         return None
+    finally:
+        if course.is_stuck:  # what is stuck may keep Python from ending
+            faulthandler.dump_traceback_later(ENDING_SECONDS, exit=True)
+
+
+class _Worker:
+    """A thread that does one piece of work after another, so that the caller can stop waiting for one."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            try:
+                self._results.put((work(), None))
+            except BaseException as error:
+                self._results.put((None, error))
+
+    def do(self, work: Callable[[], Any], seconds: float) -> Any:
+        """What ``work`` returns; raises what it raises, or queue.Empty where it takes longer."""
+        self._work.put(work)
+        result, error = self._results.get(timeout=seconds)
+        if error is not None:
+            raise error
+        return result
 
 
 class _Course:
@@ -60,6 +93,8 @@ class _Course:
         self.going = list(range(roll.world_size))  # the ranks that take part
         self.node_of = list(roll.hosts or [f"(the node of rank {rank})" for rank in self.going])
         self.device = torch.device("cpu")
+        self.is_stuck = False  # some work of this rank's has not returned
+        self.worker = _Worker()  # CUDA's current device is a thread's, so one thread does everything
         self.failures: dict[str, list[str]] = {}  # on rank 0: by node, what went wrong there
 
     def run(self, folder: Path, problems: list[str]) -> Findings | None:
@@ -216,22 +251,12 @@ class _Course:
         A rank that fails, or of which ``judge`` says why, drops out with its node; with ``drops`` false only one that
         does not answer.
         """
-        answer: dict[str, Any] = {}
-        if self.rank in self.going:
-            faulthandler.dump_traceback_later(self.stage_seconds, exit=True)
-            try:
-                answer = {"found": work()}
-            except (RuntimeError, OSError) as error:  # torch's and the disk's; anything else is a fault of this code
-                answer = {"failure": " ".join(str(error).split())[:300] or type(error).__name__}
-                place = f"rank {self.rank} on {self.node_of[self.rank]}"
-                self.tell(f"{place}: {name}: {answer['failure']}")
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+        answer = self._answer(name, work) if self.rank in self.going else {}
         collected: Answers = {}
 
         def decide(answers: Answers) -> list[int]:
-            collected.update({rank: each for rank, each in answers.items() if rank in self.going})
-            gone = {rank: f"no answer within {self.stage_seconds:g} s" for rank in self.going if rank not in answers}
+            collected.update({rank: each for rank, each in answers.items() if rank in self.going and each})
+            gone = {rank: f"no answer within {self.stage_seconds:g} s" for rank in self.going if rank not in collected}
             if drops:
                 gone |= {rank: each["failure"] for rank, each in collected.items() if "failure" in each}
             gone |= judge(collected) if judge is not None else {}
@@ -243,6 +268,23 @@ class _Course:
         self.going = self.roll.decide_together(name, answer, {0, *self.going}, limit, decide)
         self._leave_if_dropped()
         return collected
+
+    def _answer(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
+        """What the work came to: ``found`` or ``failure``, and nothing where it is stuck."""
+        faulthandler.dump_traceback_later(self.stage_seconds + LATE_SECONDS, exit=True)  # stuck with Python's lock held
+        try:
+            answer = {"found": self.worker.do(work, self.stage_seconds)}
+        except queue.Empty:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback()
+            self.is_stuck = True
+            return {}
+        except (RuntimeError, OSError) as error:  # torch's and the disk's; anything else is a fault of this code
+            answer = {"failure": " ".join(str(error).split())[:300] or type(error).__name__}
+            place = f"rank {self.rank} on {self.node_of[self.rank]}"
+            self.tell(f"{place}: {name}: {answer['failure']}")
+        faulthandler.cancel_dump_traceback_later()
+        return answer
 
     def _leave_if_dropped(self) -> None:
         if self.rank not in (0, *self.going):

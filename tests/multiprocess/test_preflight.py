@@ -64,6 +64,19 @@ def test_planted_faults_are_told_apart_and_not_held_against_the_partner(tmp_path
     }
 
 
+@pytest.mark.slow
+def test_a_call_that_never_returns_on_rank_0_costs_its_node_and_not_the_verdict(tmp_path):
+    """As NCCL's do where a peer cannot be reached: n1 and n2 are to meet in the second round."""
+    seen = preflight(["n1", "n2", "n3", "n4"], tmp_path, dict.fromkeys([0, 2], "stuck at its second meeting"))
+    assert [each.code for each in seen] == [0] * 4
+    assert {each.node: each.reasons for each in judge(findings(seen[0])).verdicts} == {
+        "n1": ("rank 0, pairs, round 2: no answer within 20 s",),
+        "n2": (),
+        "n3": ("rank 2, pairs, round 2: no answer within 20 s",),
+        "n4": (),
+    }
+
+
 @pytest.mark.parametrize(("ranks", "is_disagreement"), [([0, 1, 2], True), ([0], False)], ids=["all", "rank 0"])
 def test_planted_missing_config_of_all_ranks_is_the_users_mistake(tmp_path, ranks, is_disagreement):
     seen = preflight(["n1", "n2", "n3"], tmp_path, dict.fromkeys(ranks, "no config"))

@@ -87,13 +87,13 @@ def plant(fault: str) -> None:
             blocks[-1][-3] ^= 4
 
         device._fill = forget
-    elif fault == "stopped at its second meeting":
+    elif fault in ("stopped at its second meeting", "stuck at its second meeting"):
         meet, names = course.meet, []
 
         def meet_twice(store: Any, name: str, *rest: Any) -> Any:
             names.append(name)
             if len(names) == 2:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP) if fault.startswith("stopped") else time.sleep(10_000)
             return meet(store, name, *rest)
 
         course.meet = meet_twice
