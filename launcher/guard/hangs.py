@@ -3,6 +3,7 @@
 Nothing here communicates; ``launcher.guard.watchdog`` does.
 """
 
+import os
 import sys
 import threading
 import time
@@ -66,6 +67,17 @@ class Report:
     by_axis: dict[str, int] = field(default_factory=dict)  # the same by the axes' names, which all ranks share
     stage: int = 0  # place on pp: ranks of one stage run one program
 
+
+def flight_record() -> bytes:
+    """torch's own record of this process's latest communications (Flight Recorder), pickled; empty where none is kept.
+
+    On NCCL it says which of them the device has begun and completed. May wait for the device.
+    """
+    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return b""
+    from torch._C import _distributed_c10d as c10d
+
+    return getattr(c10d, "_dump_nccl_trace", c10d._dump_fr_trace)()
 
 def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdict | None:
     """The reason to end all ranks, if there is one; the surest first."""

@@ -29,6 +29,7 @@ from launcher.guard.hangs import (
     counts_by_axis,
     describe_wait,
     explain,
+    flight_record,
     judge,
     main_line,
     report_waits,
@@ -43,6 +44,7 @@ from parallel.processes.start import has_launcher, is_lost_connection, tell_laun
 from parallel.processes.waits import Waits
 
 LOGS = "logs"
+FLIGHT_RECORD = "flight-rank-"  # in LOGS, before the rank: what torch recorded of its communications
 STEP = "step"  # the phase whose limit is train.step_timeout_seconds; all others are slow
 SLOW_FACTOR = 3  # a slow phase (start, first step, evaluation, checkpoint) without a sign may take so many timeouts
 LONGEST_FACTOR = 3  # with train.step_timeout_seconds=null, a step may take so many times the longest one before
@@ -323,6 +325,13 @@ class Watchdog:
         )
         return report
 
+    def write_flight_record(self, verdict: Verdict) -> None:
+        """Where communication has come to a stop: keeps what torch has recorded of it, for ``torchfrtrace``."""
+        if verdict.kind in ("hang", "cut"):
+            with contextlib.suppress(Exception):  # whatever becomes of it, the ranks must end
+                if record := flight_record():
+                    (self.log_path.parent / f"{FLIGHT_RECORD}{self.mesh.rank}").write_bytes(record)
+
     def end(self, verdict: Verdict, heart: Heart) -> None:
         """Rank 0: tells all, collects what they did, names the culprit and ends. Others: rank 0 itself is at fault."""
         if verdict.kind == "gone" and has_launcher():
@@ -338,6 +347,7 @@ class Watchdog:
             message = verdict.text
         if self.mesh.rank <= 1:
             self.tell(f"{message}\nall ranks end; what each was doing is in {self.log_path.parent}", verdict.exit_code)
+        self.write_flight_record(verdict)
         heart.send({"done": True})
         self.leave(verdict.exit_code)
 
@@ -347,6 +357,7 @@ class Watchdog:
         assert heart is not None
         report = self.write_report(verdict)
         heart.send({"report": vars(report)})
+        self.write_flight_record(verdict)
         deadline = time.monotonic() + self.report_seconds + TELL_SECONDS
         while time.monotonic() < deadline:
             if any(message is None or "done" in message for _, message in heart.poll(self.interval)):

@@ -21,7 +21,7 @@ from launcher.config.tree import CheckpointConfig, RunConfig
 from launcher.console import is_heard, tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
-from launcher.guard.watchdog import LOGS, STEP, Watchdog, nccl_seconds
+from launcher.guard.watchdog import FLIGHT_RECORD, LOGS, STEP, Watchdog, nccl_seconds
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far, first_problem, usable_fuse
 from launcher.training.flash import choose_flash_attention
@@ -207,8 +207,8 @@ def prepare_process(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-    if torch.cuda.is_available():  # what NCCL was doing when it timed out; the rank's number follows
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_path / LOGS / "nccl-rank-"))
+    if torch.cuda.is_available():  # where NCCL's own watchdog writes it; the rank's number follows
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_path / LOGS / FLIGHT_RECORD))
     else:  # torch's record of collectives tells nothing on gloo, and grows by 5 MB until it holds 2,000
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         keep_heap_from_growing()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.flight_recorder.components.loader import read_dump
 
 import hang_job
 import launcher.training.start as start
@@ -98,16 +99,22 @@ def test_stopped_rank_is_missing_and_the_others_say_what_they_wait_for(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["sleeps", "other collective"])
+@pytest.mark.parametrize("fault", ["sleeps recorded", "other collective"])
 def test_late_rank_is_named_with_the_line_it_is_at(tmp_path, tokens, fault):
     config, place = layout_run(tmp_path, tokens, "tp", step_timeout_seconds=STEP_TIMEOUT)
     error = run_with_launcher(config, 4, fault, 3)
-    word = {"sleeps": "slowest", "other collective": "out of step with the others"}[fault]
+    word = {"sleeps recorded": "slowest", "other collective": "out of step with the others"}[fault]
     assert f"{word}: {place} " in str(error)
     assert end_event(config)["rank"] == 3
-    if fault == "sleeps":
+    records = sorted(path.name for path in (config.run_path / "logs").glob("flight-rank-*"))
+    if fault == "sleeps recorded":
         assert f"{place} is at work in step 3" in str(error)
         assert "in strike" in log_of(config, 3)
+        assert records == [f"flight-rank-{rank}" for rank in range(4)]
+        logs = config.run_path / "logs"
+        assert all(read_dump("flight-rank-", str(logs / name))["entries"] for name in records)
+    else:
+        assert records == []
     assert living_ranks() == []
 
 

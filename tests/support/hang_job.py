@@ -1,7 +1,8 @@
 """`roundtable`, with one rank that dies, hangs or lags on purpose: hang_job.py FAULT RANK STEP ARGUMENTS-OF-ROUNDTABLE.
 
 Works for `train --ranks N` as for ranks that torchrun, srun or a test starts. The fault comes in the given rank before
-the given step. "FAULT once FILE" comes only as long as the file does not exist, and makes it.
+the given step. "FAULT recorded" has torch's flight recorder on. "FAULT once FILE" comes only as long as the file does
+not exist, and makes it.
 """
 
 import os
@@ -22,6 +23,9 @@ def plant(fault: str, rank: int, step: int) -> None:
 
     original = loop.run_step
     fault, _, marker = fault.partition(" once ")
+    if fault.endswith(" recorded"):
+        fault = fault.removesuffix(" recorded")
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
 
     if fault.startswith("long phases"):
         lengthen_phases(loop, float(fault.split()[-1]), rank)
