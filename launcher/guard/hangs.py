@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from parallel.mesh import AXES, Mesh
@@ -69,15 +70,16 @@ class Report:
 
 
 def flight_record() -> bytes:
-    """torch's own record of this process's latest communications (Flight Recorder), pickled; empty where none is kept.
+    """What torch has recorded of this process's latest communications (Flight Recorder), pickled; empty: nothing.
 
     On NCCL it says which of them the device has begun and completed. May wait for the device.
     """
     if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         return b""
-    from torch._C import _distributed_c10d as c10d
+    names = ("_dump_nccl_trace", "_dump_fr_trace")  # the first in builds with NCCL, whose record is another
+    dump = next((getattr(c10d, name) for name in names if hasattr(c10d, name)), bytes)
+    return dump()
 
-    return getattr(c10d, "_dump_nccl_trace", c10d._dump_fr_trace)()
 
 def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdict | None:
     """The reason to end all ranks, if there is one; the surest first."""
