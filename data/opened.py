@@ -53,7 +53,10 @@ def open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> lis
     sources = [source for source in sources if has_samples(source)]
     if not sources:
         found = f"data.heldout_fraction={config.heldout_fraction} and data.heldout_path=null"
-        remedy = "set data.heldout_path to the PREFIX of token files, or add raw text with a heldout_fraction above 0"
+        remedy = (
+            "set data.heldout_path to the PREFIX of token files, add raw text with a heldout_fraction above 0, or train "
+            "without evaluations (train.eval_every_steps=null)"
+        )
         raise refuse(found, "leave nothing to evaluate on", remedy)
     return sources
 
