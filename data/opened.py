@@ -54,8 +54,8 @@ def open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> lis
     if not sources:
         found = f"data.heldout_fraction={config.heldout_fraction} and data.heldout_path=null"
         remedy = (
-            "set data.heldout_path to the PREFIX of token files, add raw text with a heldout_fraction above 0, or train "
-            "without evaluations (train.eval_every_steps=null)"
+            "set data.heldout_path to the PREFIX of token files, add raw text with a heldout_fraction above 0, or "
+            "train without evaluations (train.eval_every_steps=null)"
         )
         raise refuse(found, "leave nothing to evaluate on", remedy)
     return sources

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from modeling.kernels.by_rows import PIECE_BYTES
+from modeling.optimizers.matrices import AT_ONCE
 from modeling.pieces import QUERY_BLOCK
 from parallel.context_parallel.plan import TILE
 
@@ -23,6 +24,7 @@ class Sizes:
     ring_pieces_every: int | None = None
     row_piece_bytes: int = PIECE_BYTES  # of the largest tensor of a chain of elementwise work on CPUs, computed at once
     row_multiple: int | None = None  # an expert's rows are rounded up to it; None: what is fast there, in that dtype
+    matrices: int = AT_ONCE  # elements of matrices that are whole at once, of an update that needs them so (Muon)
     staging_bytes: int = 8 << 20  # the extra memory of a synchronous save, which goes through it
     # Activations on the host: in pages of a power of two; smaller tensors stay on the device.
     page_bytes: int = 32 << 20

@@ -87,6 +87,7 @@ class Ours:
     sent: tuple[float, ...]  # of each position: elements that one token sends to the host
     head_at: int  # the head's position: the first one in a V
     scores: float = 0.0  # bytes of attention's scores in memory at once, where no kernel keeps them to itself
+    matrix_flops: tuple[tuple[str, float], ...] = ()  # of an update's products, by dtype, over the model's elements
     scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
     chunk_logits: int = CUDA_CHUNK_LOGITS  # of the head at a time
 
@@ -274,3 +275,20 @@ def mean_states(model: ModelConfig, optimizer: OptimizerConfig) -> float:
     tensors = logical_tensors(model).values()
     kept = sum(each.numel * len(optimizer.states_of(each.weight)) for each in tensors)
     return kept / sum(each.numel for each in tensors)
+
+
+@lru_cache(maxsize=16)
+def mean_matrix_flops(model: ModelConfig, optimizer: OptimizerConfig, tp: int) -> tuple[tuple[str, float], ...]:
+    """FLOPs of an update's products of whole matrices by dtype, over the elements of the model.
+
+    All ranks of tp compute the whole of what they hold parts of, taken to be all matrices but experts'.
+    """
+    found: dict[str, float] = {}
+    tensors = logical_tensors(model).values()
+    for each in tensors:
+        rows, columns = each.shape[-2:] if len(each.shape) > 1 else (1, 1)
+        work = optimizer.matrix_work(rows, columns) if optimizer.takes_whole(each.weight) else None
+        if work is not None:
+            times = each.numel // (rows * columns) * (1 if "experts" in each.weight.dims else tp)
+            found[work.dtype] = found.get(work.dtype, 0.0) + times * work.flops
+    return tuple((dtype, flops / sum(each.numel for each in tensors)) for dtype, flops in found.items())

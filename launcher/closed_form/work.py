@@ -414,7 +414,8 @@ class Step:
         """The optimizer; on the host, whose cores have no rate here, what goes there and comes back."""
         ours, rate = self.job.ours, self.gpu.hardware.host_bytes_per_second
         if ours is None or not ours.updates_on_host:
-            return updated * STEP_BYTES / self.bandwidth
+            flops, peaks = ours.matrix_flops if ours is not None else (), self.gpu.hardware.peak_flops
+            return updated * (STEP_BYTES / self.bandwidth + sum(each / peaks[dtype] for dtype, each in flops))
         return 0.0 if rate is None else updated * (FULL + ours.element) / rate
 
     def waits(self, dense: float, moe: float, head: float) -> float:

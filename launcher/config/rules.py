@@ -44,6 +44,7 @@ def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list
         *_check_expert_widths(config, "bf16" if is_small else config.train.precision),
         *_check_schedule(config),
         *_check_precision(config),
+        *_check_iterations(config),
         *_check_grad_reduce(config),
         *check_one_way(config.train),
         *([] if is_small else check_fp8_widths(config)),
@@ -261,6 +262,16 @@ def _check_precision(config: RunConfig) -> Iterator[str]:
         yield (
             "train.fp8_keep_weights=true needs train.precision=fp8, not "
             f"train.precision={config.train.precision}, whose weights are not cut; try train.fp8_keep_weights=false"
+        )
+
+
+def _check_iterations(config: RunConfig) -> Iterator[str]:
+    """Muon iterates in no lower precision than the run's own."""
+    optimizer = config.optimizer
+    if optimizer.name == "muon" and optimizer.iteration_dtype == "bf16" and config.train.precision == "fp32":
+        yield (
+            "optimizer.iteration_dtype=bf16 needs a train.precision of 16 bits or less, not train.precision=fp32, "
+            "whose updates it would round; try optimizer.iteration_dtype=fp32"
         )
 
 

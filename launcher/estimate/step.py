@@ -20,6 +20,7 @@ from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
 from launcher.plan.memory import cut_bytes, rank_memory, updated_elements
 from launcher.prove.traffic.axes import pp_traffic
+from launcher.prove.traffic.matrices import busiest_owner, matrices_traffic
 from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
 from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
 from launcher.trace.hardware import Hardware
@@ -27,7 +28,7 @@ from launcher.trace.ops import Op, Phase, Work
 from launcher.trace.parts import AXES, BUBBLE, COPIES
 from launcher.trace.recorder import Memory
 from launcher.trace.roofline import Rates, Sum, least_seconds, sums_by, sums_by_name
-from modeling.optimizers.muon import MuonConfig
+from modeling.dtypes import DTYPES
 from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.config import chunks
 from parallel.zero.ways import sharding_for
@@ -74,10 +75,6 @@ def estimate_step(
 
 def check_known(config: RunConfig) -> None:
     """Refuses what has no estimate. Raises UserError."""
-    if isinstance(config.optimizer, MuonConfig):
-        raise UserError(
-            ["optimizer.name=muon has no estimate: nobody counts its products yet; try optimizer.name=adamw"]
-        )
     if config.model.moe is not None and config.train.stored != "bf16":
         raise UserError(
             [
@@ -166,9 +163,19 @@ def update_ops(step: Step, states: States) -> list[Op]:
         *sum_ops(step, n_gradients),
         moved("norm and clipping", "optimizer", n_gradients * 3 * FP32_BYTES),
         moved("update", "optimizer", share * 3 * FP32_BYTES + 2 * states.optimizer),
+        *matrix_ops(step),
         moved("weights from masters", "optimizer", share * (FP32_BYTES + step.element_bytes)),
         *cut_ops(step),
     ]
+
+
+def matrix_ops(step: Step) -> Iterator[Op]:
+    """What the busiest rank computes of whole matrices, where the update needs them."""
+    for (rows, columns), n in busiest_owner(step).items():
+        work = step.optimizer.matrix_work(rows, columns)
+        if work is not None and n:
+            name = f"whole matrices of {rows} x {columns}"
+            yield Op(Work(name, "product", DTYPES[work.dtype], n * work.bytes, n * work.flops), "optimizer", "update")
 
 
 def cut_ops(step: Step) -> Iterator[Op]:
@@ -214,7 +221,11 @@ def wire_ops(step: Step, mesh: Mesh) -> Iterator[Op]:
     """What the rank sends besides its passes: gradients and weights over its replicas, hidden states over pp."""
     tp_sums = around_ring("all-reduce", FP32_BYTES * elements_summed_over_tp(step), step.parallel.tp)
     try:
-        terms = [*zero_traffic(step), Traffic("tp", "gradients of what tp does not cut", "all-reduce", tp_sums)]
+        terms = [
+            *zero_traffic(step),
+            *matrices_traffic(step),
+            Traffic("tp", "gradients of what tp does not cut", "all-reduce", tp_sums),
+        ]
     except ValueError as error:
         raise UserError([f"parallel.zero={step.parallel.zero}: {error}; try parallel.zero=1 with --as"]) from None
     axes = {"replicas": "ZeRO", "edp": "ZeRO", "tp": "tp", "pp": "pp"}

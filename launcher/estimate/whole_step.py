@@ -7,7 +7,7 @@ one buffers are made that stay, and ZeRO 3 learns the order of the modules. The 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,10 @@ from launcher.estimate.pass_over import evenly, shares
 from launcher.estimate.ranks import as_rank, mesh_of
 from launcher.estimate.samples import WholeSequences
 from launcher.estimate.values import KnownAnswers, KnownValues
+from launcher.plan.closed_forms import step_of_rank
 from launcher.profile.run import watched
 from launcher.profile.twins import WatchedEngine
+from launcher.prove.traffic.matrices import shares_in_group
 from launcher.trace.kept import sort_kept
 from launcher.trace.regions import Regions
 from launcher.training.compiling import fuse_of
@@ -34,10 +36,12 @@ from launcher.training.state import TrainState
 from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.moe import MoE
 from parallel.expert import RowSizes, make_dispatch
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.offload import AtOnce
 from parallel.recompute import offloader_in
 from parallel.sizes import DEFAULT_SIZES, Sizes
+from parallel.zero.fragments import Share
+from parallel.zero.weights import HeldWeight
 
 ON_GPU = dataclasses.replace(DEFAULT_SIZES, row_multiple=1, chunk_logits=CUDA_CHUNK_LOGITS)  # what CUDA takes
 
@@ -94,6 +98,7 @@ def fake_rank(
 
     ``known``: what answers for their values. To be entered in a process without a process group.
     """
+    import parallel.zero.matrices as dealt
     import parallel.zero.patches as patches
     from parallel.zero.absent import absent_gpu
 
@@ -105,11 +110,23 @@ def fake_rank(
         mesh = mesh_of(config.parallel, world_size, rank, device)
         stack.enter_context(patches.replaced(torch.utils, swap_tensors=leave_as_they_are))
         stack.enter_context(patches.replaced(torch.cuda, **without_driver()))
+        stack.enter_context(patches.replaced(dealt, shares_of_all=known_shares(config, world_size, mesh)))
         stack.enter_context(patches.replaced(schedules, _batch_p2p=sends_that_hold(schedules._batch_p2p)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(known)
         stack.enter_context(KnownAnswers(known))
         yield dataclasses.replace(mesh, control=dist.group.WORLD)
+
+
+def known_shares(config: RunConfig, world_size: int, mesh: Mesh) -> Callable[..., list[list[tuple[int, int]]]]:
+    """In place of what the ranks tell each other of which elements they update: its closed form."""
+    step = step_of_rank(config, world_size, mesh.pp.rank)
+
+    def shares_of_all(held: Sequence[tuple[HeldWeight, Share | None]], axis: Axis) -> list[list[tuple[int, int]]]:
+        shares = shares_in_group(step, axis.degree, [weight.name for weight, _ in held])
+        return [[shares[weight.name][rank] for weight, _ in held] for rank in range(axis.degree)]
+
+    return shares_of_all
 
 
 @dataclass

@@ -180,7 +180,7 @@ def run_own_precision(
     that both always have the same number of updates. Both evaluate before the steps and after them.
     """
     batches, n_sequences = config.train.batches, config.train.eval_sequences
-    exact = plain_trainer(config, dataset, config.optimizer)
+    exact = plain_trainer(config, dataset, config.optimizer.exact())
     low = plain_trainer(config, dataset, config.optimizer, config.train.precision)
     for step in range(steps + 1):
         if step in (0, steps):

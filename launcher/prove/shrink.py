@@ -46,8 +46,8 @@ SGD_LR = 0.1
 WARMUP_STEPS = 3  # the learning rate changes from step to step
 IDLE_CLIP_NORM = 1e3  # far above the gradients' norm: clipping has to leave them alone
 # The shrunk model crosses all of these: several chunks of the loss and tiles of the ring, the last of them smaller, the
-# ring in every second layer by pieces; weights larger and smaller than a bucket; under ZeRO 3 matrices that are
-# gathered, and norms that stay whole.
+# ring in every second layer by pieces; weights larger and smaller than a bucket; several rounds of Muon's matrices;
+# under ZeRO 3 matrices that are gathered, and norms that stay whole.
 SMALL_SIZES = Sizes(
     chunk_logits=500,
     query_block=5,
@@ -55,6 +55,7 @@ SMALL_SIZES = Sizes(
     ring_pieces_every=2,
     row_piece_bytes=500,
     row_multiple=8,
+    matrices=3000,
     staging_bytes=4096,
     bucket=2000,
     reduced=2000,
@@ -327,11 +328,11 @@ def sgd_for(optimizer: OptimizerConfig) -> SGDConfig:
 
 
 def nonlinear_for(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The (shrunk) optimizer, for SGD AdamW with its decay; where that clips, by a norm that gradients do not reach."""
+    """The (shrunk) optimizer in fp32, for SGD AdamW with its decay; it clips at a norm that gradients do not reach."""
     if isinstance(optimizer, SGDConfig):
         same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
         optimizer = AdamWConfig(lr=ADAMW_LR, **same)
-    return replace(optimizer, clip_norm=None if optimizer.clip_norm is None else IDLE_CLIP_NORM)
+    return replace(optimizer.exact(), clip_norm=None if optimizer.clip_norm is None else IDLE_CLIP_NORM)
 
 
 def shrink_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:

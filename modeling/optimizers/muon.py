@@ -1,15 +1,18 @@
 """Muon: each hidden matrix moves by the nearest orthogonal matrix to its momentum; all other weights by AdamW."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from modeling.dims import Weight
 from modeling.mup import Widths, fan_ratios, longer_ratio
-from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, UpdateRule, WeightDecay
+from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, MatrixWork, UpdateRule, WeightDecay
 
 if TYPE_CHECKING:
     import torch
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at zero (Jordan 2024)
+ITERATIONS = 5
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 MATRIX_STATES = ("momentum_buffer",)
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 
@@ -35,6 +38,7 @@ class MuonConfig(UpdateRule):
     beta2: Beta = 0.95
     eps: Epsilon = 1e-8
     clip_norm: ClipNorm | None = 1.0
+    iteration_dtype: Literal["fp32", "bf16"] = "fp32"  # of the products that make a matrix orthogonal
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -49,6 +53,17 @@ class MuonConfig(UpdateRule):
         """Whether it is a hidden matrix."""
         return weight.is_hidden_matrix
 
+    def matrix_work(self, rows: int, columns: int) -> MatrixWork:
+        """Each iteration's three products; around them reads and writes of a norm, a division and casts."""
+        shorter, size, width = min(rows, columns), rows * columns, ELEMENT_BYTES[self.iteration_dtype]
+        flops = 4 * shorter * size + 2 * shorter**3
+        moved = width * (4 * size + 5 * shorter**2)
+        return MatrixWork(self.iteration_dtype, ITERATIONS * flops, ITERATIONS * moved + (4 * 4 + 2 * width) * size)
+
+    def exact(self) -> Self:
+        """Its iterations in fp32."""
+        return replace(self, iteration_dtype="fp32")
+
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
         """Of a hidden matrix sqrt(r_out / (r_in r_longer)); of another weight AdamW's.
 
@@ -62,9 +77,17 @@ class MuonConfig(UpdateRule):
         return (r_out / (r_in * longer_ratio(weight, shape, widths))) ** 0.5
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16."""
+        """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16 alone."""
+        from modeling.dtypes import DTYPES
         from modeling.optimizers.orthogonal import Muon
 
         told = [{**group, "is_orthogonal": group["states"] == MATRIX_STATES} for group in groups]
-        betas = (self.beta1, self.beta2)
-        return Muon(told, lr=self.lr, momentum=self.momentum, betas=betas, eps=self.eps, fused=fused)
+        return Muon(
+            told,
+            lr=self.lr,
+            momentum=self.momentum,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            iteration_dtype=DTYPES[self.iteration_dtype],
+            fused=fused,
+        )

@@ -1,19 +1,20 @@
 """The torch optimizer of Muon's rule.
 
-torch.optim.Muon has the same update of one matrix, in bf16. Here it is computed in fp32, as the masters are: in bf16 a
-rounding error of the gradient, which differs between layouts, can become one of 2^-9 of an element, and the iteration
-enlarges an error in a small singular value by up to 3.4445^5 = 485.
+torch.optim.Muon has the same update of one matrix, in bf16. Here it is computed in fp32, as the masters are, unless
+``iteration_dtype`` says otherwise: in bf16 a rounding error of the gradient, which differs between layouts, can become
+one of 2^-9 of an element, and the iteration enlarges an error in a small singular value by up to 3.4445^5 = 485.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at zero (Jordan 2024)
-ITERATIONS = 5
+from modeling.optimizers.muon import COEFFICIENTS, ITERATIONS
+
 LEAST_NORM = 1e-7
 RMS = 0.2  # of an update's elements, as AdamW's usually have (arXiv:2502.16982, section 2.2)
 
@@ -33,8 +34,10 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         betas: tuple[float, float],
         eps: float,
+        iteration_dtype: torch.dtype,
         fused: bool,
     ) -> None:
+        self.function = partial(scaled_orthogonal, dtype=iteration_dtype)
         super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "fused": fused})
 
     @torch.no_grad()
@@ -58,14 +61,23 @@ class Muon(torch.optim.Optimizer):
 
     def step_matrices(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
         """W <- W - lr (scaled_orthogonal(M) + decay W), M the momentum in Nesterov's form."""
-        lr, momentum, matrices = group["lr"], group["momentum"], group["matrices"]
         for weight in weights:
-            assert weight.grad is not None
             state = self.state[weight]
             state["step"] += 1
-            average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-            update = matrices.of_whole(weight, weight.grad.lerp(average, momentum), scaled_orthogonal)
-            weight.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+            state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
+            read, write = partial(self.read, weight, group), partial(self.write, weight, group)
+            group["matrices"].update(weight, read, self.function, write)
+
+    def read(self, weight: nn.Parameter, group: dict[str, Any], start: int, length: int) -> Tensor:
+        """Nesterov's form of the momentum, of ``length`` from ``start`` on of the first dimension."""
+        assert weight.grad is not None
+        average = self.state[weight]["momentum_buffer"].narrow(0, start, length)
+        return weight.grad.narrow(0, start, length).lerp(average, group["momentum"])
+
+    def write(self, weight: nn.Parameter, group: dict[str, Any], start: int, update: Tensor) -> None:
+        """Moves the weight by an update from ``start`` on."""
+        part, lr = weight.narrow(0, start, len(update)), group["lr"]
+        part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
 
     def step_others(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Updates weights that are no hidden matrices by torch's AdamW."""
@@ -88,21 +100,23 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def scaled_orthogonal(matrices: Tensor) -> Tensor:
-    """RMS sqrt(max(rows, columns)) times the orthogonal matrix nearest to each of (..., rows, columns)."""
-    return orthogonal(matrices).mul_(RMS * math.sqrt(max(matrices.shape[-2:])))
+def scaled_orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """RMS sqrt(max(rows, columns)) times the orthogonal matrix nearest to each of (..., rows, columns), in fp32."""
+    return orthogonal(matrices, dtype).mul_(RMS * math.sqrt(max(matrices.shape[-2:])))
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Nearly U V^T of each matrix U S V^T of (..., rows, columns); its singular values are about 0.7 to 1.2.
+def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Nearly U V^T of each fp32 matrix U S V^T of (..., rows, columns); its singular values are about 0.7 to 1.2.
 
-    Newton-Schulz iterations (Jordan 2024), in the dtype of ``matrices``. A matrix of zeros stays one.
+    Newton-Schulz iterations (Jordan 2024), whose products are rounded to ``dtype``. A matrix of zeros stays one.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
     wide = matrices.mT if is_tall else matrices
-    wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=LEAST_NORM)
+    wide = (wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=LEAST_NORM)).to(dtype)
+    multiply_add = torch.addmm if wide.dim() == 2 else torch.baddbmm
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = wide @ wide.mT
-        wide = a * wide + (b * gram + c * gram @ gram) @ wide
-    return wide.mT if is_tall else wide
+        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        wide = multiply_add(wide, polynomial, wide, beta=a)
+    return (wide.mT if is_tall else wide).to(matrices.dtype)

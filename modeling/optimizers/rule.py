@@ -4,12 +4,13 @@ No torch is imported here, nor where a rule is declared: reading a config does n
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from annotated_types import Interval
 
 from modeling.dims import Weight
 from modeling.mup import Widths
+from modeling.precision_config import Stored
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,14 @@ WeightDecay = Annotated[float, Interval(ge=0, le=1000.0)]
 Beta = Annotated[float, Interval(ge=0, le=0.999999)]
 Epsilon = Annotated[float, Interval(ge=1e-30, le=1.0)]
 ClipNorm = Annotated[float, Interval(ge=1e-12, le=1e12)]
+
+
+class MatrixWork(NamedTuple):
+    """What an update computes of one whole matrix, beside reading and writing the weight, its gradient and states."""
+
+    dtype: Stored  # of its products' factors
+    flops: int
+    bytes: int
 
 
 class Group(NamedTuple):
@@ -56,6 +65,14 @@ class UpdateRule(ABC):
         The weights of one ``group`` are alike in this.
         """
         return False
+
+    def matrix_work(self, rows: int, columns: int) -> MatrixWork | None:
+        """What an update computes of one matrix that it ``takes_whole``, for plans; None where it takes none."""
+        return None
+
+    def exact(self) -> Self:
+        """The same rule with all of its arithmetic in fp32, by which a proof compares layouts."""
+        return self
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":

@@ -3,17 +3,20 @@
 Each matrix has one owner among the ranks that share its weight's state. The others send it what they have of the
 matrix, it computes, and it sends back to each what lies there. So each matrix is computed once (by all ranks of tp, if
 they cut it), and one that lies on one rank already does not travel: of ZeRO 1's and 2's long partitions, that is most.
+
+That is done in rounds of a bounded size. Those in which matrices travel come first, so that no rank waits for what
+others compute of their own.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from modeling.optimizers.matrices import Matrices
+from modeling.optimizers.matrices import Function, Matrices, Read, Write
 from parallel.collectives import exchange_elements, gather_parts
 from parallel.matrices import CutMatrices
 from parallel.mesh import Axis
@@ -34,6 +37,11 @@ class Matrix:
     counts: list[int]  # how many of them each rank of the axis updates: a stretch each, in order
     owner: int  # the rank of the axis that computes with the whole
 
+    @property
+    def stays(self) -> bool:
+        """Whether its owner has all of it."""
+        return self.counts[self.owner] == self.numel
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -45,15 +53,15 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What travels for one flat tensor: to the owners in the order of ``own``, back in that of their ``stacks``."""
+class Round:
+    """Matrices of one flat tensor: they go to the owners in the order of ``own``, back in that of their ``stacks``."""
 
     axis: Axis
     own: list[Range]  # of the flat tensor, what this rank has of each matrix: by owner, then in the weights' order
     sent: list[int]  # elements for each rank of the axis
     received: list[int]
     stacks: list[Stack]
-    stays: bool  # every matrix of every rank lies on its owner alone
+    travels: bool  # not all lie on their owners alone
 
 
 class DealtMatrices(Matrices):
@@ -61,32 +69,36 @@ class DealtMatrices(Matrices):
 
     def __init__(self, flats: Sequence[Flat], cut: CutMatrices) -> None:
         """All ranks call it, with the tensors that their optimizers update in the same order."""
+        super().__init__(cut.at_once)
         self.cut = cut
         loads: dict[tuple[int, ...], list[int]] = defaultdict(list)  # elements that each rank of an axis owns so far
-        self.exchanges = {flat: plan_exchange(held, loads) for flat, held in flats}
+        self.rounds = {flat: plan_rounds(held, loads, self.at_once) for flat, held in flats}
 
-    def of_whole(self, weight: Tensor, part: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """All ranks that share the state of the flat tensor ``weight`` call it, and all of tp."""
-        plan = self.exchanges[weight]
-        found = torch.cat([part.narrow(0, *place) for place in plan.own]) if plan.own else part[:0]
-        if not plan.stays:
-            found = exchange_elements(found, plan.sent, plan.received, plan.axis)
-        made = torch.empty_like(found)
-        for stack in plan.stacks:
-            whole = torch.cat([found.narrow(0, *piece) for piece in stack.pieces]).view(stack.shape)
-            result = self.cut.of_whole(stack.weight, whole, function).reshape(-1)
-            for piece, values in zip(stack.pieces, result.split([numel for _, numel in stack.pieces]), strict=True):
-                made.narrow(0, *piece).copy_(values)
-        if not plan.stays:
-            made = exchange_elements(made, plan.received, plan.sent, plan.axis)
-        result = torch.zeros_like(part)  # the padding's elements belong to no matrix
-        for place, values in zip(plan.own, made.split([numel for _, numel in plan.own]), strict=True):
-            result.narrow(0, *place).copy_(values)
-        return result
+    def update(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
+        """All ranks that share the state of the flat tensor ``weight`` call it, and all of tp. Padding is left out."""
+        for plan in self.rounds[weight]:
+            found = torch.cat([read(*place) for place in plan.own]) if plan.own else read(0, 0)
+            if plan.travels:
+                found = exchange_elements(found, plan.sent, plan.received, plan.axis)
+            made = torch.empty_like(found)
+            for stack in plan.stacks:
+                whole = torch.cat([found.narrow(0, *piece) for piece in stack.pieces]).view(stack.shape)
+                result = self.cut.of_whole(stack.weight, whole, function).reshape(-1)
+                for piece, values in zip(stack.pieces, result.split([numel for _, numel in stack.pieces]), strict=True):
+                    made.narrow(0, *piece).copy_(values)
+            if plan.travels:
+                made = exchange_elements(made, plan.received, plan.sent, plan.axis)
+            for (start, _), values in zip(plan.own, made.split([numel for _, numel in plan.own]), strict=True):
+                write(start, values)
 
 
-def plan_exchange(held: Sequence[tuple[HeldWeight, Share | None]], loads: dict[tuple[int, ...], list[int]]) -> Exchange:
-    """How one flat tensor's matrices travel; adds to ``loads`` what each rank then owns. All ranks call it."""
+def plan_rounds(
+    held: Sequence[tuple[HeldWeight, Share | None]], loads: dict[tuple[int, ...], list[int]], at_once: int
+) -> list[Round]:
+    """How one flat tensor's matrices travel; adds to ``loads`` what each rank then owns. All ranks call it.
+
+    The rounds in which matrices travel are the same on all ranks of the axis.
+    """
     axis = held[0][0].replicas
     shares = shares_of_all(held, axis)
     load = loads[axis.ranks] or [0] * axis.degree
@@ -97,6 +109,32 @@ def plan_exchange(held: Sequence[tuple[HeldWeight, Share | None]], loads: dict[t
         for matrix in matrices_of(weight, [ranks_shares[number] for ranks_shares in shares], load)
     ]
     offsets = {weight.parameter: share.offset - share.start for weight, share in held if share is not None}
+    travelling = [matrix for matrix in matrices if not matrix.stays]
+    staying = [matrix for matrix in matrices if matrix.stays and matrix.owner == axis.rank]
+    return [
+        plan_round(group, offsets, axis)
+        for group in (*at_most(travelling, axis.degree, at_once), *at_most(staying, axis.degree, at_once))
+    ]
+
+
+def at_most(matrices: Iterable[Matrix], degree: int, at_once: int) -> Iterator[list[Matrix]]:
+    """Groups in order, at least one matrix each, of which no rank sends or owns more than ``at_once`` elements."""
+    group: list[Matrix] = []
+    sent, owned = [0] * degree, [0] * degree
+    for matrix in matrices:
+        fits = max(map(sum, zip(sent, matrix.counts, strict=True))) <= at_once
+        if group and not (fits and owned[matrix.owner] + matrix.numel <= at_once):
+            yield group
+            group, sent, owned = [], [0] * degree, [0] * degree
+        group.append(matrix)
+        sent = [count + more for count, more in zip(sent, matrix.counts, strict=True)]
+        owned[matrix.owner] += matrix.numel
+    if group:
+        yield group
+
+
+def plan_round(matrices: Sequence[Matrix], offsets: Mapping[nn.Parameter, int], axis: Axis) -> Round:
+    """One round. ``offsets``: where in the flat tensor a weight's first element lies, or would lie."""
     own = []
     for matrix in sorted(matrices, key=lambda matrix: matrix.owner):  # those of one owner stay in order
         if matrix.counts[axis.rank]:
@@ -105,8 +143,8 @@ def plan_exchange(held: Sequence[tuple[HeldWeight, Share | None]], loads: dict[t
     sent = [sum(m.counts[axis.rank] for m in matrices if m.owner == rank) for rank in range(axis.degree)]
     mine = [matrix for matrix in matrices if matrix.owner == axis.rank]
     received = [sum(matrix.counts[rank] for matrix in mine) for rank in range(axis.degree)]
-    stays = all(matrix.counts[matrix.owner] == matrix.numel for matrix in matrices)
-    return Exchange(axis, own, sent, received, stacks_of(mine, received), stays)
+    travels = not all(matrix.stays for matrix in matrices)
+    return Round(axis, own, sent, received, stacks_of(mine, received), travels)
 
 
 def shares_of_all(held: Sequence[tuple[HeldWeight, Share | None]], axis: Axis) -> list[list[Range]]:

@@ -75,6 +75,7 @@ class Sharding(ABC):
         self.clip_norm = clip_norm
         self.bucket = sizes.bucket
         self.reduced = sizes.reduced
+        self.at_once = sizes.matrices
         self.config = deepspeed_config(
             self.stage,
             precision,
@@ -188,7 +189,9 @@ class Sharding(ABC):
 
     def cut_matrices(self) -> CutMatrices:
         """What makes those whole that tp cuts."""
-        return CutMatrices({parameter: weight.place for parameter, weight in self.weights.items()}, self.mesh.tp)
+        return CutMatrices(
+            {parameter: weight.place for parameter, weight in self.weights.items()}, self.mesh.tp, self.at_once
+        )
 
     def step(self, norm: Tensor) -> bool:
         """Clips by ``norm`` and applies the gradients, or drops them where it is not finite; whether they were dropped.

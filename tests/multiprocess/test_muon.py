@@ -25,6 +25,7 @@ LOSS_BOUND = 1e-6  # relative, over six steps; 8e-9 was seen
 ODD = dataclasses.replace(MOE_MODEL, vocab_size=97, d_model=40, d_ff=56)
 FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
 LATENT = ("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128")
+IN_BF16 = "optimizer.iteration_dtype=bf16"
 LAYOUTS = {
     "one": ParallelConfig(zero=0),
     "dp2 ep2": ParallelConfig(zero=0, ep=2),
@@ -53,6 +54,10 @@ def tokens(tmp_path_factory):
         (4, ("parallel.zero=1", "parallel.pp=2", "train.precision=fp16")),
         (4, ("parallel.zero=1", "parallel.tp=2", "train.precision=bf16")),
         (4, ("parallel.zero=2", "parallel.cp=2", "parallel.ep=2")),
+        (2, ("parallel.zero=1", "train.precision=bf16", IN_BF16)),
+        (4, ("parallel.zero=3", "parallel.tp=2", "parallel.ep=2", "train.precision=bf16", IN_BF16)),
+        (4, ("parallel.zero=1", "parallel.tp=2", "parallel.pp=2", "train.precision=fp16", IN_BF16)),
+        (4, ("parallel.zero=2", "parallel.ep=4", "train.precision=fp8", IN_BF16)),
         (8, ("parallel.zero=1", "parallel.pp=2", "parallel.tp=2", "parallel.ep=4")),
         (4, ("parallel.cp=2", "parallel.ep=4", "parallel.cp_attention=ring")),
         (4, (*LATENT, "parallel.tp=2", "model.tie_embeddings=false")),

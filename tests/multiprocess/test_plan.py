@@ -8,7 +8,7 @@ from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.prove.shrink import shrink_budget
 from layout_runs import DENSE_MODEL, MOE_MODEL, run_config
-from modeling.optimizers.config import AdamWConfig
+from modeling.optimizers.config import AdamWConfig, MuonConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV
 from plan_runs import SIZES, measure_rank, planned_holders, planned_peak
@@ -40,6 +40,11 @@ CASES = {
     "pp_full": (2, {"pp": 2}, {"precision": "bf16", "recompute": "full"}),
     "zero3_budget": (2, {"zero": 3}, {"precision": "bf16", "activation_gib": 1.0}),
     "pp_budget": (2, {"pp": 2}, {"precision": "bf16", "activation_gib": 1.0}),
+    "muon_zero0_tp": (2, {"zero": 0, "tp": 2}, {"optimizer": MuonConfig()}),
+    "muon_zero1": (2, {"zero": 1}, {"precision": "bf16", "optimizer": MuonConfig(iteration_dtype="bf16")}),
+    "muon_zero1_tp_ep": (4, {"zero": 1, "tp": 2, "ep": 4}, {"precision": "bf16", "optimizer": MuonConfig()}),
+    "muon_zero2_pp": (4, {"zero": 2, "pp": 2}, {"precision": "bf16", "optimizer": MuonConfig()}),
+    "muon_zero3": (2, {"zero": 3, "ep": 2}, {"precision": "bf16", "optimizer": MuonConfig()}),
     "zbv": (2, {"pp": 2, "pipeline": ZBV(layers=(1, 1, 1, 1))}, {"precision": "bf16"}),
 }
 

@@ -51,7 +51,7 @@ def join_experts() -> None:
     import modeling.optimizers.orthogonal as muon
 
     orthogonal = muon.orthogonal
-    muon.orthogonal = lambda matrices: orthogonal(matrices.flatten(0, -2)).view_as(matrices)
+    muon.orthogonal = lambda matrices, dtype: orthogonal(matrices.flatten(0, -2), dtype).view_as(matrices)
 
 
 def leave_parts() -> None:
@@ -65,7 +65,10 @@ def join_partition() -> None:
     """Muon takes all elements of a flat partition as one matrix of one row."""
     from parallel.zero.matrices import DealtMatrices
 
-    DealtMatrices.of_whole = lambda self, weight, part, function: function(part.view(1, -1)).view(-1)
+    def whole_partition(self: Any, weight: Any, read: Any, function: Any, write: Any) -> None:
+        write(0, function(read(0, weight.numel()).view(1, -1)).view(-1))
+
+    DealtMatrices.update = whole_partition
 
 
 def swap_rows_and_columns() -> None:

@@ -6,10 +6,13 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from modeling.dims import Weight
+from modeling.dtypes import DTYPES
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups
+from modeling.optimizers.matrices import Matrices
 from modeling.optimizers.muon import MuonConfig
 from modeling.optimizers.orthogonal import orthogonal
 
@@ -128,6 +131,43 @@ def test_torchs_muon_is_the_same_within_bf16():
     ours = train(rule)
     for name, parameter in zip(("wide", "tall"), parameters, strict=True):
         assert distance(ours[name] - weights[name], parameter.detach() - weights[name]) < 2e-2, name
+
+
+def test_iterations_in_bf16_are_the_exact_ones_within_bf16():
+    """1.6e-2 of an update was seen; the weights that AdamW updates have no part in it."""
+    weights = draw(0)
+    exact, low = train(MuonConfig()), train(MuonConfig(iteration_dtype="bf16"))
+    for name in WEIGHTS:
+        error = distance(low[name] - weights[name], exact[name] - weights[name])
+        assert (1e-4 < error < 4e-2) if name in MATRICES else error == 0, (name, error)
+    assert MuonConfig(iteration_dtype="bf16", lr=1.0).exact() == MuonConfig(lr=1.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * 12 * 16, 10**6])
+def test_a_stack_goes_a_few_at_a_time_and_each_once(at_once, monkeypatch):
+    """Three experts of 12 x 16: one by one, two and one, all. A matrix that is larger goes whole."""
+    whole = train(MuonConfig())
+    seen = []
+
+    def watched(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        seen.append(tuple(matrices.shape))
+        return orthogonal(matrices, dtype)
+
+    monkeypatch.setattr("modeling.optimizers.orthogonal.orthogonal", watched)
+    monkeypatch.setattr("modeling.optimizers.build.ON_ONE_DEVICE", Matrices(at_once))
+    parts = train(MuonConfig())
+    assert all(distance(parts[name], whole[name]) < 1e-6 for name in WEIGHTS)
+    assert [shape[0] for shape in seen if len(shape) == 3] == STEPS * {1: [1, 1, 1], 384: [2, 1]}.get(at_once, [3])
+    assert (8, 16) in seen and (24, 16) in seen
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8), (1, 5)], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_products_that_plans_count_are_those_computed(shape, dtype):
+    work = MuonConfig(iteration_dtype=dtype).matrix_work(*shape)
+    with FlopCounterMode(display=False) as counter:
+        orthogonal(torch.randn(shape), DTYPES[dtype])
+    assert (work.dtype, work.flops) == (dtype, counter.get_total_flops())
 
 
 def test_decay_is_apart_from_the_update():

@@ -215,7 +215,6 @@ CONFIG = "name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: none.txt}]}
         (["--as", "H2000"], "--as=H2000 must be one of A100-40GB, A100-80GB, B200, B300, GB200, GB300"),
         (["--as", "gpu.yaml"], "efficiency.memory=2 must be at most 1"),
         (["--as", "none.yaml"], "--as=none.yaml must be a YAML file that is there"),
-        (["--as", "H200", "optimizer.name=muon"], "optimizer.name=muon has no estimate"),
         (["--out", "full"], "--out=full must be a new folder or an empty one, and holds files"),
         (["--out", "c.yaml"], "--out=c.yaml must be a folder that can be written to"),
         (["parallel.tp=3"], "parallel.tp=3"),

@@ -1,7 +1,8 @@
-"""What an optimizer sends whose update needs whole matrices. docs/traffic.md says in words what is computed here."""
+"""What an optimizer sends and computes whose update needs whole matrices: docs/traffic.md in code."""
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
@@ -17,14 +18,35 @@ def matrices_traffic(step: Step) -> list[Traffic]:
     terms, gathered = [], 0
     for axis, n, names in replicated(step):
         rank = step.replica_rank if axis == "replicas" else step.edp_rank
-        owned, sent = [0] * n, 0
-        for name, counts in _matrices(step, n, names):
-            owner = min(range(n), key=lambda other: (-counts[other], owned[other], other))
-            owned[owner] += sum(counts)
+        sent = 0
+        for name, counts, owner in _owned(step, n, names):
             sent += sum(counts) - counts[rank] if owner == rank else counts[rank]
             gathered += sum(counts) if owner == rank and _is_cut_matrix(step, name) else 0
         terms.append(Traffic(axis, WHAT, "all-to-all", Fraction(FP32_BYTES * sent)))
     return [*terms, _over_tp(step, gathered)]
+
+
+def busiest_owner(step: Step) -> Counter[tuple[int, int]]:
+    """How many whole matrices of (rows, columns) the rank computes that has most of them to compute.
+
+    Under ZeRO the busiest among the owners of dense weights and that of experts count together: an upper bound.
+    """
+    shapes = {name: step.layout[name].shape[-2:] for name in step.weights if _is_matrix(step, name)}
+    if step.parallel.zero == 0:
+        found = Counter[tuple[int, int]]()
+        for name, (rows, columns) in shapes.items():
+            cuts = step.parallel.tp if _is_cut_matrix(step, name) else 1
+            found[rows, columns] += step.weights[name] * cuts // (rows * columns)
+        return found
+    total = Counter[tuple[int, int]]()
+    for _, n, names in replicated(step):
+        work, owned = [0] * n, [Counter[tuple[int, int]]() for _ in range(n)]
+        for name, _, owner in _owned(step, n, names):
+            rows, columns = shapes[name]
+            work[owner] += rows * columns * min(rows, columns)
+            owned[owner][rows, columns] += 1
+        total += owned[work.index(max(work))]
+    return total
 
 
 def _over_tp(step: Step, own_elements: int) -> Traffic:
@@ -41,18 +63,37 @@ def _is_matrix(step: Step, name: str) -> bool:
     return step.optimizer.takes_whole(step.tensors[name].weight)
 
 
+def _owned(step: Step, n: int, names: list[str]) -> Iterator[tuple[str, list[int], int]]:
+    """Each matrix by its weight's name, how many of its elements each of ``n`` ranks updates, and which owns it."""
+    owned = [0] * n
+    for name, counts in _matrices(step, n, names):
+        owner = min(range(n), key=lambda other: (-counts[other], owned[other], other))
+        owned[owner] += sum(counts)
+        yield name, counts, owner
+
+
 def _matrices(step: Step, n: int, names: list[str]) -> Iterator[tuple[str, list[int]]]:
     """Each matrix by its weight's name, and how many of its elements each of ``n`` ranks updates."""
     for group in optimizer_groups(step, names):
-        for name, begin, end in places_in_flat(step, group):
+        for name, shares in shares_in_group(step, n, group).items():
             if not _is_matrix(step, name):
                 continue
             rows_and_columns = math.prod(step.layout[name].shape[-2:])
             numel = rows_and_columns // (step.parallel.tp if _is_cut_matrix(step, name) else 1)
-            for first in range(begin, end, numel):
-                if step.parallel.zero == 3:  # the weight alone is cut into even parts
-                    size = padded(end - begin, n) // n
-                    bounds = [(begin + rank * size, begin + (rank + 1) * size) for rank in range(n)]
-                else:
-                    bounds = [flat_share(step, n, group, rank) for rank in range(n)]
-                yield name, [max(0, min(first + numel, stop) - max(first, start)) for start, stop in bounds]
+            for first in range(0, step.weights[name], numel):
+                yield name, [max(0, min(first + numel, start + n) - max(first, start)) for start, n in shares]
+
+
+def shares_in_group(step: Step, n: int, group: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Of each weight of an optimizer group the first element, and how many, that each of ``n`` ranks updates."""
+    found = {}
+    for name, begin, end in places_in_flat(step, group):
+        if step.parallel.zero == 3:  # the weight alone is cut into even parts
+            size = padded(end - begin, n) // n
+            bounds = [(rank * size, (rank + 1) * size) for rank in range(n)]
+        else:
+            parts = (flat_share(step, n, group, rank) for rank in range(n))
+            bounds = [(start - begin, stop - begin) for start, stop in parts]
+        clipped = [(max(0, start), min(end - begin, stop)) for start, stop in bounds]
+        found[name] = [(start, max(0, stop - start)) for start, stop in clipped]
+    return found

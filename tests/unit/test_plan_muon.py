@@ -1,0 +1,79 @@
+"""What plans count of an update that needs whole matrices: which of them the busiest rank computes."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from launcher.estimate.step import matrix_ops
+from launcher.plan.closed_forms import step_of_rank
+from launcher.prove.traffic.matrices import busiest_owner, shares_in_group
+from launcher.prove.traffic.step import Step
+from launcher.prove.traffic.zero import optimizer_groups, replicated
+from layout_runs import MOE_MODEL, run_config
+from modeling.logical import logical_tensors
+from modeling.optimizers.config import AdamWConfig, MuonConfig
+from parallel.config import ParallelConfig
+
+RULE = MuonConfig()
+
+
+def step_on(n_ranks: int, rule: MuonConfig | AdamWConfig = RULE, **parallel: Any) -> Step:
+    sizes: dict[str, Any] = {"model": MOE_MODEL, "global_batch_size": 48, "micro_batch_size": 1}
+    config = run_config("none", parallel=ParallelConfig(**parallel), optimizer=rule, **sizes)
+    return step_of_rank(config, n_ranks, 0)
+
+
+def flops(matrices: Counter[tuple[int, int]]) -> int:
+    return sum(n * RULE.matrix_work(*shape).flops for shape, n in matrices.items())
+
+
+def all_matrices(*dims: str) -> Counter[tuple[int, int]]:
+    """Of the whole model, by rows and columns; those with ``dims``."""
+    found: Counter[tuple[int, int]] = Counter()
+    for tensor in logical_tensors(MOE_MODEL).values():
+        if tensor.weight.is_hidden_matrix and {*dims} <= {*tensor.weight.dims}:
+            rows, columns = tensor.shape[-2:]
+            found[rows, columns] += tensor.numel // (rows * columns)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "parallel"), [(1, {"zero": 0}), (1, {"zero": 3}), (4, {"zero": 0}), (2, {"zero": 0, "tp": 2})]
+)
+def test_a_rank_without_owners_beside_it_computes_all(n_ranks, parallel):
+    """Of what tp cuts, every rank the whole."""
+    assert busiest_owner(step_on(n_ranks, **parallel)) == all_matrices()
+
+
+def test_ep_deals_out_experts():
+    others = all_matrices() - busiest_owner(step_on(2, zero=0, ep=2))
+    assert others + others == all_matrices("experts") != Counter()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("n_ranks", [2, 3, 8])
+def test_the_busiest_owner_has_at_least_its_share(zero, n_ranks):
+    busiest, whole = flops(busiest_owner(step_on(n_ranks, zero=zero))), flops(all_matrices())
+    assert whole / n_ranks <= busiest < whole
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_shares_are_every_element_once(zero):
+    step = step_on(3, zero=zero)
+    for _, n, names in replicated(step):
+        for group in optimizer_groups(step, names):
+            for name, shares in shares_in_group(step, n, group).items():
+                ends = [start + length for start, length in shares if length]
+                starts = [start for start, length in shares if length]
+                assert starts == [0, *ends[:-1]] and ends[-1] == step.weights[name], name
+
+
+def test_only_a_rule_that_needs_them_has_products():
+    assert list(matrix_ops(step_on(2, AdamWConfig(), zero=1))) == []
+    exact = list(matrix_ops(step_on(2, zero=1)))
+    low = list(matrix_ops(step_on(2, dataclasses.replace(RULE, iteration_dtype="bf16"), zero=1)))
+    assert sum(op.work.flops for op in exact) == flops(busiest_owner(step_on(2, zero=1)))
+    assert [op.work.flops for op in low] == [op.work.flops for op in exact]
+    assert sum(op.work.bytes for op in low) < sum(op.work.bytes for op in exact)
