@@ -16,7 +16,7 @@ from data.errors import reason_of
 from data.places import nearest_existing, why_not_writable
 from data.tokenizer import INFO
 from data.tokenizer_files import load_folder
-from launcher.commands.trained import load_generation_config, load_tokenizer, open_trained
+from launcher.commands.trained import load_generation_config, load_token_ids, load_tokenizer, open_trained
 from launcher.commands.verify_export import DifferentExport, check_export
 from launcher.config.rules import Precision, check_export_widths
 from launcher.console import tell
@@ -80,6 +80,7 @@ def export(
             check=check,
             generation=generation,
             template=template,
+            special=load_token_ids(trained),
         )
     except DifferentExport as error:
         tell(f"OUT={out} {error}; nothing was kept: please report it with the run's config.yaml")
@@ -98,11 +99,12 @@ def write_export(
     check: Callable[[Path], None] | None = None,
     generation: bytes | None = None,
     template: str | None = None,
+    special: SpecialTokens | None = None,
 ) -> None:
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
     ``generation`` is the content of generation_config.json; None: ours. ``template``: the chat template; None: the
-    tokenizer's own.
+    tokenizer's own. ``special``: the ids of special tokens where there is no tokenizer.
     ``out`` is whole or absent. ``check`` looks at it under another name before; what it raises leaves nothing behind.
     """
     if config.family == NO_FAMILY:
@@ -113,7 +115,7 @@ def write_export(
     if problems:
         raise UserError(problems)
     loaded: Any = None if tokenizer is None else load_folder(tokenizer, "CHECKPOINT: its tokenizer")
-    special = special_tokens(loaded)
+    special = special_tokens(loaded) if loaded is not None else special or SpecialTokens()
     with new_folder(out) as hidden:
         if tokenizer is not None:
             shutil.copytree(tokenizer, hidden, ignore=shutil.ignore_patterns(INFO), dirs_exist_ok=True)
@@ -181,9 +183,7 @@ def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[st
 
 
 def special_tokens(loaded: Any) -> SpecialTokens:
-    """The ids of a loaded tokenizer's special tokens; None: there is no tokenizer."""
-    if loaded is None:
-        return SpecialTokens()
+    """The ids of a loaded tokenizer's special tokens."""
     return SpecialTokens(bos=loaded.bos_token_id, eos=loaded.eos_token_id, pad=loaded.pad_token_id)
 
 

@@ -18,9 +18,10 @@ from launcher.config.tree import RunConfig
 from launcher.console import open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.importing.config import PRECISIONS, read_model, run_config
-from launcher.importing.folder import CONFIG_JSON, folder_problems, open_model, read_config_json
+from launcher.importing.folder import CONFIG_JSON, GENERATION_JSON, folder_problems, open_model, read_config_json
 from launcher.importing.generation import read_generation_config
 from launcher.importing.run import STEP, write_run
+from launcher.importing.token_ids import TOKEN_IDS_JSON, dump_token_ids, read_token_ids
 from launcher.importing.tokenizer import load_tokenizer
 from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.training.run_parts import CHECKPOINTS
@@ -43,7 +44,8 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     problems = [*folder_problems(hf_dir), *place_problems(run_dir)] or overlap_problems(source, out)
     if problems:
         raise UserError(problems)
-    model, seq_len = read_model(source, read_config_json(source))
+    content = read_config_json(source)
+    model, seq_len = read_model(source, content)
     folder = open_model(source)
     for name in folder.ignored:
         tell(f"{source / name} is none of the model's files, and is not read")
@@ -54,13 +56,16 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     weights = match_weights(model, folder, passes_over_further=drops_mtp)
     tokenizer = load_tokenizer(source, model.vocab_size)
     generation = read_generation_config(source)
+    kept = {} if generation is None else {GENERATION_JSON: generation}
+    if tokenizer is None:
+        kept[TOKEN_IDS_JSON] = dump_token_ids(read_token_ids(source, content))
     problems = room_problems(out, weights.elements)
     if problems:
         raise UserError(problems)
-    kept = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
-    config = run_config(model, seq_len, weights.dtypes[0], out, kept)
+    copy = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
+    config = run_config(model, seq_len, weights.dtypes[0], out, copy)
     with shown_progress(bytes_to_read(weights)) as on_bytes:
-        write_run(out, config, weights, tokenizer, generation, on_bytes)
+        write_run(out, config, weights, tokenizer, kept, on_bytes)
     for line in summary(source, out, config, weights):
         say(line)
 

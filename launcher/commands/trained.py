@@ -20,12 +20,14 @@ from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import CONFIG_JSON, GENERATION_JSON
 from launcher.importing.generation import why_unfit
+from launcher.importing.token_ids import TOKEN_IDS_JSON, parse_token_ids
 from launcher.training.compiling import fuse_of
 from launcher.training.low_precision import check_precision
 from launcher.training.run_dir import checkpoints_of, refusing_unreachable, saved_config
 from launcher.training.run_parts import CONFIG, STARTED_IN, check_parts
 from modeling.decoder import Decoder, build_decoder
 from modeling.dtypes import DTYPES
+from modeling.families.config_json import SpecialTokens
 from modeling.fused import fuse_chains
 from modeling.logical import logical_shapes
 from modeling.precision import multiply_by, products_of
@@ -91,6 +93,18 @@ def load_generation_config(trained: Trained) -> bytes | None:
             [f"CHECKPOINT={trained.checkpoint.folder.location}: its {path.name} {rule}; {OTHER_CHECKPOINT}"]
         )
     return content
+
+
+def load_token_ids(trained: Trained) -> SpecialTokens:
+    """The ids that the config.json of a model without a tokenizer told. Raises UserError."""
+    path = trained.checkpoint.attached(TOKEN_IDS_JSON)
+    if path is None:
+        return SpecialTokens()
+    try:
+        return parse_token_ids(path.read_bytes() if path.is_file() else b"")
+    except ValueError as error:
+        where = trained.checkpoint.folder.location
+        raise UserError([f"CHECKPOINT={where}: its {path.name} {error}; {OTHER_CHECKPOINT}"]) from None
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
-from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.tokenizer import tokenizer_attachments
 from launcher.importing.weights import Weights
 from launcher.new_folder import new_folder
@@ -37,12 +36,12 @@ def write_run(
     config: RunConfig,
     weights: Weights,
     tokenizer: Any,
-    generation: bytes | None,
+    kept: Mapping[str, bytes],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Writes the run directory ``out``, whole or not at all; ``on_bytes`` is told what was read of the weights.
 
-    ``generation`` is the content of the model's generation_config.json, which an export has again.
+    ``kept`` are small files of the checkpoint, which an export reads, by name.
 
     Raises UserError where the source turns out to be unusable while it is read.
     """
@@ -51,7 +50,7 @@ def write_run(
         (partial / CONFIG).write_text(text)
         load_config(partial / CONFIG)
         (partial / STARTED_IN).write_bytes(record_folder(Path.cwd()))
-        write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, generation, on_bytes)
+        write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, kept, on_bytes)
 
 
 def write_checkpoint(
@@ -60,7 +59,7 @@ def write_checkpoint(
     text: bytes,
     weights: Weights,
     tokenizer: Any,
-    generation: bytes | None,
+    kept: Mapping[str, bytes],
     on_bytes: Callable[[int], None],
 ) -> None:
     """Writes the checkpoint of step 0: weights and buffers, no optimizer states; the tokenizer, the configs."""
@@ -76,7 +75,6 @@ def write_checkpoint(
         manifest.files |= write_shard(folder, file, {piece.key: piece.shape for piece in pieces}, chunks)
     with tempfile.TemporaryDirectory() as beside:
         files = tokenizer_files(tokenizer_attachments(tokenizer, Path(beside)))
-        kept = {} if generation is None else {GENERATION_JSON: generation}
         manifest.files |= write_attachments(folder, "", {CONFIG: text, **kept, **files})
     store.commit(step_name(STEP), ATTEMPT, certified(manifest))
 

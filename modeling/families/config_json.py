@@ -36,10 +36,10 @@ LISTS = ("layer_types", "no_rope_layers")  # keys with an entry for each layer
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """The tokenizer's ids of its special tokens; None where it has none."""
+    """The ids of special tokens; None where there is none."""
 
     bos: int | None = None
-    eos: int | None = None
+    eos: int | tuple[int, ...] | None = None  # several: each ends a text
     pad: int | None = None
 
 
@@ -208,11 +208,12 @@ def generation_config(special: SpecialTokens) -> dict[str, Any]:
     There is no max_length: transformers warns when it meets max_new_tokens. Padding falls back on EOS, as it would
     anyway, with a warning. A top_k left out, or null, would be 50.
     """
+    eos = special.eos[0] if isinstance(special.eos, tuple) and special.eos else special.eos
     config = {
         "bos_token_id": special.bos,
         "do_sample": True,
         "eos_token_id": special.eos,
-        "pad_token_id": special.eos if special.pad is None else special.pad,
+        "pad_token_id": eos if special.pad is None else special.pad,
         "top_k": 0,
     }
     return {key: value for key, value in config.items() if value is not None}

@@ -272,19 +272,56 @@ def test_an_export_has_its_own_generation_config_where_none_came(source: Path, t
     assert json.loads((tmp_path / "again/generation_config.json").read_bytes())["top_k"] == 0
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"max_new_tokens": -1}'])
-def test_a_checkpoint_s_generation_config_is_not_trusted(content: bytes, source: Path, tmp_path: Path, capsys) -> None:
+def test_ids_of_special_tokens_are_kept_without_a_tokenizer(tmp_path: Path) -> None:
+    """Those that config.json tells, several ends of text too; of a key that it leaves out what the class takes."""
+    source = tmp_path / "source"
+    save_hf_model(source, example_config("gemma2"), tokenizer=False)
+    (source / "generation_config.json").unlink()
+    content = json.loads((source / "config.json").read_text()) | {"eos_token_id": [5, 7], "pad_token_id": None}
+    del content["bos_token_id"]
+    (source / "config.json").write_text(json.dumps(content))
+    imported(source, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again"), "--verify"]) == 0
+    before, after = (AutoConfig.from_pretrained(each, trust_remote_code=False) for each in (source, tmp_path / "again"))
+    ids = [(each.bos_token_id, each.eos_token_id, each.pad_token_id) for each in (before, after)]
+    assert ids[0] == ids[1] == (2, [5, 7], None)
+    generation = json.loads((tmp_path / "again/generation_config.json").read_bytes())
+    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (2, [5, 7], 5)
+    assert loaded(tmp_path / "again").generation_config.eos_token_id == [5, 7]
+
+
+def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "source"
+    save_hf_model(source, example_config("llama"), tokenizer=False)
+    content = json.loads((source / "config.json").read_text()) | {"eos_token_id": [5, "</s>"]}
+    (source / "config.json").write_text(json.dumps(content))
+    assert main(["import", str(source), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = 'eos_token_id=[5, "</s>"] is not possible: it must be int; give another model'
+    assert line == f"{source}/config.json: {told}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("generation_config.json", content) for content in (b"", b"[]", b'{"max_new_tokens": -1}')),
+        *(("token_ids.json", content) for content in (b"", b"[]", b'{"bos_token_id": "x"}')),
+    ],
+)
+def test_a_checkpoint_s_small_files_are_not_trusted(
+    name: str, content: bytes, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever wrote the checkpoint wrote its hashes too."""
     trained = imported(source, tmp_path / "run")
     capsys.readouterr()
     directory = tmp_path / "run/checkpoints/step-00000000"
-    (directory / "generation_config.json").write_bytes(content)
-    record = {"bytes": len(content), "xxh3_128": hash_file(directory / "generation_config.json")}
-    trained.checkpoint.manifest.files["generation_config.json"] = record
+    (directory / name).write_bytes(content)
+    record = {"bytes": len(content), "xxh3_128": hash_file(directory / name)}
+    trained.checkpoint.manifest.files[name] = record
     write_manifest(trained.checkpoint.manifest, directory)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"CHECKPOINT={directory}: its generation_config.json must ")
+    assert line.startswith(f"CHECKPOINT={directory}: its {name} must ")
     assert line.endswith("; give another checkpoint") and not (tmp_path / "out").exists()
 
 
