@@ -3,7 +3,7 @@
 Shape letters: B batch, S sequence, V vocab_size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     seed: int = 0,
 ) -> Tensor:
     """The prompts with what follows them: int64 (B, S + n). Arguments as ``new_tokens`` has them."""
@@ -41,15 +41,16 @@ def new_tokens(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     seed: int = 0,
 ) -> Iterator[Tensor]:
     """Yields each sequence's next token, int64 (B,), until all have met ``eos_id`` or ``max_new_tokens`` are made.
 
     The prompts (B, S) have one length of at least 1 and each is one document. ``temperature`` 0 takes the likeliest
     token. ``top_k`` keeps that many tokens, then ``top_p`` the fewest whose probabilities sum to it (nucleus sampling,
-    Holtzman et al. 2020, arXiv:1904.09751). A sequence that has ended repeats ``eos_id``. Draws are made on the CPU
-    from ``seed``. Raises ValueError where learned positions end before the last token that is looked at.
+    Holtzman et al. 2020, arXiv:1904.09751). Any of several ``eos_id`` ends a sequence, which then repeats the first.
+    Draws are made on the CPU from ``seed``. Raises ValueError where learned positions end before the last token that is
+    looked at.
     """
     last = tokens_BS.shape[1] + max_new_tokens - 1
     if model.max_positions is not None and last > model.max_positions:
@@ -57,14 +58,16 @@ def new_tokens(
     generator = torch.Generator().manual_seed(seed)
     cache, seen = KVCache(len(model.own_layers)), [tokens_BS]
     ended_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
+    eos_ids = [eos_id] if isinstance(eos_id, int) else [*(eos_id or ())]
     for _ in range(max_new_tokens):
         if is_stale(cache, tokens_BS.shape[1], model.cached_up_to):
             cache, tokens_BS = KVCache(len(model.own_layers)), torch.cat(seen, dim=1)
         logits_BV = next_logits(model, tokens_BS, cache)
         token_B = choose(logits_BV, temperature, top_k, top_p, generator)
-        if eos_id is not None:
-            token_B = torch.where(ended_B, eos_id, token_B)
-            ended_B |= token_B == eos_id
+        if eos_ids:
+            token_B = torch.where(ended_B, eos_ids[0], token_B)
+        for each in eos_ids:
+            ended_B |= token_B == each
         yield token_B
         if ended_B.all():
             return

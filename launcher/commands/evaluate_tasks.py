@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from data.errors import reason_of
 from data.places import why_no_path, why_not_writable
-from launcher.commands.trained import Trained, load_as_it_trains, load_tokenizer, open_trained
+from launcher.commands.trained import Trained, end_ids, load_as_it_trains, load_tokenizer, open_trained
 from launcher.console import in_a_line, open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
@@ -94,6 +94,7 @@ def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     decoder = load_as_it_trains(trained, device)
     max_length = longest(config.model, config.data.seq_len)
+    ends = end_ids(trained, tokenizer)
 
     def scored(windows: Sequence[Window]) -> list[Answer]:
         with shown_progress("tokens scored", sum(window.n_inputs for window in windows)) as advance:
@@ -101,7 +102,7 @@ def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, 
 
     def generated(wanted: Sequence[Any]) -> list[str]:
         with shown_progress("texts made", len(wanted)) as advance:
-            return generate_all(decoder, tokenizer, wanted, BATCH_TEXTS, requests.asked.seed, advance)
+            return generate_all(decoder, tokenizer, wanted, BATCH_TEXTS, requests.asked.seed, advance, ends)
 
     model = RoundtableLM(tokenizer, max_length, scored, generated)
     answers: dict[int, Any] = {}

@@ -1,13 +1,14 @@
 """Text from a trained model."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from data.tokenizer import making_tokens
-from launcher.commands.trained import load_decoder, load_tokenizer, open_trained
+from launcher.commands.trained import end_ids, load_decoder, load_tokenizer, open_trained
 from launcher.console import readable, say
 from launcher.errors import UserError
 from launcher.sampling import sampling_rules
@@ -54,6 +55,7 @@ def generate_from_checkpoint(
         top_p=top_p,
         seed=seed,
         out=sys.stdout if out is None else out,
+        ends=end_ids(trained, tokenizer),
     )
 
 
@@ -86,8 +88,12 @@ def generate_text(
     top_p: float | None,
     seed: int,
     out: TextIO,
+    ends: Sequence[int] | None = None,
 ) -> str:
-    """``prompt`` and its continuation up to the tokenizer's EOS, also written to ``out``: on a terminal as it comes."""
+    """``prompt`` and its continuation, also written to ``out``: on a terminal as it comes.
+
+    It goes up to one of ``ends``; None: the tokenizer's EOS.
+    """
     with making_tokens(f"--prompt={prompt!r}"):
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     if not prompt_ids:
@@ -104,7 +110,7 @@ def generate_text(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        eos_id=tokenizer.eos_token_id,
+        eos_id=tokenizer.eos_token_id if ends is None else ends,
         seed=seed,
     ):
         new_ids.append(int(token_B))

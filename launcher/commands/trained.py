@@ -1,5 +1,6 @@
 """A trained model from what the user names: a run directory, or one checkpoint's directory."""
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -93,6 +94,14 @@ def load_generation_config(trained: Trained) -> bytes | None:
             [f"CHECKPOINT={trained.checkpoint.folder.location}: its {path.name} {rule}; {OTHER_CHECKPOINT}"]
         )
     return content
+
+
+def end_ids(trained: Trained, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: the tokenizer's EOS, and what an imported model's generation_config.json names."""
+    content = load_generation_config(trained)
+    told = None if content is None else json.loads(content).get("eos_token_id")
+    further = told if isinstance(told, list) else [told]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *(each for each in further if type(each) is int)]))
 
 
 def load_token_ids(trained: Trained) -> SpecialTokens:

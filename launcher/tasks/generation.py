@@ -86,10 +86,11 @@ def generate_all(
     batch_size: int,
     seed: int,
     advance: Callable[[int], None] = lambda n: None,
+    ends: Sequence[int] | None = None,
 ) -> list[str]:
     """The texts that follow each prompt, in order; prompts of one length that go on alike are computed together.
 
-    ``advance`` is told how many more are made.
+    ``advance`` is told how many more are made. ``ends`` are the tokens that end a text; None: the tokenizer's EOS.
     """
     alike: dict[tuple[int, Wanted], list[int]] = {}
     for number, (ids, each) in enumerate(wanted):
@@ -98,7 +99,7 @@ def generate_all(
     for (_, each), numbers in alike.items():
         for start in range(0, len(numbers), batch_size):
             own = numbers[start : start + batch_size]
-            found = generate_alike(model, tokenizer, [wanted[number][0] for number in own], each, seed)
+            found = generate_alike(model, tokenizer, [wanted[number][0] for number in own], each, seed, ends)
             for number, text in zip(own, found, strict=True):
                 texts[number] = text
             advance(len(own))
@@ -106,7 +107,12 @@ def generate_all(
 
 
 def generate_alike(
-    model: Decoder, tokenizer: Any, prompts: Sequence[list[int]], wanted: Wanted, seed: int
+    model: Decoder,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    wanted: Wanted,
+    seed: int,
+    ends: Sequence[int] | None,
 ) -> list[str]:
     """As ``generate_all``, of prompts of one length. Ends when each text has come to what ends it."""
     tokens_BS = torch.tensor(prompts, device=model.embed.weight.device)
@@ -120,7 +126,7 @@ def generate_alike(
         temperature=wanted.temperature,
         top_k=wanted.top_k,
         top_p=wanted.top_p,
-        eos_id=tokenizer.eos_token_id,
+        eos_id=tokenizer.eos_token_id if ends is None else ends,
         seed=seed,
     ):
         for number, token in enumerate(token_B.tolist()):

@@ -24,9 +24,10 @@ from data.config import ChatConfig, SourceConfig
 from data.tokenizer import read_info
 from hf_folders import SEQ_LEN, save_hf_model
 from launcher.cli import main
-from launcher.commands.trained import Trained, load_decoder, load_tokenizer, open_trained
+from launcher.commands.trained import Trained, end_ids, load_decoder, load_tokenizer, open_trained
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
+from launcher.tasks.generation import Wanted, generate_all
 from launcher.training.init_from import open_source
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.context import Context
@@ -263,6 +264,28 @@ def test_a_generation_config_is_kept_byte_for_byte(source: Path, tmp_path: Path)
         assert main(["export", str(path), str(tmp_path / out), "--verify"]) == 0
         assert (tmp_path / out / "generation_config.json").read_bytes() == content
     assert loaded(tmp_path / "two").generation_config.eos_token_id == [0, 7]
+
+
+def test_any_end_that_a_generation_config_names_ends_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in transformers: models that chat name the end of a turn there beside their tokenizer's EOS."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    save_hf_model(source, example_config("llama", vocab_size=257))
+    theirs, tokenizer = loaded(source), AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    prompt = tokenizer.encode("def ", return_tensors="pt")
+    free = theirs.generate(prompt, do_sample=False, max_new_tokens=12)[0].tolist()
+    end = next(each for each in free[7:] if each not in free[:7])
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    wanted = loaded(source).generate(prompt, do_sample=False, max_new_tokens=12)[0]
+    assert wanted[-1] == end and len(wanted) < len(free)
+    trained = imported(source, run)
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "12"]) == 0
+    text = tokenizer.decode(wanted)
+    assert capsys.readouterr().out == text + "\n"
+    asked = Wanted(until=("<|endoftext|>",), max_new_tokens=12, temperature=0.0, top_k=None, top_p=None)
+    model, ends = load_decoder(trained, "cpu", torch.float32), end_ids(trained, tokenizer)
+    (found,) = generate_all(model, tokenizer, [(prompt[0].tolist(), asked)], 1, 0, ends=ends)
+    assert "def " + found == text
 
 
 def test_an_export_has_its_own_generation_config_where_none_came(source: Path, tmp_path: Path) -> None:
