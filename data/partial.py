@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from data.refusals import refusals_of
+
 
 def partial_suffix() -> str:
     """Ends the name of a file that this process is still writing."""
@@ -21,7 +23,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """
     partial = path.with_name(f"{path.name}.{partial_suffix()}")
     try:
-        with partial.open("wb") as file:
+        with refusals_of(path), partial.open("wb") as file:
             yield file
         move_into_place(partial, path)
     finally:

@@ -33,6 +33,7 @@ from data.manifest import (
 from data.packed import missing_packings, packed_by_of, write_packing
 from data.places import nearest_existing
 from data.prepared import Prepared, check_inputs, inputs_tree, locate, source_folder, token_files
+from data.refusals import refusals_of
 from data.rules import check_data
 from data.shards import Plan, plan_shards
 from data.shardwriter import ShardRecord, ShardTask, no_room, read_record
@@ -67,7 +68,8 @@ def prepare(
     remove_abandoned(Path(config.token_dir))
     had = set(Path(config.token_dir).glob("*"))
     try:
-        return _carry_out(config, plans, vocab_size, progress, task or (0, 1))
+        with refusals_of(config.token_dir):
+            return _carry_out(config, plans, vocab_size, progress, task or (0, 1))
     except (DataError, OSError) as error:
         if task is None:
             _remove_fruitless(config, plans, vocab_size, had)

@@ -54,7 +54,8 @@ def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) ->
     """Writes the shard's token files, then its record.
 
     A document goes to the held-out split by the hash of its text, so copies of a document are on one side. Raises
-    DataError where the input is wrong or the disk full, StoppedError where ``stopped()``; no part of a file is left.
+    DataError where the input is wrong, OSError where the disk is full, StoppedError where ``stopped()``; no part of a
+    file is left.
     """
     hashes: list[int] = []
     writers: dict[str, TokenFileWriter] = {}
@@ -71,8 +72,6 @@ def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) ->
         files = {split: writer.finish() for split, writer in writers.items()}
         record = _make_record(task, hashes, files, tally)
         write_json(_record_path(task.folder, task.number), as_tree(record))
-    except OSError as error:
-        raise no_room(task.folder.parent, error) from error
     finally:
         for writer in writers.values():
             writer.abort()

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from data.partial import partial_suffix, sync_folder
+from data.refusals import refusals_of
 from parallel.processes.stop import ending
 
 
@@ -22,7 +23,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.name}.{partial_suffix()}")
     is_main = threading.current_thread() is threading.main_thread()  # which alone may say what a signal does
-    with ending([signal.SIGTERM], code=None) if is_main else nullcontext():
+    with ending([signal.SIGTERM], code=None) if is_main else nullcontext(), refusals_of(out):
         hidden.mkdir()
         try:
             yield hidden

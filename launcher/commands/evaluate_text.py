@@ -1,7 +1,6 @@
 """`roundtable eval --text`: a checkpoint's loss on text that is given, whatever the run was trained on."""
 
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from data.tokenizer import check_kept
 from launcher.commands.trained import OTHER_CHECKPOINT, Trained, naming_tokenizer, open_trained
 from launcher.console import say
 from launcher.errors import UserError
+from launcher.scratch import scratch_folder
 from launcher.training.evaluation import loss_of, perplexity
 from launcher.watch.metrics import encode_json
 
@@ -53,8 +53,8 @@ def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_jso
             raise UserError([f"{problem}; leave out --text, or set data.tokenizer and train on"])
         with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:
             check_kept(trained.tokenizer, found, trained.config.model.vocab_size, OTHER_CHECKPOINT)
-        with tempfile.TemporaryDirectory() as folder:
-            corpus = read_corpus(source, shards, trained, trained.tokenizer, Path(folder))
+        with scratch_folder() as folder:
+            corpus = read_corpus(source, shards, trained, trained.tokenizer, folder)
             report(trained, corpus, loss_of(trained, corpus.dataset, corpus.dataset.n_samples), as_json=as_json)
     return 0
 

@@ -1,6 +1,5 @@
 """Writing a run directory that holds weights alone: config.yaml and a checkpoint of step 0."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ from launcher.config.tree import RunConfig
 from launcher.importing.tokenizer import tokenizer_attachments
 from launcher.importing.weights import Weights
 from launcher.new_folder import new_folder
+from launcher.scratch import scratch_folder
 from launcher.training.run_dir import record_folder
 from launcher.training.run_parts import CHECKPOINTS, CONFIG, STARTED_IN
 from launcher.training.state import tokenizer_files
@@ -73,8 +73,8 @@ def write_checkpoint(
         chunks = (bytes_of(block) for name in names for block in weights.blocks(name, on_bytes))
         manifest.pieces += pieces
         manifest.files |= write_shard(folder, file, {piece.key: piece.shape for piece in pieces}, chunks)
-    with tempfile.TemporaryDirectory() as beside:
-        files = tokenizer_files(tokenizer_attachments(tokenizer, Path(beside)))
+    with scratch_folder() as beside:
+        files = tokenizer_files(tokenizer_attachments(tokenizer, beside))
         manifest.files |= write_attachments(folder, "", {CONFIG: text, **kept, **files})
     store.commit(step_name(STEP), ATTEMPT, certified(manifest))
 

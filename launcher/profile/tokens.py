@@ -1,6 +1,5 @@
 """Tokens for a profile: the config's own where they are prepared, else random ones in token files of a while."""
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from data.prepared import find_prepared
 from data.tokenfile import TokenFile, token_dtype
 from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import RunConfig
+from launcher.scratch import scratch_folder
 
 LONGEST = 2048  # tokens of a random document
 MOST = 1 << 22  # random tokens; after them the same ones come again
@@ -24,8 +24,8 @@ def open_tokens(config: RunConfig, n_samples: int) -> tuple[Dataset, bool]:
     if config.data.sources and find_prepared(config.data, config.model.vocab_size) is not None:
         own = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
         return own, True
-    with tempfile.TemporaryDirectory(prefix="roundtable-profile-") as folder:
-        file = write_random(Path(folder) / "random", config, n_samples)
+    with scratch_folder() as folder:
+        file = write_random(folder / "random", config, n_samples)
     source = Source(1.0, (file,), trusted=True, name="random")
     seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
     return Dataset([source], seq_len=seq_len, seed=config.seed, vocab_size=vocab_size, shuffled=True), False

@@ -1,11 +1,12 @@
 """A rank's trace as a file that Perfetto opens (https://ui.perfetto.dev): torch's, with the rank's name in it."""
 
+import errno
 import gzip
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from launcher.scratch import scratch_folder
 from parallel.mesh import Mesh
 
 COMPRESSION = 6  # of gzip, as its own command has it
@@ -18,10 +19,13 @@ def trace_name(rank: int) -> str:
 
 def write_trace(profiler: Any, out: Path, mesh: Mesh) -> None:
     """Writes the profiler's events, each rank's host process named by its place."""
-    with tempfile.TemporaryDirectory(prefix="roundtable-profile-") as folder:
-        whole = Path(folder) / "trace.json"
+    with scratch_folder() as folder:
+        whole = folder / "trace.json"
         profiler.export_chrome_trace(str(whole))
-        trace = json.loads(whole.read_text())
+        try:
+            trace = json.loads(whole.read_text())
+        except (FileNotFoundError, ValueError):  # torch passes over what a full disk does not take
+            raise OSError(errno.ENOSPC, "torch could not write a trace there") from None
     name_processes(trace["traceEvents"], mesh.rank, mesh.place)
     trace["distributedInfo"] = trace.get("distributedInfo", {}) | {"rank": mesh.rank, "world_size": mesh.world_size}
     data = json.dumps(trace, separators=(",", ":")).encode()

@@ -82,7 +82,12 @@ class Checkpoint:
             for file, below in found:
                 path = copy / name / below
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(read_small(self.folder, self.manifest, file))
+                content = read_small(self.folder, self.manifest, file)
+                try:
+                    path.write_bytes(content)
+                except OSError as error:
+                    error.filename = str(path)  # a write to a full disk names none
+                    raise
             self.copies[name] = copy / name
         return self.copies[name]
 

@@ -125,9 +125,16 @@ def test_a_disk_that_fills_up_leaves_no_part_of_a_file(
         self.n_documents += 1
 
     monkeypatch.setattr(TokenFileWriter, "add", full)
-    with pytest.raises(DataError, match=r"data.token_dir=.* has no room left \(No space left on device\); free some"):
+    with pytest.raises(OSError, match="No space left on device"):
         write_shard(task, lambda *_: None, lambda: False)
     assert sorted(p.name for p in task.folder.iterdir()) == ["inputs.json"]
+
+    def in_this_process(tasks, *_):
+        write_shard(tasks[0], lambda *_: None, lambda: False)
+
+    monkeypatch.setattr("data.prepare.write_shards", in_this_process)
+    with pytest.raises(DataError, match=r"data.token_dir=.* has no room left \(No space left on device\); free some"):
+        prepare(config, vocab_size=VOCAB)
 
 
 def test_one_broken_shard_stops_the_others_cleanly(tmp_path: Path, tokenizer: str) -> None:

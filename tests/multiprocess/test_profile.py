@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,20 @@ def test_a_full_disk_is_told_in_a_line_and_nothing_stays(tmp_path, monkeypatch, 
         assert [path.name for path in disk.iterdir()] == ["filler"]
     told = "a file or stream: No space left on device; free some space, or choose another disk"
     assert capfd.readouterr().err.splitlines()[-1] == told
+
+
+def test_a_full_tmpdir_is_told_in_a_line_and_nothing_stays(tmp_path):
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        (disk / "filler").write_bytes(bytes(900 << 10))
+        words = "profile c.yaml --out out --ranks 2 --steps 1 --warmup 1".split()
+        command = [sys.executable, "-m", "launcher", *words]
+        environment = os.environ | {"TMPDIR": str(disk)}
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert not list(disk.glob("roundtable-*"))
+    told = f"TMPDIR={disk}: torch could not write a trace there; free some space, or choose another disk"
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, told)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_estimate_says_that_it_is_one_and_adds_up(estimated):
