@@ -1,5 +1,6 @@
 """Folders that are there whole or not at all: made under a hidden name beside their own, and renamed at the end."""
 
+import errno
 import shutil
 import signal
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from data.partial import partial_suffix, sync_folder
 from data.refusals import refusals_of
+from launcher.errors import UserError
 from parallel.processes.stop import ending
 
 
@@ -17,7 +19,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """The folder to fill, which becomes ``out``, durably, when the block ends, and is gone where it fails.
 
     SIGTERM is such a failure: a job's end leaves nothing, and the exit code is what a shell expects of it. ``out`` must
-    not be there, or be an empty folder.
+    not be there, or be an empty folder. Raises UserError where another process makes it meanwhile.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +30,14 @@ def new_folder(out: Path) -> Iterator[Path]:
         try:
             yield hidden
             sync_folder(hidden)
-            hidden.rename(out)
+            try:
+                hidden.rename(out)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise UserError(
+                    [f"{out} must be new, but another process has made it meanwhile; give another"]
+                ) from None
             sync_folder(out.parent)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)  # gone already where the rename was reached

@@ -131,7 +131,7 @@ def test_a_full_tmpdir_is_told_in_a_line_and_nothing_stays(tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG)
     with small_disk(tmp_path / "disk", mib=1) as disk:
         (disk / "filler").write_bytes(bytes(900 << 10))
-        words = "profile c.yaml --out out --ranks 2 --steps 1 --warmup 1".split()
+        words = ["profile", "c.yaml", "--out", "out", "--ranks", "2", "--steps", "1", "--warmup", "1"]
         command = [sys.executable, "-m", "launcher", *words]
         environment = os.environ | {"TMPDIR": str(disk)}
         ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
