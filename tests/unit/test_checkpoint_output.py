@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.checkpoint.local import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput
+from parallel.checkpoint.safetensors_stream import encode_header
 from parallel.checkpoint.saver import host_buffer
 
 LARGE = SMALLEST_DIRECT + 3 * BLOCK_BYTES
@@ -50,6 +51,12 @@ def test_any_chunks(memory, tmp_path_factory, cuts):
         for chunk in chunks:
             out.write(chunk)
     assert path.read_bytes() == b"".join(chunks)
+
+
+@pytest.mark.parametrize("n_pieces", [0, 1, 7, 200])
+def test_a_shards_data_begins_at_a_block(n_pieces):
+    header = encode_header({f"weight/layers.{number}.w": (number, 3) for number in range(n_pieces)})
+    assert len(header) % BLOCK_BYTES == 0
 
 
 def test_large_blocks_go_past_the_page_cache(memory, tmp_path):

@@ -169,6 +169,16 @@ def test_what_comes_in_is_kept_or_dropped(tmp_path_factory, reasons: list[str], 
     assert dropped == {reason: reasons.count(reason) for reason in set(reasons)}
 
 
+@pytest.mark.parametrize("line", [b"7", b'"a text"', b'["text"]', b"null"])
+def test_a_line_that_is_no_object_has_no_text_key(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines_with(line))
+    texts, (tally,) = read(path, 0.1)
+    assert (texts, tally.dropped) == (GOOD, {"no text_key": 1})
+    with pytest.raises(DataError, match=r"text_key='text' is not in a record of .*a\.jsonl"):
+        read(path, 0.0)
+
+
 def test_prepare_tells_what_it_left_out(tmp_path: Path) -> None:
     """Once it is done, from the records of its shards."""
     (tmp_path / "texts").mkdir()
