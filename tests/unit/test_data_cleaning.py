@@ -4,7 +4,9 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from data.cleaning.config import (
 )
 from data.cleaning.duplicates import first_of_each
 from data.cleaning.evaluations import write_index
+from data.cleaning.filters import filters_of
 from data.cleaning.judge import MASKED_AT_ONCE, Judge
 from data.cleaning.near import Signatures
 from data.cleaning.rules import check_cleaning
@@ -101,6 +104,33 @@ def test_a_verdict_is_datatroves_own(tmp_path):
     assert {str(n): v.text for n, v in enumerate(verdicts) if v.reason is None} == theirs
     assert 0 < len(theirs) < len(texts)
     assert any(verdict.changed_by == ("c4",) for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "theirs"),
+    [
+        ("gopher_repetition", GopherRepetitionConfig, "GopherRepetitionFilter"),
+        ("c4", C4Config, "C4QualityFilter"),
+        ("gopher_quality", GopherQualityConfig, "GopherQualityFilter"),
+        ("fineweb", FineWebConfig, "FineWebQualityFilter"),
+    ],
+)
+def test_every_threshold_reaches_datatroves_filter(monkeypatch, name, section, theirs):
+    def another(value: Any) -> Any:
+        match value:
+            case None:
+                return ["these", "two"]
+            case bool():
+                return not value
+            case int():
+                return value + 1
+            case _:
+                return value / 2
+
+    monkeypatch.setattr(f"datatrove.pipeline.filters.{theirs}", lambda **given: given)
+    config = section(**{field.name: another(field.default) for field in fields(section)})
+    found = dict(filters_of(CleaningConfig(words="de", **{name: config})))
+    assert found == {name: {**asdict(config), "language": "de"}}
 
 
 def test_masking_is_datatroves_and_a_function_of_the_document(tmp_path):
