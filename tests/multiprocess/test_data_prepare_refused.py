@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import data.prepare
+from data.cleaning.config import CleaningConfig
 from data.config import SourceConfig
 from data.errors import DataError
 from data.hub import open_hub
@@ -105,6 +107,21 @@ def test_no_room_is_refused_before_anything_is_created(
     ):
         prepare(config, vocab_size=VOCAB)
     assert not (tmp_path / "t").exists()
+
+
+def test_cleaned_texts_need_room_beside_the_tokens(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    plain = config_of(text, tokenizer, tmp_path / "t")
+    tokens = os.path.getsize(text) / data.prepare.BYTES_PER_TOKEN * 2
+    fields = list(os.statvfs(tmp_path))
+    fields[1], fields[4] = 1, int(tokens + 150 * VOCAB)  # free bytes: for the tokens and their tokenizer alone
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    data.prepare.check_room(plain, data.prepare.plan_sources(plain, VOCAB), VOCAB)
+    cleaned = dataclasses.replace(plain, cleaning=CleaningConfig(exact=True))
+    with pytest.raises(DataError, match="are estimated to take"):
+        data.prepare.check_room(cleaned, data.prepare.plan_sources(plain, VOCAB), VOCAB)
 
 
 def test_a_disk_that_fills_up_leaves_no_part_of_a_file(
