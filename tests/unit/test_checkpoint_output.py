@@ -1,16 +1,20 @@
-"""A shard's file: what is written is what was given, past the page cache where that can be, through it where not."""
+"""A shard's file: what is written is what was given, past the page cache where that can be, through it where not.
+
+And a commit: what it names is on disk before it has the name.
+"""
 
 import errno
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.checkpoint.local import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput
+from parallel.checkpoint.local import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput, LocalStore
 from parallel.checkpoint.safetensors_stream import encode_header
 from parallel.checkpoint.saver import host_buffer
 
@@ -94,6 +98,24 @@ def test_a_system_without_direct_writes_and_hints(memory, tmp_path, monkeypatch)
     with folder.open("shard") as content:
         assert content.readinto(buffer) == LARGE
     assert buffer == memory[:LARGE]
+
+
+def test_what_a_commit_names_is_on_disk_before(tmp_path, monkeypatch):
+    happened: list[int | str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda handle: (happened.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (happened.append("renamed"), rename(path, to)))
+    store = LocalStore(tmp_path)
+    folder, _ = store.begin("step-00000001", "0-1")
+    for file in ("shard", "tokenizer/tokenizer.json"):
+        with folder.create(file) as out:
+            out.write(b"content")
+    store.commit("step-00000001", "0-1", b"{}")
+    committed = tmp_path / "step-00000001"
+    files = [committed / name for name in ("", "shard", "tokenizer", "tokenizer/tokenizer.json", "manifest.json")]
+    at = happened.index("renamed")
+    assert {path.stat().st_ino for path in files} <= set(happened[:at])
+    assert happened[at + 1 :] == [tmp_path.stat().st_ino]
 
 
 def test_a_full_disk_is_told(memory, tmp_path, monkeypatch):
