@@ -5,6 +5,7 @@ import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from modeling.optimizers.config import AdamWConfig
 from parallel.checkpoint.boxes import Box
 from parallel.checkpoint.places import list_checkpoints
 from parallel.checkpoint.read import open_checkpoint
+from parallel.checkpoint.saver import Hooks, Saver
 from parallel.config import ParallelConfig
 from parallel.processes.start import run_ranks
 from rotating import some_fast
@@ -101,6 +103,17 @@ def test_an_update_waits_for_the_copy(config, tmp_path, zero):
 def test_an_update_that_does_not_wait_is_seen(config, tmp_path):
     witnesses = on_ranks(save_beside_a_step, config, str(tmp_path), False)
     assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses)
+
+
+def test_who_waits_for_the_writer_says_so_each_second():
+    """To the watchdog: a slow disk is no hang."""
+    calls: list[str] = []
+    alive = iter([True, True, False])
+    writer = SimpleNamespace(join=lambda seconds: calls.append(f"{seconds:g} s"), is_alive=lambda: next(alive))
+    saver = object.__new__(Saver)
+    saver.thread, saver.broken, saver.hooks = writer, None, Hooks(while_waiting=lambda: calls.append("waits"))
+    saver._join()
+    assert calls == ["1 s", "waits"] * 3 and saver.thread is None
 
 
 def test_shards_are_safetensors_files(config, tmp_path):

@@ -4,13 +4,17 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher.cli import main
+from parallel.checkpoint.local import LocalFolder
 from parallel.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from parallel.checkpoint.read import open_checkpoint
+from parallel.checkpoint.safetensors_stream import chunks_of, write_tensors
 from parallel.checkpoint.verify import examine
 from sealed import SHARDS, body_of, cut_up, record_of, reseal, reseal_text, write_run
 
@@ -321,6 +325,26 @@ def test_planted_lengths_of_a_shards_header(capsys, directory, header):
         shard.write(header.to_bytes(8, "little"))
     reseal(directory, lambda body: body["files"].update({SECOND: record_of(directory / SECOND)}))
     assert_refused_by_table(directory)
+
+
+@pytest.mark.parametrize("rule", ["lacks weight of", "as [8, 8, 1], the manifest says [8, 8]", "does not name"])
+def test_planted_table_of_a_shard_that_is_not_the_manifests(directory, rule):
+    """Every hash and size is right, and each tensor by itself."""
+    pieces = [piece for piece in read_manifest(directory).pieces if piece.file == SECOND]
+    shapes = {piece.key: piece.shape for piece in pieces}
+    changed = next(key for key, shape in shapes.items() if shape == (8, 8))
+    match rule.split()[0]:
+        case "lacks":
+            del shapes[changed]
+        case "as":
+            shapes[changed] = (8, 8, 1)
+        case _:
+            shapes["weight/unknown/0"] = (8,)
+    zeros = torch.zeros(sum(prod(shape) for shape in shapes.values()))
+    record = write_tensors(LocalFolder(directory), SECOND, shapes, chunks_of(zeros))
+    reseal(directory, lambda body: body["files"].update({SECOND: record}))
+    (problem,) = examine(directory).problems
+    assert str(directory / SECOND) in problem and rule in problem
 
 
 def assert_refused_by_table(directory: Path) -> None:

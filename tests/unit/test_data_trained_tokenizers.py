@@ -1,6 +1,7 @@
 """Tokenizers that are trained on the sources: exact on any text, with special tokens that no text becomes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import data.trained_tokenizers
 from data.config import DataConfig, SourceConfig, TokenizerModel
 from data.round_trip import round_trip
 from data.tokenfile import TokenFile
-from data.tokenizer import load_fast, save_tokenizer
+from data.tokenizer import load_fast, save_tokenizer, tokenizer_folder
 from data.trained_tokenizers import END_OF_TEXT, train_tokenizer
 from launcher.cli import main
 
@@ -46,6 +47,14 @@ def test_tokens_give_back_any_text(trained, model: str, text: str) -> None:
     text = text.encode(errors="replace").decode()
     tokenizer = load_fast(trained[model])
     assert back(tokenizer, text) == text
+
+
+def test_another_kind_or_other_special_tokens_are_another_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    config = DataConfig(sources=(SourceConfig(path=str(tmp_path / "a.txt")),), token_dir=str(tmp_path / "t"))
+    kinds = [(model, special) for model in MODELS for special in ((), SPECIAL, SPECIAL[::-1], SPECIAL[:1])]
+    changed = [replace(config, tokenizer_model=model, special_tokens=special) for model, special in kinds]
+    assert len({tokenizer_folder(each, 350) for each in changed}) == len(kinds)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -191,6 +191,23 @@ def test_the_command_explains_and_writes(path, tmp_path, capsys):
     assert f"`roundtable plan {again} --gpu H100 --gpus 16` traces it" in told
 
 
+@pytest.mark.parametrize(
+    ("changes", "in_one_kernel"),
+    [
+        ([], True),
+        (["model.positions=alibi", "train.precision=bf16"], True),
+        (["model.positions=alibi", "train.precision=fp32"], False),
+        (["model.positions=alibi", "train.precision=bf16", "parallel.cp=2", "parallel.cp_attention=ring"], False),
+        (["model.positions=alibi", "train.precision=bf16", "parallel.cp=2", "parallel.cp_attention=ulysses"], True),
+        (["model.score_cap=50.0"], False),
+        (["model.positions=t5"], False),
+    ],
+)
+def test_attention_that_no_kernel_knows_is_planned_by_its_formula(path, changes, in_one_kernel):
+    job = job_of_config(load_config(path, changes), 8, gpu_of("H100", 8, ""), 8)
+    assert job.system.flash == in_one_kernel
+
+
 def test_why_names_the_parts():
     first = {"step_seconds": 1.0, "peak_gb": 3.0, "seconds_by_part": {"tp, cp": 0.2, "memory": 0.8}}
     second = {"step_seconds": 1.4, "peak_gb": 4.0, "seconds_by_part": {"tp, cp": 0.8, "memory": 0.6}}
