@@ -165,6 +165,23 @@ def put(store: Store, step: int, attempt: str, *, commits: bool) -> None:
         store.commit(f"step-{step:08d}", attempt, b"{}")
 
 
+def test_what_another_process_has_put_is_seen(bucket):
+    """s3fs remembers listings, and would answer by them."""
+    folder = open_store(f"{bucket}/shared").folder("step-00000001")
+    other, buffer = fsspec.filesystem("s3", skip_instance_cache=True), bytearray(10)
+    other.pipe_file(f"{folder.root}/first", b"one")
+    assert folder.files() == ["first"]
+    other.pipe_file(f"{folder.root}/first", b"longer")
+    assert folder.size("first") == 6
+    assert folder.files() == ["first"]
+    other.pipe_file(f"{folder.root}/second", b"two")
+    with folder.open("second") as opened:
+        assert buffer[: opened.readinto(buffer)] == b"two"
+    assert folder.files() == ["first", "second"]
+    other.rm_file(f"{folder.root}/first")
+    assert folder.size("first") is None
+
+
 @pytest.mark.parametrize("kind", ["local", "object"])
 def test_both_kinds_of_store_act_alike(bucket, tmp_path, kind):
     """Nothing is there before the commit; removing, setting aside and sweeping leave what they should."""
