@@ -29,7 +29,9 @@ from chats import (
 )
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
+from data.file_records import records_of_files
 from data.prepare import prepare
+from data.prepared import find_prepared
 from data.shards import Slice
 from data.shardtask import ShardTask
 from data.tally import Tally
@@ -154,9 +156,14 @@ def test_a_manifest_with_masks_is_of_a_format_that_earlier_readers_refuse(tmp_pa
     opened(tmp_path, [{"messages": chat} for chat in CHATS])
     (manifest,) = tmp_path.glob("tokens/chats*/manifest.json")
     assert json.loads(manifest.read_text())["format"] == 2
+    config = chat_config(tmp_path, tmp_path / "chats.jsonl")
+    prepared = find_prepared(config, VOCAB)
+    assert prepared is not None and prepared.sources[0].manifest is not None
+    (file,) = prepared.sources[0].manifest.files()
+    (recorded,) = records_of_files(config, prepared)["data.sources[0]"].values()
+    assert recorded["mask"] == file.mask_xxh3 is not None  # so a run would see another one
     (mask,) = tmp_path.glob("tokens/*/*.mask")
     mask.write_bytes(mask.read_bytes()[:-1])
-    config = chat_config(tmp_path, tmp_path / "chats.jsonl")
     with pytest.raises(DataError, match=r"\.mask has \d+ bytes but the manifest records"):
         open_dataset(config, seed=0, vocab_size=VOCAB, split="train")
     mask.unlink()

@@ -9,6 +9,7 @@ import pytest
 
 from data.config import SourceConfig
 from data.prepare import prepare
+from data.tokenwriter import TokenFileWriter
 from data_reference import write_token_file
 from launcher.commands.data_run import open_run
 from launcher.config.tree import RunConfig
@@ -57,6 +58,26 @@ def test_a_token_file_that_was_rewritten_is_refused(tmp_path: Path) -> None:
     write_token_file(tmp_path / "fx", DOCUMENTS)
     check_tokens(config)
     open_run(str(config.run_path))
+
+
+def test_another_mask_alone_is_refused(tmp_path: Path) -> None:
+    def write(masked: int | None) -> None:
+        writer = TokenFileWriter(tmp_path / "fx", np.dtype(np.uint16), has_mask=masked is not None)
+        for document in DOCUMENTS:
+            is_target = None if masked is None else np.arange(len(document)) >= masked
+            writer.add(np.array(document), is_target)
+        writer.finish()
+
+    write(2)
+    config = config_in(tmp_path)
+    claim(config).close()
+    check_tokens(config)
+    write(3)
+    assert "(another .mask; see" in refusal(config)
+    write(2)
+    check_tokens(config)
+    (tmp_path / "fx.mask").unlink()
+    assert "(another .mask; see" in refusal(config)
 
 
 def test_a_held_out_file_that_was_rewritten_is_refused(tmp_path: Path) -> None:
