@@ -12,7 +12,7 @@ from launcher.cli import main
 from launcher.closed_form.architecture import architecture_of
 from launcher.closed_form.consistency import contradictions
 from launcher.closed_form.evaluate import COVERED, evaluate, limits, spread_of
-from launcher.closed_form.forecast import FILE, plan_row
+from launcher.closed_form.forecast import FILE, chance_to_fit, plan_row
 from launcher.closed_form.gpus import gpu_of, network_of
 from launcher.closed_form.own import architecture_of_config
 from launcher.closed_form.page import MEMORY_TARGET, TARGETS, page
@@ -386,3 +386,10 @@ def test_wrong_files_are_refused_in_one_line(tmp_path, capsys, text, arguments, 
     assert main(["plan", *arguments, "--rows", str(path)]) == 2
     captured = capsys.readouterr()
     assert told in captured.err and len(captured.err.splitlines()) == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("interval", [(-0.2, 0.2), (-0.35, 0.05), (0.1, 0.3)])
+def test_the_chance_to_fit_is_that_of_the_interval_that_holds_four_errors_of_five(interval):
+    low, high = interval
+    for error, chance in ((low, 0.1), ((low + high) / 2, 0.5), (high, 0.9)):
+        assert chance_to_fit(80.0, 80.0 * math.exp(error), interval) == pytest.approx(chance, abs=1e-3)
