@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import cross_entropy
 
 import launcher.inspection.attention as inspected_attention
 import launcher.inspection.lens as inspected_lens
@@ -69,6 +70,13 @@ def test_the_report_is_what_the_model_computes(run: tuple[Path, Decoder], capsys
     best = output.logits_BSV[0].softmax(-1).topk(3)
     assert text["lens"][-1]["top"] == best.indices.tolist()
     np.testing.assert_allclose(text["lens"][-1]["top_probabilities"], best.values.numpy(), rtol=1e-5)
+    logits_SV, next_S = output.logits_BSV[0, :-1], ids_BS[0, 1:]
+    ranks_S = (logits_SV > logits_SV.gather(1, next_S[:, None])).sum(-1) + 1
+    assert text["lens"][-1]["next_rank"] == ranks_S.tolist()
+    assert text["lens"][-1]["median_rank"] == np.median(ranks_S)
+    assert text["lens"][-1]["loss"] == pytest.approx(cross_entropy(logits_SV, next_S).item(), rel=1e-5)
+    for row in text["lens"]:
+        assert row["first_is_right"] == row["next_rank"].count(1) / len(next_S)
     assert [row["layer"] for row in text["lens"]] == [None, 0, 1]
     assert {row["layer"]: row["experts"] for row in text["routing"]} == {
         layer: stats.choice_TK.tolist() for layer, stats in output.stats.items()

@@ -80,6 +80,7 @@ def same_as_made_on_the_host(batch: Batch, device: torch.device = CPU) -> None:
         kept.tell(told)
         assert torch.equal(told.cu_seqlens[0], looked.cu_seqlens[0])
         assert (told.cu_seqlens[0].dtype, told.cu_seqlens[1]) == (torch.int32, looked.cu_seqlens[1])
+        assert told.bounds == looked.bounds
         assert (told.valid_T is None) == (looked.valid_T is None)
         if told.valid_T is not None and looked.valid_T is not None:
             assert torch.equal(told.valid_T, looked.valid_T)
