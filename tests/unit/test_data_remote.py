@@ -15,7 +15,7 @@ import data.remote_tokens
 from data.block_cache import BlockCache, write_bound
 from data.config import DataConfig, SourceConfig
 from data.dataset import Dataset, open_dataset
-from data.errors import DataError
+from data.errors import DataError, UnreadObject
 from data.find_text import CHUNK_TOKENS
 from data.foreign import check_foreign_files
 from data.overlap import n_trained_on
@@ -204,6 +204,40 @@ def test_a_network_that_fails_is_tried_again_and_then_told(tmp_path: Path, monke
         remote.fetch(0, 10)
     with pytest.raises(DataError, match=r"a.bin cannot be read after 3 tries .*; check the network, the URL and"):
         bring_index(f"file://{path}", tmp_path / "cache", 1 << 30)
+
+
+def test_fewer_bytes_than_were_asked_for_are_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that ends early gives a part without a word; it would be kept as a whole block."""
+    path = write_file(tmp_path / "there" / "a")
+    remote, failures = RemoteObject(f"file://{path}.bin"), [2]
+    assert remote.look() is not None
+    fs, _ = remote._open()
+    whole = fs.cat_file
+
+    def cut(path: str, start: int, end: int) -> bytes:
+        failures[0] -= 1
+        return whole(path, start=start, end=end)[: -1 if failures[0] >= 0 else None]
+
+    monkeypatch.setattr(fs, "cat_file", cut)
+    assert remote.fetch(7, 17) == Path(f"{path}.bin").read_bytes()[7:17]
+    failures[0] = 100
+    with pytest.raises(OSError, match=r"a.bin cannot be read after 3 tries over 0 s \(9 bytes came of 10\)"):
+        remote.fetch(7, 17)
+
+
+@pytest.mark.parametrize("error", [PermissionError("no key"), FileNotFoundError("gone")])
+def test_what_another_try_cannot_mend_is_told_at_once(tmp_path: Path, monkeypatch, error: OSError) -> None:
+    remote, tries = RemoteObject(f"file://{write_file(tmp_path / 'there' / 'a')}.bin"), []
+    assert remote.look() is not None
+
+    def refused(*_: object, **__: object) -> bytes:
+        tries.append(1)
+        raise error
+
+    monkeypatch.setattr(remote._open()[0], "cat_file", refused)
+    with pytest.raises(UnreadObject, match=rf"a\.bin cannot be read \({error}\)"):
+        remote.fetch(0, 10)
+    assert tries == [1]
 
 
 @pytest.mark.parametrize(
