@@ -307,6 +307,37 @@ def test_wrong_input_is_one_line_and_creates_nothing(tmp_path, capsys, monkeypat
     assert sorted(tmp_path.rglob("*")) == before and run.is_dir()
 
 
+def test_the_summary_is_of_all_rows(tmp_path):
+    own = {"loss": 9.0, "step_seconds": 36.0, "mfu": 0.25, "peak_gib": 3.0, "tokens_per_second": 2000.0}
+    rows = [row | own for row in update_rows(100, layers=0)]
+    slow = {"mfu": 0.125, "peak_gib": 5.0, "tokens_per_second": 1000.0}  # before the last start, and for longer
+    rows[:60] = [row | slow for row in rows[:60]]
+    rows[98]["loss"], rows[99]["loss"] = 2.0, 3.0
+    rows[3]["skipped"] = rows[4]["skipped"] = 1
+    events = [{"step": 60, "event": kind} for kind in ("rollback", "rollback", "nonfinite", "spike", "restart")]
+    evaluations = [{"step": step, "eval_loss": loss} for step, loss in ((40, 2.75), (80, 2.25), (100, 2.5))]
+    starts = {"step": 0, **START}, {"step": 60, **START}
+    run = write_run(tmp_path / "run", [starts[0], *rows[:60], starts[1], *rows[60:], *events, *evaluations])
+    found = summary_of(gather(run, "run"))
+    assert found == found | {
+        "step": "100",
+        "tokens": "6,553,600",
+        "loss, last 2% of updates": "2.5000",
+        "held-out loss": "2.5000",
+        "best held-out loss": "2.2500 at step 80",
+        "time in steps": "1:00:00",
+        "tokens per second, median": "2,000",
+        "MFU, median": "25.0%",
+        "peak memory of rank 0": "3.00 GiB",
+        "starts": "2",
+        "rollbacks": "2",
+        "not finite": "1",
+        "spikes": "1",
+        "crashes": "1",
+        "updates skipped": "2",
+    }
+
+
 def test_losses_that_are_not_finite_are_said_in_the_summary(tmp_path):
     """The newest held-out loss, too, not the last finite one."""
     rows = [row | {"loss": "NaN"} for row in update_rows(30)]
