@@ -12,6 +12,7 @@ from launcher.cli import main
 from launcher.closed_form.architecture import architecture_of
 from launcher.closed_form.consistency import contradictions
 from launcher.closed_form.evaluate import COVERED, evaluate, limits, spread_of
+from launcher.closed_form.fit import fit
 from launcher.closed_form.forecast import FILE, chance_to_fit, plan_row
 from launcher.closed_form.gpus import gpu_of, network_of
 from launcher.closed_form.own import architecture_of_config
@@ -393,3 +394,31 @@ def test_the_chance_to_fit_is_that_of_the_interval_that_holds_four_errors_of_fiv
     low, high = interval
     for error, chance in ((low, 0.1), ((low + high) / 2, 0.5), (high, 0.9)):
         assert chance_to_fit(80.0, 80.0 * math.exp(error), interval) == pytest.approx(chance, abs=1e-3)
+
+
+def test_a_fit_finds_constants_and_keeps_what_no_row_tells_of():
+    random = np.random.default_rng(0)
+    amounts_NK = random.uniform(1, 5, (40, 2))
+    measured_N = amounts_NK @ np.array([0.5, 3.0])
+
+    def predict(constants):
+        return amounts_NK @ np.array([constants["one"], constants["two"]])
+
+    priors = {"one": (1.0, 2.0, ""), "two": (1.0, 2.0, ""), "unused": (7.0, 0.5, "")}
+    publishers = [f"publisher {number % 8}" for number in range(40)]
+    found = fit(predict, measured_N, publishers, priors)
+    assert found == pytest.approx({"one": 0.5, "two": 3.0, "unused": 7.0}, rel=0.02)
+    held = fit(predict, measured_N, publishers, priors | {"two": (1.0, 1e-4, "")})
+    assert held["two"] == pytest.approx(1.0, rel=0.01)
+    measured_N[0] *= 20  # one row that is wrong by far moves little
+    assert fit(predict, measured_N, publishers, priors) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("n_rows", [4, 36])
+def test_a_publisher_weighs_as_the_square_root_of_its_rows(n_rows):
+    """Between two that are not far apart: where the weighted mean of their logarithms is."""
+    measured_N = np.array([1.1] * n_rows + [1.0])
+    publishers = ["many"] * n_rows + ["one"]
+    found = fit(lambda constants: np.full(n_rows + 1, constants["speed"]), measured_N, publishers, {"speed": (1, 9, "")})
+    weight = n_rows**0.5
+    assert math.log(found["speed"]) == pytest.approx(math.log(1.1) * weight / (weight + 1), rel=1e-3)
