@@ -12,7 +12,7 @@ import xxhash
 from data.places import why_no_path, why_not_writable
 from data.without import hash_of_list, parse_list
 from launcher.commands.branch_without import choose, read_names
-from launcher.commands.trained import find_candidates
+from launcher.commands.trained import find_candidates, no_checkpoint
 from launcher.config.checked import load_checked
 from launcher.config.dump import dump_config
 from launcher.config.layout_rules import least_ranks
@@ -49,6 +49,8 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
         raise UserError([f"RUN={run} holds no config.yaml, so it is no run directory; give a run that has trained"])
     folder = start_folder(run_path, config)
     with contextlib.chdir(folder):
+        if not find_candidates(run_path, "RUN")[1]:
+            raise UserError([no_checkpoint("RUN", run_path)])
         choice = choose(run_path, step, listed) if listed else None
         checkpoint = open_verified(run_path, choice.step if choice is not None else step)
         left_out = choice.text if choice is not None else own_list(checkpoint)

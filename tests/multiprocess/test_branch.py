@@ -110,6 +110,16 @@ def test_what_is_there_already_and_what_is_damaged_is_refused(made, tmp_path, ca
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--without", "tokens/tokens:3"]])
+def test_a_run_that_has_no_checkpoint_left_is_told_so(more, made, tmp_path, capsys):
+    shutil.copytree(made / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy/checkpoints")
+    assert main(["branch", str(tmp_path / "copy"), str(tmp_path / "new"), "--step", "4", *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"RUN={tmp_path}/copy holds no checkpoint; give a run directory with checkpoints/step-N"
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("name", ["123", "007", "1e3", "[a]", "~", "a #b", "é: b"])
 def test_a_branch_is_where_it_was_asked_for_whatever_yaml_makes_of_its_name(name, made, tmp_path):
     assert main(["branch", str(made / "run"), str(tmp_path / name), "--step", "4"]) == 0
