@@ -347,6 +347,13 @@ def test_planted_table_of_a_shard_that_is_not_the_manifests(directory, rule):
     assert str(directory / SECOND) in problem and rule in problem
 
 
+def test_a_shard_that_ends_within_its_last_tensor_is_refused(directory):
+    """Its size and hash are those that the manifest says."""
+    (directory / SECOND).write_bytes((directory / SECOND).read_bytes()[:-4])
+    reseal(directory, lambda body: body["files"].update({SECOND: record_of(directory / SECOND)}))
+    assert_refused_by_table(directory)
+
+
 def assert_refused_by_table(directory: Path) -> None:
     (problem,) = examine(directory).problems
     assert str(directory / SECOND) in problem

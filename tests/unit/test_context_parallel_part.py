@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modeling.context import PADDING, Context
+from modeling.dropout import Draws
 from parallel.context_parallel import plan
 from parallel.context_parallel.context import split_context
 from parallel.context_parallel.core import make_core
@@ -44,6 +45,16 @@ def test_orders_are_inverse(cp: int, chunk: int) -> None:
     seq_len = 2 * cp * chunk
     there, back = rank_major_order(seq_len, cp), natural_order(seq_len, cp)
     assert torch.equal(there[back], torch.arange(seq_len)) and torch.equal(back[there], torch.arange(seq_len))
+
+
+@given(**SIZES)
+def test_dropout_is_drawn_by_the_held_places(cp: int, chunk: int) -> None:
+    whole = one_document(2 * cp * chunk)
+    whole.draws = Draws(0, 1, torch.tensor([5]), torch.arange(2 * cp * chunk))
+    for rank in range(cp):
+        draws = split_context(whole, axis_of(rank, cp)).draws
+        assert draws is not None and (draws.seed, draws.step, draws.samples_B.tolist()) == (0, 1, [5])
+        assert draws.places_S.tolist() == held_positions(2 * cp * chunk, rank, cp).tolist()
 
 
 @given(**SIZES)

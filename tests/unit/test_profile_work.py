@@ -12,7 +12,7 @@ from launcher.closed_form.again import again_of, core_flops, kind_of
 from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
 from launcher.trace.hardware import FOLDER, checked, known_hardware, read_hardware
-from launcher.trace.ops import Op, Uncounted, Work, attention_flops
+from launcher.trace.ops import Op, Uncounted, Work, attention_flops, host_copy, work_of
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Recorder
 from launcher.trace.regions import Regions
@@ -193,6 +193,8 @@ def test_each_gpu_s_file_has_a_source_and_the_peaks_that_mfu_is_told_by():
             "GPU: low_precision_flops=2000000000000000.0 must be rates by format; try {fp8:",
         ),
         ({"peak_flops": {"fp16": 1e15}}, "GPU: peak_flops.bf16=None must be a number above 0"),
+        ({"peak_flops": {"bf16": 0}}, "GPU: peak_flops.bf16=0 must be a number above 0"),
+        ({"memory_bytes_per_second": -1.0}, "GPU: memory_bytes_per_second=-1.0 must be a number above 0"),
     ],
 )
 def test_a_gpu_s_file_says_nothing_that_would_not_count(change, told):
@@ -246,3 +248,12 @@ def test_without_a_compiler_an_estimate_says_so(tmp_path, monkeypatch, capfd):
     captured = capfd.readouterr()
     assert "--as=H200 needs a device to trace on" in captured.err and len(captured.err.splitlines()) == 1
     assert json.dumps(captured.out) == '""'
+
+
+def test_a_copy_between_a_device_and_the_host_is_no_kernels_work():
+    copy, here, there = torch.ops.aten.copy_.default, torch.empty(8), torch.empty(8, device="meta")
+    for target, source in ((here, there), (there, here)):
+        assert host_copy(copy, (target, source)) == 32
+        assert work_of(copy, (target, source), {}, target) is None
+    assert host_copy(copy, (here, here.clone())) == 0
+    assert work_of(copy, (here, here.clone()), {}, here) is not None
