@@ -417,8 +417,11 @@ def test_a_fit_finds_constants_and_keeps_what_no_row_tells_of():
 @pytest.mark.parametrize("n_rows", [4, 36])
 def test_a_publisher_weighs_as_the_square_root_of_its_rows(n_rows):
     """Between two that are not far apart: where the weighted mean of their logarithms is."""
-    measured_N = np.array([1.1] * n_rows + [1.0])
-    publishers = ["many"] * n_rows + ["one"]
-    found = fit(lambda constants: np.full(n_rows + 1, constants["speed"]), measured_N, publishers, {"speed": (1, 9, "")})
+    measured_N, publishers = np.array([1.1] * n_rows + [1.0]), ["many"] * n_rows + ["one"]
+
+    def predict(constants):
+        return np.full(n_rows + 1, constants["speed"])
+
+    found = fit(predict, measured_N, publishers, {"speed": (1, 9, "")})
     weight = n_rows**0.5
     assert math.log(found["speed"]) == pytest.approx(math.log(1.1) * weight / (weight + 1), rel=1e-3)
