@@ -10,8 +10,6 @@ from modeling.optimizers.rule import Beta, ClipNorm, Epsilon, LearningRate, Matr
 if TYPE_CHECKING:
     import torch
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at zero (Jordan 2024)
-ITERATIONS = 5
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 MATRIX_STATES = ("momentum_buffer",)
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
@@ -55,10 +53,13 @@ class MuonConfig(UpdateRule):
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
         """Each iteration's three products; around them reads and writes of a norm, a division and casts."""
+        from modeling.optimizers.orthogonal import ITERATIONS
+
         shorter, size, width = min(rows, columns), rows * columns, ELEMENT_BYTES[self.iteration_dtype]
         flops = 4 * shorter * size + 2 * shorter**3
         moved = width * (4 * size + 5 * shorter**2)
-        return MatrixWork(self.iteration_dtype, ITERATIONS * flops, ITERATIONS * moved + (4 * 4 + 2 * width) * size)
+        around = (4 * ELEMENT_BYTES["fp32"] + 2 * width) * size
+        return MatrixWork(self.iteration_dtype, ITERATIONS * flops, ITERATIONS * moved + around)
 
     def exact(self) -> Self:
         """Its iterations in fp32."""

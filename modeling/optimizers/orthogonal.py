@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from modeling.optimizers.muon import COEFFICIENTS, ITERATIONS
-
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at zero (Jordan 2024)
+ITERATIONS = 5
 LEAST_NORM = 1e-7
 RMS = 0.2  # of an update's elements, as AdamW's usually have (arXiv:2502.16982, section 2.2)
 

@@ -50,7 +50,6 @@ REASONS = {
     "modeling.loss.CPU_CHUNK_": "the default of Sizes.chunk_logits on CPUs",
     "modeling.loss.CUDA_CHUNK_LOGITS": "the default of Sizes.chunk_logits on CUDA",
     "modeling.loss.IGNORE": "a mark, not a size",
-    "modeling.optimizers.muon.": "the formula's",
     "modeling.optimizers.matrices.AT_ONCE": "the default of Sizes.matrices",
     "modeling.pieces.QUERY_BLOCK": "the default of Sizes.query_block",
     "modeling.optimizers.orthogonal.": "the formula's: each matrix goes through all iterations, whatever its size",
