@@ -2,8 +2,8 @@
 
 Each number's type says from where to where it may lie: from what is possible to what its use can bear. The error about
 a number outside suggests the field's default, or what the field's metadata holds as ``usual``. In a proof, a number of
-an optional section is at most what its metadata holds as ``small``. ``problems()`` tells which rules between the fields
-of a section are broken.
+an optional section is at most what its metadata holds as ``small``, and one that is not 0 at least what it holds as
+``strong``, so that a fault shows. ``problems()`` tells which rules between the fields of a section are broken.
 """
 
 from collections.abc import Iterator
@@ -158,17 +158,17 @@ class ModelConfig:
     rope_fraction: Annotated[float, Interval(ge=1e-3, le=1.0)] = 1.0
     rope_scaling: RopeScaling | None = None
     # the probability that training drops a channel of an embedded token
-    embedding_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1})
+    embedding_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1, "strong": 0.1})
     # that it drops a channel of what attention or a feed-forward layer adds to the residual stream
-    residual_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1})
+    residual_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1, "strong": 0.1})
     # that it drops the weight which a query gives to a key; attention then takes the plain formula
-    attention_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1})
+    attention_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1, "strong": 0.1})
     # the bound is where fp32 loses it
     norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square, or the variance
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
     init: InitConfig = field(default_factory=DepthScaledInit)
     # coefficient of the z-loss on the head's logits (PaLM, arXiv:2204.02311, section 5)
-    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
+    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001, "strong": 1e-2})
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     mtp: MTPConfig | None = None

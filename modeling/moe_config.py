@@ -11,26 +11,33 @@ from modeling.ranges import Coefficient, Count, Layer, Width
 ScoreName = Literal["softmax", "sigmoid"]  # modeling.router.SCORES has each one's formula
 
 
+# Each balancing rule says whether it moves the selection biases, which the routers then have.
 @dataclass(frozen=True, kw_only=True)
 class SequenceAuxBalance:
     """Balance by an auxiliary loss computed within each sequence (DeepSeek-V3, section 2.1.2, eq. 17-20)."""
 
+    moves_bias: ClassVar[bool] = False
+
     # sequence_aux: by a loss within each sequence; bias: by a bias moved after each step
     name: Literal["sequence_aux"] = "sequence_aux"
-    coefficient: Coefficient = 1e-3  # factor of the loss
+    coefficient: Coefficient = field(default=1e-3, metadata={"strong": 0.05})  # factor of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class BiasBalance:
     """Balance by a bias on the selection scores, moved after each step (Wang et al. 2024, arXiv:2408.15664)."""
 
+    moves_bias: ClassVar[bool] = True
+
     name: Literal["bias"] = "bias"
-    rate: Coefficient = 1e-3  # how far it moves in a step
+    rate: Coefficient = field(default=1e-3, metadata={"strong": 1e-2})  # how far it moves in a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoBalance:
     """No balancing rule."""
+
+    moves_bias: ClassVar[bool] = False
 
     name: Literal["none"] = "none"
 
@@ -75,7 +82,7 @@ class MoEConfig:
     routed_scale: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0  # factor on the routed experts' output
     balance: Balance = field(default_factory=SequenceAuxBalance)
     # coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)
-    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001})
+    z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001, "strong": 1e-2})
 
     @property
     def shared_width(self) -> int:

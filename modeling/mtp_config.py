@@ -18,4 +18,4 @@ class MTPConfig:
     # modules, one after another: each predicts one token further
     depth: Annotated[int, Interval(ge=1, le=64)] = field(default=1, metadata={"small": 2})
     # factor of the mean of their losses
-    coefficient: Annotated[float, Interval(ge=1e-6, le=1000.0)] = 0.3
+    coefficient: Annotated[float, Interval(ge=1e-6, le=1000.0)] = field(default=0.3, metadata={"strong": 0.3})

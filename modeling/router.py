@@ -14,7 +14,7 @@ from modeling.dims import Weight
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.router_logits import RouterLogits
 from modeling.kernels.top_k import top_k_places
-from modeling.moe_config import BiasBalance, MoEConfig, ScoreName
+from modeling.moe_config import MoEConfig, ScoreName
 
 
 class Score(NamedTuple):
@@ -193,7 +193,7 @@ def build_router(config: MoEConfig, d_model: int) -> Router:
         score=config.score,
         normalize_top_k=config.normalize_top_k,
         routed_scale=config.routed_scale,
-        has_bias=isinstance(config.balance, BiasBalance),
+        has_bias=config.balance.moves_bias,
         logit_bias=config.logit_bias,
         has_auxiliary_losses=config.balance_coefficient > 0 or config.z_loss > 0,
     )

@@ -1,5 +1,7 @@
 """The bias balancing rule, applied to a model after a step."""
 
+from typing import assert_never
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from modeling.balance import updated_bias
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.moe import MoE
-from modeling.moe_config import BiasBalance
+from modeling.moe_config import BiasBalance, NoBalance, SequenceAuxBalance
 
 
 @torch.no_grad()
@@ -16,10 +18,16 @@ def move_router_biases(model: Decoder, config: ModelConfig, counts: dict[int, Te
 
     ``counts`` are the pairs sent to each expert (E,), by layer, of the whole global batch.
     """
-    if config.moe is None or not isinstance(config.moe.balance, BiasBalance):
+    if config.moe is None:
         return
-    for layer in model.layers.values():
-        assert isinstance(layer, DecoderLayer)
-        moe = layer.feed_forward
-        if isinstance(moe, MoE) and moe.router.bias is not None:
-            moe.router.bias = updated_bias(moe.router.bias, counts[layer.layer], config.moe.balance.rate)
+    match config.moe.balance:
+        case BiasBalance(rate=rate):
+            for layer in model.layers.values():
+                assert isinstance(layer, DecoderLayer)
+                moe = layer.feed_forward
+                if isinstance(moe, MoE) and moe.router.bias is not None:
+                    moe.router.bias = updated_bias(moe.router.bias, counts[layer.layer], rate)
+        case SequenceAuxBalance() | NoBalance():
+            pass
+        case _:
+            assert_never(config.moe.balance)

@@ -36,7 +36,6 @@ from launcher.prove.rounding import bounds_for
 from launcher.prove.shrink import sgd_for
 from modeling.config import ModelConfig
 from modeling.logical import logical_tensors
-from modeling.moe_config import SequenceAuxBalance
 from parallel.layout import layout_of
 from parallel.mesh import Degrees
 
@@ -187,7 +186,7 @@ def gradients_by_loss(proof: Proof, step: int) -> dict[str, dict[str, Tensor]]:
     whole = plain.steps[step].gradients
     without_aux = gradients_of(proof, step, weighing(model))
     parts = {"the token loss": without_aux}
-    if model.moe is not None and isinstance(model.moe.balance, SequenceAuxBalance) and model.moe.balance.coefficient:
+    if model.moe is not None and model.moe.balance_coefficient:
         with_balance = gradients_of(proof, step, weighing(model, balance=True))
         parts["the balance loss"] = {name: with_balance[name] - without_aux[name] for name in whole}
     if model.moe is not None and model.moe.z_loss:
@@ -205,7 +204,7 @@ def weighing(model: ModelConfig, *, balance: bool = False, z: bool = False, head
     if model.moe is None:
         return model
     changes: dict[str, Any] = {} if z else {"z_loss": 0.0}
-    if not balance and isinstance(model.moe.balance, SequenceAuxBalance):
+    if not balance and model.moe.balance_coefficient:
         changes["balance"] = replace(model.moe.balance, coefficient=0.0)
     return replace(model, moe=replace(model.moe, **changes))
 

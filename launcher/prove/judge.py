@@ -27,7 +27,6 @@ from launcher.prove.rank import (
 from launcher.prove.reference import ReferenceStep
 from launcher.prove.rounding import NOISE_FACTOR
 from launcher.prove.shrink import nonlinear_for
-from modeling.moe_config import BiasBalance
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory
@@ -82,7 +81,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
             _auxiliary(rows, "z-loss", "moe/z_loss", [step.z_loss for step in plain.steps]),
             checks.check_metrics(SGD, others, rows, plain.steps, lambda: [run.steps for run in proof.nudged]),
         ]
-        if isinstance(moe.balance, BiasBalance):
+        if moe.balance.moves_bias:
             found.append(checks.check_biases(SGD, proof.ranks, lambda rank: rank.phases[SGD].buffers, end.buffers))
     return [
         *found,

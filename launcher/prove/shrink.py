@@ -9,11 +9,11 @@ from typing import Any
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
-from modeling.config import DROPOUTS, NO_FAMILY, ModelConfig
+from modeling.config import NO_FAMILY, ModelConfig
 from modeling.expert_layers import told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
-from modeling.moe_config import Balance, BiasBalance, MoEConfig, SequenceAuxBalance
+from modeling.moe_config import MoEConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling
 from modeling.schedules import ConstantSchedule
@@ -33,12 +33,7 @@ D_FF_EXPERT = 24
 VOCAB_SIZE = 96
 WIDTH_UNIT = 8  # rows of the experts' matrices are whole units of 16 bytes, in 16 bits
 HELDOUT_ROUNDS = 2  # whole micro-batches that each rank of dp evaluates; one sequence more makes the rest fill up
-# Auxiliary terms, decay and clipping are made strong enough for a fault in them to show.
-BALANCE_COEFFICIENT = 0.05
-BIAS_RATE = 1e-2
-Z_LOSS = 1e-2
-DROPOUT = 0.1
-MTP_COEFFICIENT = 0.3
+# Decay and clipping are made strong enough for a fault in them to show.
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 0.5  # below the first gradients' norm
 ADAMW_LR = 1e-3
@@ -188,10 +183,8 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks:
         sections["moe"] = replace(
             shrink_experts(model.moe, degrees, ep_chunks), **shrink_expert_layers(model, n_layers)
         )
-    if model.mtp is not None:
-        sections["mtp"] = replace(sections["mtp"], coefficient=max(model.mtp.coefficient, MTP_COEFFICIENT))
     small = replace(
-        model,
+        shrink_section(model),
         vocab_size=min(_up_to(VOCAB_SIZE, degrees.tp), model.vocab_size),
         d_model=d_model,
         n_layers=n_layers,
@@ -202,8 +195,6 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks:
         full_attention_layers=shrink_layers(model.full_attention_layers, model, n_layers),
         nope_layers=shrink_layers(model.nope_layers, model, n_layers),
         rope_fraction=shrink_fraction(model, 2 * D_HEAD if has_own_d_head else d_model // n_heads),
-        z_loss=max(model.z_loss, Z_LOSS) if model.z_loss else 0.0,
-        **{key: max(getattr(model, key), DROPOUT) if getattr(model, key) else 0.0 for key in DROPOUTS},
         init_std=min(
             model.init_std * (model.d_model / d_model) ** 0.5, d_model**-0.5
         ),  # layers' outputs keep their size
@@ -263,10 +254,13 @@ def shrink_layers(layers: tuple[int, ...], model: ModelConfig, n_layers: int) ->
 
 
 def shrink_section(section: Any) -> Any:
-    """An optional section of the model, each number at most as large as ``small`` of its field's metadata."""
-    small = {each.name: each.metadata["small"] for each in fields(section) if "small" in each.metadata}
-    values = {name: getattr(section, name) for name in small}
-    return replace(section, **{name: min(value, small[name]) for name, value in values.items() if value is not None})
+    """The section, each number at most ``small`` and at least ``strong`` of its field's metadata; 0 and None stay."""
+    values = {
+        each.name: max(min(value, each.metadata.get("small", value)), each.metadata.get("strong", 0))
+        for each in fields(section)
+        if {"small", "strong"} & each.metadata.keys() and (value := getattr(section, each.name))
+    }
+    return replace(section, **values)
 
 
 def shrink_heads(model: ModelConfig, unit: int) -> tuple[int, int]:
@@ -297,18 +291,8 @@ def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1) -> MoEC
         few,
         d_ff=_up_to(D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
         shared_d_ff=None if moe.shared_d_ff is None else _up_to(2 * D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
-        balance=shrink_balance(moe.balance),
-        z_loss=max(moe.z_loss, Z_LOSS) if moe.z_loss else 0.0,
+        balance=shrink_section(moe.balance),
     )
-
-
-def shrink_balance(balance: Balance) -> Balance:
-    """The same rule, strong enough for a fault in it to show; one that is switched off stays off."""
-    if isinstance(balance, SequenceAuxBalance) and balance.coefficient:
-        return replace(balance, coefficient=max(balance.coefficient, BALANCE_COEFFICIENT))
-    if isinstance(balance, BiasBalance) and balance.rate:
-        return replace(balance, rate=max(balance.rate, BIAS_RATE))
-    return balance
 
 
 def shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:

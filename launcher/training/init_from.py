@@ -16,7 +16,7 @@ from launcher.config.words import show
 from launcher.errors import UserError
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
 from modeling.config import DROPOUTS
-from modeling.moe_config import NoBalance, SequenceAuxBalance
+from modeling.moe_config import Balance
 from parallel.checkpoint.manifest import whole_manifest
 from parallel.checkpoint.places import is_remote, open_store
 from parallel.checkpoint.read import Checkpoint
@@ -30,7 +30,6 @@ FREE_MODEL_KEYS = (
     *(f"model.{key}" for key in DROPOUTS),
     *("model.moe.balance.coefficient", "model.moe.balance.rate", "model.mtp.coefficient"),
 )
-BY_LOSS_OR_NONE = (SequenceAuxBalance, NoBalance)  # a router has the same weights under each
 
 
 def with_source(config: RunConfig) -> RunConfig:
@@ -73,11 +72,16 @@ def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
 def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:
     """A line for each key of the model that is not the source's."""
     for key, theirs, ours in changes(found.model, config.model, "model"):
-        if key not in FREE_MODEL_KEYS and not all(isinstance(each, BY_LOSS_OR_NONE) for each in (theirs, ours)):
+        if key not in FREE_MODEL_KEYS and not all(map(_has_no_bias, (theirs, ours))):
             yield (
                 f"{key}={_show(ours)} must be {_show(theirs)}, as in init_from={config.init_from}; set it so, "
                 "or leave init_from=null to begin with new weights"
             )
+
+
+def _has_no_bias(value: Any) -> bool:
+    """Whether it is a balancing rule under which a router has the same weights as under none."""
+    return isinstance(value, Balance) and not value.moves_bias
 
 
 def _show(value: Any) -> str:

@@ -12,7 +12,6 @@ from modeling.config import ModelConfig
 from modeling.families.family import family_of
 from modeling.families.packed import Packed
 from modeling.logical import logical_shapes, logical_tensors
-from modeling.moe_config import BiasBalance
 
 LAYER = re.compile(r"(?:(?<=^layers\.)|(?<=^mtp\.))\d+")
 
@@ -114,7 +113,7 @@ def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
 
 def lacks_bias(config: ModelConfig, name: str) -> bool:
     """Whether ``name`` is the weight of a router that has a selection bias in transformers' class, but not here."""
-    has_bias = config.moe is not None and isinstance(config.moe.balance, BiasBalance)
+    has_bias = config.moe is not None and config.moe.balance.moves_bias
     return family_of(config.family).has_selection_bias and name.endswith("router.weight") and not has_bias
 
 

@@ -1,7 +1,7 @@
 """The router and the balancing rules: against loops, and what must not influence what."""
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modeling.balance import InjectLoss, sequence_balance_losses, sequence_balance_sums, updated_bias, z_losses
+from modeling.config import ModelConfig
 from modeling.context import PADDING, Context
 from modeling.moe import MoE, build_moe
 from modeling.moe_config import BiasBalance, MoEConfig, NoBalance, SequenceAuxBalance
 from modeling.router import Router
+from modeling.router_biases import move_router_biases
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -203,9 +205,13 @@ def test_balance_among_experts_that_all_are_chosen_is_no_gradient() -> None:
 
 
 def test_a_rule_that_nothing_applies_is_an_error() -> None:
-    config = MoEConfig(n_experts=4, top_k=2, d_ff=8, balance=SimpleNamespace(name="new"))  # type: ignore[arg-type]
+    rule: Any = SimpleNamespace(name="new", moves_bias=True)
+    model: Any = None
+    moe = MoEConfig(n_experts=4, top_k=2, d_ff=8, balance=rule)
     with pytest.raises(AssertionError, match="new"):
-        build_moe(config, 8)
+        build_moe(moe, 8)
+    with pytest.raises(AssertionError, match="new"):
+        move_router_biases(model, ModelConfig(moe=moe), {})
 
 
 def test_planted_wrong_scale_is_seen() -> None:

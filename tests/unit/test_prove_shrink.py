@@ -1,6 +1,7 @@
 """Shrunk configs: legal, small, and still the same architecture under the same axes."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -14,7 +15,8 @@ from launcher.errors import UserError
 from launcher.prove.shrink import default_ranks, few_layers, shrink, shrink_experts, shrink_model
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
-from modeling.moe_config import MoEConfig
+from modeling.moe_config import BiasBalance, MoEConfig
+from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
@@ -193,6 +195,26 @@ def test_the_quickstart_shrinks():
     small = shrink(config, default_ranks(config))
     assert check(small, 2) == []
     assert small.model.moe.balance.coefficient > config.model.moe.balance.coefficient
+
+
+@dataclass(frozen=True)
+class NewBalance:
+    """A balancing rule of another's."""
+
+    moves_bias: ClassVar[bool] = False
+    strength: float = field(default=1e-4, metadata={"strong": 0.5})
+    decay: float = field(default=0.0, metadata={"strong": 0.5})
+
+
+def test_what_a_section_weighs_is_made_strong_and_what_is_off_stays_so():
+    rule: Any = NewBalance()
+    moe = MoEConfig(n_experts=8, top_k=2, balance=rule, z_loss=1e-4)
+    assert shrink_experts(moe, Degrees(1)).balance == NewBalance(strength=0.5)
+    model = ModelConfig(moe=moe, z_loss=1e-5, residual_dropout=0.2, mtp=MTPConfig(coefficient=0.1))
+    small = shrink_model(model, Degrees(1), 2)
+    assert (small.moe.z_loss, small.mtp.coefficient) == (0.01, 0.3)
+    assert (small.z_loss, small.residual_dropout, small.embedding_dropout) == (0.01, 0.2, 0.0)
+    assert shrink_experts(replace(moe, balance=BiasBalance(), z_loss=0.0), Degrees(1)).balance.rate == 0.01
 
 
 @pytest.mark.parametrize(
