@@ -3,7 +3,7 @@
 Thresholds have the names and defaults of datatrove 0.10, so that its documentation and published recipes apply.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated
 
 from annotated_types import Interval
@@ -126,12 +126,11 @@ class CleaningConfig:
         return self.exact or self.near is not None
 
     @property
-    def splits_words(self) -> bool:
-        """Whether a stage splits documents into words."""
-        stages = (self.gopher_repetition, self.c4, self.gopher_quality, self.fineweb, self.decontaminate, self.near)
-        return any(stage is not None for stage in stages)
+    def sections(self) -> list[str]:
+        """The stages that are on and have a section, in their order: all but ``exact``. They are datatrove's."""
+        return [each.name for each in fields(self) if is_dataclass(getattr(self, each.name))]
 
     @property
-    def needs_datatrove(self) -> bool:
-        """Whether a stage is datatrove's."""
-        return self.splits_words or self.mask is not None or self.language is not None
+    def splits_words(self) -> bool:
+        """Whether a stage splits documents into words."""
+        return bool({*self.sections} - {"language", "mask"})

@@ -49,12 +49,14 @@ class Judge:
         self.splits_words = config.splits_words
         self.document: Callable[..., Any] | None = None
         self.stages: list[tuple[str, Stage]] = []
-        if config.needs_datatrove:
+        if config.sections:
             check_installed()
             from datatrove.data import Document
 
             self.document = Document
             self.stages = list(_stages(config, index))
+            made = [name for name, _ in self.stages]
+            assert made == [name for name in config.sections if name != "near"], f"of {config.sections} {made} are made"
 
     def __call__(self, text: str) -> Verdict:
         """The verdict on a text."""

@@ -14,7 +14,7 @@ KEY = "data.cleaning"
 def check_cleaning(config: CleaningConfig, *, looks: bool) -> list[str]:
     """One line for each rule that the section breaks; ``looks``: for files, too."""
     found = []
-    if not (config.needs_datatrove or config.exact):
+    if not (config.sections or config.exact):
         stages = [field.name for field in fields(config) if field.name not in ("words", "max_chars")]
         rule = "must turn a stage on, and turns none on"
         found.append(problem(KEY, rule, f"give {', '.join(stages[:-1])} or {stages[-1]}, or set it to null"))

@@ -4,8 +4,9 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -306,6 +307,23 @@ RULES = [
 def test_rules_are_told_before_anything_is_imported(config, line):
     (found,) = check_cleaning(config, looks=True)
     assert found.startswith(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongerConfig(CleaningConfig):
+    """With a stage of another's."""
+
+    another: C4Config | None = None
+
+
+def test_a_stage_that_is_declared_is_made_or_an_error(tmp_path, monkeypatch):
+    config = LongerConfig(another=C4Config(), exact=True)
+    assert check_cleaning(config, looks=False) == check_cleaning(LongerConfig(another=C4Config()), looks=False) == []
+    with pytest.raises(AssertionError, match="another"):
+        Judge(config, tmp_path)
+    dropping = SimpleNamespace(filter=lambda document: (False, "why"))
+    monkeypatch.setattr("data.cleaning.judge.filters_of", lambda _: [("another", dropping)])
+    assert Judge(config, tmp_path)("any text").reason == "another/why"
 
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
