@@ -20,7 +20,7 @@ from modeling.decoder import Decoder, DecoderLayer
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import LayerCache
 from modeling.moe import Experts, RoutingStats
-from modeling.norm import LayerNorm, RMSNorm
+from modeling.norm import Norm
 from modeling.router import Router
 from parallel.offload import Offloader
 from parallel.remake import Keep, Remaker, remade
@@ -170,7 +170,7 @@ class ProductsKeptLayer(RemakingLayer):
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader, weights_stay=weights_stay)
         for module in self.modules():
-            if isinstance(module, RMSNorm | LayerNorm | Attention | FeedForward | Experts | Router):
+            if isinstance(module, Norm | Attention | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
         keep_gates_and_ups(self, KEPT_SHARE)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
