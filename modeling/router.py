@@ -39,11 +39,11 @@ class Routing(NamedTuple):
     affinity_TE: Tensor  # the scores, divided by their sum over the experts where that is not one
 
 
-Settle = Callable[[Tensor, Tensor], Tensor]
+ReviseChoice = Callable[[Tensor, Tensor], Tensor]
 
 
 def keep_choice(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
-    """``Router.settle`` in training: the router's own choice."""
+    """``Router.revise_choice`` in training: the router's own choice."""
     return indices_TK
 
 
@@ -56,8 +56,8 @@ class Router(nn.Module):
     ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32; with ``logit_bias`` a trained
     bias belongs to them, and so to the choice and to the weights.
 
-    ``settle(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made, and
-    replays another's where it was a tie.
+    ``revise_choice(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made,
+    and replays another's where it was a tie.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Router(nn.Module):
             "logit_bias": Weight(("scores",), "zeros", cancels=cancels),
             "bias": Weight(("scores",), "zeros"),
         }
-        self.settle: Settle = keep_choice
+        self.revise_choice: ReviseChoice = keep_choice
         self.fuse: Fuse = plainly  # of what ends in the choice: never compiled
         self.fuse_weights: Fuse = plainly
         self.bias: Tensor | None
@@ -105,7 +105,7 @@ class Router(nn.Module):
         logit_bias = () if self.logit_bias is None else (self.logit_bias,)
         logits_TE, scores_TE = self.fuse(scored, hidden_TD, self.weight, *logit_bias, score=self.score)
         score = SCORES[self.score]
-        indices_TK = self.settle(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK
+        indices_TK = self.revise_choice(scores_TE, self.choose(scores_TE)) if choice_TK is None else choice_TK
         ways = {"normalize_top_k": self.normalize_top_k, "routed_scale": self.routed_scale}
         if score.sums_to_one:
             weights_TK = self.fuse_weights(weights_of, scores_TE, indices_TK, rows_vary=True, **ways)

@@ -17,7 +17,7 @@ from launcher.prove.compare.outputs import in_backward
 from launcher.prove.compare.routing import routers_of
 from launcher.training.worst import Held, add_up, held_sums
 from modeling.loss import Losses
-from modeling.router import Settle, keep_choice
+from modeling.router import ReviseChoice, keep_choice
 from parallel.batch import share_of_batch
 from parallel.context_parallel.part import held_positions
 from parallel.zero.engine import Engine, StepResult
@@ -96,7 +96,7 @@ class StepWatch:
         moe = engine.model_config.moe
         for layer, router in routers_of(engine.model).items():
             assert moe is not None
-            router.settle = self.counting(layer, moe.n_experts)
+            router.revise_choice = self.counting(layer, moe.n_experts)
 
     def watch_head(self, losses: Losses) -> Losses:
         """``modeling.loss.Head.watch``."""
@@ -110,16 +110,16 @@ class StepWatch:
 
         return noting
 
-    def counting(self, layer: int, n_experts: int) -> Settle:
-        """``modeling.router.Router.settle``: the choice as it is, counted; not once more where it is recomputed."""
+    def counting(self, layer: int, n_experts: int) -> ReviseChoice:
+        """``modeling.router.Router.revise_choice``: the choice as it is, counted once though it may be recomputed."""
 
-        def settle(_: Tensor, indices_TK: Tensor) -> Tensor:
+        def revise_choice(_: Tensor, indices_TK: Tensor) -> Tensor:
             if not in_backward():
                 counts_E = torch.bincount(indices_TK.flatten(), minlength=n_experts)
                 self.counts[layer] = self.counts[layer] + counts_E if layer in self.counts else counts_E
             return indices_TK
 
-        return settle
+        return revise_choice
 
     def close(self) -> None:
         """Sees nothing more: another may watch the engine from now on."""
@@ -127,7 +127,7 @@ class StepWatch:
         if self.engine.model.head is not None:
             self.engine.model.head.watch = None
         for router in routers_of(self.engine.model).values():
-            router.settle = keep_choice
+            router.revise_choice = keep_choice
 
     def seen(self, seq_len: int, n_further: int) -> StepSeen:
         """What this rank saw; ``n_further`` passes of the head for further tokens follow each micro-batch's own.

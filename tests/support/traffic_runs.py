@@ -81,7 +81,7 @@ def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
     for layer, router in routers_of(model).items():
         assert config.model.moe is not None
         routed[layer] = torch.zeros(config.model.moe.n_experts, dtype=torch.int64)
-        router.settle = watching(layer)
+        router.revise_choice = watching(layer)
     return routed
 
 

@@ -179,7 +179,7 @@ def replay_of(model, scores_TE, experts_TK, gaps_T, bound):
     replay = ChoiceReplay(model, lambda _: held, seen)
     reference = StepChoices([7], {layer: experts_TK[None].to(torch.int16)}, {layer: gaps_T[None]})
     replay.start_step(reference, bound)
-    return own.settle(scores_TE, own.choose(scores_TE)), seen
+    return own.revise_choice(scores_TE, own.choose(scores_TE)), seen
 
 
 def test_ties_are_replayed_and_larger_differences_kept(router):
@@ -204,7 +204,7 @@ def test_tokens_that_the_reference_never_saw_are_counted(router):
     replay = ChoiceReplay(router, lambda _: held, seen)
     replay.start_step(StepChoices([7], {layer: torch.zeros(1, 3, own.top_k)}, {layer: torch.zeros(1, 3)}), 1e-5)
     scores_TE = torch.rand(3, own.weight.shape[0])
-    own.settle(scores_TE, own.choose(scores_TE))
+    own.revise_choice(scores_TE, own.choose(scores_TE))
     assert seen.strangers == 3
 
 

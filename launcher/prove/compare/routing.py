@@ -17,7 +17,7 @@ from torch import Tensor
 from modeling.context import PADDING
 from modeling.decoder import Decoder
 from modeling.moe import MoE
-from modeling.router import Router, Settle
+from modeling.router import ReviseChoice, Router
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Mesh
 
@@ -78,11 +78,13 @@ def record_choices(model: Decoder, into: Callable[[], StepChoices], valid: Calla
     ``valid()`` is the current batch's (N, S) mask of real tokens.
     """
     for layer, router in routers_of(model).items():
-        router.settle = _recording(router, layer, into, valid)
+        router.revise_choice = _recording(router, layer, into, valid)
 
 
-def _recording(router: Router, layer: int, into: Callable[[], StepChoices], valid: Callable[[], Tensor]) -> Settle:
-    def settle(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
+def _recording(
+    router: Router, layer: int, into: Callable[[], StepChoices], valid: Callable[[], Tensor]
+) -> ReviseChoice:
+    def revise_choice(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
         valid_NS, step = valid(), into()
         experts_NSK = torch.full((*valid_NS.shape, indices_TK.shape[1]), NO_CHOICE, dtype=torch.int16)
         experts_NSK[valid_NS] = indices_TK.to(torch.int16)
@@ -91,7 +93,7 @@ def _recording(router: Router, layer: int, into: Callable[[], StepChoices], vali
         step.experts[layer], step.gaps[layer] = experts_NSK, gaps_NS
         return indices_TK
 
-    return settle
+    return revise_choice
 
 
 class ChoiceReplay:
@@ -108,20 +110,20 @@ class ChoiceReplay:
         self.bound = TIE_GAP
         self.passes: dict[int, int] = {}
         for layer, router in routers_of(model).items():
-            router.settle = self._replaying(layer)
+            router.revise_choice = self._replaying(layer)
 
     def start_step(self, reference: StepChoices | None, bound: float) -> None:
         """Before a step's first forward pass; choices that differ at a gap below ``bound`` are replayed."""
         self.reference, self.bound = reference, bound
         self.passes = {}
 
-    def _replaying(self, layer: int) -> Settle:
-        def settle(_: Tensor, own_TK: Tensor) -> Tensor:
+    def _replaying(self, layer: int) -> ReviseChoice:
+        def revise_choice(_: Tensor, own_TK: Tensor) -> Tensor:
             number = self.passes.get(layer, 0)
             self.passes[layer] = number + 1
             return own_TK if self.reference is None else self.compare(layer, own_TK, self.held(number), self.reference)
 
-        return settle
+        return revise_choice
 
     def compare(self, layer: int, own_TK: Tensor, held: HeldTokens, reference: StepChoices) -> Tensor:
         """The rank's choices with ties replaced by the reference's; counts what it finds."""
