@@ -119,7 +119,7 @@ class Saver:
         self.last: Saved | None = None
         self.copied = threading.Event()  # the state may change
         self.copied.set()
-        self.held = 0.0  # seconds that training has stood still for the save under way
+        self.hold_seconds = 0.0  # seconds that training has stood still for the save under way
         device = engine.mesh.device
         self.stream = torch.cuda.Stream(device) if asynchronous and device.type == "cuda" else None
         engine.before_change.append(self.let_copy_end)
@@ -154,7 +154,7 @@ class Saver:
         job = _Job(state.step, scalars, file, packed, shapes, chunks_of(used), attempt, started, copy)
         self.copied.clear()
         self.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
-        self.held = time.perf_counter() - started
+        self.hold_seconds = time.perf_counter() - started
         self.thread.start()
 
     def let_copy_end(self) -> None:
@@ -162,7 +162,7 @@ class Saver:
         if not self.copied.is_set():
             started = time.perf_counter()
             self.copied.wait()
-            self.held += time.perf_counter() - started
+            self.hold_seconds += time.perf_counter() - started
 
     def poll(self) -> list[Saved]:
         """The saves that ended since the last call, committed or failed; never waits. Raises BrokenSave."""
@@ -220,7 +220,7 @@ class Saver:
             return
         error, warning = (text, None) if verdict == "failed" else (None, text)
         seconds = time.perf_counter() - job.started
-        hold = self.held if self.asynchronous else seconds
+        hold = self.hold_seconds if self.asynchronous else seconds
         self.last = Saved(job.step, location, error, warning, hold, seconds)
         self.finished.append(self.last)
 
