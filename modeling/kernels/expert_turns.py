@@ -104,7 +104,7 @@ class ExpertsByTurn(Function):
         given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
         ctx.rows, ctx.sizes_E = rows, sizes_of(rows)
         if any(ctx.needs_input_grad):
-            build_products(max(ctx.sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
+            build_matmul_kernels(max(ctx.sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
         gate_up_RI = hidden_TD.new_empty(int(len(rows.tokens_R) * kept_share), 2 * gate_EFD.shape[1])
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
         if not kept_share:
@@ -174,8 +174,8 @@ class Once:
 BUILT: dict[tuple[int, int, torch.dtype], set[int]] = {}
 
 
-def build_products(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Tensor) -> None:
-    """Has an expert's products built for ``n_rows`` and all numbers near it, forward and backward, once a process.
+def build_matmul_kernels(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Tensor) -> None:
+    """Has oneDNN build an expert's matrix products for ``n_rows`` and all numbers near it, forward and backward, once a process.
 
     No expert has more than ``most_rows``, the layer's tokens. Left alone, new numbers come for hundreds of steps, and
     each leaves 4 MB more in use (docs/speed.md).

@@ -71,7 +71,7 @@ def test_no_product_is_built_later(capfd: pytest.CaptureFixture[str]) -> None:
 
 @needs_bf16
 def test_planted_nothing_built_ahead(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_turns, "build_products", lambda *_: None)
+    monkeypatch.setattr(expert_turns, "build_matmul_kernels", lambda *_: None)
     assert products_built(capfd, 48, [100, 61, 39]) == 6 * 3
     assert products_built(capfd, 48, [1, 150, 49]) == 6 * 2  # 49 and 61 are 64 both
 
@@ -86,7 +86,7 @@ def test_what_is_built_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
         return [out_TD, *torch.autograd.grad(out_TD.sum(), matrices)]
 
     with monkeypatch.context() as patched:
-        patched.setattr(expert_turns, "build_products", lambda *_: None)
+        patched.setattr(expert_turns, "build_matmul_kernels", lambda *_: None)
         before = gradients()
     BUILT.clear()
     assert all(torch.equal(one, other) for one, other in zip(gradients(), before, strict=True))
