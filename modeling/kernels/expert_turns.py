@@ -175,7 +175,7 @@ BUILT: dict[tuple[int, int, torch.dtype], set[int]] = {}
 
 
 def build_matmul_kernels(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Tensor) -> None:
-    """Has oneDNN build an expert's matrix products for ``n_rows`` and all numbers near it, forward and backward, once a process.
+    """Has oneDNN build an expert's matrix products for ``n_rows`` and all numbers near it, both ways, once a process.
 
     No expert has more than ``most_rows``, the layer's tokens. Left alone, new numbers come for hundreds of steps, and
     each leaves 4 MB more in use (docs/speed.md).
