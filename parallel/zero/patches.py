@@ -117,7 +117,7 @@ class ZeroOptimizer12(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer):
         return self.take_norm()
 
 
-class ScatteredOptimizer(ZeroOptimizer12):
+class ZeroOptimizer1GivenSums(ZeroOptimizer12):
     """DeepSpeed's ZeRO 1 without its sums of gradients: it is given this rank's part of ours, once a step."""
 
     def create_gradient_handling_hooks(self) -> None:
@@ -183,7 +183,7 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
 # For each of our optimizers: the module in which DeepSpeed looks for its own, and under which name.
 LOOKED_UP: dict[type, tuple[Any, str]] = {
     ZeroOptimizer12: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
-    ScatteredOptimizer: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
+    ZeroOptimizer1GivenSums: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
     Bf16Optimizer: (deepspeed.runtime.engine, "BF16_Optimizer"),
     ZeroOptimizer3: (stage3, "DeepSpeedZeroOptimizer_Stage3"),
 }

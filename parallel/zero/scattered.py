@@ -38,8 +38,8 @@ class Zero1Scattered(Zero1):
     bucket_class: ClassVar[type[Bucket]] = Bucket
 
     def optimizer_class(self) -> type:
-        """DeepSpeedZeroOptimizer's, to which we give the sums."""
-        return self.patches.ScatteredOptimizer
+        """Our subclass of DeepSpeedZeroOptimizer to which we give the sums."""
+        return self.patches.ZeroOptimizer1GivenSums
 
     def cut_groups(
         self, groups: list[Group], stages: Sequence[Collection[nn.Parameter]], tied: nn.Parameter | None

@@ -20,8 +20,8 @@ PATCHES: dict[Kind, set[str]] = {  # what DeepSpeed must call in two steps, by t
         "bf16_optimizer.see_memory_usage",
     },
     (1, "bf16", "micro_batch"): {
-        "ScatteredOptimizer.create_gradient_handling_hooks",
-        "ScatteredOptimizer.check_overflow",
+        "ZeroOptimizer1GivenSums.create_gradient_handling_hooks",
+        "ZeroOptimizer1GivenSums.check_overflow",
         "ZeroOptimizer12.scaled_global_norm",
     },
     (2, "fp16"): {
