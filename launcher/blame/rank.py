@@ -30,7 +30,7 @@ from parallel.processes.stop import StopRequest
 
 TOLD_TIMES = 10  # while documents are gone through
 TOKEN_DOCUMENTS = 3  # of the first documents, tokens are looked at one by one
-TOKENS_EACH = 8  # the dearest ones of each
+TOKENS_EACH = 8  # of each, those of the highest loss
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class Blame:
         auxiliary = passes.measure_auxiliary() if engine.model_config.moe is not None else None
         ranked = rank_documents([each for each in found if each.n_targets], passes.whole)
         tokens = []
-        passes.tell("the dearest tokens")
-        for document, part in passes.dearest([each.document for each in ranked[:TOKEN_DOCUMENTS]]):
+        passes.tell("the tokens of the highest loss")
+        for document, part in passes.highest_losses([each.document for each in ranked[:TOKEN_DOCUMENTS]]):
             row = rows[part.sample]
             pair = int(batch.targets_BS[row, part.first]), int(batch.tokens_BS[row, part.first])
             measured = passes.measure([part], further=False)
@@ -209,13 +209,13 @@ class Passes:
         total = float(sum_over_ranks(dot, engine.mesh)) / engine.loss_scale**2
         return Measured(totals.loss, total, engine.discard().grad_norm)
 
-    def dearest(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
+    def highest_losses(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
         """Each document's targets with the largest losses, as rank 0 saw them. All ranks call it, and get the same."""
-        found: list[Any] = [self.choose(documents)] if self.losses_NS is not None else [None]
+        found: list[Any] = [self.highest_losses_seen(documents)] if self.losses_NS is not None else [None]
         dist.broadcast_object_list(found, src=0, group=self.engine.mesh.control)
         return found[0]
 
-    def choose(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
+    def highest_losses_seen(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
         """Each document's targets with the largest losses. Rank 0 alone calls it."""
         assert self.losses_NS is not None
         rows = {int(sample): row for row, sample in enumerate(self.indices)}

@@ -104,7 +104,7 @@ def print_report(report: dict[str, Any]) -> None:
     say(f"all shares add up to {shown(report['sum_of_shares'], 8)}{routers}")
     texts = ("text_before", "text") if any("text" in row for row in report["tokens"]) else ()
     keys = ("loss", "share", "token", "before", *texts, "document", "position")
-    print_table("the dearest tokens of the first documents", keys, report["tokens"], most=None)
+    print_table("the first documents' tokens of the highest loss", keys, report["tokens"], most=None)
 
 
 def shown(value: float | str, digits: int = 4) -> str:

@@ -16,7 +16,7 @@ SHADES = ((0.5, "#fff7bc"), (1.5, "#fee391"), (3.0, "#fec44f"), (5.0, "#fe9929")
 
 
 def shade_of(loss: float) -> str | None:
-    """The background for a token of this loss; None for a cheap one. What is no number is shown as the dearest."""
+    """The background for a token of this loss; None for a low one. What is no number is shown as the highest."""
     if math.isnan(loss):
         return SHADES[-1][1]
     return next((shade for least, shade in reversed(SHADES) if loss >= least), None)
@@ -30,9 +30,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     print_verdict(report)
     if report["event"] is not None:
         say(in_a_line(f"the step's event: {report['event']['event']}, action {report['event']['action']}"))
-    dearest = sorted(report["documents"], key=lambda row: -as_number(row["loss"]))
+    highest_first = sorted(report["documents"], key=lambda row: -as_number(row["loss"]))
     keys = ("source", "file", "document", "tokens", "loss")
-    print_table("documents, the dearest first", keys, dearest)
+    print_table("documents, the highest loss first", keys, highest_first)
     keys = ("loss", "token", "before", *(("text_before", "text") if has_text(report) else ()), "source", "document")
     print_table("most expensive tokens", keys, report["most_expensive_tokens"])
     print_table("layers", ("layer", "grad_norm", "update_over_weight"), report["layers"], most=None)
