@@ -126,7 +126,7 @@ def train(mesh: Any, parallel: Any, steps: int) -> dict[str, Any]:
 def held(engine: Any, parallel: Any) -> int:
     """Bytes of fp32 sums between passes, by the closed form that tests hold to engines' tensors."""
     from launcher.plan.memory import rank_memory
-    from launcher.prove.traffic.step import Step
+    from launcher.traffic.step import Step
     from parallel.sizes import DEFAULT_SIZES
 
     step = Step(

@@ -19,15 +19,15 @@ from launcher.estimate.pass_over import Traced, trace_rank
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import Memory as States
 from launcher.plan.memory import cut_bytes, rank_memory, updated_elements
-from launcher.prove.traffic.axes import pp_traffic
-from launcher.prove.traffic.matrices import busiest_owner, matrices_traffic
-from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
-from launcher.prove.traffic.zero import elements_summed_over_tp, zero_traffic
 from launcher.trace.hardware import Hardware
 from launcher.trace.ops import Op, Phase, Work
 from launcher.trace.parts import AXES, BUBBLE, COPIES
 from launcher.trace.recorder import Memory
 from launcher.trace.roofline import Rates, Sum, least_seconds, sums_by, sums_by_name
+from launcher.traffic.axes import pp_traffic
+from launcher.traffic.matrices import busiest_owner, matrices_traffic
+from launcher.traffic.step import FP32_BYTES, Step, Traffic, around_ring
+from launcher.traffic.zero import elements_summed_over_tp, zero_traffic
 from modeling.dtypes import DTYPES
 from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.config import chunks

@@ -27,9 +27,9 @@ from launcher.estimate.values import KnownAnswers, KnownValues
 from launcher.plan.closed_forms import step_of_rank
 from launcher.profile.run import watched
 from launcher.profile.twins import WatchedEngine
-from launcher.prove.traffic.matrices import shares_in_group
 from launcher.trace.kept import sort_kept
 from launcher.trace.regions import Regions
+from launcher.traffic.matrices import shares_in_group
 from launcher.training.compiling import fuse_of
 from launcher.training.loop import build_engine, run_step
 from launcher.training.state import TrainState

@@ -6,7 +6,7 @@ from typing import Any
 from launcher.closed_form.budget import modes_of, told
 from launcher.config.tree import RunConfig
 from launcher.plan.memory import rank_memory
-from launcher.prove.traffic.step import Step
+from launcher.traffic.step import Step
 from modeling.counts import count_parameters, flops_per_token
 from parallel.mesh import Degrees
 

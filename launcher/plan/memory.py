@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from launcher.closed_form.memory import CUT
-from launcher.prove.traffic.step import FP32_BYTES, Step
-from launcher.prove.traffic.zero import flat_elements, optimizer_groups, padded, replicated
+from launcher.traffic.step import FP32_BYTES, Step
+from launcher.traffic.zero import flat_elements, optimizer_groups, padded, replicated
 from parallel.sizes import DEFAULT_SIZES
 
 REDUCTION_BYTES = DEFAULT_SIZES.bucket * FP32_BYTES

@@ -17,8 +17,8 @@ from launcher.config.tree import RunConfig
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.corrections import MEMORY, STEP, Factors, factors_for
 from launcher.plan.memory import rank_memory
-from launcher.prove.traffic.step import FP32_BYTES
 from launcher.trace.hardware import Hardware, read_hardware
+from launcher.traffic.step import FP32_BYTES
 from modeling.loss import CUDA_CHUNK_LOGITS
 
 PASSING = ("activations", "head's gradient", "logits")

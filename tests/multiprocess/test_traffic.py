@@ -1,4 +1,4 @@
-"""Bytes that every rank really sends in one training step, by axis and collective, against launcher.prove.traffic.
+"""Bytes that every rank really sends in one training step, by axis and collective, against launcher.traffic.
 
 Exactly: both are fractions. Every collective of the step, DeepSpeed's too, must be one that a term explains.
 """

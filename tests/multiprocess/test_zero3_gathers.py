@@ -11,10 +11,10 @@ import pytest
 
 from gather_runs import PRELOAD, count_gathers
 from launcher.config.tree import RunConfig
-from launcher.prove.traffic import gathers
-from launcher.prove.traffic.gathers import Passes, gathers_by_weight, pass_events
-from launcher.prove.traffic.step import Step
-from launcher.prove.traffic.zero import gathers_of
+from launcher.traffic import gathers
+from launcher.traffic.gathers import Passes, gathers_by_weight, pass_events
+from launcher.traffic.step import Step
+from launcher.traffic.zero import gathers_of
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.config import ModelConfig
 from parallel.config import ParallelConfig

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from launcher.prove.traffic.step import Collective, around_ring
+from launcher.traffic.step import Collective, around_ring
 from parallel.mesh import Mesh
 
 Key = tuple[str, str, Collective]  # axis, what, collective
@@ -173,7 +173,7 @@ def explained(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def sent_bytes(method: str, group: Any, arguments: tuple[Any, ...]) -> Fraction:
-    """What the collective sends to others, as launcher.prove.traffic counts; 0 for what is no collective of ours."""
+    """What the collective sends to others, as launcher.traffic counts; 0 for what is no collective of ours."""
     match KINDS.get(method):
         case "all-reduce":
             return around_ring("all-reduce", sum(tensor.nbytes for tensor in arguments[0]), group.size())

@@ -1,4 +1,4 @@
-"""What every rank sends in one real training step, and what launcher.prove.traffic says that it sends."""
+"""What every rank sends in one real training step, and what launcher.traffic says that it sends."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import torch
 
 from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
-from launcher.prove.traffic.axes import step_traffic
-from launcher.prove.traffic.step import Step
+from launcher.traffic.axes import step_traffic
+from launcher.traffic.step import Step
 from parallel.mesh import Degrees
 from parallel.sizes import DEFAULT_SIZES
 from traffic_counter import Counted, Key, TrafficCounter

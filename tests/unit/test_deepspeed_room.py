@@ -223,7 +223,7 @@ ASKS_FOR_THE_STAGE = (
     "launcher/config/",
     "launcher/plan/",
     "launcher/prove/matrix.py",
-    "launcher/prove/traffic/",
+    "launcher/traffic/",
     "parallel/pipeline/rules.py",
     "parallel/zero/ways.py",
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.config.layout_rules import check_layout
-from launcher.prove.traffic.step import weight_names
+from launcher.traffic.step import weight_names
 from layout_runs import run_config
 from modeling import config as model_config
 from modeling.attention import GroupedQueryAttention

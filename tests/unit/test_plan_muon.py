@@ -8,9 +8,9 @@ import pytest
 
 from launcher.estimate.step import matrix_ops
 from launcher.plan.closed_forms import step_of_rank
-from launcher.prove.traffic.matrices import busiest_owner, shares_in_group
-from launcher.prove.traffic.step import Step
-from launcher.prove.traffic.zero import optimizer_groups, replicated
+from launcher.traffic.matrices import busiest_owner, shares_in_group
+from launcher.traffic.step import Step
+from launcher.traffic.zero import optimizer_groups, replicated
 from layout_runs import MOE_MODEL, run_config
 from modeling.logical import logical_tensors
 from modeling.optimizers.config import AdamWConfig, MuonConfig

@@ -1,4 +1,4 @@
-"""launcher.prove.traffic's forms where numbers can be worked out by hand, and where there is none."""
+"""launcher.traffic's forms where numbers can be worked out by hand, and where there is none."""
 
 import dataclasses
 from fractions import Fraction
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.prove.traffic.axes import step_traffic, tp_traffic
-from launcher.prove.traffic.step import Step, around_ring
-from launcher.prove.traffic.zero import gathers_of
+from launcher.traffic.axes import step_traffic, tp_traffic
+from launcher.traffic.step import Step, around_ring
+from launcher.traffic.zero import gathers_of
 from modeling.config import ModelConfig
 from modeling.moe_config import MoEConfig
 from modeling.mtp_config import MTPConfig

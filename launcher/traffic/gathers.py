@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from launcher.prove.traffic.step import Step
+from launcher.traffic.step import Step
 from modeling.logical import Half
 from parallel.recompute import mode_of
 from parallel.sizes import Sizes

@@ -2,9 +2,9 @@
 
 from fractions import Fraction
 
-from launcher.prove.traffic.matrices import matrices_traffic
-from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
-from launcher.prove.traffic.zero import PARTITION_UNIT, elements_summed_over_tp, padded, zero_traffic
+from launcher.traffic.matrices import matrices_traffic
+from launcher.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
+from launcher.traffic.zero import PARTITION_UNIT, elements_summed_over_tp, padded, zero_traffic
 from modeling.metrics import metrics_of
 from modeling.moe import RoutingStats
 from parallel.pipeline.volume import sent_bytes

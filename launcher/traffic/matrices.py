@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from launcher.prove.traffic.step import FP32_BYTES, Step, Traffic, around_ring
-from launcher.prove.traffic.zero import flat_share, optimizer_groups, padded, places_in_flat, replicated
+from launcher.traffic.step import FP32_BYTES, Step, Traffic, around_ring
+from launcher.traffic.zero import flat_share, optimizer_groups, padded, places_in_flat, replicated
 
 WHAT = "matrices that the update needs whole"
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from launcher.prove.traffic.gathers import LOOKED_UP, gathers_by_weight
-from launcher.prove.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
+from launcher.traffic.gathers import LOOKED_UP, gathers_by_weight
+from launcher.traffic.step import FP32_BYTES, Collective, Step, Traffic, around_ring
 from modeling.logical import is_entry
 from modeling.optimizers.rule import Group
 from parallel.pipeline.schedule import action_orders
