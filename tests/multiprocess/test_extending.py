@@ -129,7 +129,7 @@ def test_what_is_added_trains_in_a_pipeline(extended):
 
 @pytest.mark.slow
 def test_what_is_added_is_proven(extended):
-    """The closed form of the bytes counts the new metric; the plain side has the new optimizer."""
+    """Under ep; the plain side has the new metric and the new optimizer."""
     out = run(extended, "-m", "launcher", "prove", "config.yaml", "parallel.ep=2", "--ranks", "2")
     assert "proven" in out
 
