@@ -1,4 +1,4 @@
-"""A schedule drawn as text and as SVG, with its bubble and its peak of activations.
+"""A schedule drawn as text, with its bubble and its peak of activations.
 
 The order of actions is what the processes do (tests record it there). Times are a model: a rank does one thing at a
 time, sending takes none, and each action takes as long as ``Durations`` says.
@@ -6,14 +6,9 @@ time, sending takes none, and each action takes as long as ``Durations`` says.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
 from parallel.pipeline.config import PipelineConfig, chunks
 from parallel.pipeline.schedule import Action, action_orders
-
-COLORS = {"F": "#8ecae6", "B": "#a7c957", "I": "#ffd166", "W": "#cdb4db"}
-MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-CELL, ROW, MARGIN = 26, 26, 64  # of the SVG, pixels
 
 
 @dataclass(frozen=True)
@@ -93,13 +88,13 @@ def peak_activations(order: Sequence[Action]) -> int:
     return peak
 
 
-def summary(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
+def summary(config: PipelineConfig, pp: int, n_micro_batches: int) -> str:
     """One line: the bubble, and each rank's peak of activations in micro-batches through all its layers.
 
     That is its stage activations over its stages.
     """
     orders = action_orders(config, pp, n_micro_batches)
-    bubble = bubble_fraction(timeline(orders, durations or Durations()))
+    bubble = bubble_fraction(timeline(orders, Durations()))
     peaks = ", ".join(f"{peak_activations(order) / chunks(config):g}" for order in orders)
     name = config.name if chunks(config) == 1 else f"{config.name} ({chunks(config)} stages a rank)"
     return (
@@ -108,14 +103,14 @@ def summary(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Du
     )
 
 
-def draw_text(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
+def draw_text(config: PipelineConfig, pp: int, n_micro_batches: int) -> str:
     """The summary, and a row for each rank; a cell is a unit of time.
 
     "2F5" is the forward pass of micro-batch 5 in stage 2; B is a backward pass, I of inputs and W of weights only.
     """
-    spans = timeline(action_orders(config, pp, n_micro_batches), durations or Durations())
+    spans = timeline(action_orders(config, pp, n_micro_batches), Durations())
     width = 1 + max(len(_label(span.action)) for row in spans for span in row)
-    lines = [summary(config, pp, n_micro_batches, durations)]
+    lines = [summary(config, pp, n_micro_batches)]
     for rank, row in enumerate(spans):
         cells, now = "", 0
         for span in row:
@@ -131,37 +126,3 @@ def draw_text(config: PipelineConfig, pp: int, n_micro_batches: int, durations: 
 
 def _label(action: Action) -> str:
     return f"{action.stage}{action.kind}{action.micro_batch}"
-
-
-def draw_svg(config: PipelineConfig, pp: int, n_micro_batches: int, durations: Durations | None = None) -> str:
-    """``draw_text``'s picture of the schedule as an SVG image."""
-    spans = timeline(action_orders(config, pp, n_micro_batches), durations or Durations())
-    end = max(span.end for row in spans for span in row)
-    title = summary(config, pp, n_micro_batches, durations)
-    width, height = max(MARGIN + end * CELL, 7 * len(title)) + 10, (len(spans) + 2) * ROW + 14
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="10">',
-        f'<text x="6" y="16" font-size="12">{escape(title)}</text>',
-    ]
-    for rank, row in enumerate(spans):
-        top = (rank + 1) * ROW
-        parts.append(f'<text x="6" y="{top + 16}">rank {rank}</text>')
-        parts += [_svg_span(span, top, pp) for span in row]
-    top, left = (len(spans) + 1) * ROW + 8, MARGIN
-    for kind in sorted({span.action.kind for row in spans for span in row}, key="FBIW".index):
-        parts.append(f'<rect x="{left}" y="{top}" width="12" height="12" fill="{COLORS[kind]}"/>')
-        parts.append(f'<text x="{left + 16}" y="{top + 10}">{MEANINGS[kind]}</text>')
-        left += 130
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _svg_span(span: Span, top: int, pp: int) -> str:
-    """One box; later stages of a rank have a darker edge."""
-    left, width = MARGIN + span.start * CELL, (span.end - span.start) * CELL
-    edge = "#333" if span.action.stage >= pp else "#999"
-    return (
-        f'<g><title>{_label(span.action)}</title><rect x="{left}" y="{top}" width="{width - 1}" height="{ROW - 4}" '
-        f'fill="{COLORS[span.action.kind]}" stroke="{edge}"/>'
-        f'<text x="{left + width / 2}" y="{top + 15}" text-anchor="middle">{span.action.micro_batch}</text></g>'
-    )
