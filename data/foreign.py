@@ -17,8 +17,8 @@ CHUNK_IDS = 1 << 22
 FIRST_REMOTE_IDS = 1 << 18  # a block or so of a file at a URL: all of them would have to be fetched
 
 
-def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = FIRST_IDS) -> None:
-    """Opens the token files that were not prepared here, and looks at the first ``max_tokens`` ids of each.
+def check_foreign_files(config: DataConfig, vocab_size: int) -> None:
+    """Opens the token files that were not prepared here, and looks at the first FIRST_IDS ids of each.
 
     Raises DataError with a line for each file that is damaged, holds no sample, or an id that the vocabulary lacks.
     """
@@ -33,7 +33,7 @@ def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = F
     for key, path in named.items():
         try:
             file = TokenFile(token_prefix(config, path))
-            line = _first_id_problem(file, vocab_size, max_tokens)
+            line = _first_id_problem(file, vocab_size)
             problems += [line] if line is not None else []
             problems += [empty_problem(key, path)] if file.n_tokens < 2 else []
         except DataError as error:
@@ -42,8 +42,8 @@ def check_foreign_files(config: DataConfig, vocab_size: int, max_tokens: int = F
         raise DataError(*dict.fromkeys(problems))
 
 
-def _first_id_problem(file: TokenFile, vocab_size: int, max_tokens: int) -> str | None:
-    stop = min(file.n_tokens, max_tokens if not file.is_remote else FIRST_REMOTE_IDS)
+def _first_id_problem(file: TokenFile, vocab_size: int) -> str | None:
+    stop = min(file.n_tokens, FIRST_IDS if not file.is_remote else FIRST_REMOTE_IDS)
     for start in range(0, stop, CHUNK_IDS):
         end = min(start + CHUNK_IDS, stop)
         file.prefetch(start, end)

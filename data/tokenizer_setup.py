@@ -46,8 +46,8 @@ def _train(config: DataConfig, sources: list[PlannedSource], vocab_size: int, fo
     save_tokenizer(train_tokenizer(texts, vocab_size, config.tokenizer_model, config.special_tokens), folder)
 
 
-def sample_documents(sources: list[PlannedSource], n_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
-    """Documents of all sources, about ``n_bytes`` in all, shared out by weight; the same ones every time.
+def sample_documents(sources: list[PlannedSource]) -> Iterator[str]:
+    """Documents of all sources, about SAMPLE_BYTES in all, shared out by weight; the same ones every time.
 
     A document is kept by the hash of its text, at the rate that fills the share from the shards looked at.
     """
@@ -55,7 +55,7 @@ def sample_documents(sources: list[PlannedSource], n_bytes: int = SAMPLE_BYTES) 
     for source, shards, key in sources:
         step = -(-len(shards) // SAMPLE_SHARDS)
         looked_at = shards[::step]
-        share = n_bytes * source.weight / total_weight
+        share = SAMPLE_BYTES * source.weight / total_weight
         size = sum(piece.n_bytes for shard in looked_at for piece in shard)
         yield from _sample_source(source, looked_at, key, share, min(1.0, share / size) if size else 1.0)
 

@@ -27,12 +27,10 @@ def generate_from_checkpoint(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    out: TextIO | None = None,
 ) -> str:
-    """Loads ``checkpoint`` (a run directory or one checkpoint's) and writes ``prompt`` and what follows to ``out``.
+    """Loads ``checkpoint`` (a run directory or one checkpoint's) and prints ``prompt`` and what follows.
 
-    ``out`` None is the standard output. In bf16 on a GPU where there is one, else in fp32. Raises UserError where an
-    argument is wrong.
+    In bf16 on a GPU where there is one, else in fp32. Raises UserError where an argument is wrong.
     """
     prompt, problems = readable(prompt, "--prompt")
     problems += argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
@@ -54,7 +52,7 @@ def generate_from_checkpoint(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        out=sys.stdout if out is None else out,
+        out=sys.stdout,
         ends=end_ids(trained, tokenizer),
     )
 

@@ -72,9 +72,7 @@ def without_budget(config: RunConfig) -> RunConfig:
     return replace(config, train=replace(config.train, activation_gib=None))
 
 
-def prove_matrix(
-    path: Path, overrides: Sequence[str], steps: int, as_json: bool, table: Sequence[Layout] | None = None
-) -> int:
+def prove_matrix(path: Path, overrides: Sequence[str], steps: int, as_json: bool) -> int:
     """Proves the config's model under the whole table; a line each as it goes. Returns 0 where all is equal, else 1.
 
     Layouts that the model does not fit (a dense model has no ep) are listed with the rule, and are no failure.
@@ -85,7 +83,7 @@ def prove_matrix(
         raise UserError(problems)
     stay_on_cpu()
     console = open_console(stderr=as_json)
-    rows = list(layouts()) if table is None else list(table)
+    rows = list(layouts())
     results = []
     for number, layout in enumerate(rows, 1):
         small, refused = fit(config, layout)

@@ -105,13 +105,12 @@ def open_wandb(
     run_config: Mapping[str, Any],
     run_dir: Path,
     name: str,
-    resume_id: str | None = None,
     announce: Announce = tell,
 ) -> WandbRun | NullRun:
     """The run's W&B side, for rank 0; returns within about INIT_SECONDS and never raises because of W&B.
 
-    ``run_config`` is the resolved config as nested dicts. ``resume_id`` is the W&B run to go on with; None: the one
-    that ``run_dir`` remembers, or else a new one. Mode auto is online where there is a key (WANDB_API_KEY, netrc or
+    ``run_config`` is the resolved config as nested dicts. It goes on with the W&B run that ``run_dir``
+    remembers, or begins a new one. Mode auto is online where there is a key (WANDB_API_KEY, netrc or
     wandb's settings; found without network) and offline otherwise, unless WANDB_MODE says which. Where online does
     not work, the run is opened offline.
     """
@@ -124,7 +123,7 @@ def open_wandb(
         return NullRun()
     try:
         wandb_dir.mkdir(parents=True, exist_ok=True)
-        run_id = resume_id or saved_run_id(run_dir) or secrets.token_hex(4)
+        run_id = saved_run_id(run_dir) or secrets.token_hex(4)
         (wandb_dir / RUN_ID_FILE).write_text(run_id + "\n")
     except OSError as error:
         announce(f"W&B: {wandb_dir} cannot be written: {error.strerror}; {WITHOUT}")

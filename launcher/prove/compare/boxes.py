@@ -37,9 +37,10 @@ def fragment_boxes(fragment: Fragment, flat: Tensor) -> Iterator[TensorBox]:
         done += box.numel
 
 
-def weight_boxes(engine: Engine, kind: str = "weight") -> list[TensorBox]:
-    """This rank's part of the fp32 weights, or of an optimizer state."""
-    return [piece for fragment in engine.fragments for piece in fragment_boxes(fragment, engine.pieces(fragment)[kind])]
+def weight_boxes(engine: Engine) -> list[TensorBox]:
+    """This rank's part of the fp32 weights."""
+    flats = ((fragment, engine.pieces(fragment)["weight"]) for fragment in engine.fragments)
+    return [piece for fragment, flat in flats for piece in fragment_boxes(fragment, flat)]
 
 
 def assemble(pieces: Iterable[TensorBox], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
