@@ -2,7 +2,7 @@
 
 import pytest
 
-from connection_runs import collectives_of_a_step, count_connections
+from connection_runs import WORLD_GROUPS, collectives_of_a_step, count_connections, most_connections, store_bytes
 from launcher.limits import OPEN_FILES, OPEN_FILES_OF_A_RANK
 from layout_runs import run_config, run_layout, write_tokens
 from parallel.config import ParallelConfig
@@ -39,7 +39,7 @@ def test_bytes_through_the_store_grow_with_the_ranks(on_demand):
 def test_planted_full_mesh_connects_all_to_all(tmp_path):
     """As gloo does by itself: a socket for each rank in each group, and bytes with the cube of the ranks."""
     found = counted(tmp_path / "full", 24, False)
-    assert min(each.sockets for each in found) >= connections.WORLD_GROUPS * 23
+    assert min(each.sockets for each in found) >= WORLD_GROUPS * 23
     assert all(each.sockets <= each.told for each in found)
     assert found[0].bytes_of_groups < found[0].bytes_told < 3 * found[0].bytes_of_groups
 
@@ -47,9 +47,9 @@ def test_planted_full_mesh_connects_all_to_all(tmp_path):
 @pytest.mark.parametrize("world_size", LARGE)
 def test_what_a_large_job_needs_is_what_its_limits_ask_for(world_size):
     allowed = OPEN_FILES + OPEN_FILES_OF_A_RANK * world_size
-    assert connections.most_connections(world_size, is_first=True) < 3.1 * world_size < allowed
-    assert connections.most_connections(world_size, is_first=False) <= 64
-    assert connections.store_bytes(world_size) < {2048: 50e6, 16384: 500e6}[world_size]
+    assert most_connections(world_size, is_first=True) < 3.1 * world_size < allowed
+    assert most_connections(world_size, is_first=False) <= 64
+    assert store_bytes(world_size) < {2048: 50e6, 16384: 500e6}[world_size]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What a process of a job keeps open, and what goes over rank 0's store: real groups of gloo, small and many."""
 
+import math
 import os
 import socket
 import threading
@@ -21,6 +22,9 @@ from parallel.processes.rendezvous import store_of_next_group
 from parallel.processes.waits import Waits
 
 SECONDS = 120
+WORLD_GROUPS = 2  # of gloo, over all ranks: Mesh.control and the saver's
+BYTES_OF_A_PEER = 500  # that a rank exchanges with the store for each peer: 430 with 24 ranks (torch 2.13)
+BYTES_OF_A_NUMBER = 8  # that each rank writes for each other where all connect to all, and each other reads
 
 
 @dataclass
@@ -57,8 +61,35 @@ def count_connections(folder: str, on_demand: bool) -> Counts:
     dist.barrier()
     heart.close()
     close_mesh()
-    told = connections.most_connections(world_size, is_first=rank == 0)
-    return Counts(found, told, bytes_of_groups, connections.store_bytes(world_size))
+    told = most_connections(world_size, is_first=rank == 0)
+    return Counts(found, told, bytes_of_groups, store_bytes(world_size))
+
+
+def most_connections(world_size: int, *, is_first: bool) -> int:
+    """The most sockets that a process of a job has: of the store, the watchdog, and the two groups of all ranks.
+
+    Rank 0 hosts the store, hears every rank's watchdog, and gathers what all ranks have saved. The others have the
+    neighbours of a ring and of two trees, which lie at distances of powers of two.
+    """
+    others = world_size - 1
+    of_store = 1 + (1 + world_size if is_first else 0)
+    of_watchdog = 2 + (others if is_first else 1)
+    of_gathering = others if is_first else 1
+    return of_store + of_watchdog + of_gathering + WORLD_GROUPS * (1 + _peers(world_size))
+
+
+def store_bytes(world_size: int) -> int:
+    """The most bytes that both groups of all ranks read from rank 0's store and write there, all ranks together."""
+    if world_size <= connections.FULL_MESH_RANKS:
+        return WORLD_GROUPS * world_size**2 * (BYTES_OF_A_PEER + BYTES_OF_A_NUMBER * world_size)
+    return world_size * BYTES_OF_A_PEER * (WORLD_GROUPS * _peers(world_size) + 2)
+
+
+def _peers(world_size: int) -> int:
+    """With how many others a rank talks in one group of all ranks, beside a gathering to rank 0."""
+    if world_size <= connections.FULL_MESH_RANKS:
+        return world_size - 1
+    return 2 * math.ceil(math.log2(world_size))
 
 
 def use(group: dist.ProcessGroup, world_size: int) -> None:
