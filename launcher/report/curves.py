@@ -11,6 +11,7 @@ import numpy as np
 from launcher.report.buckets import bounds_of, bucketed, short
 from launcher.report.events import places, thinned
 from launcher.report.heat import expert_maps, layer_maps
+from launcher.report.panels import KNOWN
 from launcher.report.read import RunRows, layers_of
 from launcher.watch.moe import load_keys
 
@@ -20,8 +21,7 @@ MOST_CELLS = 1_200_000  # of all runs' maps of experts, a byte each
 MOST_CURVES = 24  # of a kind: sources of data, further predictions, numbers that this page does not know
 SECONDS_AN_HOUR = 3600.0
 
-# In the order of the page; then what else the rows have. Layers are drawn as maps.
-CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "mfu", "peak_gib", "loader_wait_seconds")
+# Layers are drawn as maps.
 NO_CURVES = re.compile(r"step|tokens|loader_thrown_away|moe/layer_.*|moe/dropped|data/.*/share", re.DOTALL)
 KINDS = ("data/", "moe/", "mtp/")
 
@@ -73,13 +73,13 @@ def curves(rows: RunRows, bounds_P: np.ndarray) -> dict[str, Any]:
 
 
 def curve_keys(rows: RunRows) -> list[str]:
-    """Keys with a finite number: CURVES first, then data, experts and further predictions, then any others."""
-    keys = [key for key in rows.columns if key not in CURVES and not NO_CURVES.fullmatch(key)]
-    keys = [key for key in keys if np.isfinite(rows.columns[key]).any()]
-    known = [key for kind in KINDS for key in [key for key in keys if key.startswith(kind)][:MOST_CURVES]]
+    """Keys with a finite number: those with a figure of their own, then by kind, of each and of the others some."""
+    finite = [key for key, values_N in rows.columns.items() if np.isfinite(values_N).any()]
+    known = [panel.key for panel in KNOWN if panel.key in finite]
+    keys = [key for key in finite if key not in known and not NO_CURVES.fullmatch(key)]
+    of_kinds = [key for kind in KINDS for key in [key for key in keys if key.startswith(kind)][:MOST_CURVES]]
     others = [key for key in keys if not key.startswith(KINDS)][:MOST_CURVES]
-    first = [key for key in CURVES if key in rows.columns and np.isfinite(rows.columns[key]).any()]
-    return [*first, *known, *others]
+    return [*known, *of_kinds, *others]
 
 
 def evaluations(rows: RunRows) -> dict[str, list[Any]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.watch.progress import event_text
+from launcher.watch.progress import fields_text
 
 MOST_PLACES = 1000  # of a kind on the time line
 MOST_TOLD = 200  # events in the table of a run
@@ -69,7 +69,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> tuple[list[Told], int]:
 
 def text_of(event: Mapping[str, Any]) -> str:
     """The event's fields in a line, and the first documents of its batch."""
-    _, _, fields = event_text({**event, "event": ""}).partition(":  ")
+    fields = fields_text(event)
     documents = event.get("documents")
     if isinstance(documents, list) and documents:
         named = "; ".join(_document(each) for each in documents[:MOST_DOCUMENTS])

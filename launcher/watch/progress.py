@@ -122,9 +122,13 @@ class RunProgress:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """An event row as a line of text: what happened, when, and its fields but for lists, which may be long."""
+    """An event row as a line of text: what happened, when, and its fields."""
+    return f"step {row['step']}: {row['event']}  {fields_text(row)}".rstrip()
+
+
+def fields_text(row: Mapping[str, Any]) -> str:
+    """An event row's fields as text, but for lists, which may be long."""
     shown = {key: value for key, value in row.items() if key not in ("step", "event") and not isinstance(value, list)}
-    fields = "  ".join(
+    return "  ".join(
         f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown.items()
     )
-    return f"step {row['step']}: {row['event']}" + (f"  {fields}" if fields else "")

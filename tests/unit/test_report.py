@@ -15,12 +15,12 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.report.at_end import write_at_end
 from launcher.report.buckets import bounds_of, bucketed
-from launcher.report.curves import MOST_POINTS, drawn
+from launcher.report.curves import MOST_CURVES, MOST_POINTS, curve_keys, drawn
 from launcher.report.gather import gather
 from launcher.report.heat import load_codes
 from launcher.report.page import render
 from launcher.report.panels import KNOWN, SECTIONS
-from launcher.report.read import MOST_SAMPLED, EvenSample, read_run, without_shares
+from launcher.report.read import MOST_SAMPLED, EvenSample, RunRows, read_run, without_shares
 from launcher.report.summary import summary_of
 from launcher.watch.metrics import encode_row, read_metrics
 from report_runs import HOSTILE, START, lively_rows, update_rows, write_run
@@ -102,6 +102,14 @@ def test_the_sample_is_even_and_has_both_ends(n_lines):
     assert steps[0] == 0 and steps[-1] == n_lines - 1 and len(steps) <= MOST_SAMPLED + 1
     assert len(steps) >= min(n_lines, MOST_SAMPLED // 2)
     assert len(set(np.diff(steps[:-1]).tolist())) <= 1
+
+
+def test_a_number_with_a_figure_of_its_own_is_drawn_among_any_number_of_others():
+    names = ["loss", *(f"{kind}other_{number}" for number in range(40) for kind in ("moe/", "")), "batch_size"]
+    names += [panel.key for panel in KNOWN if panel.key not in ("moe/busiest", "moe/least_busy", *names)]
+    keys = curve_keys(RunRows(np.arange(3), {name: np.ones(3) for name in names}))
+    assert len(keys) == len(KNOWN) - 2 + 2 * MOST_CURVES
+    assert {panel.key for panel in KNOWN} - {"moe/busiest", "moe/least_busy"} <= set(keys)
 
 
 def test_a_bucket_keeps_its_spike_and_its_step():
