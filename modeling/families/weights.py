@@ -11,7 +11,7 @@ from torch import Tensor
 from modeling.config import ModelConfig
 from modeling.families.family import family_of
 from modeling.families.packed import Packed
-from modeling.logical import logical_shapes, logical_tensors
+from modeling.logical import logical_tensors
 
 LAYER = re.compile(r"(?:(?<=^layers\.)|(?<=^mtp\.))\d+")
 
@@ -28,17 +28,26 @@ class HFPart:
     names: tuple[str, ...]  # the logical tensors that lie in it
 
 
+def told_of(config: ModelConfig, name: str) -> str | Packed:
+    """What the family says of logical tensor ``name``. Raises TypeError where it says nothing."""
+    template = LAYER.sub("{layer}", name)
+    weights = family_of(config.family).weights
+    if template not in weights:
+        raise TypeError(f"modeling.families.{config.family}: FAMILY.weights has no name for {template}")
+    return weights[template]
+
+
 def hf_template(config: ModelConfig, name: str) -> str:
     """The name of logical tensor ``name`` in transformers' files; {expert} stands for the expert of a stack."""
     layer = LAYER.search(name)
-    told = family_of(config.family).weights[LAYER.sub("{layer}", name)]
+    told = told_of(config, name)
     template = told.name if isinstance(told, Packed) else told
     return template if layer is None else template.replace("{layer}", layer.group())
 
 
 def hf_parts(config: ModelConfig, name: str) -> list[HFPart]:
     """What logical tensor ``name`` is made of in transformers' files, in order."""
-    told = family_of(config.family).weights[LAYER.sub("{layer}", name)]
+    told = told_of(config, name)
     template, shape = hf_template(config, name), logical_tensors(config)[name].shape
     if isinstance(told, Packed):
         return [packed_part(config, name, told)]
@@ -115,22 +124,3 @@ def lacks_bias(config: ModelConfig, name: str) -> bool:
     """Whether ``name`` is the weight of a router that has a selection bias in transformers' class, but not here."""
     has_bias = config.moe is not None and config.moe.balance.moves_bias
     return family_of(config.family).has_selection_bias and name.endswith("router.weight") and not has_bias
-
-
-def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every logical tensor of the model, read by ``get_tensor(hf_name)``.
-
-    ValueError where a shape differs, or where transformers' router has a selection bias that the config has not.
-    """
-    for name, shape in logical_shapes(config).items():
-        pieces = []
-        for part in hf_parts(config, name):
-            whole = get_tensor(part.name)
-            if whole.shape != part.shape:
-                raise ValueError(f"{part.name} has shape {tuple(whole.shape)}, but {name} has {part.shape}")
-            pieces.append(part.view(whole))
-        yield name, (pieces[0] if len(pieces) == 1 else torch.stack(pieces)).reshape(shape)
-        if lacks_bias(config, name):
-            bias_name = hf_template(config, name.replace("router.weight", "router.bias"))
-            if get_tensor(bias_name).any():
-                raise ValueError(f"{bias_name} is not zero, which needs model.moe.balance.name=bias")

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from byte_tokenizer import save_byte_tokenizer
 from data.tokenizer import INFO
+from hf_comparison import from_hf
 from launcher.commands.export import export, write_export
 from launcher.commands.generate import generate_from_checkpoint
 from launcher.commands.trained import load_decoder, open_trained
@@ -27,7 +28,7 @@ from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, to_config_json
 from modeling.families.family import family_of
-from modeling.families.weights import from_hf, to_hf
+from modeling.families.weights import hf_parts, to_hf
 from modeling.logical import logical_shapes
 from modeling.moe_config import NoBalance
 from rotating import some_fast
@@ -52,7 +53,7 @@ def test_names_there_and_back(family: FamilyName) -> None:
     def check(config: ModelConfig) -> None:
         tensors = {name: torch.randn(shape) for name, shape in logical_shapes(config).items()}
         theirs = dict(to_hf(config, tensors.items()))
-        back = dict(from_hf(config, theirs.__getitem__))
+        back = from_hf(config, theirs.__getitem__)
         assert back.keys() == tensors.keys()
         assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
@@ -154,9 +155,6 @@ def test_glm_without_bias_exports_zeros(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert stored[name].dtype == torch.float32
     assert not stored[name].any()
-    stored[name] += 1.0
-    with pytest.raises(ValueError, match="e_score_correction_bias is not zero"):
-        dict(from_hf(config, stored.__getitem__))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -197,12 +195,10 @@ def test_a_tokenizer_that_transformers_replaces_is_told(
     assert [plain(text)["input_ids"] for text in corpus] == [tokenizer.encode(text).ids for text in corpus]
 
 
-def test_shapes_are_checked_on_reading() -> None:
-    config = example_config("llama")
-    tensors = ((name, torch.zeros(shape)) for name, shape in logical_shapes(config).items())
-    wrong = {hf: torch.zeros(3) for hf, _ in to_hf(config, tensors)}
-    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has shape"):
-        dict(from_hf(config, wrong.__getitem__))
+def test_a_weight_that_a_family_does_not_name_is_named() -> None:
+    rule = r"modeling\.families\.llama: FAMILY\.weights has no name for layers\.\{layer\}\.attention_norm\.bias"
+    with pytest.raises(TypeError, match=rule):
+        hf_parts(replace(example_config("llama"), norm="layer"), "layers.0.attention_norm.bias")
 
 
 def only(folder: Path) -> set[str]:
@@ -311,7 +307,7 @@ def test_export_of_a_run_and_of_a_checkpoint(
     for path, out, model in ((tmp_path / "run", "a", second), (older, "b", first)):
         export(path, tmp_path / out)
         theirs = load_file(tmp_path / out / "model.safetensors")
-        read = dict(from_hf(run_config.model, theirs.__getitem__))
+        read = from_hf(run_config.model, theirs.__getitem__)
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors_of(model).items())
         loaded = load_decoder(open_trained(path), "cpu", torch.float32)
         assert all(torch.equal(tensors_of(loaded)[name], tensor) for name, tensor in tensors_of(model).items())

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_comparison import from_hf
 from launcher.cli import main
 from launcher.commands.trained import load_decoder, open_trained
 from launcher.config.tree import RunConfig
 from modeling.config import FamilyName, ModelConfig
 from modeling.decoder import Decoder
-from modeling.families.weights import from_hf
 from modeling.mtp import Ahead, following
 from modeling.mtp_config import MTPConfig
 from rotating import some_fast
@@ -128,7 +128,7 @@ def test_losses_and_gradients_are_those_of_transformers(family: FamilyName) -> N
     for loss, count, theirs in zip(ours, counts, losses, strict=True):
         assert float(loss.detach()) / count == pytest.approx(float(theirs.detach()), rel=1e-5)
     grads = their_gradients(config, main_model)
-    theirs = dict(from_hf(config, lambda name: of_files(grads, name)))
+    theirs = from_hf(config, lambda name: of_files(grads, name))
     total = torch.stack([grad.norm() for grad in theirs.values()]).norm()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name

@@ -29,7 +29,8 @@ from launcher.config.rules import Precision
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
-from modeling.families.weights import from_hf
+from modeling.families.weights import hf_parts
+from modeling.logical import logical_shapes
 from modeling.loss import IGNORE
 from modeling.moe_config import MoEConfig
 from small_models import Rows, tensors_of
@@ -203,6 +204,15 @@ def our_gradients(
     return gradients, {layer: stats.choice_TK for layer, stats in output.stats.items()}
 
 
+def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Every logical tensor of the model, whole, read by ``get_tensor(hf_name)``."""
+    found = {}
+    for name, shape in logical_shapes(config).items():
+        pieces = [part.view(get_tensor(part.name)) for part in hf_parts(config, name)]
+        found[name] = (pieces[0] if len(pieces) == 1 else torch.stack(pieces)).reshape(shape)
+    return found
+
+
 def their_gradients(
     theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
 ) -> tuple[dict[str, Tensor], Routes]:
@@ -215,7 +225,7 @@ def their_gradients(
     }
     gradients |= {name: torch.zeros_like(buffer) for name, buffer in theirs.named_buffers()}  # selection biases
     on_disk = revert_weight_conversion(theirs, gradients)
-    return dict(from_hf(config, on_disk.__getitem__)), routes
+    return from_hf(config, on_disk.__getitem__), routes
 
 
 def check_gradients(
