@@ -101,10 +101,11 @@ def _check_offload(config: RunConfig) -> Iterator[str]:
             f"parallel.offload_optimizer=true works with parallel.zero=2 only, not parallel.zero={parallel.zero}; "
             "try parallel.zero=2, or parallel.offload_optimizer=false"
         )
-    if config.optimizer.name == "muon":
+    if config.optimizer.takes_whole_matrices:
+        rule = f"does not work with optimizer.name={config.optimizer.name}, whose matrices are made whole on"
         yield (
-            "parallel.offload_optimizer=true does not work with optimizer.name=muon, whose matrices are made whole on "
-            "the device; try optimizer.name=adamw, or parallel.offload_optimizer=false"
+            f"parallel.offload_optimizer=true {rule} the device; try optimizer.name=adamw, or "
+            "parallel.offload_optimizer=false"
         )
 
 

@@ -75,6 +75,9 @@ def estimate_step(
 
 def check_known(config: RunConfig) -> None:
     """Refuses what has no estimate. Raises UserError."""
+    if config.optimizer.takes_whole_matrices and config.optimizer.matrix_work(1, 1) is None:
+        rule = f"optimizer.name={config.optimizer.name} has no estimate: its matrix_work counts no products"
+        raise UserError([f"{rule}; try optimizer.name=adamw"])
     if config.model.moe is not None and config.train.stored != "bf16":
         raise UserError(
             [

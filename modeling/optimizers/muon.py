@@ -26,6 +26,7 @@ class MuonConfig(UpdateRule):
     """
 
     counts_updates: ClassVar[bool] = True  # for the bias correction of AdamW's moments
+    takes_whole_matrices: ClassVar[bool] = True
 
     name: Literal["muon"] = "muon"
     lr: LearningRate = 3e-4
@@ -46,10 +47,6 @@ class MuonConfig(UpdateRule):
     def states_of(self, weight: Weight) -> tuple[str, ...]:
         """A hidden matrix's momentum; any other weight's two moments."""
         return MATRIX_STATES if weight.is_hidden_matrix else ADAMW_STATES
-
-    def takes_whole(self, weight: Weight) -> bool:
-        """Whether it is a hidden matrix."""
-        return weight.is_hidden_matrix
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
         """Each iteration's three products; around them reads and writes of a norm, a division and casts."""

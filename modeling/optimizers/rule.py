@@ -48,6 +48,9 @@ class UpdateRule(ABC):
     # whether torch's fused kernel is taken on a CPU, too: it has to round an element alike wherever it lies
     fused_on_cpu: ClassVar[bool] = False
 
+    # whether an element's update depends on the others of its matrix, which a group's ``matrices`` make whole
+    takes_whole_matrices: ClassVar[bool] = False
+
     decay_embeddings: bool  # a field of each rule's dataclass
 
     @property
@@ -60,11 +63,8 @@ class UpdateRule(ABC):
         return self.states
 
     def takes_whole(self, weight: Weight) -> bool:
-        """Whether an element's update depends on the others of its matrix, which a group's ``matrices`` make whole.
-
-        The weights of one ``group`` are alike in this.
-        """
-        return False
+        """Whether this weight's matrices are made whole for its update; alike for the weights of one ``group``."""
+        return self.takes_whole_matrices and weight.is_hidden_matrix
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork | None:
         """What an update computes of one matrix that it ``takes_whole``, for plans; None where it takes none."""
