@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from launcher.cli import app
+from launcher.cli import app, main
 from launcher.config.schema import hint_at
 from launcher.config.tree import RunConfig
 from page_commands import commands_of, first_missing, run_page
@@ -46,6 +46,42 @@ def test_every_command_on_a_page_is_one(path):
         f"{key} is no key" for key in re.findall(r"^(\S+)=\S+ is not a known key; ", page, re.MULTILINE)
     }  # mistakes
     assert [(line, fault) for line, fault in found if fault not in shown] == []
+
+
+def leaves(command: Any = COMMANDS, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words of each command that there is, and the command."""
+    if not hasattr(command, "commands"):
+        yield words, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from leaves(each, (*words, name))
+
+
+def takes_a_run(command: Any) -> bool:
+    """Whether its first argument is a run."""
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    return bool(arguments) and "RUN" in str(arguments[0].metavar)
+
+
+def test_every_command_is_on_a_page():
+    texts = "".join(path.read_text() for path in PAGES)
+    assert [words for words, _ in leaves() if f"roundtable {' '.join(words)}" not in texts] == []
+
+
+OF_A_RUN = {words: command for words, command in leaves() if takes_a_run(command)}
+
+
+@pytest.mark.parametrize("words", OF_A_RUN, ids=" ".join)
+def test_a_run_that_is_not_there_is_one_line(words, tmp_path, monkeypatch, capsys):
+    """By whatever command: so the next one, too, says so instead of ending in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    given = []
+    for each in OF_A_RUN[words].params:
+        if each.required:
+            given += ["absent"] if each.param_type_name == "argument" else [each.opts[0], "1"]
+    assert main([*words, *given]) == 2
+    told = capsys.readouterr()
+    assert len(told.err.splitlines()) == 1 and told.out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_there_are_commands_on_the_pages():
