@@ -57,6 +57,10 @@ class StageConfig:
     weights: tuple[Annotated[float, Interval(ge=0, le=1e6)], ...] = field(default=(), metadata={"usual": 1.0})
 
 
+# Of DataConfig: where token files lie, how they are made and how far they are read ahead, not which tokens come next.
+FREE_FIELDS = ("token_dir", "workers", "read_ahead", "cache_dir", "cache_gib")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which tokens come next. Token files do not depend on seq_len or on the run's seed."""

@@ -22,6 +22,7 @@ from launcher.prove.rank import (
     LAYOUT_CHECKPOINTS,
     PhaseSeen,
     RankSeen,
+    StepSeen,
     hash_row,
 )
 from launcher.prove.reference import ReferenceStep
@@ -233,41 +234,43 @@ def judge_saved(proof: Proof) -> list[Check]:
         proof.heldout, proof.config.train.eval_sequences, proof.plain.nonlinear.heldout[proof.steps].choices
     )
     plain = trainer.step(torch.tensor(proof.samples_after).numpy(), proof.plain.nonlinear.choices[proof.steps])
-    gradients = checks.step_boxes(seen, lambda phase: phase.after_save)
-    after = [phase.after_save for phase in seen if phase.after_save is not None]
     weights = list(all_boxes(seen, lambda phase: phase.weights))
     return [
         checks.check_exact(SAVED, "weights as saved", weights, state.weights),
         *check_saved_biases(proof, SAVED, lambda rank: rank.phases[phase].buffers, state),
         checks.check_heldout(SAVED, heldout_losses(proof, phase), {AFTER_STEPS: heldout.loss}),
-        checks.check_series(SAVED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
-        check_next_gradients(proof, SAVED, gradients, plain, state),
-        check_applied(
-            proof,
-            SAVED,
-            "next weights",
-            optimizer,
-            state,
-            [] if plain.skipped else [gradients],
-            all_boxes(seen, lambda phase: phase.after_save_weights),
-            proof.steps,
+        *check_next_step(
+            proof, SAVED, state, plain, lambda phase: phase.after_save, lambda phase: phase.after_save_weights
         ),
     ]
 
 
-def check_next_gradients(
-    proof: Proof, phase: str, gradients: Iterable[TensorBox], plain: ReferenceStep, state: PlainState
-) -> Check:
-    """The gradients of the step after the checkpoint with ``state``."""
-    return checks.check_tensors(
-        phase,
-        "next gradients",
-        gradients,
-        plain.gradients,
-        checks.GRADIENT_BOUND,
-        left_out=proof.cancelled,
-        nudged=lambda: proof.nudged_after(state),
-    )
+def check_next_step(
+    proof: Proof,
+    name: str,
+    state: PlainState,
+    plain: ReferenceStep,
+    step_of: Callable[[PhaseSeen], StepSeen | None],
+    weights_of: Callable[[PhaseSeen], list[TensorBox]],
+) -> list[Check]:
+    """The loss, the gradients and the weights of the step after the checkpoint with ``state``."""
+    optimizer, seen = nonlinear_for(proof.config.optimizer), phase_of(proof, nonlinear_phase(proof.config))
+    losses = [step.row["loss"] for each in seen if (step := step_of(each)) is not None]
+    gradients, weights = checks.step_boxes(seen, step_of), all_boxes(seen, weights_of)
+    applied = [] if plain.skipped else [gradients]
+    return [
+        checks.check_series(name, "next loss", [losses[0]], [plain.loss], proof.steps + 1),
+        checks.check_tensors(
+            name,
+            "next gradients",
+            gradients,
+            plain.gradients,
+            checks.GRADIENT_BOUND,
+            left_out=proof.cancelled,
+            nudged=lambda: proof.nudged_after(state),
+        ),
+        check_applied(proof, name, "next weights", optimizer, state, applied, weights, proof.steps),
+    ]
 
 
 def check_saved_biases(
@@ -281,12 +284,10 @@ def check_saved_biases(
 
 def judge_loaded(proof: Proof) -> list[Check]:
     """A checkpoint that one process saved, loaded under the layout: its content, and the step that follows."""
-    phase, optimizer = nonlinear_phase(proof.config), nonlinear_for(proof.config.optimizer)
+    phase = nonlinear_phase(proof.config)
     seen = phase_of(proof, phase)
     state, plain = proof.checkpoint_state, proof.plain.nonlinear.steps[proof.steps]
     heldout = proof.plain.nonlinear.heldout[proof.steps]
-    gradients = checks.step_boxes(seen, lambda phase: phase.after_load)
-    after = [phase.after_load for phase in seen if phase.after_load is not None]
     loaded = all_boxes(seen, lambda phase: phase.loaded)
     choices = checks.check_choices(LOADED, [phase.replayed_after_load for phase in seen])
     return [
@@ -294,17 +295,8 @@ def judge_loaded(proof: Proof) -> list[Check]:
         *check_saved_biases(proof, LOADED, lambda rank: rank.phases[phase].loaded_buffers, state),
         *([choices] if proof.config.model.has_experts else []),
         checks.check_heldout(LOADED, heldout_losses(proof, phase), {AFTER_LOAD: heldout.loss}),
-        checks.check_series(LOADED, "next loss", [after[0].row["loss"]], [plain.loss], proof.steps + 1),
-        check_next_gradients(proof, LOADED, gradients, plain, state),
-        check_applied(
-            proof,
-            LOADED,
-            "next weights",
-            optimizer,
-            state,
-            [] if plain.skipped else [gradients],
-            all_boxes(seen, lambda phase: phase.after_load_weights),
-            proof.steps,
+        *check_next_step(
+            proof, LOADED, state, plain, lambda phase: phase.after_load, lambda phase: phase.after_load_weights
         ),
     ]
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.config import FREE_FIELDS
 from launcher.config.checked import load_checked
 from launcher.config.load import load_config
 from launcher.config.rules import check
@@ -34,7 +35,7 @@ LAYOUT_KEYS = (
     "train.timeout_seconds",
     "train.deterministic",
 )
-FREE_KEYS = (*LAYOUT_KEYS, "data.token_dir", "data.workers", "data.read_ahead", "data.cache_dir", "data.cache_gib")
+FREE_KEYS = (*LAYOUT_KEYS, *(f"data.{name}" for name in FREE_FIELDS))
 # Those of FREE_KEYS on which sums' order, and so the last bits, depend.
 ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.compile", "train.flash_attention", "train.deterministic")
 # What an engine is made with: it cannot change between steps that are executed one after another.

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from data.config import FREE_FIELDS
 from data.errors import DataError, reason_of
 from data.mixture import DEALING
 from data.places import is_same_place, why_not_writable
@@ -40,11 +41,8 @@ from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, 
 from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
 
-# Where token files lie, how they are made and how far they are read ahead does not change which tokens come next. Of
-# data.without the listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
-FREE_DATA_KEYS = tuple(
-    f"data.{name}" for name in ("token_dir", "workers", "without", "read_ahead", "cache_dir", "cache_gib")
-)
+# Of data.without the listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
+FREE_DATA_KEYS = tuple(f"data.{name}" for name in (*FREE_FIELDS, "without"))
 
 
 def saved_config(run_path: Path) -> RunConfig | None:
