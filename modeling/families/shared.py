@@ -1,12 +1,12 @@
 """What several families have in common: names of weights, keys of config.json, limits."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from modeling.families.family import Key, moe_of
 from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
-from modeling.moe_config import MoEConfig
+from modeling.moe_config import Balance, MoEConfig
 
 # Our name -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with {expert} holds one
 # expert of our stack. Shapes are equal: transformers' linear layers are (out, in) as ours are.
@@ -181,7 +181,9 @@ SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
     "moe.score": ("softmax",),
     "moe.routed_scale": (1.0,),
     "moe.n_shared_experts": (0,),
-    "moe.balance.name": ("sequence_aux", "none"),  # the router has no selection bias
+    "moe.balance.name": tuple(
+        rule.name for rule in get_args(Balance) if not rule.moves_bias
+    ),  # the router has no selection bias
 }
 # cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all of them.
 WINDOW = {"sliding_window": 2}
