@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from launcher.config.checked import fewest_ranks, load_checked
 from launcher.config.tree import RunConfig
 from launcher.console import say, tell
 from launcher.errors import UserError, why_refused
-from launcher.estimate.command import command_of
+from launcher.estimate.command import answer_of
 from launcher.limits import check_limits, check_local_ranks
 from launcher.training.start import check_gpus, check_ranks, default_ranks
 from parallel.processes.world import set_rank_environment, world_size_from_environment
@@ -161,16 +160,11 @@ def estimate(path: Path, overrides: Sequence[str], gpu: str, wishes: Wishes) -> 
     was_there = out.exists()
     request = {"config": str(path), "overrides": list(overrides), "gpu": gpu, "world_size": world_size}
     request["out"] = str(out)
-    command = command_of("launcher.estimate.child")
-    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
+    answer = answer_of("launcher.estimate.child", request, "traces")
+    if answer is None:
         if not was_there:
             shutil.rmtree(out, ignore_errors=True)
-        tell(f"the process that traces ended with exit code {done.returncode}")
         return 1
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "problems" in answer:
-        raise UserError(answer["problems"])
     return publish(answer, out, as_json=wishes.as_json)
 
 

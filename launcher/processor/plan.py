@@ -1,16 +1,13 @@
 """`roundtable plan CONFIG --as cpu`: seconds of a step by local processes on this machine, from rates measured now."""
 
-import json
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.config.tree import RunConfig
 from launcher.console import tell
-from launcher.errors import UserError
-from launcher.estimate.command import command_of
+from launcher.estimate.command import answer_of
 from launcher.processor.ops import Amounts, Ask
 from launcher.processor.rates import Call, Machine, measure_rank, merged, slowest
 from launcher.processor.seconds import step_seconds
@@ -24,16 +21,9 @@ def trace(path: Path, overrides: Sequence[str], world_size: int) -> Positions | 
     """What each pipeline position asks for, by a process of its own; None, told in a line, where that fails."""
     from launcher.processor.trace import from_rows
 
-    text = json.dumps({"config": str(path), "overrides": list(overrides), "world_size": world_size})
-    command = command_of("launcher.processor.trace")
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        tell(f"the process that traces the step ended with exit code {done.returncode}")
-        return None
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "problems" in answer:
-        raise UserError(answer["problems"])
-    return [from_rows(rows) for rows in answer["positions"]]
+    request = {"config": str(path), "overrides": list(overrides), "world_size": world_size}
+    answer = answer_of("launcher.processor.trace", request, "traces the step")
+    return None if answer is None else [from_rows(rows) for rows in answer["positions"]]
 
 
 def cores() -> int:
