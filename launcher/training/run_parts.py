@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.errors import UserError
 from launcher.guard.fence import FENCE, why_no_token
@@ -43,6 +43,14 @@ MOVE_AWAY = "move it away, or choose another name or run_dir"
 NAMES = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
+def _json_in(text: bytes) -> Any:
+    """What JSON says; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _no_fault(path: Path) -> str | None:
     return None
 
@@ -59,11 +67,8 @@ def _why_no_rows(path: Path) -> str | None:
 def _why_no_holder(path: Path) -> str | None:
     """The lock file's content is a holder's; empty or NUL bytes is what a power cut leaves."""
     text = path.read_bytes().strip(b"\0 \n")
-    try:
-        if not text or isinstance(json.loads(text), dict):
-            return None
-    except (ValueError, RecursionError):
-        pass
+    if not text or isinstance(_json_in(text), dict):
+        return None
     return f"{path} must hold what Roundtable writes of the process that trains there; remove it if none does"
 
 
@@ -98,10 +103,7 @@ def _why_no_names(path: Path) -> str | None:
 
 def _why_no_lineage(path: Path) -> str | None:
     """The run directory and the step that a branched run came from, and which documents it leaves out."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        found = None
+    found = _json_in(path.read_bytes())
     found = found if isinstance(found, dict) else {}
     without, run_id = found.get("without"), found.get("run_id")
     kinds = {"documents": (int,), "sha256": (str,), "first_seen": (int, type(None)), "known_from": (int,)}
@@ -117,21 +119,15 @@ def _why_no_lineage(path: Path) -> str | None:
 
 
 def _why_no_records(path: Path) -> str | None:
-    try:
-        if isinstance(json.loads(path.read_bytes()), dict):
-            return None
-    except (ValueError, RecursionError):
-        pass
+    if isinstance(_json_in(path.read_bytes()), dict):
+        return None
     rule = "must hold what the stores said of the token files when the run began"
     return f"{path} {rule}; put it back, or remove it, and what they say now counts"
 
 
 def _why_no_token_files(path: Path) -> str | None:
     """A record of each token file, by source and by name."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        found = None
+    found = _json_in(path.read_bytes())
     sources = list(found.values()) if isinstance(found, dict) else [None]
     if all(isinstance(each, dict) and all(isinstance(file, dict) for file in each.values()) for each in sources):
         return None
