@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher.estimate.step import matrix_ops
+from launcher.errors import UserError
+from launcher.estimate.step import check_known, matrix_ops
 from launcher.plan.closed_forms import step_of_rank
 from launcher.traffic.matrices import busiest_owner, shares_in_group
 from launcher.traffic.step import Step
@@ -14,6 +15,7 @@ from launcher.traffic.zero import optimizer_groups, replicated
 from layout_runs import MOE_MODEL, run_config
 from modeling.logical import logical_tensors
 from modeling.optimizers.config import AdamWConfig, MuonConfig
+from modeling.optimizers.rule import UpdateRule
 from parallel.config import ParallelConfig
 
 RULE = MuonConfig()
@@ -68,6 +70,12 @@ def test_shares_are_every_element_once(zero):
                 ends = [start + length for start, length in shares if length]
                 starts = [start for start, length in shares if length]
                 assert starts == [0, *ends[:-1]] and ends[-1] == step.weights[name], name
+
+
+def test_a_rule_whose_products_nobody_counts_is_refused(monkeypatch):
+    monkeypatch.setattr(MuonConfig, "matrix_work", UpdateRule.matrix_work)
+    with pytest.raises(UserError, match="its matrix_work counts no products"):
+        check_known(run_config("none", optimizer=RULE))
 
 
 def test_only_a_rule_that_needs_them_has_products():
