@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,21 @@ def groups_of(config: DataConfig) -> list[Group]:
     parts = [raw] if config.cleaning.is_global else [[number] for number in raw]
     groups = []
     for numbers in filter(None, parts):
-        digest = xxhash.xxh3_64(json.dumps(settings_of(config, numbers)).encode()).hexdigest()
+        settings = settings_of(config, numbers) | {"cleaning": changed(config.cleaning)}
+        digest = xxhash.xxh3_64(json.dumps(settings).encode()).hexdigest()
         stem = readable_stem(config.sources[numbers[0]].path)
         groups.append(Group(tuple(numbers), Path(config.token_dir) / f"cleaned-{stem}-{digest}"))
     return groups
+
+
+def changed(section: Any) -> dict[str, Any]:
+    """The keys of a config's section that differ from their defaults: a key that comes later renames no folder."""
+    found = {}
+    for key in fields(section):
+        value = getattr(section, key.name)
+        if key.default is MISSING or value != key.default:
+            found[key.name] = changed(value) if is_dataclass(value) else value
+    return found
 
 
 def cleaning_of(config: DataConfig, source: SourceConfig) -> str | None:

@@ -27,9 +27,11 @@ from data.cleaning.config import (
 from data.cleaning.duplicates import first_of_each
 from data.cleaning.evaluations import write_index
 from data.cleaning.filters import filters_of
+from data.cleaning.groups import groups_of
 from data.cleaning.judge import MASKED_AT_ONCE, Judge
 from data.cleaning.near import Signatures
 from data.cleaning.rules import check_cleaning
+from data.config import DataConfig, SourceConfig
 from data.errors import DataError
 
 ALL_FILTERS = CleaningConfig(
@@ -324,6 +326,29 @@ def test_a_stage_that_is_declared_is_made_or_an_error(tmp_path, monkeypatch):
     dropping = SimpleNamespace(filter=lambda document: (False, "why"))
     monkeypatch.setattr("data.cleaning.judge.filters_of", lambda _: [("another", dropping)])
     assert Judge(config, tmp_path)("any text").reason == "another/why"
+
+
+def test_the_folders_name_follows_from_what_differs_from_the_defaults(tmp_path):
+    """So a stage that is added later, and is off, cleans nothing anew."""
+    (tmp_path / "a.txt").write_text("text")
+
+    def name(cleaning: CleaningConfig) -> str:
+        sources = (SourceConfig(path=str(tmp_path / "a.txt")),)
+        (group,) = groups_of(DataConfig(sources=sources, token_dir=str(tmp_path), cleaning=cleaning))
+        return group.folder.name
+
+    plain = name(CleaningConfig(c4=C4Config()))
+    assert name(LongerConfig(c4=C4Config())) == plain
+    others = [
+        CleaningConfig(),
+        LongerConfig(c4=C4Config(), another=C4Config()),
+        CleaningConfig(c4=C4Config(min_num_sentences=4)),
+        CleaningConfig(c4=C4Config(), exact=True),
+        CleaningConfig(c4=C4Config(), language=LanguageConfig(model="lid.bin")),
+        CleaningConfig(c4=C4Config(), language=LanguageConfig(model="other.bin")),
+    ]
+    names = [plain, *map(name, others)]
+    assert len({*names}) == len(names)
 
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
