@@ -77,12 +77,12 @@ class DealtMatrices(Matrices):
     def update(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
         """All ranks that share the state of the flat tensor ``weight`` call it, and all of tp. Padding is left out."""
         for plan in self.rounds[weight]:
-            found = torch.cat([read(*place) for place in plan.own]) if plan.own else read(0, 0)
+            found = cat([read(*place) for place in plan.own]) if plan.own else read(0, 0)
             if plan.travels:
                 found = exchange_elements(found, plan.sent, plan.received, plan.axis)
             made = torch.empty_like(found)
             for stack in plan.stacks:
-                whole = torch.cat([found.narrow(0, *piece) for piece in stack.pieces]).view(stack.shape)
+                whole = cat([found.narrow(0, *piece) for piece in stack.pieces]).view(stack.shape)
                 result = self.cut.of_whole(stack.weight, whole, function).reshape(-1)
                 for piece, values in zip(stack.pieces, result.split([numel for _, numel in stack.pieces]), strict=True):
                     made.narrow(0, *piece).copy_(values)
@@ -144,7 +144,23 @@ def plan_round(matrices: Sequence[Matrix], offsets: Mapping[nn.Parameter, int], 
     mine = [matrix for matrix in matrices if matrix.owner == axis.rank]
     received = [sum(matrix.counts[rank] for matrix in mine) for rank in range(axis.degree)]
     travels = not all(matrix.stays for matrix in matrices)
-    return Round(axis, own, sent, received, stacks_of(mine, received), travels)
+    return Round(axis, joined(own), sent, received, stacks_of(mine, received), travels)
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same elements in the same order, with each range that begins where the one before ends joined to it."""
+    found: list[Range] = []
+    for start, numel in ranges:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + numel)
+        else:
+            found.append((start, numel))
+    return found
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """The parts behind each other, without a copy of a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def shares_of_all(held: Sequence[tuple[HeldWeight, Share | None]], axis: Axis) -> list[list[Range]]:
@@ -180,4 +196,4 @@ def stacks_of(mine: Sequence[Matrix], received: Sequence[int]) -> list[Stack]:
         *stacked, rows, columns = matrix.weight.held.shape
         owned = sum(numel for _, numel in pieces[parameter]) // (rows * columns)
         shapes[parameter] = (*([owned] if stacked else []), rows, columns)
-    return [Stack(parameter, shapes[parameter], pieces[parameter]) for parameter in pieces]
+    return [Stack(parameter, shapes[parameter], joined(pieces[parameter])) for parameter in pieces]

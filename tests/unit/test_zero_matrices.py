@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from parallel.zero.matrices import Matrix, at_most
+from parallel.zero.matrices import Matrix, at_most, joined
 from parallel.zero.weights import HeldWeight
 
 N_RANKS = 3
@@ -41,6 +41,12 @@ def most(matrices: list[Matrix]) -> int:
     sent = [sum(matrix.counts[rank] for matrix in matrices) for rank in range(N_RANKS)]
     owned = [sum(matrix.numel for matrix in matrices if matrix.owner == rank) for rank in range(N_RANKS)]
     return max(*sent, *owned)
+
+
+def test_ranges_behind_each_other_are_one():
+    """A stack of experts that stays is read and written by one kernel each."""
+    assert joined([(0, 3), (3, 2), (6, 1), (7, 1), (5, 1)]) == [(0, 5), (6, 2), (5, 1)]
+    assert joined([]) == []
 
 
 def test_no_matrices_are_no_round():
