@@ -158,7 +158,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return found
 
 
-def cat(parts: Sequence[Tensor]) -> Tensor:
+def cat(parts: list[Tensor]) -> Tensor:
     """The parts behind each other, without a copy of a single one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
