@@ -19,9 +19,9 @@ class CutMatrices(Matrices):
         self.places = places
         self.tp = tp
 
-    def update(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
+    def transform(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
         """All ranks of tp call it."""
-        super().update(weight, read, partial(self.of_whole, weight, function=function), write)
+        super().transform(weight, read, partial(self.of_whole, weight, function=function), write)
 
     def of_whole(self, weight: Tensor, part: Tensor, function: Function) -> Tensor:
         """``function`` of matrices of which ``part`` is this rank's, and of its result this rank's part.

@@ -18,7 +18,7 @@ class Matrices:
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self.at_once = at_once
 
-    def update(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
+    def transform(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
         """Gives ``write`` what ``function`` makes of whole matrices of which ``read`` has elements, a few at a time.
 
         ``weight`` is what the optimizer updates; both count along its first dimension.

@@ -65,16 +65,16 @@ class Muon(torch.optim.Optimizer):
             state = self.state[weight]
             state["step"] += 1
             state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
-            read, write = partial(self.read, weight, group), partial(self.write, weight, group)
-            group["matrices"].update(weight, read, self.function, write)
+            read, write = partial(self.direction, weight, group), partial(self.move, weight, group)
+            group["matrices"].transform(weight, read, self.function, write)
 
-    def read(self, weight: nn.Parameter, group: dict[str, Any], start: int, length: int) -> Tensor:
+    def direction(self, weight: nn.Parameter, group: dict[str, Any], start: int, length: int) -> Tensor:
         """Nesterov's form of the momentum, of ``length`` from ``start`` on of the first dimension."""
         assert weight.grad is not None
         average = self.state[weight]["momentum_buffer"].narrow(0, start, length)
         return weight.grad.narrow(0, start, length).lerp(average, group["momentum"])
 
-    def write(self, weight: nn.Parameter, group: dict[str, Any], start: int, update: Tensor) -> None:
+    def move(self, weight: nn.Parameter, group: dict[str, Any], start: int, update: Tensor) -> None:
         """Moves the weight by an update from ``start`` on."""
         part, lr = weight.narrow(0, start, len(update)), group["lr"]
         part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)

@@ -1,6 +1,7 @@
 """Starting local processes that fail together, quickly, and leave nobody behind."""
 
 import contextlib
+import errno
 import gc
 import math
 import multiprocessing
@@ -11,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +51,7 @@ LINGER_SECONDS = 15.0
 
 # The exit code that multiprocessing gives a process when the fork server, which alone knows it, has ended.
 UNKNOWN_CODE = 255
+LONGEST_TMPDIR = 75  # bytes: a socket's path has at most 107, and multiprocessing's ends in two names of 16 bytes
 SERVER_KILLED = "the fork server that started it was killed, most likely for want of memory"
 SERVER_GONE = "the fork server ended; the reason is above, or it was killed, most likely for want of memory"
 
@@ -145,7 +148,14 @@ def _threads_asked_for() -> int | None:
 
 
 def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
-    """Where ranks' processes come from: one process of this one, that ends with it, and has imported what they need."""
+    """Where ranks' processes come from: one process of this one, that ends with it, and has imported what they need.
+
+    Raises OSError where TMPDIR is too long for the sockets that lie there.
+    """
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) > LONGEST_TMPDIR:
+        rule = f"may have at most {LONGEST_TMPDIR} bytes, for the sockets of local processes"
+        raise OSError(errno.ENAMETOOLONG, rule, f"TMPDIR={temporary}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     os.environ[LAUNCHER] = str(os.getpid())

@@ -74,7 +74,7 @@ class DealtMatrices(Matrices):
         loads: dict[tuple[int, ...], list[int]] = defaultdict(list)  # elements that each rank of an axis owns so far
         self.rounds = {flat: plan_rounds(held, loads, self.at_once) for flat, held in flats}
 
-    def update(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
+    def transform(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
         """All ranks that share the state of the flat tensor ``weight`` call it, and all of tp. Padding is left out."""
         for plan in self.rounds[weight]:
             found = cat([read(*place) for place in plan.own]) if plan.own else read(0, 0)

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_full_disk_is_told_in_a_line_and_nothing_stays(tmp_path, monkeypatch, 
 
 def test_a_full_tmpdir_is_told_in_a_line_and_nothing_stays(tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG)
-    with small_disk(tmp_path / "disk", mib=1) as disk:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, small_disk(Path(short) / "disk", mib=1) as disk:
         (disk / "filler").write_bytes(bytes(900 << 10))
         words = ["profile", "c.yaml", "--out", "out", "--ranks", "2", "--steps", "1", "--warmup", "1"]
         command = [sys.executable, "-m", "launcher", *words]

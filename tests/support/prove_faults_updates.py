@@ -68,7 +68,7 @@ def join_partition() -> None:
     def whole_partition(self: Any, weight: Any, read: Any, function: Any, write: Any) -> None:
         write(0, function(read(0, weight.numel()).view(1, -1)).view(-1))
 
-    DealtMatrices.update = whole_partition
+    DealtMatrices.transform = whole_partition
 
 
 def swap_rows_and_columns() -> None:

@@ -97,7 +97,6 @@ REASONS = {
     "parallel.processes.heartbeat.": WAITING,
     "parallel.processes.lifeline.": WAITING,
     "parallel.pipeline.config.Interleaved.n_chunks": "stages a rank, which the user sets and a proof keeps",
-    "parallel.pipeline.draw": "a drawing",
     "parallel.pipeline.rules.micro_batch_problems": "how far a remedy is looked for",
     "parallel.pipeline.stages.EMBEDDING_SHARE": "where stages begin: any cut is proven alike",
     "parallel.pipeline.volume.FP32_BYTES": "bytes of an element",

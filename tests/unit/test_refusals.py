@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from data.partial import written_whole
 from data.refusals import refusals_of
+from launcher.cli import main
 from launcher.errors import UserError, why_refused
 from launcher.new_folder import new_folder
 from launcher.scratch import scratch_folder
@@ -71,3 +72,15 @@ def test_other_errors_stay_as_they_are(tmp_path):
     assert caught.value.filename == str(tmp_path / "none")
     with pytest.raises(ValueError, match="no number"), refusals_of("place"):
         raise ValueError("no number")
+
+
+def test_a_tmpdir_that_is_too_long_for_sockets_is_a_line(tmp_path, monkeypatch, capsys):
+    """The fork server listens below it; multiprocessing says "AF_UNIX path too long", and names nothing."""
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("name: small\n")
+    assert main(["preflight", "config.yaml", "--ranks", "2"]) == 2
+    rule = "may have at most 75 bytes, for the sockets of local processes; give another path"
+    assert capsys.readouterr().err == f"TMPDIR={folder}: {rule}\n"
