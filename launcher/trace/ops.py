@@ -169,7 +169,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     if host_copy(func, args):
         return None
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    given = [*{id(each): each for each in leaves}.values()]  # what is read and written in place is named twice
+    given = [*{id(each): each for each in leaves}.values()]  # each is moved once, however often it is named
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     n_bytes = sum(each.nbytes for each in (*given, *made))
     if namespace == CHAINS and name == ACCUMULATES:
@@ -183,10 +183,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         return _wire(name, args, given, n_bytes)
     if name in PRODUCTS:
         kind: Kind = "grouped product" if name in GROUPED else "product"
-        return Work(name, kind, factors(name, given)[0].dtype, n_bytes, product_flops(name, given))
+        return Work(name, kind, factors(name, leaves)[0].dtype, n_bytes, product_flops(name, leaves))
     if name in ATTENTION:
         return Work(
-            name, "attention", given[0].dtype, n_bytes, attention_flops(name, given, _arguments(func, args, kwargs))
+            name, "attention", leaves[0].dtype, n_bytes, attention_flops(name, leaves, _arguments(func, args, kwargs))
         )
     if namespace not in NAMESPACES or func._overloadpacket in _known_products():
         raise Uncounted(f"{namespace}::{name} may multiply matrices, and launcher.trace.ops counts no FLOPs for it")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from launcher.trace.roofline import Rates, least_seconds
 from launcher.watch.speed import listed_peak
 from modeling.config import ModelConfig
 from modeling.counts import active_elements, multiplied_by_layer
+from modeling.dtypes import DTYPES
 from modeling.logical import logical_tensors
+from modeling.optimizers.muon import MuonConfig
+from modeling.optimizers.orthogonal import orthogonal
 from parallel.recompute import Recompute, apply_recompute
 from small_models import Rows, build, example_config, packed_rows
 
@@ -87,6 +91,21 @@ def test_planted_operation_that_nobody_counts_raises():
     )
     with pytest.raises(Uncounted, match="elsewhere::product"), Recorder(Regions(), Axes()):
         product(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("shape", [(8, 40), (40, 8), (3, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_product_of_a_matrix_with_itself_counts(shape, dtype):
+    """As Muon's are: A A + A, whose three factors and terms are one tensor, which is read once."""
+    with Recorder(Regions(), Axes()) as recorder:
+        orthogonal(torch.randn(shape), DTYPES[dtype])
+    products = [each.work for each in recorder.ops if each.work.kind == "product"]
+    told = MuonConfig(iteration_dtype=dtype).matrix_work(*shape[-2:])
+    matrices = math.prod(shape[:-2])
+    assert sum(each.flops for each in products) == matrices * told.flops
+    assert {each.dtype for each in products} == {DTYPES[dtype]}
+    size, square = math.prod(shape), matrices * min(shape[-2:]) ** 2
+    assert {each.bytes // DTYPES[dtype].itemsize for each in products} <= {2 * size + square, 2 * square, 3 * size}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
