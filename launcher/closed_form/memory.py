@@ -68,7 +68,7 @@ def position_memory(job: Job, position: int) -> Memory:
         held, (gradient, chunk) = own_activations(job, position), own_head(job, position)
         left = job.ours.left(n_weights, gradient / FULL)
         reduces = left * (held + gradient) + buffers
-        return Memory(state, held, max(gradient + chunk, reduces - held), 0.0)
+        return Memory(state, held, max(gradient + chunk, reduces - held, job.ours.update - held), 0.0)
     return Memory(
         state_bytes(job, position, layers),
         activation_bytes(job, position, layers.total),

@@ -15,6 +15,7 @@ from launcher.closed_form.own_memory import (
     mean_states,
     most_by_position,
     sent_by_position,
+    update_bytes,
 )
 from launcher.closed_form.rows import Job, Schedule
 from launcher.closed_form.systems import System
@@ -98,6 +99,7 @@ def ours_of(config: RunConfig, world_size: int) -> Ours:
         pipeline=pipeline,
         element=4 if train.stored == "fp32" else 2,
         states=mean_states(model, config.optimizer),
+        update=update_bytes(model, config.optimizer, parallel, world_size // pp),
         matrix_flops=mean_matrix_flops(model, config.optimizer, parallel.tp),
         zero=parallel.zero,
         pp=pp,

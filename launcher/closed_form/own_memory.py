@@ -14,6 +14,7 @@ from modeling.config import ModelConfig
 from modeling.logical import logical_tensors
 from modeling.loss import CUDA_CHUNK_LOGITS
 from modeling.optimizers.config import OptimizerConfig
+from parallel.config import ParallelConfig
 from parallel.pipeline.config import PipelineConfig, stage_ranks
 from parallel.pipeline.stages import pipeline_parts
 from parallel.recompute import Recompute as Mode
@@ -22,6 +23,8 @@ from parallel.sizes import DEFAULT_SIZES
 FP32 = 4
 LOGIT = 2  # tensors of a chunk's logits: they, and their gradient
 LOGIT_CUT = 4  # the same where tp cuts the vocabulary: in fp32 besides
+DEALT = 2  # tensors of a round's matrices under ZeRO: what has come, and what is made of it
+AT_WORK = 3  # tensors of the stack that is worked at: itself, and an iteration's two
 WORKING = 0.5  # of a layer's bytes: the gradients of the one whose backward pass runs
 AGAIN = 1.5  # the same where it is computed again
 ON_ITS_WAY = 2.0  # of what a layer keeps, where that goes to the host: its own, and that of the layer beside it
@@ -88,6 +91,7 @@ class Ours:
     head_at: int  # the head's position: the first one in a V
     scores: float = 0.0  # bytes of attention's scores in memory at once, where no kernel keeps them to itself
     matrix_flops: tuple[tuple[str, float], ...] = ()  # of an update's products, by dtype, over the model's elements
+    update: float = 0.0  # bytes of matrices that are whole for a while, in an update that needs them so
     scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
     chunk_logits: int = CUDA_CHUNK_LOGITS  # of the head at a time
 
@@ -275,6 +279,18 @@ def mean_states(model: ModelConfig, optimizer: OptimizerConfig) -> float:
     tensors = logical_tensors(model).values()
     kept = sum(each.numel * len(optimizer.states_of(each.weight)) for each in tensors)
     return kept / sum(each.numel for each in tensors)
+
+
+@lru_cache(maxsize=16)
+def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, parallel: ParallelConfig, n_ranks: int) -> float:
+    """Bytes of whole matrices at once, where an update takes them so; ``n_ranks``: those of a pipeline position."""
+    taken = [each for each in logical_tensors(model).values() if optimizer.takes_whole(each.weight)]
+    if not taken:
+        return 0.0
+    most, cuts = DEFAULT_SIZES.matrices, parallel.ep if parallel.zero == 0 else n_ranks
+    at_work = max(min(most, each.numel / cuts) if each.is_expert else each.numel for each in taken)
+    own = sum(each.numel for each in taken) / (parallel.pp * n_ranks) if parallel.zero else 0.0
+    return FP32 * (DEALT * min(most, own) + AT_WORK * at_work)
 
 
 @lru_cache(maxsize=16)

@@ -22,6 +22,7 @@ from launcher.traffic.step import FP32_BYTES
 from modeling.loss import CUDA_CHUNK_LOGITS
 
 PASSING = ("activations", "head's gradient", "logits")
+MATRICES = "whole matrices of the update"
 GRADIENTS = "a micro-batch's gradients, ZeRO's buffers"
 DRIVER_SHARE = 0.99  # of a GPU's memory that a process can have
 ANY_GPU = "H100"  # memory by part does not depend on it
@@ -40,6 +41,7 @@ class Held:
     head: float  # the gradient of its weights, which waits for the first of the rest's
     logits: float
     left: float  # of activations and the head's gradient, when gradients are first reduced
+    matrices: float = 0.0  # whole for a while, in an update that needs them so
     scattered: float = 1.0  # what PASSING takes in memory, over what it holds
 
     @property
@@ -54,10 +56,12 @@ class Held:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Name -> bytes of what the worst moment holds: the head at work, or the first gradients being reduced."""
+        """Name -> bytes of what the worst moment holds: the head at work, the first reduction, or the update."""
         waiting = self.activations + self.head
-        is_head = self.scattered * (waiting + self.logits - self.left * waiting) > self.buffers
-        left = 1.0 if is_head else self.left
+        head, reduction = self.scattered * (waiting + self.logits), self.scattered * self.left * waiting + self.buffers
+        is_update = self.matrices > max(head, reduction)
+        is_head = head > reduction and not is_update
+        left = 0.0 if is_update else 1.0 if is_head else self.left
         found = {
             "weights": self.weights,
             "masters": self.masters,
@@ -66,7 +70,8 @@ class Held:
             "activations": left * self.activations,
             "head's gradient": left * self.head,
             "logits": self.logits if is_head else 0.0,
-            GRADIENTS: 0.0 if is_head else self.buffers,
+            GRADIENTS: 0.0 if is_head or is_update else self.buffers,
+            MATRICES: self.matrices if is_update else 0.0,
         }
         return {name: count for name, count in found.items() if count}
 
@@ -87,6 +92,7 @@ def held_by(config: RunConfig, world_size: int, job: Job, position: int) -> Held
         head=gradient,
         logits=chunk,
         left=job.ours.left(n_weights, gradient / FP32_BYTES),
+        matrices=job.ours.update,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from launcher.closed_form.budget import told_of_budget
 from launcher.config.tree import RunConfig
 from launcher.console import in_a_line, tell
-from launcher.plan.quick import GRADIENTS, Room, quick_plan, room_on
+from launcher.plan.quick import GRADIENTS, MATRICES, Room, quick_plan, room_on
 from launcher.trace.hardware import Hardware, known_hardware, read_hardware
 from launcher.training.cpu_room import cpu_room
 from launcher.watch.watchers import NullWatchers, Watchers
@@ -30,6 +30,7 @@ HELD = {
     "activations": "activations_gib",
     "head's gradient": "head_gradient_gib",
     "logits": "logits_gib",
+    MATRICES: "matrices_gib",
 }
 TERMS = ("step_seconds", "peak_gib", "loader_wait_seconds")
 

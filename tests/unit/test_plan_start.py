@@ -13,7 +13,7 @@ from launcher.closed_form.memory import layers_of, memory_of, own_weights, posit
 from launcher.config.load import load_config
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import rank_memory
-from launcher.plan.quick import GIB, GRADIENTS, PASSING, Held, fullest, held_by, job_on, quick_plan, room_on
+from launcher.plan.quick import GIB, GRADIENTS, MATRICES, PASSING, Held, fullest, held_by, job_on, quick_plan, room_on
 from launcher.plan.search import layouts
 from launcher.report.plans import planned_at_start, planned_rows
 from launcher.trace.hardware import known_hardware, read_hardware
@@ -112,6 +112,13 @@ def test_the_worst_moment_is_that_of_what_is_scattered():
     assert held.parts() == {GRADIENTS: 5.0} and held.pieces == 0
     scattered = dataclasses.replace(held, scattered=2.0)
     assert scattered.parts() == {"activations": 3.0, "logits": 1.0} and scattered.pieces == 4.0
+
+
+def test_the_worst_moment_may_be_an_update_of_whole_matrices():
+    held = Held(1.0, 0, 0, 0, buffers=5.0, activations=3.0, head=1.0, logits=1.0, left=0.0, matrices=6.0, scattered=2.0)
+    assert held.parts()["logits"] == 1.0 and MATRICES not in held.parts()  # 2 x 5 of the head's
+    more = dataclasses.replace(held, matrices=11.0)
+    assert more.parts() == {"weights": 1.0, MATRICES: 11.0} and more.pieces == 0
 
 
 def test_other_ranks_and_a_key_keep_it_silent():
@@ -259,6 +266,7 @@ def test_a_report_shows_the_last_starts_plan():
 
 
 def test_each_part_of_a_plan_has_a_name_in_events():
-    for buffers in (0.0, 9.0):  # the head at work, and gradients being reduced
-        held = Held(*[1.0] * len(dataclasses.fields(Held)))
-        assert set(dataclasses.replace(held, buffers=buffers).parts()) <= set(HELD)
+    held, found = Held(*[1.0] * len(dataclasses.fields(Held))), set()
+    for changes in ({"buffers": 0.0}, {"buffers": 9.0}, {"matrices": 99.0}):  # the head, a reduction, the update
+        found |= set(dataclasses.replace(held, **changes).parts())
+    assert found == set(HELD)
