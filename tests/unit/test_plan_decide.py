@@ -123,7 +123,7 @@ def test_the_fullest_of_like_positions_is_traced_for_them(path, changes, traced,
 
 @pytest.mark.slow
 def test_what_cannot_be_traced_keeps_its_closed_form(path, capsys):
-    arguments = ["plan", str(path), "--search", "--gpus", "2", "--traces", "1", MOE, "train.precision=fp16"]
-    assert main(arguments) == 0
+    experts = ("model.family=mixtral", "model.moe={n_experts: 4, top_k: 2, d_ff: 64}", "train.precision=fp16")
+    assert main(["plan", str(path), "--search", "--gpus", "2", "--traces", "1", *experts]) == 0
     told = capsys.readouterr().out
     assert "layout 1 has figures by closed forms alone: train.precision=fp16 with model.moe cannot be traced" in told
