@@ -281,16 +281,20 @@ def mean_states(model: ModelConfig, optimizer: OptimizerConfig) -> float:
     return kept / sum(each.numel for each in tensors)
 
 
-@lru_cache(maxsize=16)
 def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, parallel: ParallelConfig, n_ranks: int) -> float:
     """Bytes of whole matrices at once, where an update takes them so; ``n_ranks``: those of a pipeline position."""
-    taken = [each for each in logical_tensors(model).values() if optimizer.takes_whole(each.weight)]
-    if not taken:
-        return 0.0
+    largest, stack, taken = sizes_taken_whole(model, optimizer)
     most, cuts = DEFAULT_SIZES.matrices, parallel.ep if parallel.zero == 0 else n_ranks
-    at_work = max(min(most, each.numel / cuts) if each.is_expert else each.numel for each in taken)
-    own = sum(each.numel for each in taken) / (parallel.pp * n_ranks) if parallel.zero else 0.0
-    return FP32 * (DEALT * min(most, own) + AT_WORK * at_work)
+    own = taken / (parallel.pp * n_ranks) if parallel.zero else 0.0
+    return FP32 * (DEALT * min(most, own) + AT_WORK * max(largest, min(most, stack / cuts)))
+
+
+@lru_cache(maxsize=16)
+def sizes_taken_whole(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[int, int, int]:
+    """Elements of the largest matrix that an update takes whole, of the largest stack of experts', and of all."""
+    taken = [each for each in logical_tensors(model).values() if optimizer.takes_whole(each.weight)]
+    largest, stack = (max((e.numel for e in taken if e.is_expert == is_stack), default=0) for is_stack in (False, True))
+    return largest, stack, sum(each.numel for each in taken)
 
 
 @lru_cache(maxsize=16)
