@@ -217,6 +217,9 @@ def _netrc_has(host: str) -> bool:
 
 
 def _settings() -> wandb.Settings:
+    """Ours for all that wandb does; it looks for the user's, too, and cannot where the user has no home at all."""
+    if os.path.expanduser("~") == "~":
+        os.environ.setdefault("WANDB_CONFIG_DIR", os.devnull)
     return wandb.Settings(
         silent=True,
         quiet=True,

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pwd
 import shlex
 import subprocess
 import sys
@@ -152,14 +153,19 @@ def test_nothing_is_printed_but_one_line(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("mode", ["auto", "offline"])
-@pytest.mark.parametrize("home", [None, "/proc", f"{__file__}/home"])
+@pytest.mark.parametrize("home", [None, "unlisted", "/proc", f"{__file__}/home"])
 def test_a_user_without_a_home_hears_nothing_of_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], home: str | None, mode: str
 ) -> None:
-    """Containers have such users. Root may make any folder, but none beneath a file."""
+    """Containers have such users, and ids that /etc/passwd does not list. Root may make any folder, but none beneath a
+    file."""
     wandb_run.tear_down()  # the service of an earlier test has a home
     monkeypatch.setenv("XDG_CACHE_HOME", "")  # restored in the end, whatever the run sets
-    if home is None:
+    monkeypatch.setenv("WANDB_CONFIG_DIR", "")
+    monkeypatch.delenv("WANDB_CONFIG_DIR")
+    if home == "unlisted":
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    if home in (None, "unlisted"):
         monkeypatch.delenv("HOME")
     else:
         monkeypatch.setenv("HOME", home)
