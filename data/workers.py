@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event
@@ -62,7 +63,8 @@ def run_in_processes(
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(n_processes, context, initializer=_begin, initargs=initial) as pool:
         try:
-            pending = {pool.submit(function, *values) for values in arguments}
+            with _interrupts_held_back():
+                pending = {pool.submit(function, *values) for values in arguments}
             return list(_collect(pending, reports, report))
         except BrokenProcessPool as error:
             found = f"data.workers={workers}"
@@ -73,6 +75,16 @@ def run_in_processes(
             ending.start()
             pool.shutdown(wait=True, cancel_futures=True)
             ending.cancel()
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Within, Ctrl-C waits here, and in the processes started here for ever: this one hears it and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(processes: Iterable[BaseProcess]) -> None:
@@ -97,7 +109,6 @@ def _begin(reports: "SimpleQueue[tuple[float, int, int]]", stop: Event, n_thread
     _reports, _stop = reports, stop
     os.environ["RAYON_NUM_THREADS"] = str(n_threads)  # the tokenizers library's threads
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if n_threads > 1 else "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends us
     if sys.platform == "linux":  # a worker that is stopped, or in native code, is ended too
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread ends that has begun it and waits
     threading.Thread(target=_end_with_parent, daemon=True).start()  # elsewhere, and where it has ended already

@@ -146,6 +146,28 @@ def _kill_midway(command: list[str]) -> int:
     return first
 
 
+@pytest.mark.parametrize("delay", [0, 0.2])
+def test_an_interrupt_while_workers_begin_needs_no_words(tmp_path: Path, tokenizer: str, delay: float) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(6000))
+    data = asdict(config_of(path, tokenizer, tmp_path / "tokens", shard_bytes=20_000, workers=2))
+    (tmp_path / "config.yaml").write_text(json.dumps({"name": "x", "model": {"vocab_size": VOCAB}, "data": data}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", "prepare", str(tmp_path / "config.yaml")],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 60
+    while not any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_asked_to_end(tmp_path: Path, tokenizer: str, is_stuck: bool) -> None:
     """SIGTERM: nothing half written stays, nothing is said of semaphores, and the exit code is what a shell expects.
