@@ -2,30 +2,27 @@
 
 import errno
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from data.partial import partial_suffix, sync_folder
 from data.refusals import refusals_of
 from launcher.errors import UserError
-from parallel.processes.stop import ending
+from parallel.processes.stop import undoing
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """The folder to fill, which becomes ``out``, durably, when the block ends, and is gone where it fails.
 
-    SIGTERM is such a failure: a job's end leaves nothing, and the exit code is what a shell expects of it. ``out`` must
-    not be there, or be an empty folder. Raises UserError where another process makes it meanwhile.
+    SIGTERM and SIGHUP are such failures: a job's end leaves nothing. ``out`` must not be there, or be an empty folder.
+    Raises UserError where another process makes it meanwhile.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.name}.{partial_suffix()}")
-    is_main = threading.current_thread() is threading.main_thread()  # which alone may say what a signal does
-    with ending([signal.SIGTERM], code=None) if is_main else nullcontext(), refusals_of(out):
+    with undoing(), refusals_of(out):
         hidden.mkdir()
         try:
             yield hidden

@@ -6,10 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.refusals import refusals_of
+from parallel.processes.stop import undoing
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder, gone when the block ends. Raises OSError, which names TMPDIR, where its disk is full."""
-    with tempfile.TemporaryDirectory(prefix="roundtable-") as folder, refusals_of(f"TMPDIR={tempfile.gettempdir()}"):
+def scratch_folder(prefix: str = "roundtable-") -> Iterator[Path]:
+    """An empty folder, gone when the block ends, by SIGTERM too.
+
+    Raises OSError, which names TMPDIR, where its disk is full.
+    """
+    place = f"TMPDIR={tempfile.gettempdir()}"
+    with undoing(), tempfile.TemporaryDirectory(prefix=prefix) as folder, refusals_of(place):
         yield Path(folder)

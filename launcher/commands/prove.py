@@ -22,7 +22,10 @@ from launcher.prove.proof import SGD, run_proof
 from launcher.prove.report import TABLE_WIDTH, Outcome, print_outcome, to_json
 from launcher.prove.shrink import default_ranks, shrink
 from launcher.prove.tokens import write_documents
+from launcher.scratch import scratch_folder
 from parallel.processes.start import RankError
+
+PREFIX = "roundtable-prove-"  # of the folder that a proof takes
 
 TIMEOUT_SECONDS = 600  # for all ranks together; a collective that waits as long ends its rank
 
@@ -36,7 +39,7 @@ def prove_config(path: Path, overrides: Sequence[str], ranks: int | None, steps:
     stay_on_cpu()
     console = open_console(width=None if open_console().is_terminal else TABLE_WIDTH)
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="roundtable-prove-") if keep else stack.enter_context(scratch_folder()))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX)) if keep else stack.enter_context(scratch_folder(PREFIX))
         progress = stack.enter_context(ProofProgress(folder))
         outcome = prove_in(folder, config, n_ranks, steps, keep=keep, tell=progress.tell)
     if as_json:
@@ -44,11 +47,6 @@ def prove_config(path: Path, overrides: Sequence[str], ranks: int | None, steps:
     else:
         print_outcome(outcome, console)
     return 0 if outcome.proven else 1
-
-
-def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes when the proof is over."""
-    return tempfile.TemporaryDirectory(prefix="roundtable-prove-")
 
 
 def load_small(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[RunConfig, int]:

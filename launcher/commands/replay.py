@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from launcher.errors import UserError
 from launcher.limits import check_limits, check_local_ranks
 from launcher.replay.plan import Plan, make_plan
 from launcher.replay.record import Record, read_record
+from launcher.scratch import scratch_folder
 from launcher.slurm.follow import find_run
 from launcher.training.run_dir import saved_config, start_folder
 from launcher.training.start import check_gpus, check_tokens, exit_two_for
@@ -68,8 +68,8 @@ def planned(
     """
     record = read_record(run_path)
     check_local_ranks(ranks)
-    with contextlib.chdir(start_folder(run_path, config)), tempfile.TemporaryDirectory() as scratch:
-        plan = make_plan(run_path, record, step, overrides, ranks=ranks, begin=begin, scratch=scratch)
+    with contextlib.chdir(start_folder(run_path, config)), scratch_folder() as scratch:
+        plan = make_plan(run_path, record, step, overrides, ranks=ranks, begin=begin, scratch=str(scratch))
         check_limits(plan.n_ranks)
         check_gpus(plan.n_ranks)
         check_tokens(plan.config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.commands.prove import prove_in, scratch_folder, stay_on_cpu
+from launcher.commands.prove import PREFIX, prove_in, stay_on_cpu
 from launcher.config.layout_rules import with_switches
 from launcher.config.load import load_config
 from launcher.config.rules import check
@@ -15,6 +15,7 @@ from launcher.console import open_console, say
 from launcher.errors import UserError
 from launcher.prove.report import Outcome, layout_words
 from launcher.prove.shrink import shrink
+from launcher.scratch import scratch_folder
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import SCHEDULES, splits_backward
 
@@ -91,8 +92,8 @@ def prove_matrix(path: Path, overrides: Sequence[str], steps: int, as_json: bool
         if refused:
             verdict, detail = "not legal", refused[0]
         else:
-            with scratch_folder() as folder:
-                outcome = prove_in(Path(folder), small, layout.n_ranks, steps)
+            with scratch_folder(PREFIX) as folder:
+                outcome = prove_in(folder, small, layout.n_ranks, steps)
             verdict, detail = ("proven" if outcome.proven else "DIFFERS"), describe(outcome)
         results.append({"layout": words, "verdict": verdict, "detail": detail})
         console.print(f"{number}/{len(rows)}  {verdict:9}  {words}  {detail}", soft_wrap=True)

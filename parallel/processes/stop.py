@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -126,12 +126,22 @@ def ending(signals: Sequence[int] = STOP_SIGNALS, code: int | None = STOPPED) ->
     def end(signum: int, _: Any = None) -> None:
         raise SystemExit(KILLED + signum if code is None else code)
 
-    before = {signum: signal.signal(signum, end) for signum in signals}
+    heard = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]  # as nohup has it
+    before = {signum: signal.signal(signum, end) for signum in heard}
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def undoing() -> AbstractContextManager[None]:
+    """Within, SIGTERM and SIGHUP (a terminal that closes) raise SystemExit, so that blocks undo what they began.
+
+    The exit code is what a shell expects. Without effect in other threads than the main one, which cannot hear.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return ending([signal.SIGTERM, signal.SIGHUP], code=None) if is_main else nullcontext()
 
 
 @contextmanager

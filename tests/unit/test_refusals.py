@@ -1,7 +1,9 @@
 """What the operating system refuses names a file, a folder or TMPDIR."""
 
 import errno
+import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -55,6 +57,19 @@ def test_a_scratch_folder_names_tmpdir_and_goes(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as caught, scratch_folder():
         fill()
     assert told(caught.value) == f"TMPDIR={tmp_path}" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scratch_folder_goes_with_a_command_that_is_asked_to_end(tmp_path, monkeypatch, signum):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.signal(signum, lambda *_: None)
+    with pytest.raises(SystemExit) as ended, scratch_folder():
+        os.kill(os.getpid(), signum)
+    assert ended.value.code == 128 + signum and list(tmp_path.iterdir()) == []
+    signal.signal(signum, signal.SIG_IGN)  # as nohup does
+    with scratch_folder():
+        os.kill(os.getpid(), signum)
+    signal.signal(signum, before)
 
 
 @pytest.mark.parametrize("kind", [Exception, SafetensorError])
