@@ -428,6 +428,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _refuse([_wrong_usage(error, given)])
     except KeyboardInterrupt:
+        if arguments is None:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one, on the way out
         return 130
 
 

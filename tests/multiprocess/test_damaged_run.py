@@ -388,6 +388,23 @@ def test_two_interrupts_at_once_are_one_line(run):
     assert (training.returncode, len(errors)) == (130, 1), errors
 
 
+ON_THE_WAY_OUT = """
+import signal, sys
+from launcher import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli.app = lambda **_: signal.raise_signal(signal.SIGINT)
+sys.argv = ["roundtable", "runs"]
+assert cli.main() == 130
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_an_interrupt_on_the_way_out_needs_no_words():
+    command = [sys.executable, "-c", ON_THE_WAY_OUT]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_an_interrupt_while_the_fork_server_imports_is_one_line(run):
     shutil.rmtree(run)
     command = [sys.executable, "-m", "launcher", "train", "small.yaml", "--ranks", "2"]
