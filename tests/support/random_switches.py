@@ -111,9 +111,9 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
 def random_further_run(seed: int) -> tuple[RunConfig, int]:
     """The same with any first weights, scalings of rotations and details of scores and updates."""
     config, n_ranks = random_free_run(seed)
-    return drawn(
-        random.Random(f"further {seed}"), config, n_ranks, [*map(setting, FURTHER.items()), longer, wider]
-    ), n_ranks
+    draw = random.Random(f"further {seed}")
+    config = drawn(draw, config, n_ranks, [*map(setting, FURTHER.items()), longer, wider])
+    return iterated(config, n_ranks), n_ranks
 
 
 def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:
@@ -196,6 +196,14 @@ def grown(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
     """A batch that has half of its size at first."""
     half = config.train.global_batch_size // 2
     return with_value(config, "train.batch_ramp", BatchRamp(start=half, increment=half, samples=1))
+
+
+def iterated(config: RunConfig, n_ranks: int) -> RunConfig:
+    """Muon's iterations in bf16, where training is in 16 bits or less."""
+    if config.optimizer.name != "muon":
+        return config
+    low = with_value(config, "optimizer.iteration_dtype", "bf16")
+    return config if check(low, n_ranks) else low
 
 
 def grouped(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
