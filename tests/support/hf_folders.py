@@ -7,6 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from byte_tokenizer import save_byte_tokenizer
+from launcher.cli import main
+from launcher.commands.trained import Trained, open_trained
 from modeling.config import ModelConfig
 from modeling.families.config_json import SpecialTokens, to_config_json
 
@@ -38,3 +40,9 @@ def save_hf_model(
     if tokenizer:
         save_byte_tokenizer(folder)
     return model
+
+
+def imported(source: Path, out: Path) -> Trained:
+    """The run directory ``out``, as `roundtable import` makes it of the folder ``source``."""
+    assert main(["import", str(source), str(out)]) == 0
+    return open_trained(out)
