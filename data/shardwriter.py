@@ -108,10 +108,11 @@ def dropped_from(folder: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def no_room(token_dir: Path, error: OSError) -> Exception:
-    """The DataError of a full disk; any other OSError comes back as it is."""
+    """The DataError of a full disk, or of files that may not grow; any other OSError comes back as it is."""
     if error.errno not in NO_ROOM:
         return error
-    remedy = "free some, or set data.token_dir to another disk; finished shards are kept"
+    more = "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "free some"
+    remedy = f"{more}, or set data.token_dir to another disk; finished shards are kept"
     return refuse(f"data.token_dir={str(token_dir)!r}", f"has no room left ({error.strerror})", remedy)
 
 

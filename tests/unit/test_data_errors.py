@@ -1,8 +1,14 @@
 """What is wrong with the data, in lines: apart in the error, together in its text, from a worker process too."""
 
 import copy
+import errno
+import os
+from pathlib import Path
+
+import pytest
 
 from data.errors import DataError, problem, reason_of
+from data.shardwriter import no_room
 
 
 def test_each_problem_is_a_line_wherever_the_error_comes_from():
@@ -21,3 +27,13 @@ def test_what_a_library_says_is_one_short_line():
 
 def test_a_name_with_a_line_end_stays_in_its_line():
     assert problem("a\nb.txt", "is empty", "remove it") == "a\\nb.txt is empty; remove it"
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some"), (errno.EFBIG, "raise the limit (ulimit -f)")]
+)
+def test_a_shard_without_room_is_told_what_gives_it_some(number, remedy):
+    told = str(no_room(Path("tokens"), OSError(number, os.strerror(number))))
+    rule = f"has no room left ({os.strerror(number)})"
+    rest = "or set data.token_dir to another disk; finished shards are kept"
+    assert told == f"data.token_dir='tokens' {rule}; {remedy}, {rest}"
