@@ -275,7 +275,6 @@ class _Course:
         try:
             answer = {"found": self.worker.do(work, self.stage_seconds)}
         except queue.Empty:
-            faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback()
             self.is_stuck = True
             return {}
@@ -283,7 +282,8 @@ class _Course:
             answer = {"failure": " ".join(str(error).split())[:300] or type(error).__name__}
             place = f"rank {self.rank} on {self.node_of[self.rank]}"
             self.tell(f"{place}: {name}: {answer['failure']}")
-        faulthandler.cancel_dump_traceback_later()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         return answer
 
     def _leave_if_dropped(self) -> None:
