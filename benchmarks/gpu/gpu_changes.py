@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention import restore_flash_attention_impl
 
-from gpu_baselines import tell
+from gpu_baselines import KERNELS, tell
 from gpu_part import Check, Place
 from gpu_report import Skipped
 from gpu_runs import MODELS, Job, baseline, measured
@@ -26,12 +26,13 @@ class Change:
     parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
     document: int | None = None  # tokens of each; else rows are cut out of longer ones
+    kernels: int = 0  # so many of the profiler's top are told of
 
 
 CHANGES = (
     Change("base"),
-    Change("products of 8 bits", train={"precision": "fp8"}),
-    Change("products of 8 bits, weights kept", train={"precision": "fp8", "fp8_keep_weights": True}),
+    Change("products of 8 bits", train={"precision": "fp8"}, kernels=KERNELS),
+    Change("products of 8 bits, weights kept", train={"precision": "fp8", "fp8_keep_weights": True}, kernels=KERNELS),
     Change("nothing compiled", train={"compile": "off"}),
     Change("two sequences a micro-batch", train={"micro_batch_size": 2}),
     Change("documents of 1,024 tokens", document=1024),
@@ -64,7 +65,7 @@ def check_change(change: Change, name: str, place: Place) -> None:
     document = None if change.document is None else place.small(change.document, 8)
     config = baseline(name, place, parallel, document, **change.train)
     sizes = dataclasses.replace(DEFAULT_SIZES, **change.sizes)
-    job = Job(config, place.dry, steps=place.small(3, 1), sizes=sizes)
+    job = Job(config, place.dry, steps=place.small(3, 1), sizes=sizes, kernels=change.kernels)
     tell(measured(job, place.seconds(95)), place)
 
 

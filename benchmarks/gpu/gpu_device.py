@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
-import os
 import statistics
 import time
 import warnings
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from gpu_report import from_root
+from gpu_turn import turn
 from launcher.watch.speed import GIB, peak_memory_gib
 
 WAIT_MESSAGE = "called a synchronizing CUDA operation"  # torch's warning (c10/cuda/CUDAFunctions.cpp)
@@ -86,16 +85,6 @@ def one_call(function: Callable[[], object], device: torch.device) -> float:
     end.record()
     synchronize(device)
     return begin.elapsed_time(end) / 1000
-
-
-@contextlib.contextmanager
-def turn() -> Iterator[None]:
-    """Around what is timed: parts that run side by side, with one file's path in GPU_TURN, take turns in it."""
-    path = os.environ.get("GPU_TURN")
-    with contextlib.ExitStack() as held:
-        if path is not None:
-            fcntl.flock(held.enter_context(open(path, "a")), fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from data.order import take
 from data.tokenwriter import TokenFileWriter
 from gpu_part import Place
 from gpu_report import ROOT
+from gpu_turn import turn
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.training.loop import build_engine, prepare_process, run_step
@@ -149,7 +150,7 @@ def measure_rank(job: Job) -> dict[str, Any]:
 
     rows = [step() for _ in range(2)]
     gpu_device.forget(device)
-    with gpu_device.turn():
+    with turn():
         rows = [step() for _ in range(job.steps)]
         found = figures_of(rows, config, device)
         found["micro_batch_ms"] = 1000 * micro_batch_seconds(config, engine, dataset, device)

@@ -28,6 +28,7 @@ for folder in (HERE, ROOT / "tests" / "support", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+import gpu_turn  # noqa: E402
 from gpu_part import DRY_PATIENCE, PARTS, Check, Part, Place  # noqa: E402
 from gpu_report import Report, Skipped, versions  # noqa: E402
 
@@ -77,7 +78,7 @@ def why_not(arguments: argparse.Namespace) -> str | None:
     """Why nothing can begin, in one line."""
     if arguments.minutes is not None and not 0 < arguments.minutes <= 1440:
         return f"make gpu: MINUTES={arguments.minutes:g} must be above 0 and at most 1440; try MINUTES=8"
-    turn = os.environ.get("GPU_TURN")
+    turn = os.environ.get(gpu_turn.TURN)
     if turn is not None and (not Path(turn).parent.is_dir() or Path(turn).is_dir()):
         return f"make gpu: GPU_TURN={turn} must be a file in a folder that is there; try GPU_TURN=/tmp/turn"
     if not arguments.dry and (problem := no_gpu()) is not None:
@@ -130,6 +131,7 @@ def run_worker(part: Part, arguments: argparse.Namespace, path: Path, scratch: P
     command = [sys.executable, WORKER, "--worker", str(path), "--part", str(part.number)]
     command += ["--check", arguments.check, *(["--dry"] if arguments.dry else [])]
     environment = worker_environment(scratch, dry=arguments.dry)
+    environment[gpu_turn.OWNER] = owner = f"{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
     )
@@ -142,6 +144,7 @@ def run_worker(part: Part, arguments: argparse.Namespace, path: Path, scratch: P
             problem = too_long(report, deadline)
     finally:
         end_all(process)
+        gpu_turn.wake_others(owner)
     report = Report.read(path)
     running = report.content["running"]
     if running is not None:

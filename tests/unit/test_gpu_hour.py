@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ import gpu_correctness
 import gpu_device
 import gpu_page
 import gpu_ring
+import gpu_turn
 import gpu_wheels
 import hour
 import parallel.context_parallel.pieces as ring_pieces
@@ -177,10 +180,39 @@ def test_gaps_are_the_times_in_which_no_kernel_runs():
 
 def test_side_by_side_parts_take_turns_in_what_they_time(monkeypatch, tmp_path):
     monkeypatch.setenv("GPU_TURN", str(tmp_path / "turn"))
-    with gpu_device.turn(), open(tmp_path / "turn") as other, pytest.raises(BlockingIOError):
+    with gpu_turn.turn(), open(tmp_path / "turn") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(tmp_path / "turn") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back
+
+
+def test_whoever_is_timed_has_the_gpu_alone(monkeypatch, tmp_path):
+    """The others' processes stand still, its own and those of other turns do not; nobody stays stopped."""
+    monkeypatch.setenv("GPU_TURN", str(tmp_path / "turn"))
+    monkeypatch.setenv("GPU_OWNER", "mine")
+    sides = {"mine": {}, "another": {"GPU_OWNER": "another"}, "apart": {"GPU_TURN": "/other", "GPU_OWNER": "another"}}
+    started = {
+        name: subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, **own})
+        for name, own in sides.items()
+    }
+    try:
+        with gpu_turn.turn():
+            assert stopped(started) == {"another"}
+        assert stopped(started) == set()
+        started["another"].send_signal(signal.SIGSTOP)  # as by a part that was killed in its turn
+        gpu_turn.wake_others("mine")
+        assert stopped(started) == set()
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
+
+
+def stopped(started: dict[str, subprocess.Popen]) -> set[str]:
+    """Which of the processes stand still, half a second from now: a signal takes its time."""
+    time.sleep(0.5)
+    status = {name: psutil.Process(process.pid).status() for name, process in started.items()}
+    return {name for name, each in status.items() if each == psutil.STATUS_STOPPED}
 
 
 def test_files_name_no_path_of_the_machine(tmp_path):
