@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from modeling.kernels.direct import Direct, is_plain
+
 ROW_BYTES = 1 << 16  # a longer row does not stay in a core's registers: what is summed over it is read once more
 LEAST_ROWS = 2  # torch compiles a dim of 0 or 1 as that number, so fewer rows are computed plainly
 
@@ -45,8 +47,12 @@ def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = F
     """
     if is_never_compiled(function) or (rows_vary and any(tensor.shape[0] < LEAST_ROWS for tensor in tensors)):
         return function(*tensors, **numbers)
-    made = _Fused.apply(function, rows_vary, tuple(sorted(numbers.items())), *tensors)
-    return made[0] if len(made) == 1 else made
+    told = tuple(sorted(numbers.items()))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        made = _Fused.apply(function, rows_vary, told, *tensors)
+    else:
+        made = run(chain_of(function, told, None, rows_vary, tensors), tensors)
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 class _Fused(Function):
@@ -118,22 +124,17 @@ class Chain:
     wanted: tuple[int, ...] | None  # the places of the tensors of which these are the gradients; None: values
     sums_rows: bool  # some of the gradients are of what all rows share, which takes a kernel of its own
     in_parts: bool = False  # the value's parts lie side by side, and a kernel may make each of them
-    compiled: Callable[..., tuple[Tensor, ...]] | None = None
+    compiled: Direct | None = None
     first_call_seconds: float = 0.0
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The compiled function's values; it is compiled here, the first time."""
-        is_first = self.compiled is None
+        if self.compiled is not None:
+            return self.compiled(tensors)
         started = time.perf_counter()
-        if self.compiled is None:
-            options = {"guard_filter_fn": sizes_alone, "compile_threads": 1}
-            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False, options=options)
-        if self.rows_vary:
-            tensors = [varying(tensor) for tensor in tensors]
-        with torch.no_grad():
-            made = self.compiled(*tensors)
-        if is_first:
-            self.first_call_seconds = time.perf_counter() - started
+        self.compiled = Direct(self.function, rows_vary=self.rows_vary)
+        made = self.compiled(tensors)
+        self.first_call_seconds = time.perf_counter() - started
         return made
 
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -157,21 +158,6 @@ class Chain:
         readings = 1 + self.sums_rows + parts + (longest > ROW_BYTES)
         read = {id(each): each.nbytes for each in given}  # a gradient may stand in another tensor's place, too
         return readings * sum(read.values()) + sum(each.nbytes for each in made)
-
-
-def sizes_alone(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch's guards are looked at in each call: those on sizes that vary.
-
-    All else that a compiled function depends on is part of ``chain_of``'s key.
-    """
-    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
-
-
-def varying(tensor: Tensor) -> Tensor:
-    """The tensor, marked for the compiler as one of as many rows as there may be."""
-    view = tensor.detach()  # of its own: another chain may compile the same tensor as it is
-    torch._dynamo.mark_dynamic(view, 0)
-    return view
 
 
 @dataclass
@@ -264,7 +250,12 @@ def _library() -> torch.library.Library:
     return library
 
 
-def run(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The values of the chain of that name, for ``tensors``."""
+def run(name: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The values of the chain of that name, for ``tensors``: by the operator, where somebody may look at operations."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run(name, tensors)
+    if is_plain(tensors):
+        return chain_named(name)(tensors)
     _library()
     return torch.ops.roundtable.chain(name, list(tensors))

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modeling.kernels.fuse import Fuse, compiled, sizes_alone
+from modeling.kernels.direct import Direct, is_plain
+from modeling.kernels.fuse import Fuse, compiled
 from parallel.zero.norm import ALIGNED, CPU_PIECE, WORTH_IT
 
 MOST = 1 << 31  # elements that a kernel counts in 32 bits
@@ -68,9 +69,11 @@ def accumulate(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
     """One operator, ``roundtable::accumulate(total, gradient, adds)``, of which fake tensors see no more than that."""
     if total.is_cpu:
         (add if adds else write)(total, gradient)
-        return
-    _library()
-    torch.ops.roundtable.accumulate(total.detach(), gradient.detach(), adds)
+    elif is_plain((total, gradient)):
+        accumulate_there(total, gradient, adds)
+    else:
+        _library()
+        torch.ops.roundtable.accumulate(total.detach(), gradient.detach(), adds)
 
 
 @torch.no_grad()
@@ -80,10 +83,7 @@ def accumulate_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
     if not is_fit or not WORTH_IT <= total.numel() < MOST:
         (add if adds else write)(total, gradient)
         return
-    given = [each.detach() for each in (total, gradient)]
-    for each in given:
-        torch._dynamo.mark_dynamic(each, 0)
-    _compiled(adds, total.dtype, gradient.dtype)(*given)
+    _compiled(adds, total.dtype, gradient.dtype)((total, gradient))
 
 
 def add_flat(total: Tensor, gradient: Tensor) -> None:
@@ -97,14 +97,14 @@ def write_flat(total: Tensor, gradient: Tensor) -> None:
 
 
 @cache
-def _compiled(adds: bool, *_: torch.dtype) -> Take:
+def _compiled(adds: bool, *_: torch.dtype) -> Direct:
     """Of one pair of dtypes, so that sizes alone are looked at in each call.
 
     Of its own code object: torch counts the versions that it compiles of each.
     """
     function = add_flat if adds else write_flat
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": sizes_alone, "compile_threads": 1})
+    return Direct(own, rows_vary=True)
 
 
 @cache
