@@ -41,15 +41,15 @@ class RoutingStats:
 
 # (rows_RD, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, ways) -> out_TD
 ComputeExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None, Ways], Tensor]
-# (hidden_TD, indices_TK, n_experts, fuse) -> rows_RD, which perhaps are still on their way, and what goes on with them
-ExpertDispatch = Callable[[Tensor, Tensor, int, Fuse], tuple[Tensor, ComputeExperts]]
+# (hidden_TD, indices_TK, counts_E, fuse) -> rows_RD, which perhaps are still on their way, and what goes on with them
+ExpertDispatch = Callable[[Tensor, Tensor, Tensor, Fuse], tuple[Tensor, ComputeExperts]]
 
 
 def staying(experts: Callable[..., Tensor]) -> ExpertDispatch:
     """The dispatch of one device, which sends nothing: ``experts`` is experts_grouped, or computes the same."""
 
-    def dispatch(hidden_TD: Tensor, indices_TK: Tensor, n_experts: int, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
-        return hidden_TD, lambda hidden_TD, *rest: experts(hidden_TD, indices_TK, *rest)
+    def dispatch(hidden_TD: Tensor, indices_TK: Tensor, counts_E: Tensor, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+        return hidden_TD, lambda hidden_TD, *rest: experts(hidden_TD, indices_TK, *rest, counts_E=counts_E)
 
     return dispatch
 
@@ -57,14 +57,15 @@ def staying(experts: Callable[..., Tensor]) -> ExpertDispatch:
 class Sender(nn.Module):
     """Sends tokens to their experts. ``dispatch`` is the seam at which expert parallelism enters."""
 
-    def __init__(self, n_experts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.n_experts = n_experts
         self.dispatch: ExpertDispatch = staying(experts_grouped)
 
-    def forward(self, hidden_TD: Tensor, indices_TK: Tensor, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+    def forward(
+        self, hidden_TD: Tensor, indices_TK: Tensor, counts_E: Tensor, fuse: Fuse
+    ) -> tuple[Tensor, ComputeExperts]:
         """What Experts is to be called with, besides the weights. Nobody else may read the rows."""
-        return self.dispatch(hidden_TD, indices_TK, self.n_experts, fuse)
+        return self.dispatch(hidden_TD, indices_TK, counts_E, fuse)
 
 
 class Experts(nn.Module):
@@ -137,7 +138,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = router
-        self.sender = Sender(len(router.weight))
+        self.sender = Sender()
         self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate
@@ -154,8 +155,9 @@ class MoE(nn.Module):
         valid_T = context.valid_T
         routed_TD = hidden_TD if valid_T is None else hidden_TD.index_select(0, valid_T)
         routing = self.router(routed_TD, context.choices.get(layer))
-        rows_RD, compute = self.sender(routed_TD, routing.indices_TK, self.experts.fuse)
-        weights_TK, stats = self.add_auxiliary_losses(routing, context)
+        counts_E = count_pairs(routing.indices_TK, len(self.router.weight))
+        rows_RD, compute = self.sender(routed_TD, routing.indices_TK, counts_E, self.experts.fuse)
+        weights_TK, stats = self.add_auxiliary_losses(routing, counts_E, context)
         shared_BSD = None
         if self.shared is not None and self.shared_early:
             shared_BSD = self.shared(hidden_BSD)
@@ -182,7 +184,7 @@ class MoE(nn.Module):
             self.shared.positions, self.sum_shared = Unsummed(positions), positions.scatter_sum
             self.shared_early = True
 
-    def add_auxiliary_losses(self, routing: Routing, context: Context) -> tuple[Tensor, RoutingStats]:
+    def add_auxiliary_losses(self, routing: Routing, counts_E: Tensor, context: Context) -> tuple[Tensor, RoutingStats]:
         """The routing weights, carrying the gradients of the balance loss and the z-loss; and the statistics."""
         indices_TK, weights_TK, logits_TE, affinity_TE = routing
         balance = self.sequence_losses(affinity_TE, indices_TK, context).sum()
@@ -194,7 +196,6 @@ class MoE(nn.Module):
             weights_TK = InjectLoss.apply(weights_TK, balance, scale)
         if self.z_loss:
             weights_TK = InjectLoss.apply(weights_TK, z, self.z_loss * context.z_scale)
-        counts_E = count_pairs(indices_TK, logits_TE.shape[1])
         stats = RoutingStats(
             counts_E=counts_E,
             choice_TK=indices_TK,

@@ -21,7 +21,6 @@ from modeling.kernels.experts import (
     ToRows,
     Ways,
     WeightedSumRows,
-    count_pairs,
     experts_over_rows,
     place_blocks,
     place_rows,
@@ -57,16 +56,15 @@ def make_dispatch(
     ``watch``: as RowExchange has it.
     """
 
-    def dispatch(hidden_TD: Tensor, indices_TK: Tensor, n_experts: int, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
-        parts = chunks_of(n_experts // axis.degree, chunks)
-        counts_E = count_pairs(indices_TK, n_experts)
+    def dispatch(hidden_TD: Tensor, indices_TK: Tensor, counts_E: Tensor, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
+        parts = chunks_of(len(counts_E) // axis.degree, chunks)
         theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
         sent, received = (sizes or sizes_on_host)(counts_E, theirs_NE, parts)
         rows = rows_by_chunk(indices_TK, counts_E, axis.degree, parts)
         there = RowExchanges(sent, received, axis, async_op=overlap, watch=watch)
         back = RowExchanges(received, sent, axis, async_op=overlap, watch=watch)
         theirs_RD, dtype = there.begin(ToRows.apply(hidden_TD, rows, fuse)), hidden_TD.dtype
-        multiple = row_multiple or row_multiple_of(theirs_RD, indices_TK.numel() * axis.degree // n_experts)
+        multiple = row_multiple or row_multiple_of(theirs_RD, indices_TK.numel() * axis.degree // len(counts_E))
         came = zip(theirs_NE.split(parts, 1), received, strict=True)
         blocks = [place_blocks(counts_NE, sum(ranks), multiple) for counts_NE, ranks in came]
 

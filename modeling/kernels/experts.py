@@ -53,6 +53,7 @@ def experts_grouped(
     swiglu_limit: float | None = None,
     ways: Ways = PLAINLY,
     row_multiple: int | None = None,
+    counts_E: Tensor | None = None,
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
 
@@ -60,8 +61,10 @@ def experts_grouped(
     the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
     than what comes out. ``swiglu_limit``: as ``gated`` has it.
     Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device in that dtype).
+    ``counts_E``: how many pairs each expert has, where that is known.
     """
-    counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
+    if counts_E is None:
+        counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
     rows = place_rows(
         indices_TK, counts_E, row_multiple or row_multiple_of(hidden_TD, indices_TK.numel() // len(counts_E))
     )
@@ -222,8 +225,15 @@ def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
 
 def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
     """The pairs' rows. Each expert's are rounded up, to ``row_multiple`` or coarser (row_counts.rounded_up)."""
-    order_P = indices_TK.flatten().argsort(stable=True)  # pairs in the order of their experts
+    order_P = narrow(indices_TK.flatten(), len(counts_E)).argsort(stable=True)  # pairs in the order of their experts
     return rows_in_order(order_P, indices_TK.shape[1], counts_E, row_multiple)
+
+
+def narrow(experts_P: Tensor, n_experts: int) -> Tensor:
+    """The same numbers in fewer bytes, of which each takes a GPU's sort two launches more."""
+    if experts_P.is_cpu:
+        return experts_P
+    return experts_P.to(torch.uint8 if n_experts <= 2**8 else torch.int32)
 
 
 def place_blocks(counts_NE: Tensor, n_rows: int, row_multiple: int) -> Rows:

@@ -26,11 +26,26 @@ def global_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device, fus
     that is not finite, on any rank and counted or not, makes the norm NaN or infinite on all: 0 times it is NaN.
     ``fuse``: how chains of elementwise work are computed on the device.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_share: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # sums of squares; and gradients that have none
     for gradient, share in parts:
-        total += sum_of_squares(gradient.detach(), fuse) * share
+        sums, small = by_share.setdefault(share, ([], []))
+        if is_summed_alone(gradient):
+            sums.append(sum_of_squares(gradient.detach(), fuse))
+        elif gradient.numel():
+            small.append(gradient.detach())
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for share, (sums, small) in by_share.items():
+        if small:  # a few launches for all of them
+            sums.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square().sum())
+        if sums:
+            total += torch.stack(sums).sum() * share
     dist.all_reduce(total)
     return total.sqrt().float()
+
+
+def is_summed_alone(gradient: Tensor) -> bool:
+    """Whether it does not go with others: on a CPU none does, and on a GPU none that takes it longer than its calls."""
+    return gradient.is_cpu or gradient.numel() >= WORTH_IT
 
 
 def sum_of_squares(gradient: Tensor, fuse: Fuse = plainly) -> Tensor:
@@ -52,10 +67,11 @@ def sum_of_squares(gradient: Tensor, fuse: Fuse = plainly) -> Tensor:
 def sum_by_rows(flat: Tensor, fuse: Fuse) -> Tensor:
     """The sum of a flat tensor's squares in fp64: of ROW at a time by ``fuse``, then of these sums and of the rest."""
     n_rows = len(flat) // ROW
-    total = torch.linalg.vector_norm(flat[n_rows * ROW :], dtype=torch.float64).square()
+    rest = flat[n_rows * ROW :]
+    sums = [torch.linalg.vector_norm(rest, dtype=torch.float64).square()] if len(rest) else []
     for rows_NR in flat[: n_rows * ROW].view(n_rows, ROW).split(MOST // ROW):
-        total = total + fuse(squares_of_rows, rows_NR, rows_vary=True).sum()
-    return total
+        sums.append(fuse(squares_of_rows, rows_NR, rows_vary=True).sum())
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def squares_of_rows(rows_NR: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def passes(
     """What a dispatch and its experts make, and every gradient."""
     leaves = {name: each.clone().requires_grad_() for name, each in given.items() if name != "indices"}
     dispatch = make_dispatch(AXIS, chunks=chunks)
-    rows_RD, compute = dispatch(leaves["hidden"], given["indices"], N_EXPERTS, plainly)
+    rows_RD, compute = dispatch(leaves["hidden"], given["indices"], count_pairs(given["indices"], N_EXPERTS), plainly)
     events.append("between")
     biases = [leaves[name] for name in leaves if name.endswith("bias")]
     matrices = (leaves[name] for name in ("gate", "up", "down"))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from arriving import AXIS, Arriving
 from modeling.context import Context
-from modeling.kernels.experts import experts_grouped
+from modeling.kernels.experts import count_pairs, experts_grouped
 from modeling.moe import MoE, build_moe
 from modeling.moe_config import MoEConfig, SequenceAuxBalance
 from parallel.expert import make_dispatch
@@ -74,7 +74,8 @@ def test_one_device_sends_nothing() -> None:
         nn.init.normal_(weight, std=0.3)
     hidden_TD, indices_TK, weights_TK = torch.randn(6, 16), torch.tensor([[0, 3]] * 6), torch.rand(6, 2)
     with torch.no_grad():
-        rows_RD, compute = moe.sender(hidden_TD, indices_TK, moe.experts.fuse)
+        counts_E = count_pairs(indices_TK, CONFIG.n_experts)
+        rows_RD, compute = moe.sender(hidden_TD, indices_TK, counts_E, moe.experts.fuse)
         assert rows_RD is hidden_TD
         matrices = (moe.experts.gate, moe.experts.up, moe.experts.down)
         wanted = experts_grouped(hidden_TD, indices_TK, weights_TK, *matrices)

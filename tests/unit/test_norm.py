@@ -39,3 +39,21 @@ def test_rows_make_the_whole(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> Non
             assert math.isclose(float(sum_by_rows(flat, fuse)), expected, rel_tol=1e-12), (numel, scale)
     flat[ROW + 1] = math.inf
     assert not math.isfinite(float(sum_by_rows(flat, fuse)))
+
+
+@pytest.mark.parametrize("alone", [0, 100, 10**6])
+def test_gradients_that_go_together_count_as_those_that_do_not(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where small ones do: with each its share, with empty ones, and with one that is not finite."""
+    monkeypatch.setattr(norm, "is_summed_alone", lambda gradient: gradient.numel() >= alone)
+    monkeypatch.setattr(norm.dist, "all_reduce", lambda total: None)
+    generator = torch.Generator().manual_seed(0)
+    given = [(torch.randn(numel, generator=generator), share) for numel, share in SHARES]
+    expected = math.sqrt(sum(share * float(gradient.double().square().sum()) for gradient, share in given))
+    found = norm.global_norm(given, torch.device("cpu"))
+    assert found.dtype == torch.float32 and math.isclose(float(found), expected, rel_tol=1e-7)
+    assert float(norm.global_norm([(torch.empty(0), 1.0)], torch.device("cpu"))) == 0.0
+    given[-1][0][1] = math.nan  # though its share is 0
+    assert math.isnan(float(norm.global_norm(given, torch.device("cpu"))))
+
+
+SHARES = [(50, 1.0), (500, 1.0), (0, 1.0), (70, 0.5), (700, 0.5), (8, 0.25), (30, 0.0)]
