@@ -155,7 +155,7 @@ class MoE(nn.Module):
         valid_T = context.valid_T
         routed_TD = hidden_TD if valid_T is None else hidden_TD.index_select(0, valid_T)
         routing = self.router(routed_TD, context.choices.get(layer))
-        counts_E = count_pairs(routing.indices_TK, len(self.router.weight))
+        counts_E = count_pairs(routing.indices_TK, routing.logits_TE.shape[1])
         rows_RD, compute = self.sender(routed_TD, routing.indices_TK, counts_E, self.experts.fuse)
         weights_TK, stats = self.add_auxiliary_losses(routing, counts_E, context)
         shared_BSD = None
