@@ -8,7 +8,7 @@ A cell without a measurement says so. A dry run's file is refused: no figure of 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 NOT_MEASURED = "not measured"
 PART_TITLES = {1: "correctness", 2: "whole runs", 3: "baselines", 4: "one change at a time", 5: "several GPUs"}
+KERNELS = "kernels: "  # with which a check's name begins
 MODELS = ("Llama 3 8B", "Qwen3-30B-A3B")
 
 HEAD = """# Performance on GPUs
@@ -109,6 +110,21 @@ def tables() -> list[Table]:
     ]
 
 
+def kernels(measured: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
+    """All that part 3 has timed alone."""
+    figures = {
+        (each["check"], each["name"]): each["unit"]
+        for contents in measured.values()
+        for content in contents
+        for each in content["figures"]
+        if each["check"].startswith(KERNELS)
+    }
+    rows = [
+        Row(f"{check.removeprefix(KERNELS)}: {name}", 3, check, name, unit) for (check, name), unit in figures.items()
+    ]
+    return Table("Kernels, each alone: of 8,192 tokens, in rows of one, five or sixteen documents", sorted(rows))
+
+
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The files' contents by hardware and day; raises Bad for one that must not be a source."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -136,7 +152,7 @@ def page(folder: Path) -> str:
     for number, title in PART_TITLES.items():
         cells = [checks_cell(measured.get(column, []), number) for column in columns]
         parts.append(line([f"{number} {title}", *cells]))
-    for table in tables():
+    for table in [*tables(), kernels(measured)]:
         parts.append(heading(table.title, columns, ""))
         for row in table.rows:
             parts.append(line([row.label, *(cell(measured.get(column, []), row) for column in columns)]))

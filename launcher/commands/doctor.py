@@ -20,6 +20,7 @@ from launcher.console import open_console, say
 GIB = 2**30
 _LIBRARIES = ("deepspeed", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
 _IMPORT_TIMEOUT_SECONDS = 120
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _MEMORY_FIELDS = ("MemTotal", "MemAvailable")  # of /proc/meminfo, in KiB
 
 _TORCH_PROBE = """
@@ -57,6 +58,7 @@ def examine() -> list[Finding]:
         *(_library(name, child) for name, child in children.items()),
         _wandb_mode(wandb_child),
         _slurm(),
+        *_variables(),
         *_processor(),
         _memory(),
         _shared_memory(),
@@ -141,6 +143,12 @@ def _torch(child: subprocess.Popen[str]) -> Iterator[Finding]:
         )
         old = device["capability"] < [8, 0]
         yield Finding("gpu", found, "lacks" if old else "ok", "no bf16 units: train.precision=fp16" if old else "")
+
+
+def _variables() -> Iterator[Finding]:
+    if found := os.environ.get(CUBLAS):
+        remedy = f"unset {CUBLAS}: torch parses it anew in each matrix product; train.deterministic sets it itself"
+        yield Finding(CUBLAS, found, "lacks", remedy)
 
 
 def _library(name: str, child: subprocess.Popen[str]) -> Finding:

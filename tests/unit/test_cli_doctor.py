@@ -75,3 +75,11 @@ def test_the_machine_itself_is_read():
         doctor._slurm(),
     ]
     assert all(finding.found for finding in findings)
+
+
+def test_a_variable_that_slows_each_product_is_told(monkeypatch):
+    monkeypatch.delenv(doctor.CUBLAS, raising=False)
+    assert list(doctor._variables()) == []
+    monkeypatch.setenv(doctor.CUBLAS, ":4096:8")
+    (finding,) = doctor._variables()
+    assert (finding.verdict, finding.found) == ("lacks", ":4096:8") and "train.deterministic" in finding.remedy

@@ -8,7 +8,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import modeling.loss
-from modeling.loss import IGNORE, Head, chunk_tokens, logits_gradient, losses_and_gradient
+from modeling.kernels.fuse import compiled
+from modeling.loss import (
+    IGNORE,
+    Head,
+    WeightGradient,
+    chunk_tokens,
+    logits_gradient,
+    losses_and_gradient,
+    product_in,
+    scaled,
+)
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -218,3 +228,33 @@ def test_what_a_narrow_loss_is_multiplied_by_is_not_rounded(dtype: torch.dtype) 
     whole, scaled = (torch.autograd.grad(head(hidden_BSD, targets_BS)[0] * by, given) for by in (1.0, factor))
     assert torch.equal(scaled[0], (whole[0].float() * factor).to(dtype))
     assert not any(map(torch.equal, whole, scaled))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weights_gradient_does_not_read_what_its_memory_held(dtype: torch.dtype) -> None:
+    """It is given memory of any values, and the first chunk writes it; without a chunk it is zero.
+
+    Planted: a sum that adds to what was there is seen, for that is not a number.
+    """
+    generator = torch.Generator().manual_seed(0)
+    chunks = [[torch.randn(3, width, generator=generator).to(dtype) for width in (6, 4)] for _ in range(3)]
+    wanted = sum((grad_TV.T @ hidden_TD).float() for grad_TV, hidden_TD in chunks)
+    for n_chunks in (0, 3):
+        sum_VD = torch.full((6, 4), torch.nan)
+        gradient = WeightGradient(sum_VD, torch.empty(6, 4, dtype=dtype))
+        for chunk in chunks[:n_chunks]:
+            gradient(*chunk)
+        gradient.end()
+        torch.testing.assert_close(sum_VD, wanted if n_chunks else torch.zeros(6, 4), rtol=1e-6, atol=1e-6)
+    gradient = WeightGradient(torch.full((6, 4), torch.nan), torch.empty(6, 4, dtype=dtype))
+    gradient.is_empty = False
+    gradient(*chunks[0])
+    assert gradient.sum_VD is not None and gradient.sum_VD.isnan().all()
+
+
+@pytest.mark.xdist_group("fuse")
+def test_a_gradient_is_scaled_by_one_compiled_kernel_as_plainly() -> None:
+    """As on a GPU: in fp32, and rounded once."""
+    matrix, factor = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)), torch.tensor(0.3)
+    made = compiled(product_in, matrix, factor, dtype=torch.bfloat16)
+    assert made.dtype == torch.bfloat16 and torch.equal(made, scaled(matrix, factor, torch.bfloat16))
