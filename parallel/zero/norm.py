@@ -36,7 +36,8 @@ def global_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device, fus
     total = torch.zeros((), dtype=torch.float64, device=device)
     for share, (sums, small) in by_share.items():
         if small:  # a few launches for all of them
-            sums.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square().sum())
+            norms = torch._foreach_norm(small, 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+            sums.append(torch.stack(norms).square().sum())
         if sums:
             total += torch.stack(sums).sum() * share
     dist.all_reduce(total)
