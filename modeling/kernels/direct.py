@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.eval_frame import innermost_fn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -109,6 +107,8 @@ class Direct:
 
     def build(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         """A backend of torch's: inductor's code, which tells of each call that comes to it by torch's way."""
+        from torch._dynamo.eval_frame import innermost_fn  # takes a second, and is there by now
+
         stands = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
         code: Callable[..., Any] = torch._inductor.compile(graph, examples, options={"compile_threads": 1})  # type: ignore[assignment]
         bare = innermost_fn(code)  # torch's wrapper has its compiler look away, which does not look at direct calls
@@ -154,6 +154,8 @@ def span_of(route: Route, examples: Sequence[Any], n_tensors: int) -> Span | Non
     torch tells sizes as expressions of symbols, with the range of each and with what it found on the way: that two are
     equal, or that a product stays below 2^31. Whatever is no plain symbol or number here is left to torch.
     """
+    import sympy  # as torch has
+
     stands = [*zip(route.given, examples, strict=True)]
     firsts = {place: size_of(each.shape[0]) for place, each in stands if place < n_tensors}
     numbers = [size_of(each) for place, each in stands if place >= n_tensors]

@@ -16,6 +16,7 @@ BEFORE_TRAINING = "runs before training, on numbers of its own"
 WAITING = "seconds, ports, signals and exit codes"
 REFUSAL = "a bound beyond which input is refused, or the length of a message; within it nothing changes"
 REASONS = {
+    "modeling.kernels.direct.MOST_ROUTES": "beyond it what is known of sizes is learnt anew (test_direct.py)",
     "modeling.attention.LATENT_NORM_EPS": "the formula's, as in transformers' class",
     "modeling.config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.context.PADDING": "a mark, not a size",
