@@ -71,8 +71,9 @@ class Direct:
 
     def __init__(self, function: Callable[..., Any], *, rows_vary: bool) -> None:
         self.rows_vary = rows_vary
-        self.routes: dict[Any, Route | None] = {}  # None: what torch makes of the call is not told by its code alone
-        self.spans: list[tuple[bool, Span]] = []  # with whether kernels were to be deterministic
+        # By the tensors' first dims, where rows vary. None: what torch makes of the call is not told by its code alone.
+        self.routes: dict[tuple[int, ...], Route | None] = {}
+        self.spans: list[Span] = []
         self.seen: list[Seen] = []
         self.checked: Callable[..., Any] = torch.compile(
             function, backend=self.build, fullgraph=True, dynamic=False, options={"guard_filter_fn": sizes_alone}
@@ -81,29 +82,28 @@ class Direct:
     def __call__(self, tensors: Sequence[Tensor]) -> Values:
         """The function's values; it is compiled here, where torch has no code for such sizes yet."""
         firsts = tuple([tensor.shape[0] for tensor in tensors]) if self.rows_vary else ()
-        key = firsts, torch.are_deterministic_algorithms_enabled()
-        route = self.routes.get(key)
+        route = self.routes.get(firsts)
         if route is not None:
             return route(tensors)
-        for is_deterministic, span in self.spans:
-            if is_deterministic == key[1] and (route := span.route(firsts)) is not None:
+        for span in self.spans:
+            if (route := span.route(firsts)) is not None:
                 return route(tensors)
         views = [view_of(tensor, rows_vary=self.rows_vary) for tensor in tensors]
         self.seen.clear()
         made = self.checked(*views) or ()
-        if key not in self.routes:
-            self.learn(key, views, made)
+        if firsts not in self.routes:
+            self.learn(firsts, views, made)
         self.seen.clear()
         return made
 
-    def learn(self, key: tuple[tuple[int, ...], bool], tensors: Sequence[Tensor], made: Values) -> None:
+    def learn(self, firsts: tuple[int, ...], tensors: Sequence[Tensor], made: Values) -> None:
         """Keeps what the call came to, for its sizes and for all that its code was made for."""
         if len(self.routes) >= MOST_ROUTES:
             self.routes.clear()
-        self.routes[key] = route = route_of(self.seen, tensors, made)
+        self.routes[firsts] = route = route_of(self.seen, tensors, made)
         if route is not None and self.rows_vary and (examples := self.seen[0].take_examples()):
             span = span_of(route, examples, len(tensors))
-            self.spans += [] if span is None else [(key[1], span)]
+            self.spans += [] if span is None else [span]
 
     def build(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         """A backend of torch's: inductor's code, which tells of each call that comes to it by torch's way."""

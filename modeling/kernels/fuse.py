@@ -195,7 +195,7 @@ def chain_of(
     """
     skipped = 1 if rows_vary else 0
     shapes = tuple((each.shape[skipped:], each.stride(), each.dtype, each.device) for each in tensors)
-    key = (function, numbers, wanted, rows_vary, shapes)
+    key = (function, numbers, wanted, rows_vary, shapes, torch.are_deterministic_algorithms_enabled())
     name = _chains.by_key.get(key)
     if name is None:
         label = function.__name__ + ("" if wanted is None else " backward")

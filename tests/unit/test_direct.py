@@ -1,6 +1,6 @@
 """Compiled functions called past torch's wrapper: the same values, whatever sizes come, in whatever order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -171,17 +171,6 @@ def test_sizes_are_forgotten_where_there_are_too_many(monkeypatch: pytest.Monkey
         tensors = drawn(*[(n_rows, 4)] * 3)
         torch.testing.assert_close(called(tensors)[0], turned_about(*tensors)[0])
         assert len(called.routes) <= 3
-
-
-def test_deterministic_kernels_are_compiled_by_themselves() -> None:
-    called = Direct(turned_about, rows_vary=False)
-    called(drawn(*[(3, 4)] * 3))
-    torch.use_deterministic_algorithms(True)
-    try:
-        called(drawn(*[(3, 4)] * 3))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(called.routes) == 2
 
 
 def test_a_tensor_that_somebody_looks_at_is_not_plain() -> None:

@@ -139,8 +139,13 @@ def test_planted_chain_without_its_numbers_is_another() -> None:
         for each in (tensor, tensor.bfloat16())
     ]
     assert len(set(names)) == 16
-    again = fuse.chain_of(rms_norm, tuple(sorted(numbers.items())), None, False, [tensor.clone(), tensor[0]])
-    assert again == names[0]
+    given = (rms_norm, tuple(sorted(numbers.items())), None, False, [tensor.clone(), tensor[0]])
+    assert fuse.chain_of(*given) == names[0]
+    torch.use_deterministic_algorithms(True)  # by which torch compiles otherwise, and does not look at it again
+    try:
+        assert fuse.chain_of(*given) not in names
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_500_draws_of_rows_compile_nothing_anew() -> None:
