@@ -3,9 +3,9 @@
     python benchmarks/chain_calls.py [--starts 3] [--turns 3]
 
 The gate of a SwiGLU over 16 rows of 32, so that nothing but the call takes time, by ``torch.compile``'s own wrapper
-and by ``modeling.kernels.fuse.compiled``, whose sizes have come before: rows that vary and that do not, without autograd
-and with it. Microseconds of processor time, one thread. Each side is a process of its own, in turn, started anew after
-some turns; medians over all turns.
+and by ``modeling.kernels.fuse.compiled``, once compiled: rows that vary and that do not, without autograd and with it.
+Microseconds of processor time, one thread. Each side is a process of its own, in turn, started anew after some turns;
+medians over all turns.
 """
 
 import argparse
