@@ -22,11 +22,11 @@ def sequence_balance_sums(
     chosen_TE = torch.zeros_like(affinity_TE)
     if has_padding:
         valid_T1 = (documents_BS != PADDING).to(affinity_TE.dtype).view(-1, 1)
-        chosen_TE = chosen_TE.scatter(1, indices_TK, valid_T1.expand_as(indices_TK))
+        chosen_TE.scatter_(1, indices_TK, valid_T1.expand_as(indices_TK))
         affinity_TE = affinity_TE * valid_T1
         tokens_B1 = valid_T1.view(n_sequences, -1).sum(1, keepdim=True)
     else:
-        chosen_TE = chosen_TE.scatter(1, indices_TK, 1.0)
+        chosen_TE.scatter_(1, indices_TK, 1.0)
         tokens_B1 = affinity_TE.new_full((n_sequences, 1), seq_len)
     sums_BE = (each_TE.view(n_sequences, seq_len, -1).sum(1) for each_TE in (chosen_TE, affinity_TE))
     return torch.cat([*sums_BE, tokens_B1], dim=1)
