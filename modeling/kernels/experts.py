@@ -231,9 +231,12 @@ def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
 
 def narrow(experts_P: Tensor, n_experts: int) -> Tensor:
     """The same numbers in fewer bytes, of which each takes a GPU's sort two launches more."""
-    if experts_P.is_cpu:
-        return experts_P
-    return experts_P.to(torch.uint8 if n_experts <= 2**8 else torch.int32)
+    return experts_P if experts_P.is_cpu else experts_P.to(narrow_dtype(n_experts))
+
+
+def narrow_dtype(n_experts: int) -> torch.dtype:
+    """One that holds the experts' numbers, and that torch sorts."""
+    return torch.uint8 if n_experts <= 2**8 else torch.int32
 
 
 def place_blocks(counts_NE: Tensor, n_rows: int, row_multiple: int) -> Rows:

@@ -22,6 +22,8 @@ from modeling.kernels.experts import (
     WeightsToRows,
     experts_grouped,
     gathered_weighted_sum,
+    narrow,
+    narrow_dtype,
     place_blocks,
     place_rows,
     row_multiple_of,
@@ -317,3 +319,14 @@ def test_large_tensors_are_not_made_anew() -> None:
     row_bytes = 4096 * 12 * 384 * 2
     faulted = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert faulted * resource.getpagesize() < row_bytes / 2
+
+
+@pytest.mark.parametrize("n_experts", [1, 128, 256, 257, 70_000])
+def test_experts_in_fewer_bytes_come_in_the_same_order(n_experts: int) -> None:
+    """As a GPU sorts them: every expert's number is held, so the order of pairs is the one of 64 bits."""
+    generator = torch.Generator().manual_seed(n_experts)
+    experts_P = torch.cat([torch.arange(n_experts), torch.randint(n_experts, (500,), generator=generator)])
+    narrow_P = experts_P.to(narrow_dtype(n_experts))
+    assert torch.equal(narrow_P.long(), experts_P)
+    assert torch.equal(narrow_P.argsort(stable=True), experts_P.argsort(stable=True))
+    assert narrow(experts_P, n_experts) is experts_P  # on a CPU

@@ -44,6 +44,7 @@ REASONS = {
     "modeling.kernels.by_rows.PIECE_BYTES": "the default of Sizes.row_piece_bytes",
     "modeling.kernels.top_k.": "how a number's bits lie, not a size; each choice of a proof is made by them",
     "modeling.kernels.scratch.ROOM": "what is kept beside what is asked for; nothing is read there",
+    "modeling.kernels.experts.narrow_dtype": "what a byte holds; test_model_experts.py crosses it",
     "modeling.kernels.experts.ONES": "what the matrix product wants; one of them counts",
     "modeling.kernels.experts.GATE_SLOPE": "the formula's",
     "modeling.score_terms.STEEPEST": "the formula's",
