@@ -109,7 +109,8 @@ class Direct:
         """A backend of torch's: inductor's code, which tells of each call that comes to it by torch's way."""
         from torch._dynamo.eval_frame import innermost_fn  # takes a second, and is there by now
 
-        stands = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"] if self.rows_vary else []
+        stands = [node.meta.get("example_value") for node in inputs]
         code: Callable[..., Any] = torch._inductor.compile(graph, examples, options={"compile_threads": 1})  # type: ignore[assignment]
         bare = innermost_fn(code)  # torch's wrapper has its compiler look away, which does not look at direct calls
 

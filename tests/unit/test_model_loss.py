@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling.loss
 from modeling.kernels.fuse import compiled
@@ -258,3 +259,23 @@ def test_a_gradient_is_scaled_by_one_compiled_kernel_as_plainly() -> None:
     matrix, factor = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)), torch.tensor(0.3)
     made = compiled(product_in, matrix, factor, dtype=torch.bfloat16)
     assert made.dtype == torch.bfloat16 and torch.equal(made, scaled(matrix, factor, torch.bfloat16))
+
+
+def test_a_gradient_scaled_plainly_takes_no_second_matrix_in_fp32() -> None:
+    """As on a GPU where nothing is compiled: of a head's weight that would be gigabytes."""
+
+    class Made(TorchDispatchMode):
+        bytes_made = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            self.bytes_made += 0 if (kwargs or {}).get("out") is not None else made.nbytes
+            return made
+
+    matrix, factor = torch.empty(40, 16, device="meta"), torch.empty((), device="meta")
+    with Made() as seen:
+        assert scaled(matrix, factor, torch.bfloat16).dtype == torch.bfloat16
+    assert seen.bytes_made == 40 * 16 * 2
+    with Made() as seen:
+        product_in(matrix, factor, dtype=torch.bfloat16)  # which is for a compiler
+    assert seen.bytes_made > 40 * 16 * 4
