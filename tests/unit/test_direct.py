@@ -74,6 +74,18 @@ def by_size(rows_RI: Tensor) -> tuple[Tensor, ...]:
     return (rows_RI - 1,) if 2 * rows_RI.shape[0] + 1 < 17 else (rows_RI * 2,)
 
 
+def by_equality(rows_RI: Tensor, other_SI: Tensor) -> tuple[Tensor, ...]:
+    """Another function where both have as many rows."""
+    return (rows_RI + other_SI,) if rows_RI.shape[0] == other_SI.shape[0] else (rows_RI * other_SI.sum(),)
+
+
+def test_code_for_equal_sizes_is_not_called_for_others() -> None:
+    called = Direct(by_equality, rows_vary=True)
+    for n_rows, n_others in ((6, 6), (6, 5), (7, 7), (5, 9), (9, 9), (4, 6)):
+        tensors = drawn((n_rows, 4), (n_others, 4))
+        torch.testing.assert_close(called(tensors)[0], by_equality(*tensors)[0])
+
+
 def by_parity(rows_RI: Tensor) -> tuple[Tensor, ...]:
     return (rows_RI * (2 if rows_RI.shape[0] % 2 else 3),)
 
