@@ -5,8 +5,8 @@ writes its outputs once each way, and keeps nothing but its inputs for the backw
 lies between; where it is linear in one of them, not even that. The plain function is the reference; a module calls it
 through its ``fuse``, the seam at which ``compiled`` takes ``plainly``'s place.
 
-A compiled chain is one operator, ``roundtable::chain(name, tensors) -> tensors``: fake tensors go through the plain
-function, and whatever looks at operations sees one.
+Whatever looks at operations sees a compiled chain as one operator, ``roundtable::chain(name, tensors) -> tensors``, and
+fake tensors go through the plain function; where nobody looks the compiled code is called directly.
 """
 
 import functools
