@@ -5,7 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.commands.replay import changed_tokens, checked_file, open_run_to_read, open_tokenizer, planned
+from launcher.commands.replay import (
+    changed_tokens,
+    checked_file,
+    judge_found,
+    open_run_to_read,
+    open_tokenizer,
+    planned,
+)
 from launcher.console import say, tell
 from launcher.replay.plan import Plan
 from launcher.replay.record import Record
@@ -39,7 +46,7 @@ def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes:
     from data.without import LeftOut, list_text
     from launcher.blame.report import build_report, print_report
     from launcher.prove.progress import ProofProgress
-    from launcher.replay.compare import judge
+    from launcher.replay.compare import rounding_notes
     from parallel.mesh import Degrees
     from parallel.processes.start import RankError, run_ranks
 
@@ -49,15 +56,16 @@ def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes:
             progress.tell(f"steps {plan.begins_at + 1} to {plan.step}")
             preload = ["launcher.training.loop"]
             found, blamed = run_ranks(blame_here, plan.n_ranks, plan, preload=preload, places=places)[0]
+        verdicts = judge_found(plan, record, found)
     except RankError as error:
         if error.exit_code != 2:  # else the rank has printed its lines
             tell(error)
         return error.exit_code
-    verdicts = judge(plan, record, {step: (each.row, each.samples) for step, each in found.steps.items()})
     is_reproduced = not any(verdict.differences for verdict in verdicts)
     text_of, notes = open_tokenizer(plan)
     if not is_reproduced:
         notes = [*plan.notes, *changed_tokens(plan, {part.file for part in found.parts}), *notes]
+    notes = [*rounding_notes(verdicts), *notes]
     texts = {} if text_of is None else beginnings(found, blamed, text_of)
     report = build_report(plan, verdicts, blamed, texts, text_of, notes)
     if leave_out is not None:

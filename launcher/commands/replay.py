@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data.errors import DataError
 from data.places import why_no_path, why_not_writable
@@ -20,6 +21,10 @@ from launcher.slurm.follow import find_run
 from launcher.training.run_dir import saved_config, start_folder
 from launcher.training.start import check_gpus, check_tokens, exit_two_for
 from parallel.processes.world import world_size_from_environment
+
+if TYPE_CHECKING:
+    from launcher.replay.compare import StepVerdict
+    from launcher.replay.rank import Found
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def is_one_file(path: Path, other: Path) -> bool:
 
 def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | None, *, shows_text: bool) -> int:
     """Runs the plan in local processes and prints the report; returns the exit code."""
-    from launcher.replay.compare import judge
+    from launcher.replay.compare import rounding_notes
     from launcher.replay.report import build_report, documents_of
     from launcher.replay.show import print_documents, print_report
     from parallel.mesh import Degrees
@@ -109,14 +114,15 @@ def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | 
     places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
     try:
         found = run_ranks(replay_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
+        verdicts = judge_found(plan, record, found)
     except RankError as error:
         if error.exit_code != 2:  # else the rank has printed its lines
             tell(error)
         return error.exit_code
-    verdicts = judge(plan, record, {step: (each.row, each.samples) for step, each in found.steps.items()})
     is_reproduced = not any(verdict.differences for verdict in verdicts)
     text_of, notes = open_tokenizer(plan)
     notes = [
+        *rounding_notes(verdicts),
         *(() if is_reproduced else (*plan.notes, *changed_tokens(plan, {part.file for part in found.parts}))),
         *notes,
     ]
@@ -139,6 +145,39 @@ def replay_here(plan: Plan) -> object:
     from launcher.replay.rank import replay_rank
 
     return exit_two_for(lambda: replay_rank(plan))
+
+
+def judge_found(plan: Plan, record: Record, found: "Found") -> list["StepVerdict"]:
+    """The verdicts on what was executed. Where rounding may be why they differ, it is measured first, and said so.
+
+    Raises RankError where those processes fail.
+    """
+    from launcher.prove.rounding import DRAWS
+    from launcher.replay.compare import judge, moved_by, rounding_may_decide
+    from launcher.replay.rounding import numbers_of
+    from parallel.mesh import Degrees
+    from parallel.processes.start import run_ranks
+
+    rows = {step: (each.row, each.samples) for step, each in found.steps.items()}
+    verdicts = judge(plan, record, rows)
+    if not rounding_may_decide(plan, verdicts):
+        return verdicts
+    first = next(each for verdict in verdicts for each in verdict.differences)
+    off = abs(first.replayed / first.recorded - 1)
+    tell(
+        f"step {first.step}: {first.key} is {off:.1e} from the record, beyond {first.bound:.1e}; now the steps are "
+        f"executed {DRAWS} times more, each weight moved by one unit in the last place, to see what rounding does to it"
+    )
+    places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
+    draws = run_ranks(nudged_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
+    return judge(plan, record, rows, moved_by(numbers_of(found.steps), draws))
+
+
+def nudged_here(plan: Plan) -> object:
+    """What one local process does to measure rounding."""
+    from launcher.replay.rounding import nudged_rank
+
+    return exit_two_for(lambda: nudged_rank(plan))
 
 
 def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:

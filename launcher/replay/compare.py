@@ -1,19 +1,22 @@
 """Whether the executed steps are those that were recorded: bit for bit on one layout, within bounds on another."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from launcher.prove.checks import LOSS_BOUND
-from launcher.prove.rounding import NOISE_FACTOR
+from launcher.prove.rounding import MOST, NOISE_FACTOR, Bounds
 from launcher.replay.plan import Plan
 from launcher.replay.record import COMPARED, SAMPLES, Record
 from modeling.dtypes import DTYPES
 from modeling.kernels.cuts import E4M3
 from modeling.precision_config import Precision, stored_as
+
+ROUNDED = ("loss", "grad_norm")  # what of a row rounding moves
+Numbers = Mapping[int, Mapping[str, float]]  # step -> each of ROUNDED
 
 # In 16 bits `roundtable prove` takes this share of the precision's last bit as one process's least distance from fp32.
 FLOOR_SHARE = 1 / 64
@@ -39,6 +42,7 @@ class StepVerdict:
     recorded: dict[str, Any]
     replayed: dict[str, Any]
     bounds: dict[str, float]
+    moved: dict[str, float]  # how far rounding alone moves a number, where that was asked: relative
     differences: tuple[Difference, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -60,22 +64,31 @@ def bounds_of(precision: Precision, n_done: int) -> dict[str, float]:
 
 
 def judge(
-    plan: Plan, record: Record, rows: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]]
+    plan: Plan,
+    record: Record,
+    rows: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]],
+    moved: Numbers | None = None,
 ) -> list[StepVerdict]:
-    """A verdict on each executed step. ``rows``: step -> its row as metrics.jsonl has it, and as ledger.jsonl does."""
+    """A verdict on each executed step. ``rows``: step -> its row as metrics.jsonl has it, and as ledger.jsonl does.
+
+    ``moved``: how far rounding alone moves each step's numbers (`launcher.replay.rounding`), where that was asked. What
+    it moves by more than its bound may be NOISE_FACTOR times as far from the record, up to MOST times the bound.
+    """
     found = []
     for n_done, (step, (row, samples)) in enumerate(sorted(rows.items()), 1):
-        exact = plan.exact[step]
+        exact, of_step = plan.exact[step], dict(moved[step]) if moved is not None else {}
         bounds: dict[str, float] = (
             dict.fromkeys(COMPARED, 0.0) if exact else bounds_of(plan.config.train.precision, n_done)
         )
+        if not exact:
+            bounds |= {key: Bounds(bounds[key], of_step).of(key) for key in ROUNDED}
         recorded = dict(record.updates[step].numbers)
         replayed = {key: row.get(key) for key in COMPARED}
         ledger = record.samples.get(step, {})
         pairs = [(key, recorded.get(key), replayed[key], bounds[key]) for key in COMPARED]
         pairs += [(key, ledger[key], samples[key], 0.0) for key in SAMPLES if key in ledger]
         wrong = [Difference(step, key, a, b, bound) for key, a, b, bound in pairs if not agree(a, b, bound)]
-        found.append(StepVerdict(step, exact, recorded, replayed, bounds, tuple(wrong)))
+        found.append(StepVerdict(step, exact, recorded, replayed, bounds, of_step, tuple(wrong)))
     return found
 
 
@@ -86,3 +99,43 @@ def agree(recorded: Any, replayed: Any, bound: float) -> bool:
             return recorded == replayed or (math.isnan(recorded) and math.isnan(replayed))
         return abs(recorded - replayed) <= bound * abs(recorded)
     return recorded == replayed
+
+
+def rounding_may_decide(plan: Plan, verdicts: Sequence[StepVerdict]) -> bool:
+    """Whether steps differ, and in nothing but what rounding moves, by no more than MOST times its bound; in fp32.
+
+    In fewer bits the bounds are such that no batch was seen to be beyond them.
+    """
+    differences = [each for verdict in verdicts for each in verdict.differences]
+    return (
+        plan.config.train.precision == "fp32"
+        and bool(differences)
+        and all(
+            each.key in ROUNDED and each.bound > 0 and agree(each.recorded, each.replayed, MOST * each.bound)
+            for each in differences
+        )
+    )
+
+
+def rounding_notes(verdicts: Sequence[StepVerdict]) -> list[str]:
+    """Why numbers were held to wider bounds, a line for each."""
+    return [
+        f"step {each.step}: rounding alone moves {key} by {moved:.1e}, so its bound is {each.bounds[key]:.1e}"
+        for each in verdicts
+        for key, moved in each.moved.items()
+        if not each.exact and moved * NOISE_FACTOR >= each.bounds[key]
+    ]
+
+
+def moved_by(base: Numbers, draws: Sequence[Numbers]) -> Numbers:
+    """How far each number is from ``base`` in the draw in which it is farthest, relative; 0 where one is not finite."""
+    return {
+        step: {key: _farthest(value, [draw[step][key] for draw in draws]) for key, value in numbers.items()}
+        for step, numbers in base.items()
+    }
+
+
+def _farthest(value: float, others: Sequence[float]) -> float:
+    if not value or not all(map(math.isfinite, (value, *others))):
+        return 0.0
+    return max(abs(other - value) for other in others) / abs(value)

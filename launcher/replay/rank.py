@@ -20,6 +20,7 @@ from parallel.checkpoint.load import load_state, open_together
 from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import open_folder
 from parallel.mesh import opened_mesh
+from parallel.zero.engine import Engine
 
 
 @dataclass
@@ -60,22 +61,17 @@ def replay_rank(plan: Plan, look: Look | None = None) -> Found | None:
 
 def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | None = None) -> Found | None:
     """The steps one after another, the last one watched, after a ``look`` if there is one. All ranks call it."""
-    state, steps = state_before(plan, engine), {}
-    known = list(state.skipped)  # which a branched run's record does not have
-    health, judged_by = Health(plan.config.health), plan.config.health
     watch, indices = None, np.empty(0, np.int64)
-    for step in range(plan.begins_at + 1, plan.step + 1):
-        config = plan.configs[step]
-        state.skipped, consumed = [*known, *plan.skipped[step]], state.consumed
-        if config.health != judged_by:
-            health, judged_by = Health(config.health), config.health
+
+    def before(step: int, samples: np.ndarray) -> None:
+        nonlocal watch, indices
         if step == plan.step:
-            indices = take(consumed, config.train.batches.size_at(step), state.skipped)
+            indices = samples
             if look is not None:
                 look(engine, dataset, indices)
-            watch = StepWatch(engine, indices, config.train.micro_batch_size)
-        done = run_step(config, engine, dataset, state, health=health)
-        steps[step] = StepAgain(done.row, ledger_row(state, consumed, trained=done.trained), done.event)
+            watch = StepWatch(engine, indices, plan.configs[step].train.micro_batch_size)
+
+    steps = steps_again(plan, engine, dataset, before)
     assert watch is not None
     mtp = plan.config.model.mtp
     mine = watch.seen(plan.config.data.seq_len, mtp.depth if mtp is not None else 0)
@@ -86,7 +82,25 @@ def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | No
     return Found(steps, seen, indices, batch.tokens_BS, batch.targets_BS, document_parts(dataset, indices))
 
 
-def state_before(plan: Plan, engine: WatchedEngine) -> TrainState:
+def steps_again(
+    plan: Plan, engine: Engine, dataset: Dataset, before: Callable[[int, np.ndarray], None]
+) -> dict[int, StepAgain]:
+    """The plan's steps from its checkpoint on, each after ``before`` its number and samples. All ranks call it."""
+    state, steps = state_before(plan, engine), {}
+    known = list(state.skipped)  # which a branched run's record does not have
+    health, judged_by = Health(plan.config.health), plan.config.health
+    for step in range(plan.begins_at + 1, plan.step + 1):
+        config = plan.configs[step]
+        state.skipped, consumed = [*known, *plan.skipped[step]], state.consumed
+        if config.health != judged_by:
+            health, judged_by = Health(config.health), config.health
+        before(step, take(consumed, config.train.batches.size_at(step), state.skipped))
+        done = run_step(config, engine, dataset, state, health=health)
+        steps[step] = StepAgain(done.row, ledger_row(state, consumed, trained=done.trained), done.event)
+    return steps
+
+
+def state_before(plan: Plan, engine: Engine) -> TrainState:
     """The state of the plan's checkpoint, or of step 0, loaded into the engine. All ranks call it.
 
     Where the checkpoint is damaged, all ranks end with exit code 2, of which rank 0 says why.

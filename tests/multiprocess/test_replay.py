@@ -15,14 +15,16 @@ from data.dataset import open_dataset
 from health_runs import Plan, run_planned
 from launcher.cli import main
 from launcher.config.load import load_config
-from launcher.config.tree import HealthConfig
+from launcher.config.tree import HealthConfig, RunConfig
 from launcher.prove.reference import ReferenceTrainer
 from launcher.replay import plan, record, seen
 from launcher.watch.metrics import read_metrics
-from layout_runs import DENSE_MODEL, read, write_tokens
+from layout_runs import DENSE_MODEL, merge, read, run_config, write_tokens
 from modeling.context import PADDING, Context
 from modeling.loss import IGNORE
+from nudge_runs import nudged
 from parallel.config import ParallelConfig
+from parallel.processes.start import run_ranks
 from rotating import some_fast
 
 pytestmark = pytest.mark.xdist_group("replay")  # the run that its tests share takes long to make
@@ -190,6 +192,34 @@ def test_an_altered_row_beyond_the_bound_is_told_on_another_layout(made, tmp_pat
     alter(run, 4, grad_norm=row["grad_norm"] * (1 + 1e-5))
     code, report = replay(run, 4, tmp_path, "parallel.ep=1", "--ranks", "1")
     assert code == 1 and (report["first_difference"]["step"], report["first_difference"]["key"]) == (4, "grad_norm")
+
+
+NUDGED = {
+    "zero0": (2, ParallelConfig()),
+    "zero3 ep2": (2, ParallelConfig(ep=2, zero=3)),
+    "tp2 pp2": (4, ParallelConfig(tp=2, pp=2, zero=1)),
+}
+
+
+@pytest.mark.parametrize("layout", some_fast(NUDGED, "tp2 pp2"))
+def test_a_weight_is_nudged_alike_on_every_layout(layout, tmp_path):
+    """Each to a neighbouring number, by coins of its seed; zeros stay."""
+    n_ranks, parallel = NUDGED[layout]
+    tokens = write_tokens(tmp_path)
+    one = run_config(tokens, zero=1)
+
+    def weights(config: RunConfig, n_ranks: int, seed: int | None) -> dict[str, torch.Tensor]:
+        return merge(run_ranks(nudged, n_ranks, config, seed, timeout_seconds=240, threads=1)).state["weight"]
+
+    first, ours, theirs = weights(one, 1, None), weights(run_config(tokens, parallel=parallel), n_ranks, 3), {}
+    for seed in (3, 4):
+        theirs[seed] = weights(one, 1, seed)
+    for name, weight in first.items():
+        up, down = (theirs[3][name] == torch.nextafter(weight, torch.tensor(side)) for side in (torch.inf, -torch.inf))
+        assert bool((up ^ down)[weight != 0].all()) and not theirs[3][name][weight == 0].any()
+        assert weight.numel() < 100 or 0.3 < float(up.float().mean()) < 0.7
+        assert torch.equal(ours[name], theirs[3][name])
+        assert not weight.any() or not torch.equal(ours[name], theirs[4][name])
 
 
 def test_a_changed_token_file_is_told(made, tmp_path, capsys):

@@ -5,6 +5,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from data.spans import document_parts
 from data.tokenfile import TokenFile
 from launcher.commands.replay import is_one_file
 from launcher.errors import UserError
-from launcher.replay.compare import agree, bounds_of
+from launcher.replay.compare import agree, bounds_of, judge, moved_by, rounding_may_decide, rounding_notes
 from launcher.replay.page import write_page
-from launcher.replay.plan import choose_checkpoint
-from launcher.replay.record import Record, read_record
+from launcher.replay.plan import Plan, choose_checkpoint
+from launcher.replay.record import Record, Start, Update, read_record
 from launcher.replay.report import DocumentPartSeen, DocumentSeen
 from launcher.replay.show import print_documents, shade_of
-from layout_runs import write_tokens
+from layout_runs import run_config, write_tokens
 
 HOSTILE = [
     "plain",
@@ -110,6 +111,56 @@ def test_bounds_grow_with_the_steps_since_the_checkpoint():
         "tokens": 0.0,
     }
     assert bounds_of("fp32", 1)["loss"] < bounds_of("fp16", 1)["loss"] < bounds_of("bf16", 1)["loss"] < 1e-3
+
+
+def recorded(grad_norm: float, *, exact: bool = False, precision: str = "fp32") -> tuple[Plan, Record]:
+    """One step after its checkpoint, with a loss of 2 and this norm on record."""
+    config = run_config("tokens", precision=precision)
+    plan = Plan("run", 7, 6, None, config, {7: config}, {7: ()}, 1, {7: exact}, ())
+    return plan, Record({7: Update({"loss": 2.0, "grad_norm": grad_norm, "lr": 0.1, "tokens": 9}, Start(), ())})
+
+
+def found(**changes: float) -> dict[int, tuple[dict, dict]]:
+    """The row of that step, as it came out."""
+    return {7: ({"loss": 2.0, "grad_norm": 10.0, "lr": 0.1, "tokens": 9} | changes, {})}
+
+
+@pytest.mark.parametrize(
+    ("off", "moved", "is_reproduced", "note"),
+    [
+        (2e-6, None, False, ""),
+        (2e-6, 5e-7, False, ""),  # three times that is more than the bound, and still less than it is off
+        (2e-6, 1e-6, True, "step 7: rounding alone moves grad_norm by 1.0e-06, so its bound is 3.0e-06"),
+        (9e-5, 4e-5, True, "step 7: rounding alone moves grad_norm by 4.0e-05, so its bound is 1.0e-04"),
+        (2e-4, 1.0, False, "step 7: rounding alone moves grad_norm by 1.0e+00, so its bound is 1.0e-04"),
+        (5e-7, 1e-7, True, ""),
+    ],
+)
+def test_a_number_may_be_three_times_as_far_as_rounding_moves_it(off, moved, is_reproduced, note):
+    plan, record = recorded(10.0 * (1 + off))
+    by_rounding = None if moved is None else {7: {"loss": 0.0, "grad_norm": moved}}
+    (verdict,) = judge(plan, record, found(), by_rounding)
+    assert (not verdict.differences) == is_reproduced and verdict.bounds["loss"] == 1e-6
+    assert ([line for line in rounding_notes([verdict]) if moved != 5e-7] or [""]) == [note]
+
+
+def test_rounding_is_asked_where_it_may_be_why_steps_differ_and_nowhere_else():
+    def asked(off: float, changes: dict[str, float] | None = None, **given: Any) -> bool:
+        plan, record = recorded(10.0 * (1 + off), **given)
+        return rounding_may_decide(plan, judge(plan, record, found(**(changes or {}))))
+
+    assert asked(2e-6) and asked(9e-5) and asked(0.0, {"loss": 2.0 * (1 + 2e-6)})
+    assert not asked(5e-7), "reproduced"
+    assert not asked(2e-4), "beyond what rounding may be"
+    assert not asked(2e-6, {"tokens": 8}) and not asked(2e-6, {"lr": 0.2}) and not asked(2e-6, {"loss": 2.1})
+    assert not asked(2e-6, {"loss": math.nan}) and not asked(2e-6, exact=True) and not asked(0.2, precision="bf16")
+
+
+def test_how_far_rounding_moves_is_told_of_the_farthest_draw():
+    base, far = {7: {"loss": 2.0, "grad_norm": 10.0}}, {"loss": 2.0, "grad_norm": 9.0}
+    assert moved_by(base, [{7: {"loss": 2.5, "grad_norm": 10.5}}, {7: far}]) == {7: {"loss": 0.25, "grad_norm": 0.1}}
+    assert moved_by(base, [{7: far | {"loss": math.nan}}]) == {7: {"loss": 0.0, "grad_norm": 0.1}}
+    assert moved_by({7: far | {"loss": 0.0}}, [{7: far}]) == {7: {"loss": 0.0, "grad_norm": 0.0}}
 
 
 ROWS = [
