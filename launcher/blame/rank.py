@@ -8,7 +8,6 @@ auxiliary losses, add up to the batch's. Shape letters: N samples, S positions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from data.batch import IGNORED
 from data.dataset import Dataset
 from launcher.blame.aim import AimedDataset, Document, Part, documents_of
-from launcher.prove.rank import PROGRESS
+from launcher.prove.rank import note_progress
 from launcher.replay.plan import Plan
 from launcher.replay.rank import Found, replay_rank
 from launcher.replay.seen import StepWatch, WatchedEngine, gather_seen
@@ -168,8 +167,7 @@ class Passes:
     def tell(self, what: str) -> None:
         """Rank 0 writes down what is begun, for the launching process to show."""
         if self.engine.mesh.rank == 0:
-            with (Path(self.plan.config.run_path) / PROGRESS).open("a") as file:
-                file.write(f"{what}\n")
+            note_progress(self.plan.config.run_path, what)
 
     def measure(self, parts: Sequence[Part], *, further: bool = True) -> Measured:
         """The losses of these positions' targets. With ``further`` also those of tokens further ahead (MTP)."""

@@ -56,7 +56,7 @@ def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes:
             progress.tell(f"steps {plan.begins_at + 1} to {plan.step}")
             preload = ["launcher.training.loop"]
             found, blamed = run_ranks(blame_here, plan.n_ranks, plan, preload=preload, places=places)[0]
-        verdicts = judge_found(plan, record, found)
+            verdicts = judge_found(plan, record, found)
     except RankError as error:
         if error.exit_code != 2:  # else the rank has printed its lines
             tell(error)

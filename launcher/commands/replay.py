@@ -105,6 +105,7 @@ def is_one_file(path: Path, other: Path) -> bool:
 
 def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | None, *, shows_text: bool) -> int:
     """Runs the plan in local processes and prints the report; returns the exit code."""
+    from launcher.prove.progress import ProofProgress
     from launcher.replay.compare import rounding_notes
     from launcher.replay.report import build_report, documents_of
     from launcher.replay.show import print_documents, print_report
@@ -113,8 +114,9 @@ def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | 
 
     places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
     try:
-        found = run_ranks(replay_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
-        verdicts = judge_found(plan, record, found)
+        with ProofProgress(plan.config.run_path):
+            found = run_ranks(replay_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
+            verdicts = judge_found(plan, record, found)
     except RankError as error:
         if error.exit_code != 2:  # else the rank has printed its lines
             tell(error)

@@ -22,6 +22,7 @@ class ProofProgress:
         self.started = time.monotonic()
         self.status: Status | None = console.status("") if console.is_terminal else None
         self.stopping = threading.Event()
+        self.n_told = 0
         self.watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "ProofProgress":
@@ -45,10 +46,14 @@ class ProofProgress:
             tell(f"{seconds:5.1f} s  {what}")
 
     def _watch(self) -> None:
-        read = 0
         while not self.stopping.wait(POLL_SECONDS):
-            if self.path.exists():
-                lines = self.path.read_text().splitlines()
-                for line in lines[read:]:
-                    self.tell(line)
-                read = len(lines)
+            self._tell_new()
+        if self.status is None:  # a plain log has all lines
+            self._tell_new()
+
+    def _tell_new(self) -> None:
+        if self.path.exists():
+            lines = self.path.read_text().splitlines()
+            for line in lines[self.n_told :]:
+                self.tell(line)
+            self.n_told = len(lines)

@@ -201,15 +201,20 @@ class Teller:
     """Writes what rank 0 begins, for whoever shows progress."""
 
     def __init__(self, folder: Path, phase: str, speaks: bool) -> None:
-        self.path = folder / PROGRESS
+        self.folder = folder
         self.phase = phase
         self.speaks = speaks
 
     def __call__(self, what: str) -> None:
         """Appends one line to the progress file."""
         if self.speaks:
-            with open(self.path, "a") as file:
-                file.write(f"{self.phase}: {what}\n")
+            note_progress(self.folder, f"{self.phase}: {what}")
+
+
+def note_progress(folder: Path, line: str) -> None:
+    """Appends what is begun to the folder's PROGRESS, for the launching process to show. Rank 0 calls it."""
+    with (folder / PROGRESS).open("a") as file:
+        file.write(f"{line}\n")
 
 
 class WatchedEngine(Engine):

@@ -10,6 +10,7 @@ from data.dataset import Dataset, open_dataset
 from data.order import take
 from data.spans import DocumentPart, document_parts
 from launcher.errors import UserError
+from launcher.prove.rank import note_progress
 from launcher.replay.plan import Plan, damage_line
 from launcher.replay.seen import StepSeen, StepWatch, WatchedEngine, gather_seen
 from launcher.training.health import Health
@@ -83,9 +84,12 @@ def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | No
 
 
 def steps_again(
-    plan: Plan, engine: Engine, dataset: Dataset, before: Callable[[int, np.ndarray], None]
+    plan: Plan, engine: Engine, dataset: Dataset, before: Callable[[int, np.ndarray], None], why: str = ""
 ) -> dict[int, StepAgain]:
-    """The plan's steps from its checkpoint on, each after ``before`` its number and samples. All ranks call it."""
+    """The plan's steps from its checkpoint on, each after ``before`` its number and samples. All ranks call it.
+
+    ``why`` is said of each step as it begins.
+    """
     state, steps = state_before(plan, engine), {}
     known = list(state.skipped)  # which a branched run's record does not have
     health, judged_by = Health(plan.config.health), plan.config.health
@@ -94,6 +98,8 @@ def steps_again(
         state.skipped, consumed = [*known, *plan.skipped[step]], state.consumed
         if config.health != judged_by:
             health, judged_by = Health(config.health), config.health
+        if engine.mesh.rank == 0:
+            note_progress(plan.config.run_path, f"{why}step {step}, the last is {plan.step}")
         before(step, take(consumed, config.train.batches.size_at(step), state.skipped))
         done = run_step(config, engine, dataset, state, health=health)
         steps[step] = StepAgain(done.row, ledger_row(state, consumed, trained=done.trained), done.event)

@@ -34,7 +34,7 @@ def nudged_rank(plan: Plan) -> list[Numbers] | None:
             def nudge(step: int, _: np.ndarray, draw: int = draw) -> None:
                 nudge_masters(engine, draw + DRAWS * step)
 
-            draws.append(numbers_of(steps_again(plan, engine, dataset, nudge)))
+            draws.append(numbers_of(steps_again(plan, engine, dataset, nudge, f"rounding, {draw + 1} of {DRAWS}: ")))
         return draws if mesh.rank == 0 else None
 
 
