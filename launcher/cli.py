@@ -33,7 +33,7 @@ from launcher.completion import mend_bash_words, offer_runs, offer_shells
 from launcher.config.secrets import mask
 from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
 from launcher.errors import WRONG_PATH, UserError, why_refused
-from launcher.interrupts import hold_interrupts_while_importing
+from launcher.interrupts import INTERRUPTED, hold_interrupts_while_importing, leave_at_interrupt
 from launcher.limits import check_current_folder, check_limits, keep_others_from_writing
 from launcher.streams import open_closed_streams
 from parallel.processes.environment import WrongEnvironment
@@ -405,6 +405,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         sys.excepthook = show_exception
         hold_interrupts_while_importing()
+    code = _run(given)
+    if arguments is None and code == INTERRUPTED:
+        leave_at_interrupt()
+    return code
+
+
+def _run(given: list[str]) -> int:
+    """Runs one command; returns its exit code, and that of what it raises."""
     try:
         code = app(args=given or ["--help"], prog_name="roundtable", standalone_mode=False) or 0
         end_output()
@@ -428,9 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _refuse([_wrong_usage(error, given)])
     except KeyboardInterrupt:
-        if arguments is None:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one, on the way out
-        return 130
+        return INTERRUPTED
 
 
 def _wrong_usage(error: typer.TyperException, given: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C while libraries are imported, which takes seconds."""
+"""Ctrl-C while libraries are imported, which takes seconds, and on the way out."""
 
 import _thread
 import os
@@ -7,6 +7,7 @@ import time
 from types import FrameType
 
 AGAIN_SECONDS = 0.05
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, by itself or by what it raised
 
 
 def hold_interrupts_while_importing() -> None:
@@ -16,6 +17,11 @@ def hold_interrupts_while_importing() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+
+
+def leave_at_interrupt() -> None:
+    """A second interrupt, on the way out, ends the process at once. The main thread calls it."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -222,6 +222,23 @@ def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path):
     assert done.stdout.splitlines()[-1] == "True", done.stderr
 
 
+@pytest.mark.parametrize("ending", ["return 130", "raise KeyboardInterrupt"])
+def test_a_second_interrupt_on_the_way_out_leaves_no_traceback(ending):
+    """`train` says what is saved and returns the code itself; other commands are ended by the exception."""
+    script = (
+        "import atexit, os, signal, sys\n"
+        "import launcher.commands.doctor\n"
+        f"def interrupted(*, as_json):\n    {ending}\n"
+        "launcher.commands.doctor.print_report = interrupted\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "from launcher.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "doctor"], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_every_command_says_what_it_does(capsys):
     _, output, _ = run(capsys, "--help")
     assert "config" in output
