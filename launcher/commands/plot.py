@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from launcher.commands.runs import RUNS_DIR, short_names
-from launcher.console import say
+from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.training.run_parts import METRICS, check_parts
 from launcher.watch.metrics import read_metrics
@@ -232,7 +232,7 @@ def labels_of(runs: Sequence[Curves]) -> list[str]:
         loss = smooth(loss_N, int(len(loss_N) * SMOOTHING_FRACTION), steady_end=True)[-1]
         heldout_N = run.evaluations["eval_loss"]
         ends = f", held out {heldout_N[-1]:.3f}" if len(heldout_N) else ""
-        labels.append(f"{run.name}: step {step:,}, loss {loss:.3f}{ends}")
+        labels.append(f"{in_a_line(run.name)}: step {step:,}, loss {loss:.3f}{ends}")
     return labels
 
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from launcher.cli import main
 from launcher.commands.plot import MOST_POINTS, draw_runs, labels_of, read_curves, short, short_names
+from launcher.console import escaped
 from launcher.watch.plot import smooth
 
 
@@ -171,6 +172,15 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys, argumen
     assert main(["plot", *arguments]) == 2
     assert capsys.readouterr() == ("", line + "\n")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_whose_name_is_no_text_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(b"l\xe4uf")  # Latin-1
+    write_run(tmp_path / name, [row(1)])
+    assert main(["plot", name]) == 0
+    assert capsys.readouterr() == (f"{escaped(name)}/plot.png\n", "")
+    assert labels_of([read_curves(tmp_path / name / "metrics.jsonl", name)])[0].startswith("l\\udce4uf: step 1, ")
 
 
 def test_names_are_as_long_as_they_must_be():
