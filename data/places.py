@@ -27,6 +27,15 @@ def why_no_path(path: str, *, created: bool = False) -> str | None:
     return f"must have names of at most {LONGEST_NAME} bytes, and one has {longest}" if longest > LONGEST_NAME else None
 
 
+def is_text(path: str | Path) -> bool:
+    """Whether a path's bytes are UTF-8, as libraries in other languages need them."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_same_place(path: str | Path, other: str | Path) -> bool:
     """Whether both lead to one file or folder; not, where one is not there, or cannot be looked at."""
     try:

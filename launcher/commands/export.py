@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.config import SourceConfig
 from data.errors import reason_of
-from data.places import nearest_existing, why_not_writable
+from data.places import is_text, nearest_existing, why_not_writable
 from data.tokenizer import INFO
 from data.tokenizer_files import load_folder
 from launcher.commands.trained import load_generation_config, load_token_ids, load_tokenizer, open_trained
@@ -111,6 +111,9 @@ def write_export(
         told = f"model.family={NO_FAMILY} names no class of `transformers` that an export could become"
         raise UserError([f"{told}; `roundtable generate` and `eval` take the checkpoint itself"])
     problems = [*out_problems(out), *check_export_widths(config, dtype or "fp32")]
+    if tokenizer is not None and not is_text(out.absolute()):
+        rule = "must have a whole path of UTF-8, since libraries read the tokenizer there"
+        problems.append(f"OUT={out} {rule}; choose another place")
     problems = problems or room_problems(out, config, DTYPES[dtype or "fp32"])
     if problems:
         raise UserError(problems)

@@ -1,6 +1,7 @@
 """The exported folder: what is in it, what transformers makes of it, and what is refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -218,6 +219,20 @@ def test_a_run_s_checkpoints_are_no_place_for_an_export(tmp_path: Path, below: s
     assert sorted(held.rglob("*")) == before
     assert export(tmp_path / "run", tmp_path / "exports/step-00000009") == 0
     assert export(tmp_path / "run", tmp_path / "exports/step-00000010") == 0
+
+
+def test_a_place_whose_path_is_no_text_is_refused(tmp_path: Path) -> None:
+    """A tokenizer is read back there by libraries that take UTF-8 alone; weights are read by ours."""
+    config = example_config("llama", vocab_size=save_byte_tokenizer(tmp_path / "tokenizer"))
+    tensors = tensors_of(build(config, 3)).items()
+    out = tmp_path / os.fsdecode(b"l\xe4uf")  # Latin-1
+    with pytest.raises(UserError) as refused:
+        write_export(tensors, config, 64, tmp_path / "tokenizer", out)
+    (line,) = refused.value.problems
+    assert line.startswith(f"OUT={out} must have a whole path of UTF-8, ")
+    assert only(tmp_path) == {"tokenizer"}
+    write_export(tensors, config, 64, None, out)
+    assert (out / "model.safetensors").is_file()
 
 
 def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
