@@ -32,7 +32,7 @@ from launcher.cli_replay import of_replay
 from launcher.completion import mend_bash_words, offer_runs, offer_shells
 from launcher.config.secrets import mask
 from launcher.console import Unheard, drop_output, end_output, refusal, say, show_exception, tell
-from launcher.errors import WRONG_PATH, UserError, why_refused
+from launcher.errors import WRONG_PATH, UserError, why_not_encoded, why_refused
 from launcher.interrupts import INTERRUPTED, hold_interrupts_while_importing, leave_at_interrupt
 from launcher.limits import check_current_folder, check_limits, keep_others_from_writing
 from launcher.streams import open_closed_streams
@@ -433,6 +433,11 @@ def _run(given: list[str]) -> int:
             raise
         _refuse([line])
         return 2 if error.errno in WRONG_PATH else 1
+    except UnicodeEncodeError as error:
+        line = why_not_encoded(error)
+        if line is None:
+            raise
+        return _refuse([line])
     except typer.TyperException as error:
         return _refuse([_wrong_usage(error, given)])
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -47,6 +48,15 @@ def why_refused(error: OSError) -> str | None:
         if error.errno in numbers:
             return f"{error.filename or 'a file or stream'}: {error.strerror}; {remedy}"
     return None
+
+
+def why_not_encoded(error: UnicodeEncodeError) -> str | None:
+    """What this locale cannot write, in a line with a remedy; None where the locale is one of UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8":
+        return None
+    rule = f"must be letters that this locale's encoding ({encoding}) knows; set LC_ALL=C.UTF-8, and try again"
+    return f"{error.object!r} {rule}"
 
 
 def _has_temporary_folder() -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 
 from data.places import why_no_path
@@ -98,7 +99,9 @@ def _check_names(config: RunConfig) -> Iterator[str]:
         )
         yield f"name={show(name)} must be one folder's name, without path separators; try {show(letters or 'run')}"
     elif (reason := why_no_path(name)) is not None:
-        yield f"name={show(name)} {reason}; try {show(name[:40])}"
+        encoding = sys.getfilesystemencoding()
+        known = name[:40].encode(encoding, "replace").decode(encoding).replace("?", "-").strip(".-")
+        yield f"name={show(name)} {reason}; try {show(known or 'run')}"
     for key, path, usual in (
         ("run_dir", config.run_dir, "null (runs/NAME)"),
         ("checkpoint.dir", config.checkpoint.dir, "null (RUN_DIR/checkpoints)"),

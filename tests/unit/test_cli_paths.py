@@ -23,6 +23,7 @@ from launcher.errors import UserError
 from launcher.report.at_end import write_at_end
 from launcher.slurm.checks import check_unused
 from launcher.slurm.queue import LiveJob, live_jobs
+from launcher.training.run_parts import STARTED_IN
 from launcher.training.start import check_prepared
 from sealed import write_run
 
@@ -200,6 +201,21 @@ def test_a_name_that_the_locale_cannot_write_is_one_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2
-    rule = rb"must be letters that this locale's encoding \(ascii\) knows, as all are under LC_ALL=C.UTF-8; try "
+    rule = rb"must be letters that this locale's encoding \(ascii\) knows, as all are under LC_ALL=C.UTF-8; try 'lauf'$"
     assert re.match(rb"name=.* " + rule, line), line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "c.yaml"]
+
+
+def test_what_the_locale_cannot_write_in_a_run_is_one_line(tmp_path):
+    """A run that began under UTF-8 names its directory in its config; a path of that name fails where it is used."""
+    text = "name: run\nrun_dir: l\u00e4ufe\ndata: {sources: [{path: a.txt}]}\n"
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / STARTED_IN).write_text(str(tmp_path))
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "launcher", "data", "show", str(tmp_path), "--step", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.endswith(
+        b"must be letters that this locale's encoding (ascii) knows; set LC_ALL=C.UTF-8, and try again"
+    )
