@@ -50,7 +50,7 @@ def new_tokens(
     token. ``top_k`` keeps that many tokens, then ``top_p`` the fewest whose probabilities sum to it (nucleus sampling,
     Holtzman et al. 2020, arXiv:1904.09751). Any of several ``eos_id`` ends a sequence, which then repeats the first.
     Draws are made on the CPU from ``seed``. Raises ValueError where learned positions end before the last token that is
-    looked at.
+    looked at, and FloatingPointError where the model gives a sequence no finite largest logit.
     """
     last = tokens_BS.shape[1] + max_new_tokens - 1
     if model.max_positions is not None and last > model.max_positions:
@@ -63,6 +63,8 @@ def new_tokens(
         if is_stale(cache, tokens_BS.shape[1], model.cached_up_to):
             cache, tokens_BS = KVCache(len(model.own_layers)), torch.cat(seen, dim=1)
         logits_BV = next_logits(model, tokens_BS, cache)
+        if not logits_BV.amax(-1).isfinite().all():
+            raise FloatingPointError(f"the logits after token {cache.length} are NaN or infinite")
         token_B = choose(logits_BV, temperature, top_k, top_p, generator)
         if eos_ids:
             token_B = torch.where(ended_B, eos_ids[0], token_B)

@@ -12,7 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from data.errors import reason_of
 from data.places import why_no_path, why_not_writable
-from launcher.commands.trained import Trained, end_ids, load_as_it_trains, load_tokenizer, open_trained
+from launcher.commands.trained import (
+    Trained,
+    end_ids,
+    load_as_it_trains,
+    load_tokenizer,
+    open_trained,
+    refusing_spoiled_weights,
+)
 from launcher.console import in_a_line, open_console, say, tell, text_column
 from launcher.errors import UserError
 from launcher.tables import plain_table, wide_console
@@ -101,7 +108,7 @@ def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, 
             return score_windows(decoder, windows, device, advance)
 
     def generated(wanted: Sequence[Any]) -> list[str]:
-        with shown_progress("texts made", len(wanted)) as advance:
+        with refusing_spoiled_weights(trained), shown_progress("texts made", len(wanted)) as advance:
             return generate_all(decoder, tokenizer, wanted, BATCH_TEXTS, requests.asked.seed, advance, ends)
 
     model = RoundtableLM(tokenizer, max_length, scored, generated)

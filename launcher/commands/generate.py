@@ -8,7 +8,13 @@ from typing import Any, TextIO
 import torch
 
 from data.tokenizer import making_tokens
-from launcher.commands.trained import end_ids, load_decoder, load_tokenizer, open_trained
+from launcher.commands.trained import (
+    end_ids,
+    load_decoder,
+    load_tokenizer,
+    open_trained,
+    refusing_spoiled_weights,
+)
 from launcher.console import readable, say
 from launcher.errors import UserError
 from launcher.sampling import sampling_rules
@@ -30,7 +36,8 @@ def generate_from_checkpoint(
 ) -> str:
     """Loads ``checkpoint`` (a run directory or one checkpoint's) and prints ``prompt`` and what follows.
 
-    In bf16 on a GPU where there is one, else in fp32. Raises UserError where an argument is wrong.
+    In bf16 on a GPU where there is one, else in fp32. Raises UserError where an argument is wrong, or the model's
+    logits are not finite.
     """
     prompt, problems = readable(prompt, "--prompt")
     problems += argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
@@ -43,18 +50,19 @@ def generate_from_checkpoint(
         )
     tokenizer = load_tokenizer(trained)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    return generate_text(
-        load_decoder(trained, device, dtype),
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        out=sys.stdout,
-        ends=end_ids(trained, tokenizer),
-    )
+    with refusing_spoiled_weights(trained):
+        return generate_text(
+            load_decoder(trained, device, dtype),
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            out=sys.stdout,
+            ends=end_ids(trained, tokenizer),
+        )
 
 
 def argument_problems(

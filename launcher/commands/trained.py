@@ -128,6 +128,17 @@ def naming_tokenizer(checkpoint: Checkpoint, key: str) -> Iterator[str]:
         raise UserError([line.replace(f"{checkpoint.tokenizer}/", "") for line in error.problems]) from None
 
 
+@contextmanager
+def refusing_spoiled_weights(trained: Trained) -> Iterator[None]:
+    """Turns the error about logits that are not finite, of which no token can be drawn, into a UserError."""
+    try:
+        yield
+    except FloatingPointError as error:
+        where = trained.checkpoint.folder.location
+        rule = f"must have weights that a text can be made with, and {error}"
+        raise UserError([f"CHECKPOINT={where} {rule}; give an earlier checkpoint"]) from None
+
+
 def open_trained(path: Path | str) -> Trained:
     """Opens ``path``: a checkpoint's directory, or a run directory, of which the latest good checkpoint is taken.
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from byte_tokenizer import save_byte_tokenizer
+from launcher.cli import main
 from launcher.commands.export import write_export
 from launcher.commands.generate import argument_problems, check_length, generate_text, readable
 from launcher.config.tree import RunConfig
@@ -292,3 +293,21 @@ def test_a_prompt_of_no_token_is_one_line(tmp_path: Path) -> None:
     options = {"max_new_tokens": 2, "temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
     with pytest.raises(UserError, match="this tokenizer makes none of it"):
         generate_text(model, tokenizer, " \n", **options, out=io.StringIO())
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("value", [1e30, float("nan")])
+def test_weights_whose_logits_are_not_finite_are_one_line(
+    temperature: str, value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that came apart: a draw was a traceback, and the likeliest of NaN the end of the text."""
+    config = RunConfig(model=example_config("llama", vocab_size=257))
+    model = build(config.model, 1)
+    model.final_norm.weight.data.fill_(value)
+    model.head.weight.data.fill_(1e30)
+    folder = save_run(tmp_path / "run", config, model, 5)
+    words = ["generate", str(tmp_path / "run"), "--prompt", "abc", "--temperature", temperature]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = "must have weights that a text can be made with, and the logits after token 3 are NaN or infinite"
+    assert line == f"CHECKPOINT={folder} {told}; give an earlier checkpoint"
