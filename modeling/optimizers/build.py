@@ -20,8 +20,8 @@ def parameter_groups(
     """Optimizer groups from parameters, what they are and their whole shapes; those on which weight decay falls first.
 
     ``widths`` are the whole model's (modeling.mup.widths_of). A group's learning rate is to be set to the run's times
-    its ``lr_scale``. Beside each of its weights the rule keeps its ``states``; where its update needs whole matrices,
-    it gets them from ``matrices``: here those of one device.
+    its ``lr_scale``. Beside each of its weights the rule keeps its ``states``; where the group ``takes_whole``
+    matrices, its update gets them from ``matrices``: here those of one device.
     """
     groups: dict[Group, list[nn.Parameter]] = {}
     for parameter, weight, shape in parameters:
@@ -32,6 +32,7 @@ def parameter_groups(
             "weight_decay": config.weight_decay * group.decay_scale if group.decays else 0.0,
             "lr_scale": group.lr_scale,
             "states": group.states,
+            "takes_whole": group.takes_whole,
             "matrices": ON_ONE_DEVICE,
         }
         for group in sorted(groups, reverse=True)

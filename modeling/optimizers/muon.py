@@ -79,9 +79,8 @@ class MuonConfig(UpdateRule):
         from modeling.dtypes import DTYPES
         from modeling.optimizers.orthogonal import Muon
 
-        told = [{**group, "is_orthogonal": group["states"] == MATRIX_STATES} for group in groups]
         return Muon(
-            told,
+            groups,
             lr=self.lr,
             momentum=self.momentum,
             betas=(self.beta1, self.beta2),

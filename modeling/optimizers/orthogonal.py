@@ -20,9 +20,9 @@ RMS = 0.2  # of an update's elements, as AdamW's usually have (arXiv:2502.16982,
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with ``is_orthogonal`` get orthogonalized momentum, the others torch's AdamW; decay is decoupled in both.
+    """Groups with ``takes_whole`` get orthogonalized momentum, the others torch's AdamW; decay is decoupled in both.
 
-    ``is_orthogonal`` weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. Where a
+    Their weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. Where a
     rank holds a part of a matrix, or flat parts of many (ZeRO), the group's ``matrices`` make them whole.
     """
 
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
             for weight in weights:
                 if not self.state[weight]:
                     self.state[weight] = self.first_state(weight, group)
-            if group["is_orthogonal"]:
+            if group["takes_whole"]:
                 self.step_matrices(weights, group)
             elif weights:
                 self.step_others(weights, group)

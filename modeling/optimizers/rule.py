@@ -38,6 +38,7 @@ class Group(NamedTuple):
     lr_scale: float  # what the run's learning rate is multiplied by
     states: tuple[str, ...]
     decay_scale: float  # what the rule's weight decay is
+    takes_whole: bool  # whether the group's ``matrices`` make each of its matrices whole
 
 
 class UpdateRule(ABC):
@@ -63,7 +64,7 @@ class UpdateRule(ABC):
         return self.states
 
     def takes_whole(self, weight: Weight) -> bool:
-        """Whether this weight's matrices are made whole for its update; alike for the weights of one ``group``."""
+        """Whether this weight's matrices are made whole for its update. Weights that differ in it have groups apart."""
         return self.takes_whole_matrices and weight.is_hidden_matrix
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork | None:
@@ -101,4 +102,5 @@ class UpdateRule(ABC):
         """
         width_scale, decays = self.width_scale(weight, shape, widths), self.decays(weight)
         lr_scale = self.lr_scale(weight) * width_scale
-        return Group(decays, lr_scale, self.states_of(weight), 1 / width_scale if decays else 1.0)
+        decay_scale = 1 / width_scale if decays else 1.0
+        return Group(decays, lr_scale, self.states_of(weight), decay_scale, self.takes_whole(weight))

@@ -76,6 +76,10 @@ class DealtMatrices(Matrices):
 
     def transform(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
         """All ranks that share the state of the flat tensor ``weight`` call it, and all of tp. Padding is left out."""
+        if weight not in self.rounds:
+            raise ValueError(
+                "matrices.transform is for weights of groups with takes_whole=True, as the rule says of them"
+            )
         for plan in self.rounds[weight]:
             found = cat([read(*place) for place in plan.own]) if plan.own else read(0, 0)
             if plan.travels:

@@ -11,6 +11,7 @@ from torch import nn
 
 from modeling.dims import Weight
 from modeling.moe_config import ScoreName
+from modeling.mup import BASE
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.build import parameter_groups
 from modeling.optimizers.config import OptimizerConfig
@@ -107,6 +108,24 @@ def test_groups_part_what_decays_and_what_is_scaled():
     assert shapes(AdamWConfig()) == [(0.1, 1.0, [(8, 4)]), (0.0, 1.0, [(6, 4), (4,)])]
     assert shapes(AdamWConfig(decay_embeddings=True)) == [(0.1, 1.0, [(6, 4), (8, 4)]), (0.0, 1.0, [(4,)])]
     assert shapes(Scaled()) == [(0.1, 0.2, [(8, 4)]), (0.0, 1.0, [(4,)]), (0.0, 0.2, [(6, 4)])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeMatrices(AdamWConfig):
+    """Takes hidden matrices whole, and keeps the same states beside every weight."""
+
+    takes_whole_matrices = True
+
+
+def test_groups_part_what_is_taken_whole():
+    """A router is a matrix that decays as a hidden one does, and it is not taken whole."""
+    router = (nn.Parameter(torch.ones(3, 4)), Weight(("scores", "d_model")), (3, 4))
+    rule = WholeMatrices()
+    assert rule.group(*router[1:], BASE)[:4] == rule.group(*weights()[1][1:], BASE)[:4]
+    groups = parameter_groups([router, *weights()], rule)
+    whole = {tuple(each.shape): group["takes_whole"] for group in groups for each in group["params"]}
+    assert whole == {(8, 4): True, (3, 4): False, (6, 4): False, (4,): False}
+    assert len(groups) == 3
 
 
 def lines_that_test_states(source: str) -> list[int]:
