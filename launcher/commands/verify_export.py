@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.errors import reason_of
-from launcher.commands.trained import Trained, load_decoder
+from launcher.commands.trained import Trained, load_decoder, refusing_spoiled_weights
 from modeling.context import Context
 from modeling.dtypes import DTYPES
 
@@ -25,7 +25,7 @@ def check_export(folder: Path, trained: Trained, dtype: str) -> None:
 
     Both models compute in fp32, with weights rounded to ``dtype``, whole and at once in memory. Where two experts'
     scores are equal but for rounding, each side may take another one of them: of a model with experts, one row in
-    ROWS may differ.
+    ROWS may differ. Raises UserError where our own logits are not finite, which no other's equal.
     """
     model = trained.config.model
     length = min(LENGTH, trained.config.data.seq_len)
@@ -33,6 +33,9 @@ def check_export(folder: Path, trained: Trained, dtype: str) -> None:
     with torch.no_grad():
         theirs_BSV = their_logits(folder, tokens_BS, [f"model.layers.{layer}." for layer in model.mtp_layers])
         ours_BSV = our_logits(trained, tokens_BS, dtype)
+    if not ours_BSV.isfinite().all():
+        with refusing_spoiled_weights(trained):
+            raise FloatingPointError("its logits are NaN or infinite")
     differences_B = (theirs_BSV - ours_BSV).abs().flatten(1).amax(1)
     tolerance = TOLERANCE * max(1.0, float(ours_BSV.std()))
     beyond = int((~(differences_B <= tolerance)).sum())  # a NaN is no agreement

@@ -119,6 +119,19 @@ def test_planted_a_nan_is_no_agreement(monkeypatch, capsys) -> None:
     assert "those of 8 in 8 rows of tokens differ by up to nan" in differs(capsys)
 
 
+def test_a_checkpoint_whose_logits_are_not_finite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that came apart; its export equals no computation's, and is not to be reported."""
+    config = RunConfig(model=example_config("llama", vocab_size=257))
+    model = build(config.model, 3)
+    model.final_norm.weight.data.fill_(torch.nan)
+    folder = save_run(Path("run"), config, model, 5)
+    assert main(["export", "run", "out", "--verify"]) == 2
+    told = capsys.readouterr()
+    rule = "must have weights that a text can be made with, and its logits are NaN or infinite"
+    assert told.err == f"CHECKPOINT={folder} {rule}; give an earlier checkpoint\n"
+    assert told.out == "" and names() == {"run"}
+
+
 def test_the_size_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     write_run("llama")
     assert main(["export", "run", "out", "--shard-gb", "0.00004", "--verify"]) == 0
