@@ -83,7 +83,8 @@ class MLAConfig:
             )
 
 
-# modeling.feed_forward.ACTIVATIONS has each one's formula
+# modeling.feed_forward.ACTIVATIONS has each one's formula, modeling.families.shared.ACTIVATIONS what `transformers`
+# calls it
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]

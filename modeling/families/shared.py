@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+from modeling.config import ActivationName
 from modeling.families.family import Key, moe_of
 from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
@@ -147,7 +148,7 @@ def head_packed_layers(theirs: str, attention: str) -> dict[str, str | Packed]:
 
 
 # Our names of activations, and those that transformers has for each; the first is written.
-ACTIVATIONS = {
+ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -155,7 +156,7 @@ ACTIVATIONS = {
 }
 
 
-def activation_of(theirs: Any) -> Mapping[str, str]:
+def activation_of(theirs: Any) -> Mapping[str, ActivationName]:
     """Our name of an activation; ValueError where it is none of ours."""
     ours = [name for name, names in ACTIVATIONS.items() if theirs in names]
     if not ours:

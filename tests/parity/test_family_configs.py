@@ -49,7 +49,14 @@ ELSEWHERE = {
     "gpt_oss": {"experts_per_token", "initial_context_length"},
     "granitemoe": {"position_embedding_type"},  # of version 4
 }
+MISSING = "tests/data/published_models.json has no row of {}: its family, name, config.json and number of parameters"
 NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
+
+
+def published_row(name: str) -> dict[str, Any]:
+    """What the published files of a model say."""
+    assert name in PUBLISHED, MISSING.format(name)
+    return PUBLISHED[name]
 
 
 def written(config: ModelConfig) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def test_silence_means_no() -> None:
 @pytest.mark.parametrize(("family", "name"), NAMED)
 def test_published_models(family: FamilyName, name: str) -> None:
     """Each published size is that of its config.json; that DeepSeek's and gpt-oss's weights are quantized is told."""
-    content = {"model_type": family, **OUTSIDE, **PUBLISHED[name]["config"]}
+    content = {"model_type": family, **OUTSIDE, **published_row(name)["config"]}
     if "hidden_act" not in {**family_of(family).keys, **family_of(family).constants}:
         del content["hidden_act"]
     published = family_of(family).published[name]
@@ -183,7 +190,12 @@ def test_published_parameters(family: FamilyName, name: str) -> None:
     ours = count_parameters(config).total
     if family == "glm4_moe":
         ours += beyond_glm(config)
-    assert ours == PUBLISHED[name]["parameters"]
+    assert ours == published_row(name)["parameters"]
+
+
+def test_planted_size_without_its_row_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"published_models\.json has no row of gated-7b: "):
+        published_row("gated-7b")
 
 
 def beyond_glm(config: ModelConfig) -> int:
@@ -193,6 +205,11 @@ def beyond_glm(config: ModelConfig) -> int:
     joined = 2 * config.d_model**2 + 2 * config.d_model  # of the embedding and the hidden state, each normed
     router_biases = (config.n_moe_layers + 1) * config.moe.n_experts
     return count_parameters(module).total + joined + router_biases
+
+
+def test_every_family_has_its_row_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    assert [f"docs/families.md has no row of {name}" for name in FAMILIES if f"\n| `{name}` |" not in page] == []
 
 
 REFUSED = [

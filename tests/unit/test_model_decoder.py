@@ -1,5 +1,6 @@
 """The decoder as a whole: what may not influence what, and what changes no value."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from modeling import feed_forward
 from modeling.config import FAMILIES, ActivationName, FamilyName, ModelConfig, PositionsName
 from modeling.context import PADDING, Context
 from modeling.decoder import Decoder, DecoderLayer, PositionEmbedding, SinusoidalPositions, build_decoder
+from modeling.families import shared
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache
 from modeling.loss import IGNORE
@@ -219,6 +222,27 @@ ACTIVATION_FORMULAS = {
     "gelu_tanh": lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
     "relu": lambda x: x * (x > 0),
 }
+
+
+def lacking(activations: Iterable[str]) -> list[str]:
+    """One line for each activation and table that has no entry of it."""
+    tables = {
+        "modeling.feed_forward.ACTIVATIONS": feed_forward.ACTIVATIONS,
+        "modeling.families.shared.ACTIVATIONS": shared.ACTIVATIONS,
+        "ACTIVATION_FORMULAS here": ACTIVATION_FORMULAS,
+    }
+    return [f"{table} lacks {name}" for name in activations for table, entries in tables.items() if name not in entries]
+
+
+def test_every_activation_is_in_each_table() -> None:
+    assert lacking(get_args(ActivationName)) == []
+
+
+def test_planted_activation_without_its_entries_is_named() -> None:
+    assert lacking(["silu", "relu2"])[:2] == [
+        "modeling.feed_forward.ACTIVATIONS lacks relu2",
+        "modeling.families.shared.ACTIVATIONS lacks relu2",
+    ]
 
 
 @pytest.mark.parametrize("gated", [False, True])
