@@ -156,7 +156,7 @@ ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
 }
 
 
-def activation_of(theirs: Any) -> Mapping[str, ActivationName]:
+def activation_of(theirs: Any) -> Mapping[str, str]:
     """Our name of an activation; ValueError where it is none of ours."""
     ours = [name for name, names in ACTIVATIONS.items() if theirs in names]
     if not ours:
