@@ -4,6 +4,7 @@ One request can arrive several times: `timeout`, Slurm and torchrun signal a pro
 comes within REPEAT_SECONDS of the first is the same request; a later one means at once.
 """
 
+import faulthandler
 import os
 import signal
 import threading
@@ -50,17 +51,25 @@ def hearing(*, ends_at_second: bool) -> Iterator[StopRequest]:
 
     A thread listens, since Python's own handlers wait while the main thread is inside a collective. With
     ``ends_at_second`` a second request ends the process; else whoever started the ranks sees to that.
+
+    Ctrl-Z stops the process as ever. faulthandler's timer, which the watchdog sets anew at each of its turns, is
+    cancelled before: it counts the time of the stop, and would end the process as soon as that goes on.
     """
     request = StopRequest()
+    pauses = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL  # ignored where a shell without job control began it
+    heard = (*STOP_SIGNALS, signal.SIGTSTP) if pauses else STOP_SIGNALS
     read, write = os.pipe()
     os.set_blocking(write, False)
 
     def listen() -> None:
         while signals := os.read(read, 1):
-            if signals[0] in STOP_SIGNALS and request.hear(signals[0]) and ends_at_second:
+            if signals[0] == signal.SIGTSTP and pauses:
+                faulthandler.cancel_dump_traceback_later()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif signals[0] in STOP_SIGNALS and request.hear(signals[0]) and ends_at_second:
                 os._exit(KILLED + signals[0])
 
-    before = {signum: signal.signal(signum, lambda *_: None) for signum in STOP_SIGNALS}
+    before = {signum: signal.signal(signum, lambda *_: None) for signum in heard}
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, name="stop signals", daemon=True)
     thread.start()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from command_runs import (
@@ -36,6 +37,16 @@ pytestmark = pytest.mark.xdist_group("stop")  # what its tests share takes long 
 STEPS = 400  # far more than are reached before the signal
 LAST_STEP = 12  # of the runs that are compared
 PP = ParallelConfig(pp=2)
+HEARING = """\
+import faulthandler, sys
+sys.path[:0] = {path!r}
+from parallel.processes.stop import hearing
+with hearing(ends_at_second=True) as request:
+    faulthandler.dump_traceback_later(3, exit=True)  # as the watchdog does
+    print("trains", flush=True)
+    assert sys.stdin.readline() == "go on\\n"
+print(request.signal, flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +206,23 @@ def test_a_rank_of_a_job_hears_for_itself(tmp_path, tokens):
     code, _ = end(process)
     assert code == STOPPED
     assert events(config, "stopped")
+
+
+def test_a_rank_that_was_stopped_past_the_watchdogs_timer_goes_on():
+    rank = subprocess.Popen(
+        [sys.executable, "-c", HEARING.format(path=sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert rank.stdout is not None and rank.stdout.readline() == "trains\n"
+    rank.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + 30
+    while psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED:
+        assert rank.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(3)
+    rank.send_signal(signal.SIGCONT)
+    output, errors = rank.communicate("go on\n", timeout=30)
+    assert (rank.returncode, output, errors) == (0, "None\n", "")
