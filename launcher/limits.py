@@ -7,14 +7,17 @@ from launcher.errors import UserError
 
 OPEN_FILES = 128  # of a process, beside those for each rank
 OPEN_FILES_OF_A_RANK = 4  # of the process that hosts the others' connections
+TASKS = 16  # processes and threads of a user, beside those of each rank
+TASKS_OF_A_RANK = 20  # torch's, gloo's and our own threads
 MOST_LOCAL_RANKS = 1024  # processes that one machine is asked for; each is a whole Python with torch
 ADDRESS_SPACE_GIB = 4  # torch and its threads reserve far more than they use
 
 
 def check_limits(n_ranks: int = 1) -> None:
-    """Raises this process's limits to what it may have, and refuses what is too small even so (``ulimit -n``, ``-v``).
+    """Raises this process's limits to what it may have, and refuses what is too small even so.
 
-    Processes that are started from here inherit them.
+    They are ``ulimit -n``, ``-v`` and, but for root, whom the kernel holds to none, ``-u``. Processes that are started
+    from here inherit them.
     """
     needed = OPEN_FILES + OPEN_FILES_OF_A_RANK * n_ranks
     problems = []
@@ -27,6 +30,10 @@ def check_limits(n_ranks: int = 1) -> None:
         remedy = "run `ulimit -v unlimited` before, and limit memory by Slurm's --mem or systemd's MemoryMax"
         rule = f"must be at least {ADDRESS_SPACE_GIB << 20}, since torch reserves far more than it uses"
         problems.append(f"ulimit -v={space >> 10} (KiB of a process's address space) {rule}; {remedy}")
+    tasks, needed = _raised(resource.RLIMIT_NPROC), TASKS + TASKS_OF_A_RANK * n_ranks
+    if tasks is not None and tasks < needed and os.geteuid() != 0:
+        remedy = f"run `ulimit -u {max(4096, needed)}` before, or raise the hard limit (limits.conf, or LimitNPROC)"
+        problems.append(f"ulimit -u={tasks} (all processes and threads of a user) must be at least {needed}; {remedy}")
     if problems:
         raise UserError(problems)
 

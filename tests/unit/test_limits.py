@@ -1,5 +1,6 @@
 """Limits of the shell that are too small are told in a line; soft ones are raised."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from launcher.limits import check_limits
 def limits(monkeypatch) -> dict[int, tuple[int, int]]:
     """The limits of a made-up shell, which setrlimit changes."""
     free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    found = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_AS: free}
+    found = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_AS: free, resource.RLIMIT_NPROC: (60, free[1])}
     monkeypatch.setattr(resource, "getrlimit", found.get)
     monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
     return found
@@ -24,7 +25,8 @@ def limits(monkeypatch) -> dict[int, tuple[int, int]]:
 def test_soft_limits_are_raised(limits):
     check_limits(8)
     assert limits[resource.RLIMIT_NOFILE] == (4096, 4096)
-    assert limits[resource.RLIMIT_AS] == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):
+        assert limits[limit] == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 def test_small_limits_are_refused_together(limits):
@@ -37,6 +39,22 @@ def test_small_limits_are_refused_together(limits):
     assert space.startswith(
         "ulimit -v=1048576 (KiB of a process's address space) must be at least 4194304, since torch"
     )
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_too_few_processes_and_threads_are_refused_but_for_root(user, limits, monkeypatch):
+    limits[resource.RLIMIT_NPROC] = (50, 55)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    check_limits(1)
+    assert limits[resource.RLIMIT_NPROC] == (55, 55)
+    if user == 0:
+        check_limits(2)
+        return
+    with pytest.raises(UserError) as error:
+        check_limits(2)
+    (line,) = error.value.problems
+    told = "ulimit -u=55 (all processes and threads of a user) must be at least 56; run `ulimit -u 4096` before"
+    assert line.startswith(told)
 
 
 def test_large_jobs_need_more(limits):
