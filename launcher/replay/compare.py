@@ -80,8 +80,7 @@ def judge(
         bounds: dict[str, float] = (
             dict.fromkeys(COMPARED, 0.0) if exact else bounds_of(plan.config.train.precision, n_done)
         )
-        if not exact:
-            bounds |= {key: Bounds(bounds[key], of_step).of(key) for key in ROUNDED}
+        bounds |= {key: Bounds(bounds[key], of_step).of(key) for key in ROUNDED}
         recorded = dict(record.updates[step].numbers)
         replayed = {key: row.get(key) for key in COMPARED}
         ledger = record.samples.get(step, {})
@@ -110,10 +109,7 @@ def rounding_may_decide(plan: Plan, verdicts: Sequence[StepVerdict]) -> bool:
     return (
         plan.config.train.precision == "fp32"
         and bool(differences)
-        and all(
-            each.key in ROUNDED and each.bound > 0 and agree(each.recorded, each.replayed, MOST * each.bound)
-            for each in differences
-        )
+        and all(each.key in ROUNDED and agree(each.recorded, each.replayed, MOST * each.bound) for each in differences)
     )
 
 

@@ -14,9 +14,11 @@ from command_runs import train, updates, write_config
 from data.dataset import open_dataset
 from health_runs import Plan, run_planned
 from launcher.cli import main
+from launcher.commands.replay import nudged_here, planned
 from launcher.config.load import load_config
 from launcher.config.tree import HealthConfig, RunConfig
 from launcher.prove.reference import ReferenceTrainer
+from launcher.prove.rounding import DRAWS
 from launcher.replay import plan, record, seen
 from launcher.watch.metrics import read_metrics
 from layout_runs import DENSE_MODEL, merge, read, run_config, write_tokens
@@ -223,6 +225,19 @@ def test_a_weight_is_nudged_alike_on_every_layout(layout, tmp_path):
         assert weight.numel() < 100 or 0.3 < float(up.float().mean()) < 0.7
         assert torch.equal(ours[name], theirs[3][name])
         assert not weight.any() or not torch.equal(ours[name], theirs[4][name])
+
+
+def test_rounding_moves_each_draw_otherwise_and_little(made):
+    """Eight draws of a well conditioned step, from its checkpoint: of whose masters the ranks compute with."""
+    run = made / "run"
+    overrides = ("parallel.tp=2", "parallel.ep=1")
+    with planned(run, load_config(run / "config.yaml"), 4, overrides, ranks=2, begin=None) as (plan, _):
+        draws = run_ranks(nudged_here, 2, plan, timeout_seconds=240, threads=1)[0]
+    rows = {row["step"]: row for row in updates(made / "run.yaml")}
+    for step in (3, 4):
+        losses = [draw[step]["loss"] for draw in draws]
+        assert len(draws) == DRAWS and len(set(losses)) > DRAWS // 2
+        assert max(abs(loss / rows[step]["loss"] - 1) for loss in losses) < 1e-6
 
 
 def test_a_changed_token_file_is_told(made, tmp_path, capsys):

@@ -144,6 +144,13 @@ def test_a_number_may_be_three_times_as_far_as_rounding_moves_it(off, moved, is_
     assert ([line for line in rounding_notes([verdict]) if moved != 5e-7] or [""]) == [note]
 
 
+def test_the_own_layouts_bits_are_held_to_themselves_whatever_rounding_does():
+    plan, record = recorded(10.0 * (1 + 2e-6), exact=True)
+    (verdict,) = judge(plan, record, found(), {7: {"loss": 1.0, "grad_norm": 1.0}})
+    assert [each.key for each in verdict.differences] == ["grad_norm"] and set(verdict.bounds.values()) == {0.0}
+    assert rounding_notes([verdict]) == []
+
+
 def test_rounding_is_asked_where_it_may_be_why_steps_differ_and_nowhere_else():
     def asked(off: float, changes: dict[str, float] | None = None, **given: Any) -> bool:
         plan, record = recorded(10.0 * (1 + off), **given)
