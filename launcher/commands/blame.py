@@ -12,6 +12,7 @@ from launcher.commands.replay import (
     open_run_to_read,
     open_tokenizer,
     planned,
+    run_plan,
 )
 from launcher.console import say, tell
 from launcher.replay.plan import Plan
@@ -47,15 +48,12 @@ def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes:
     from launcher.blame.report import build_report, print_report
     from launcher.prove.progress import ProofProgress
     from launcher.replay.compare import rounding_notes
-    from parallel.mesh import Degrees
-    from parallel.processes.start import RankError, run_ranks
+    from parallel.processes.start import RankError
 
-    places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
     try:
         with ProofProgress(plan.config.run_path) as progress:
             progress.tell(f"steps {plan.begins_at + 1} to {plan.step}")
-            preload = ["launcher.training.loop"]
-            found, blamed = run_ranks(blame_here, plan.n_ranks, plan, preload=preload, places=places)[0]
+            found, blamed = run_plan(blame_here, plan)
             verdicts = judge_found(plan, record, found)
     except RankError as error:
         if error.exit_code != 2:  # else the rank has printed its lines

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.errors import DataError
 from data.places import why_no_path, why_not_writable
@@ -109,13 +109,11 @@ def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | 
     from launcher.replay.compare import rounding_notes
     from launcher.replay.report import build_report, documents_of
     from launcher.replay.show import print_documents, print_report
-    from parallel.mesh import Degrees
-    from parallel.processes.start import RankError, run_ranks
+    from parallel.processes.start import RankError
 
-    places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
     try:
         with ProofProgress(plan.config.run_path):
-            found = run_ranks(replay_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
+            found = run_plan(replay_here, plan)
             verdicts = judge_found(plan, record, found)
     except RankError as error:
         if error.exit_code != 2:  # else the rank has printed its lines
@@ -142,6 +140,15 @@ def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | 
     return 0 if is_reproduced else 1
 
 
+def run_plan(rank: Callable[[Plan], object], plan: Plan) -> Any:
+    """What rank 0 of the plan's local processes returns, each of which calls ``rank``. Raises RankError."""
+    from parallel.mesh import Degrees
+    from parallel.processes.start import run_ranks
+
+    places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
+    return run_ranks(rank, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
+
+
 def replay_here(plan: Plan) -> object:
     """What one local process of `replay` does."""
     from launcher.replay.rank import replay_rank
@@ -157,8 +164,6 @@ def judge_found(plan: Plan, record: Record, found: "Found") -> list["StepVerdict
     from launcher.prove.rounding import DRAWS
     from launcher.replay.compare import judge, moved_by, rounding_may_decide
     from launcher.replay.rounding import numbers_of
-    from parallel.mesh import Degrees
-    from parallel.processes.start import run_ranks
 
     rows = {step: (each.row, each.samples) for step, each in found.steps.items()}
     verdicts = judge(plan, record, rows)
@@ -170,9 +175,7 @@ def judge_found(plan: Plan, record: Record, found: "Found") -> list["StepVerdict
         f"step {first.step}: {first.key} is {off:.1e} from the record, beyond {first.bound:.1e}; now the steps are "
         f"executed {DRAWS} times more, each weight moved by one unit in the last place, to see what rounding does to it"
     )
-    places = Degrees.of(plan.config.parallel, plan.n_ranks).places()
-    draws = run_ranks(nudged_here, plan.n_ranks, plan, preload=["launcher.training.loop"], places=places)[0]
-    return judge(plan, record, rows, moved_by(numbers_of(found.steps), draws))
+    return judge(plan, record, rows, moved_by(numbers_of(found.steps), run_plan(nudged_here, plan)))
 
 
 def nudged_here(plan: Plan) -> object:
