@@ -1,6 +1,7 @@
 """Shards spread over processes.
 
-Processes are spawned, not forked (the parent may hold threads), and are ended when the parent is killed.
+Processes are spawned, not forked (the parent may hold threads), and are ended when the parent is killed. What ends them
+takes no lock: one that a stopped worker holds, or that a handler of signals leaves taken, would be waited for for ever.
 """
 
 import ctypes
@@ -13,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
 from typing import Any
 
 from data.errors import refuse
@@ -25,9 +26,10 @@ from data.shardwriter import ShardRecord, write_shard
 POLL_SECONDS = 0.1
 END_SECONDS = 5.0  # a worker that is stopped, or stuck in a file system, is not waited for longer
 PR_SET_PDEATHSIG = 1
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whose handlers raise
 ShardFunction = Callable[[Any, Report, Callable[[], bool]], Any]  # (task, report, stopped)
 _reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
-_stop: Event | None = None
+_stop: Connection | None = None  # holds a byte, which nobody reads, once work is to stop
 
 
 def write_shards(tasks: Sequence[ShardTask], workers: int | None, report: Report) -> list[ShardRecord]:
@@ -58,23 +60,54 @@ def run_in_processes(
     n_cores = workers or len(os.sched_getaffinity(0))
     n_processes = min(n_cores, len(arguments))
     context = multiprocessing.get_context("spawn")
-    reports, stop = context.SimpleQueue(), context.Event()
-    initial = (reports, stop, n_cores // n_processes)
+    reports, (stopped, stop) = context.SimpleQueue(), context.Pipe(duplex=False)
+    initial = (reports, stopped, n_cores // n_processes)
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(n_processes, context, initializer=_begin, initargs=initial) as pool:
+    with (
+        stopped,
+        stop,
+        _handlers_wait() as hear,
+        ProcessPoolExecutor(n_processes, context, initializer=_begin, initargs=initial) as pool,
+    ):
         try:
             with _interrupts_held_back():
                 pending = {pool.submit(function, *values) for values in arguments}
-            return list(_collect(pending, reports, report))
+            return list(_collect(pending, reports, report, hear))
         except BrokenProcessPool as error:
             found = f"data.workers={workers}"
             raise refuse(found, "had a process killed, most likely for want of memory", "set fewer workers") from error
         finally:
-            stop.set()  # shards under way end at their next batch, and delete what they wrote
+            stop.send_bytes(b"!")  # shards under way end at their next batch, and delete what they wrote
             ending = threading.Timer(END_SECONDS, _kill, (set(multiprocessing.active_children()) - others,))
             ending.start()
             pool.shutdown(wait=True, cancel_futures=True)
             ending.cancel()
+
+
+@contextmanager
+def _handlers_wait() -> Iterator[Callable[[], None]]:
+    """Within, a signal's handler runs where the value is called, and at a good end; in the main thread, which hears.
+
+    What it raises anywhere else could leave the lock of a future taken, for which the pool's own thread would wait.
+    """
+    arrived: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    found = {int(signum): signal.getsignal(signum) for signum in ENDING_SIGNALS if is_main}
+    handlers = {signum: handler for signum, handler in found.items() if callable(handler)}
+
+    def hear() -> None:
+        while arrived:
+            signum = arrived.pop(0)
+            handlers[signum](signum, None)
+
+    for signum in handlers:
+        signal.signal(signum, lambda signum, _: arrived.append(signum))
+    try:
+        yield hear
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    hear()
 
 
 @contextmanager
@@ -92,9 +125,12 @@ def _kill(processes: Iterable[BaseProcess]) -> None:
         process.kill()
 
 
-def _collect(pending: set[Any], reports: "SimpleQueue[tuple[float, int, int]]", report: Report) -> Iterable[Any]:
+def _collect(
+    pending: set[Any], reports: "SimpleQueue[tuple[float, int, int]]", report: Report, hear: Callable[[], None]
+) -> Iterable[Any]:
     while pending:
         done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        hear()
         while not reports.empty():
             report(*reports.get())
         for future in done:
@@ -103,7 +139,7 @@ def _collect(pending: set[Any], reports: "SimpleQueue[tuple[float, int, int]]", 
         report(*reports.get())
 
 
-def _begin(reports: "SimpleQueue[tuple[float, int, int]]", stop: Event, n_threads: int) -> None:
+def _begin(reports: "SimpleQueue[tuple[float, int, int]]", stop: Connection, n_threads: int) -> None:
     """Runs first in each worker process."""
     global _reports, _stop
     _reports, _stop = reports, stop
@@ -126,6 +162,6 @@ def _run_one(function: ShardFunction, task: Any) -> Any:
     assert reports is not None
     assert stop is not None
     try:
-        return function(task, lambda *progress: reports.put(progress), stop.is_set)
+        return function(task, lambda *progress: reports.put(progress), stop.poll)
     except StoppedError:
         return None

@@ -195,6 +195,38 @@ def test_asked_to_end(tmp_path: Path, tokenizer: str, is_stuck: bool) -> None:
     assert is_stuck or not list(tmp_path.rglob("*partial*"))
 
 
+ASKED_AT_A_LOCK = """\
+import signal, sys, time
+from concurrent.futures import _base
+from data.workers import run_in_processes
+
+def raise_exit(signum, _):
+    raise SystemExit(128 + signum)
+
+def enter(futures):
+    for future in futures.futures:
+        future._condition.acquire()
+    if time.monotonic() > begun + 2:  # its workers are there
+        signal.raise_signal(int(sys.argv[1]))
+
+if __name__ == "__main__":
+    assert "__enter__" in vars(_base._AcquireFutures)
+    _base._AcquireFutures.__enter__, begun = enter, time.monotonic()
+    signal.signal(int(sys.argv[1]), raise_exit)
+    run_in_processes(time.sleep, [(0.1,)] * 500, 2, print)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_end_while_the_locks_of_results_are_taken(tmp_path: Path, signum: int) -> None:
+    """What a handler raised there left them taken, and the pool's own thread waited for them for ever."""
+    (tmp_path / "work.py").write_text(ASKED_AT_A_LOCK)
+    command = [sys.executable, str(tmp_path / "work.py"), str(int(signum))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signum, "")
+
+
 def _group_lives(group: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, 0)
