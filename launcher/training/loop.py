@@ -10,7 +10,6 @@ from functools import partial
 from signal import Signals
 from typing import Any
 
-import numpy as np
 import torch
 
 from data.dataset import Dataset, open_dataset
@@ -18,12 +17,12 @@ from data.order import take
 from data.prepared import locate
 from launcher.closed_form.budget import modes_of
 from launcher.config.tree import CheckpointConfig, RunConfig
-from launcher.console import is_heard, tell
+from launcher.console import tell
 from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import FLIGHT_RECORD, LOGS, STEP, Watchdog, nccl_seconds
 from launcher.report.at_end import write_at_end
-from launcher.training.compiling import compiled_so_far, first_problem, usable_fuse
+from launcher.training.compiling import first_problem, usable_fuse
 from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing, let_segments_grow
@@ -31,9 +30,18 @@ from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
 from launcher.training.planned import plan_start, report_budget
+from launcher.training.reports import (
+    report_compiled,
+    report_complete,
+    report_damage,
+    report_no_heldout_targets,
+    report_packing,
+    report_saves,
+    report_start,
+    report_unsaved,
+)
 from launcher.training.run_dir import keep_config
 from launcher.training.samples import Samples, open_samples, steps_to_come, why_out_of_data
-from launcher.training.stage_changes import STAGES, told_of_stages
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
 from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate, further_losses
@@ -51,7 +59,6 @@ from modeling.schedules import lr_factor
 from modeling.transfer import to_device
 from parallel.batch import MicroBatch
 from parallel.checkpoint.retention import Retention
-from parallel.checkpoint.saver import Saved
 from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.offload import Copies, copies_for
 from parallel.processes.stop import STOPPED, StopRequest
@@ -414,85 +421,3 @@ def heldout_loss(
             yield output
 
     return evaluate(run, config.model, heldout, n_sequences, train.micro_batch_size, engine.mesh, first)
-
-
-def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
-    """Events of the checkpoints that were committed, or failed, since the last look. A row's step is the state's."""
-    for saved in saves:
-        if saved.error is not None:
-            watchers.event({"step": saved.step, "event": "checkpoint_failed", "message": saved.error})
-            continue
-        seconds = {"seconds": saved.seconds, "hold_seconds": saved.hold_seconds}
-        watchers.event({"step": saved.step, "event": "checkpoint", "path": saved.location, **seconds})
-        if saved.warning is not None:
-            watchers.event({"step": saved.step, "event": "checkpoint_warning", "message": saved.warning})
-
-
-def report_complete(config: RunConfig, state: TrainState, rank: int) -> None:
-    """Says that there is nothing to do, once."""
-    if rank == 0:
-        done = f"{config.run_path} is complete: step {state.step} of train.steps={config.train.steps}"
-        is_heard(f"{done}, in {config.checkpoint_location}; to train on, raise train.steps")
-
-
-def report_unsaved(saved: Saved, rank: int) -> None:
-    """Says that the last checkpoint that was due could not be written, once."""
-    if rank == 0:
-        tell(f"the last checkpoint, step {saved.step}, was not written: {saved.error}")
-
-
-def report_start(
-    watchers: Watchers | NullWatchers,
-    config: RunConfig,
-    record: dict[str, Any],
-    state: TrainState,
-    warnings: list[str],
-    changed: list[tuple[str, Any, Any]],
-    restart: Restart | None,
-) -> None:
-    """Events of a run's start: where and what it is, a crash before it, a checkpoint set aside, a resume, changes."""
-    watchers.event({"step": state.step, "event": "start", **record})
-    if restart is not None:
-        row = {"restart": restart.number, "max_restarts": restart.allowed, "reason": restart.reason}
-        watchers.event({"step": state.step, "event": "restart", **row})
-    report_damage(watchers, state.step, warnings)
-    if state.step:
-        watchers.event({"step": state.step, "event": "resume", "consumed": state.consumed})
-    for key, before, after in changed:
-        told = told_of_stages(config, before, state.consumed) if key == STAGES else {}
-        row = {"key": key, "from": str(before), "to": str(after), **told}
-        watchers.event({"step": state.step, "event": "config_change", **row})
-
-
-def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int) -> int:
-    """The event of a step that chains were compiled in, or fetched from torch's cache: it took that much longer.
-
-    Returns how many there are now.
-    """
-    n_now, seconds = compiled_so_far()
-    if n_now > n_before:
-        watchers.event({"step": step, "event": "compiled", "chains": n_now, "seconds": seconds})
-    return n_now
-
-
-def report_packing(watchers: Watchers | NullWatchers, dataset: Dataset, step: int) -> None:
-    """The event of documents that are packed: how much of the samples is padding, how many documents are cut."""
-    shares = dataset.packed
-    if shares is not None:
-        watchers.event({"step": step, "event": "packing", **shares})
-
-
-def report_no_heldout_targets(
-    watchers: Watchers | NullWatchers, heldout: Dataset | None, n_sequences: int, step: int
-) -> None:
-    """The event of held-out sequences in which no target counts, so that every evaluation comes to 0."""
-    if heldout is not None:
-        n_sequences = min(n_sequences, heldout.n_samples)
-        if heldout.count(np.arange(n_sequences))[0] == 0:
-            watchers.event({"step": step, "event": "no_targets", "split": "heldout", "sequences": n_sequences})
-
-
-def report_damage(watchers: Watchers | NullWatchers, step: int, warnings: list[str]) -> None:
-    """Events of checkpoints that could not be used."""
-    for warning in warnings:
-        watchers.event({"step": step, "event": "damaged_checkpoint", "message": warning})
