@@ -105,13 +105,13 @@ class PlainTrainer:
 
     @torch.no_grad()
     def evaluate(self, heldout: Dataset, n_sequences: int, replay: StepChoices | None = None) -> HeldoutSeen:
-        """The token cross-entropy of the first ``n_sequences`` held-out samples, in one pass."""
+        """The token cross-entropy of the first ``n_sequences`` held-out samples, in one pass; 0 without targets."""
         batch = self.read(heldout, np.arange(n_sequences))
         context = Context(batch.positions_BS, batch.documents_BS, has_padding=not bool(self.valid_NS.all()))
         if replay is not None:
             context.choices = replay.for_tokens(self.valid_NS)
         loss = self.trainer.model(batch.tokens_BS, context, batch.targets_BS).loss
-        seen = HeldoutSeen(float(loss) / int((batch.targets_BS != IGNORE).sum()), self.choosing)
+        seen = HeldoutSeen(float(loss) / max(1, int((batch.targets_BS != IGNORE).sum())), self.choosing)
         self.run.heldout[len(self.run.steps)] = seen
         return seen
 

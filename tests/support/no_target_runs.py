@@ -106,7 +106,7 @@ def one_token_documents() -> Iterator[None]:
     """Proofs within it get token files in which every document has one token."""
     import launcher.prove.tokens as tokens
 
-    def write(prefix: Path, random: np.random.Generator, *, n_tokens: int, longest: int, vocab_size: int) -> None:
+    def write(prefix: Path, random: np.random.Generator, *, n_tokens: int, vocab_size: int, **lengths: Any) -> None:
         write_documents(prefix, random.integers(vocab_size, size=n_tokens), np.arange(n_tokens))
 
     original, tokens._write = tokens._write, write
