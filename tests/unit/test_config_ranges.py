@@ -115,6 +115,13 @@ def test_each_range_refuses_and_its_remedy_works(load, key, illegal, words):
     assert [line for line in check(load(*base, f"{place_of(key)}={usual}"), 1) if line.startswith(f"{key}=")] == []
 
 
+@pytest.mark.parametrize("key", [key for key in RANGES if key.startswith(("model.", "parallel."))])
+def test_a_number_out_of_range_is_told_in_8_bits_too(load, key):
+    """The rule of 8 bits builds the model, which a width below zero has none of."""
+    config = load(*base_of(key), "train.precision=fp8", f"{place_of(key)}=-1")
+    assert place_of(key) in [line.partition("=")[0] for line in check(config, 1)]
+
+
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
     assert len(RANGES) == 161
