@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.cleaning.config import CleaningConfig
-from data.config import ChatConfig, DataConfig, SourceConfig
+from data.config import ChatConfig, DataConfig, SourceConfig, StageConfig
 from data.documents import read_documents
 from data.errors import DataError
 from data.hub import count_hub_shards
@@ -258,6 +258,13 @@ def test_each_rule_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert [line for line in lines if line.startswith(expected) and "; " in line], lines
     assert len(lines) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt"]
+
+
+def test_stages_beside_a_sequence_of_no_tokens_trip_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The range of the length has its line elsewhere; stages are counted in sequences, which have none."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert check_data(replace(GOOD, seq_len=0, stages=(StageConfig(from_tokens=8, weights=(1.0,)),)), 300) == []
 
 
 @pytest.mark.parametrize(
