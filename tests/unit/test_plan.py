@@ -13,6 +13,8 @@ from launcher.estimate.pass_over import evenly
 from launcher.estimate.values import KnownAnswers, KnownValues, unknown
 from launcher.estimate.whole_step import row_sizes
 from launcher.plan.report import verdict
+from modeling.optimizers.config import AdamWConfig
+from modeling.optimizers.sgd import SGDConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
 
 
@@ -73,6 +75,21 @@ def test_whole_numbers_are_followed_and_others_answered():
             torch.empty(6, 8), torch.empty(2, 8, 16), offs=torch.tensor([2, 6], dtype=torch.int32)
         ).shape == (6, 16)
     assert batch.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "rule", [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.9)], ids=["adamw", "sgd", "momentum"]
+)
+def test_an_update_runs_over_tensors_of_a_gpu_that_is_not_there(rule):
+    """By torch's fused kernels, as on a GPU: torch has no rule for fake tensors of every one."""
+    known = KnownValues()
+    with FakeTensorMode(allow_non_fake_inputs=True), known, KnownAnswers(known):
+        weight = torch.nn.Parameter(torch.empty(8, 4, device="cuda"))
+        optimizer = rule.build([{"params": [weight], "weight_decay": 0.1}], fused=True)
+        for _ in range(2):
+            weight.grad = torch.empty(8, 4, device="cuda")
+            optimizer.step()
+        assert len(optimizer.state[weight]) >= len(rule.states)
 
 
 def test_the_ledger_counts_a_storage_once_until_it_is_gone():
