@@ -26,7 +26,7 @@ from data.shardwriter import ShardRecord, write_shard
 POLL_SECONDS = 0.1
 END_SECONDS = 5.0  # a worker that is stopped, or stuck in a file system, is not waited for longer
 PR_SET_PDEATHSIG = 1
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whose handlers raise
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # whose handlers raise, where set
 ShardFunction = Callable[[Any, Report, Callable[[], bool]], Any]  # (task, report, stopped)
 _reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
 _stop: Connection | None = None  # holds a byte, which nobody reads, once work is to stop

@@ -217,7 +217,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_asked_to_end_while_the_locks_of_results_are_taken(tmp_path: Path, signum: int) -> None:
     """What a handler raised there left them taken, and the pool's own thread waited for them for ever."""
     (tmp_path / "work.py").write_text(ASKED_AT_A_LOCK)
