@@ -5,10 +5,13 @@ on the way. Every tensor is fp32, so any chunk boundary that is a multiple of 4 
 """
 
 import json
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from types import TracebackType
+from typing import Self
 
 import torch
 import xxhash
@@ -24,7 +27,7 @@ from parallel.checkpoint.schema import (
     parse_header,
     shorten,
 )
-from parallel.checkpoint.store import Folder, Input
+from parallel.checkpoint.store import Folder, Input, Output
 
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4
@@ -144,17 +147,55 @@ def write_hashed(folder: Folder, file: str, chunks: Iterable[memoryview | bytes]
     one is asked for.
     """
     digest, n_bytes = xxhash.xxh3_128(), 0
-    with folder.create(file) as out, ThreadPoolExecutor(1, "checkpoint disk") as disk:
-        writing: Future[None] | None = None
+    with folder.create(file) as out, _Behind(out) as behind:
         for chunk in chunks:
             digest.update(chunk)
             n_bytes += len(chunk)
-            if writing is not None:
-                writing.result()
-            writing = disk.submit(out.write, chunk)
-        if writing is not None:
-            writing.result()
+            behind.write(chunk)
     return {"bytes": n_bytes, "xxh3_128": digest.hexdigest()}
+
+
+class _Behind:
+    """Writes each chunk in a thread, while the caller makes the next one. A context, which ends when all is written.
+
+    The two share queues alone. A lock, as a future has, stays taken where a signal's handler raises at the wrong
+    moment, and the thread would wait for it for ever.
+    """
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self._chunks: queue.SimpleQueue[memoryview | bytes | None] = queue.SimpleQueue()  # None: no more
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for a chunk more
+        self._error: BaseException | None = None  # of a chunk that could not be written
+        self._thread = threading.Thread(target=self._work, name="checkpoint disk", daemon=True)
+
+    def write(self, chunk: memoryview | bytes) -> None:
+        """Begins to write it once the one before is written; raises what went wrong with that one."""
+        self._room.get()
+        if self._error is not None:
+            raise self._error
+        self._chunks.put(chunk)
+
+    def __enter__(self) -> Self:
+        self._room.put(None)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._chunks.put(None)
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            try:
+                self._out.write(chunk)
+            except BaseException as error:  # for the caller, who raises it
+                self._error = error
+            self._room.put(None)
 
 
 def _preceded(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview | bytes]:

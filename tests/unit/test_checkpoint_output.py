@@ -7,6 +7,9 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.checkpoint.local import BLOCK_BYTES, SMALLEST_DIRECT, LocalFolder, LocalOutput, LocalStore
-from parallel.checkpoint.safetensors_stream import encode_header
+from parallel.checkpoint.safetensors_stream import encode_header, write_hashed
 from parallel.checkpoint.saver import host_buffer
 
 LARGE = SMALLEST_DIRECT + 3 * BLOCK_BYTES
@@ -44,6 +47,74 @@ def ways_of(chunks, path) -> list[bool]:
             for chunk in chunks:
                 out.write(chunk)
     return ways
+
+
+ASKED_AT_A_LOCK = """\
+import signal, sys, threading
+from pathlib import Path
+from parallel.checkpoint.local import LocalFolder
+from parallel.checkpoint.safetensors_stream import write_hashed
+
+def raise_exit(signum, _):
+    raise SystemExit(128 + signum)
+
+def enter(condition):
+    global is_asked
+    got = take(condition)
+    if is_asked and threading.get_ident() == main:
+        is_asked = False
+        signal.raise_signal(signal.SIGTERM)
+    return got
+
+def chunks():
+    global is_asked
+    for number in range(8):
+        is_asked |= number == 3
+        yield memoryview(bytes(1 << 24))
+    signal.raise_signal(signal.SIGTERM)  # no lock of Python's was taken
+
+is_asked, main, take = False, threading.get_ident(), threading.Condition.__enter__
+threading.Condition.__enter__ = enter
+signal.signal(signal.SIGTERM, raise_exit)
+write_hashed(LocalFolder(Path(sys.argv[1])), "shard", chunks())
+"""
+
+
+def test_asked_to_end_while_a_lock_is_taken(tmp_path):
+    """What a handler raised there left a future's lock taken, and the thread that writes waited for it for ever."""
+    (tmp_path / "work.py").write_text(ASKED_AT_A_LOCK)
+    command = [sys.executable, str(tmp_path / "work.py"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
+class Refusing:
+    """A file for which there is no room after the first chunk."""
+
+    def __init__(self):
+        self.written = b""
+
+    def create(self, file):
+        return self
+
+    def write(self, data):
+        if self.written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.written += data
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("n_chunks", [2, 3, 9])
+def test_a_chunk_that_cannot_be_written(n_chunks):
+    """The last one, which nothing follows, or any before it."""
+    with pytest.raises(OSError, match="No space left"):
+        write_hashed(Refusing(), "shard", [b"chunk"] * n_chunks)
 
 
 @settings(deadline=None, max_examples=30)
