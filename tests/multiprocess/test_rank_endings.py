@@ -1,6 +1,8 @@
 """Which of the ranks' endings a launcher names as the cause, and what it gives them: arguments and a port."""
 
 import random
+import signal
+import subprocess
 import sys
 import time
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from command_runs import ENVIRONMENT
 from parallel.processes import start
 from parallel.processes.start import RankError, claimed_port, run_ranks
 
@@ -53,6 +56,52 @@ def test_any_number_of_tensors_goes_to_the_ranks() -> None:
     """multiprocessing's own way opens a file for each, and refuses more than 251 of them."""
     tensors = [torch.tensor(float(number)) for number in range(600)]
     assert run_ranks(sum_all, 2, tensors, timeout_seconds=60, threads=1) == [179700.0, 179700.0]
+
+
+ASKED_TWICE = """\
+import os, signal, sys, threading, time
+sys.path[:0] = {path!r}
+from parallel.processes.start import run_ranks
+from parallel.processes.stop import hearing
+
+def hang(place):
+    with hearing(ends_at_second=False):
+        os.mkdir(os.path.join(place, os.environ["RANK"]))
+        time.sleep(600)
+
+def ask(place, asked, signum):
+    while len(os.listdir(place)) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), asked)
+    while not is_ending():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signum)
+
+def is_ending():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != "_end":
+        frame = frame.f_back
+    return frame is not None
+
+def raise_exit(signum, _):
+    raise SystemExit(128 + signum)
+
+if __name__ == "__main__":
+    place, signum = sys.argv[1], int(sys.argv[2])
+    signal.signal(signal.SIGHUP, raise_exit)
+    threading.Thread(target=ask, args=(place, signal.SIGHUP, signum), daemon=True).start()
+    run_ranks(hang, 2, place, threads=1, passes_stop=True)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_interrupt_while_ranks_are_ended_leaves_none(tmp_path, signum) -> None:
+    """As when Ctrl-C is pressed twice. The ranks take multiprocessing's SIGTERM for a request to stop, and hang."""
+    (tmp_path / "work.py").write_text(ASKED_TWICE.format(path=sys.path))
+    (place := tmp_path / "ranks").mkdir()
+    command = [sys.executable, str(tmp_path / "work.py"), str(place), str(int(signum))]
+    done = subprocess.run(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == (-signal.SIGINT if signum == signal.SIGINT else 128 + signum), done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no such names of the kernel's outside Linux")
