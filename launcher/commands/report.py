@@ -14,6 +14,7 @@ from launcher.report.gather import gather
 from launcher.report.page import made_at, render
 from launcher.slurm.queue import runs_of
 from launcher.training.run_parts import REPORT
+from parallel.processes.stop import undoing
 
 MOST_RUNS = 50  # on one page
 
@@ -35,7 +36,8 @@ def report_runs(names: Sequence[str], out: str | None, gpu: str | None) -> int:
     called = short_names([path / REPORT for path in paths])
     runs = [gather(path, name, n_runs=len(paths), gpu=gpu) for path, name in zip(paths, called, strict=True)]
     try:
-        write_page(target, render(runs, made_at()))
+        with undoing():
+            write_page(target, render(runs, made_at()))
     except OSError as error:
         raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None
     say(str(target))

@@ -12,6 +12,7 @@ from launcher.inspection.page import render
 from launcher.inspection.pictures import draw_all
 from launcher.report.at_end import write_page
 from launcher.report.page import made_at
+from parallel.processes.stop import undoing
 
 PAGE = "inspect.html"
 
@@ -20,12 +21,17 @@ def write_out(target: Path, report: dict[str, Any]) -> list[Path]:
     """Writes ``target`` and returns the files, the page first. Raises UserError where it cannot; nothing stays then."""
     page = render(report, made_at())
     try:
-        if target.suffix.lower() in PAGE_ENDINGS:
-            write_page(target, page)
-            return [target]
-        return _write_folder(target, page, report)
+        with undoing():
+            return _write(target, page, report)
     except OSError as error:
         raise UserError([f"--out={target} cannot be written ({reason_of(error)}); choose another place"]) from None
+
+
+def _write(target: Path, page: str, report: dict[str, Any]) -> list[Path]:
+    if target.suffix.lower() in PAGE_ENDINGS:
+        write_page(target, page)
+        return [target]
+    return _write_folder(target, page, report)
 
 
 def _write_folder(target: Path, page: str, report: dict[str, Any]) -> list[Path]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from data.errors import reason_of
 from launcher.config.yaml_text import read_yaml_file
 from launcher.errors import UserError
+from launcher.new_file import new_file
 
 Engine = Literal["closed_forms", "traced"]  # what made a plan
 ENGINES: tuple[Engine, ...] = ("closed_forms", "traced")
@@ -111,11 +112,10 @@ def _write(corrections: Sequence[Correction]) -> Path:
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
     yaml.dump({"calibrations": [dataclasses.asdict(each) for each in corrections]}, text)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(HEAD + text.getvalue())
-        partial.replace(path)
+        with new_file(path) as partial:
+            partial.write_text(HEAD + text.getvalue())
     except OSError as error:
         raise UserError(
             [f"{path} must be a file that can be written ({reason_of(error)}); see XDG_CONFIG_HOME"]

@@ -1,12 +1,12 @@
 """The page that a run leaves in its directory when it has ended."""
 
-import os
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
 from launcher.console import tell
 from launcher.guard.fence import Fence
+from launcher.new_file import new_file
 from launcher.report.gather import gather
 from launcher.report.page import made_at, render
 from launcher.training.run_parts import REPORT
@@ -30,10 +30,5 @@ def write_at_end(run_path: Path, fence: Fence | None = None) -> None:
 
 def write_page(target: Path, page: str) -> None:
     """In one act: a full disk leaves the page that was there, or none. Raises OSError."""
-    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
-    try:
+    with new_file(target) as partial:
         partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

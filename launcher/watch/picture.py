@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from data.errors import reason_of
 from data.places import why_not_writable
 from launcher.errors import UserError
+from launcher.new_file import new_file
+from parallel.processes.stop import undoing
 
 ENDINGS = (".png", ".svg", ".pdf")
 
@@ -26,11 +28,9 @@ def check_picture(target: Path, key: str, usual: str) -> None:
 
 
 def save_picture(figure: Figure, target: Path, key: str) -> None:
-    """Writes the figure to ``target``; a full disk leaves the picture that was there, or none."""
-    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
+    """Writes the figure to ``target``; a full disk, Ctrl-C or SIGTERM leaves the picture that was there, or none."""
     try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(target)
+        with undoing(), new_file(target) as partial:
+            figure.savefig(partial, dpi=150)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError([f"{key}={target} cannot be written ({reason_of(error)}); choose another place"]) from None
