@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,8 +114,9 @@ class Refusing:
 @pytest.mark.parametrize("n_chunks", [2, 3, 9])
 def test_a_chunk_that_cannot_be_written(n_chunks):
     """The last one, which nothing follows, or any before it."""
+    refusing: Any = Refusing()
     with pytest.raises(OSError, match="No space left"):
-        write_hashed(Refusing(), "shard", [b"chunk"] * n_chunks)
+        write_hashed(refusing, "shard", [b"chunk"] * n_chunks)
 
 
 @settings(deadline=None, max_examples=30)

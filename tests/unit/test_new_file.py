@@ -38,7 +38,7 @@ RAISED = {"full": (OSError, UserError), "Ctrl-C": KeyboardInterrupt, "SIGTERM": 
 
 @pytest.mark.parametrize("how", RAISED)
 @pytest.mark.parametrize("name", ["curves.png", "a.b.svg"])
-def test_a_picture_that_is_broken_off(tmp_path, how, name):
+def test_a_picture_that_is_broken_off(tmp_path, monkeypatch, how, name):
     (tmp_path / name).write_text("the one before")
     figure = Figure()
 
@@ -46,7 +46,7 @@ def test_a_picture_that_is_broken_off(tmp_path, how, name):
         path.write_text("half")
         break_off(how)
 
-    figure.savefig = savefig
+    monkeypatch.setattr(figure, "savefig", savefig)
     with pytest.raises(RAISED[how]):
         save_picture(figure, tmp_path / name, "--out")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "the one before")]
@@ -54,6 +54,8 @@ def test_a_picture_that_is_broken_off(tmp_path, how, name):
 
 class Half(str):
     """A page of which a part is written."""
+
+    how: str
 
     def __new__(cls, how):
         made = super().__new__(cls, "half")
