@@ -1,7 +1,8 @@
 """The cheap rules of the data section, all checked at once."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from data.cleaning.rules import check_cleaning
@@ -125,7 +126,28 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
     if is_hugging_face(source) and not source.path.removeprefix(HUGGING_FACE).strip("/"):
         remedy = "name one, e.g. hf://roneneldan/TinyStories, or a local folder: hf:///data/stories"
         found.append(problem(f"{key}.path={source.path!r}", "must name a dataset", remedy))
-    return found
+    return found + [
+        problem(f"{key}.{name}={_plain(source, name)}", f"changes nothing where {why}", f"leave out {name}")
+        for is_so, why, names in _unused_where(source)
+        for name in names
+        if is_so and getattr(source, name) != getattr(SourceConfig(path=source.path), name)
+    ]
+
+
+def _unused_where(source: SourceConfig) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
+    """Whether something is so, what that is, and the fields of the source that nothing looks at then."""
+    path, is_hub = f"path={source.path!r}", is_hugging_face(source)
+    yield not is_hub, f"{path} is no Hugging Face dataset (hf://NAME)", ("subset", "split")
+    yield is_hub and reads_files(source), f"{path} is a saved dataset", ("subset",)
+    yield not is_raw(source), f"{path} is token files", ("exclude", "text_key", "chat", "max_bad_share")
+
+
+def _plain(source: SourceConfig, name: str) -> str:
+    """The value of a source's field as a line shows it."""
+    value = getattr(source, name)
+    if is_dataclass(value):
+        return "{...}"
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _check_stages(config: DataConfig) -> list[str]:

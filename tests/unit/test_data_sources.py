@@ -267,6 +267,39 @@ def test_stages_beside_a_sequence_of_no_tokens_trip_nothing(tmp_path: Path, monk
     assert check_data(replace(GOOD, seq_len=0, stages=(StageConfig(from_tokens=8, weights=(1.0,)),)), 300) == []
 
 
+def write_saved(folder: Path) -> None:
+    """The least that tells a folder that save_to_disk wrote."""
+    folder.mkdir()
+    (folder / "data.arrow").write_bytes(b"")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "why"),
+    [
+        ("a.txt", {"split": "test"}, "split='test' changes nothing where path='a.txt' is no Hugging Face dataset"),
+        ("a.txt", {"subset": "en"}, "subset='en' changes nothing where path='a.txt' is no Hugging Face dataset"),
+        ("a", {"split": "test"}, "split='test' changes nothing where path='a' is no Hugging Face dataset"),
+        ("a", {"exclude": ("b",)}, "exclude=['b'] changes nothing where path='a' is token files"),
+        ("a", {"text_key": "body"}, "text_key='body' changes nothing where path='a' is token files"),
+        ("a", {"chat": ChatConfig()}, "chat={...} changes nothing where path='a' is token files"),
+        ("a", {"max_bad_share": 0.1}, "max_bad_share=0.1 changes nothing where path='a' is token files"),
+        ("s3://b/a", {"chat": ChatConfig()}, "chat={...} changes nothing where path='s3://b/a' is token files"),
+        ("hf://saved", {"subset": "en"}, "subset='en' changes nothing where path='hf://saved' is a saved dataset"),
+    ],
+)
+def test_no_key_of_a_source_is_set_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path, fields, why) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    write_token_file(tmp_path / "a", [[1, 2]])
+    write_saved(tmp_path / "saved")
+    (line,) = check_data(replace(GOOD, sources=(SourceConfig(path=path, **fields),)), 300)
+    (name,) = fields
+    assert line.startswith(f"data.sources[0].{why}")
+    assert line.endswith(f"; leave out {name}")
+    assert check_data(replace(GOOD, sources=(SourceConfig(path=path),)), 300) == []
+
+
 @pytest.mark.parametrize(
     ("path", "token_dir", "place"),
     [
