@@ -405,6 +405,45 @@ def test_an_interrupt_on_the_way_out_needs_no_words():
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
+WHILE_IMPORTING = """\
+import sys, time
+from launcher import cli
+
+def app(**_):
+    import slow_library
+    time.sleep(60)
+
+cli.app = app
+sys.argv = ["roundtable", "runs"]
+sys.exit(cli.main())
+"""
+SLOW_LIBRARY = """\
+import time
+print("importing", flush=True)
+deadline = time.monotonic() + float(__import__("os").environ["IMPORT_SECONDS"])
+while time.monotonic() < deadline:
+    time.sleep(0.01)
+print("imported", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("presses", "seconds", "told"), [([0.0, 0.0], 3, "imported\n"), ([0.0, 1.0], 100, "")])
+def test_a_second_interrupt_ends_an_import_at_once(tmp_path, presses, seconds, told):
+    """Two at once are one, which waits for the library to be whole; a later one is a user's who waits no longer."""
+    (tmp_path / "slow_library.py").write_text(SLOW_LIBRARY)
+    path = f"{tmp_path}{os.pathsep}{ENVIRONMENT.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-c", WHILE_IMPORTING]
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, "IMPORT_SECONDS": str(seconds)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": hear_interrupts}
+    process = subprocess.Popen(command, env=environment, text=True, **pipes)
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    for pause in presses:
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (130, told, "")
+
+
 def test_an_interrupt_while_the_fork_server_imports_is_one_line(run):
     shutil.rmtree(run)
     command = [sys.executable, "-m", "launcher", "train", "small.yaml", "--ranks", "2"]
