@@ -159,13 +159,23 @@ def test_an_interrupt_while_workers_begin_needs_no_words(tmp_path: Path, tokeniz
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
-    while not any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
+    while not _workers_of(process):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    assert process.communicate(timeout=60)[1] == ""
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert [line for line in said if not line.startswith("preparing: ")] == []  # which a busy machine may come to
     assert process.returncode == 130
+
+
+def _workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that it has spawned."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a program that it asked something, and that has ended
+            found += [child] if "spawn_main" in " ".join(child.cmdline()) else []
+    return found
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
@@ -184,9 +194,8 @@ def test_asked_to_end(tmp_path: Path, tokenizer: str, is_stuck: bool) -> None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     if is_stuck:
-        for child in psutil.Process(process.pid).children():
-            if "spawn_main" in " ".join(child.cmdline()):
-                child.suspend()
+        for worker in _workers_of(process):
+            worker.suspend()
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM
