@@ -18,6 +18,7 @@ SECTIONS = {
     "An optimizer": ["modeling/optimizers/config.py", "modeling/optimizers/rmsprop.py"],
     "A schedule": ["modeling/schedules.py"],
     "A router's score": ["modeling/moe_config.py", "modeling/router.py"],
+    "A norm": ["modeling/config.py", "modeling/norm.py"],
     "An architecture": ["modeling/attention.py", "modeling/config.py", "modeling/families/gated_llama.py"],
 }
 CONFIG = """
@@ -132,6 +133,13 @@ def test_what_is_added_is_proven(extended):
     """Under ep; the plain side has the new metric and the new optimizer."""
     out = run(extended, "-m", "launcher", "prove", "config.yaml", "parallel.ep=2", "--ranks", "2")
     assert "proven" in out
+
+
+@pytest.mark.slow
+def test_the_norm_is_proven(extended):
+    """Its rows cut by tp, where its one number of all channels gets its sum over the ranks; layers by pp."""
+    shape = ("model.family=none", "model.norm=tanh", "parallel.tp=2", "parallel.pp=2")
+    assert "proven" in run(extended, "-m", "launcher", "prove", "config.yaml", *shape, "--ranks", "4")
 
 
 @pytest.mark.slow
