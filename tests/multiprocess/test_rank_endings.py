@@ -61,6 +61,7 @@ def test_any_number_of_tensors_goes_to_the_ranks() -> None:
 ASKED_TWICE = """\
 import os, signal, sys, threading, time
 sys.path[:0] = {path!r}
+from multiprocessing.process import BaseProcess
 from parallel.processes.start import run_ranks
 from parallel.processes.stop import hearing
 
@@ -69,27 +70,25 @@ def hang(place):
         os.mkdir(os.path.join(place, os.environ["RANK"]))
         time.sleep(600)
 
-def ask(place, asked, signum):
+def ask(place):
     while len(os.listdir(place)) < 2:
         time.sleep(0.01)
-    os.kill(os.getpid(), asked)
-    while not is_ending():
-        time.sleep(0.01)
-    os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), signal.SIGHUP)
 
-def is_ending():
-    frame = sys._current_frames()[threading.main_thread().ident]
-    while frame is not None and frame.f_code.co_name != "_end":
-        frame = frame.f_back
-    return frame is not None
+def join(process, timeout=None):
+    if sys._getframe(1).f_code.co_name == "_end" and not asked:
+        asked.append(signum)
+        signal.raise_signal(signum)
+    return wait(process, timeout)
 
 def raise_exit(signum, _):
     raise SystemExit(128 + signum)
 
 if __name__ == "__main__":
-    place, signum = sys.argv[1], int(sys.argv[2])
+    place, signum, asked = sys.argv[1], int(sys.argv[2]), []
+    BaseProcess.join, wait = join, BaseProcess.join
     signal.signal(signal.SIGHUP, raise_exit)
-    threading.Thread(target=ask, args=(place, signal.SIGHUP, signum), daemon=True).start()
+    threading.Thread(target=ask, args=(place,), daemon=True).start()
     run_ranks(hang, 2, place, threads=1, passes_stop=True)
 """
 
