@@ -88,6 +88,7 @@ if __name__ == "__main__":
     place, signum, asked = sys.argv[1], int(sys.argv[2]), []
     BaseProcess.join, wait = join, BaseProcess.join
     signal.signal(signal.SIGHUP, raise_exit)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which work in the background has not
     threading.Thread(target=ask, args=(place,), daemon=True).start()
     run_ranks(hang, 2, place, threads=1, passes_stop=True)
 """

@@ -20,10 +20,12 @@ def unheard(*_):
 
 @pytest.fixture(autouse=True)
 def outlived():
-    """Without it a SIGTERM that nobody hears would end the tests."""
-    before = signal.signal(signal.SIGTERM, unheard)
+    """Without it a SIGTERM that nobody hears would end the tests, and work in the background hears no Ctrl-C."""
+    handlers = {signal.SIGTERM: unheard, signal.SIGINT: signal.default_int_handler}
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def break_off(how):
