@@ -90,6 +90,7 @@ def test_the_state_changes_only_once_the_copy_is_taken(config, tmp_path):
 def test_a_change_that_does_not_wait_is_seen(config, tmp_path):
     witnesses = on_ranks(save_slowly, config, str(tmp_path), False)
     assert strangers(open_checkpoint(tmp_path / "step-00000001"), witnesses)
+    assert all(witness.saves[0].hold_seconds < 0.4 for witness in witnesses)
 
 
 @pytest.mark.parametrize("zero", some_fast([0, 1, 2, 3], 1, 3))
