@@ -103,8 +103,7 @@ def record(seen: Recorder) -> None:
 
     def placed(order_P: Any, top_k: int, counts_E: Any, row_multiple: int) -> Any:
         if row_multiple > 1:  # what is sent is not rounded up
-            for n_rows in counts_E[counts_E > 0].tolist():
-                seen("row_multiple", -(-n_rows // row_multiple))  # units of one expert
+            seen("row_multiple", -(-int(counts_E.max()) // row_multiple))
         return place(order_P, top_k, counts_E, row_multiple)
 
     experts.rows_in_order = placed
