@@ -128,9 +128,18 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
         found.append(problem(f"{key}.path={source.path!r}", "must name a dataset", remedy))
     return found + [
         problem(f"{key}.{name}={_plain(source, name)}", f"changes nothing where {why}", f"leave out {name}")
+        for name, why in set_in_vain(source)
+    ]
+
+
+def set_in_vain(source: SourceConfig) -> list[tuple[str, str]]:
+    """The fields that are set although nothing looks at them, each with where that is so."""
+    usual = SourceConfig(path=source.path)
+    return [
+        (name, why)
         for is_so, why, names in _unused_where(source)
         for name in names
-        if is_so and getattr(source, name) != getattr(SourceConfig(path=source.path), name)
+        if is_so and getattr(source, name) != getattr(usual, name)
     ]
 
 

@@ -16,6 +16,7 @@ from data.config import FREE_FIELDS
 from data.errors import DataError, reason_of
 from data.mixture import DEALING
 from data.places import is_same_place, why_not_writable
+from data.rules import set_in_vain
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
@@ -276,10 +277,13 @@ def check_same_run(old: RunConfig, path: Path, config: RunConfig, consumed: int)
     ``consumed``: where the run that goes on has its next sample. Stages of the data may change from there on.
     """
     remedy = "set it back, or start another run with another name or run_dir"
+    # Runs of before such keys were refused have them: leaving them out changes no token.
+    sources = enumerate(old.data.sources)
+    idle = {f"data.sources.{number}.{name}" for number, source in sources for name, _ in set_in_vain(source)}
     problems = [
         f"{key}={_show(after)} must stay {_show(before)}, as {path} has it; {remedy}"
         for key, before, after in changes(old, config)
-        if _is_fixed(key)
+        if _is_fixed(key) and key not in idle
     ]
     line = stage_problem(old, config, consumed)
     problems += [line] if line is not None else []

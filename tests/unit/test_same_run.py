@@ -33,3 +33,15 @@ def test_stages_are_not_blamed_for_another_key(other: dict[str, object]) -> None
         check_same_run(old, Path("x"), config_with(**other), consumed=96)
     (line,) = caught.value.problems
     assert " must stay " in line and "stages" not in line
+
+
+def test_a_key_that_a_source_had_no_use_for_may_be_left_out(tmp_path: Path) -> None:
+    """It is refused since; where it had to stay, too, the two remedies led in a circle."""
+    (tmp_path / "a.txt").write_text("text")
+
+    def config_of(**fields: str) -> RunConfig:
+        return config_with(sources=(SourceConfig(path=str(tmp_path / "a.txt"), **fields),))  # type: ignore[arg-type]
+
+    check_same_run(config_of(subset="en"), tmp_path, config_of(), 96)
+    with pytest.raises(UserError, match=r"text_key=\w+ must stay body"):
+        check_same_run(config_of(text_key="body", subset="en"), tmp_path, config_of(), 96)
