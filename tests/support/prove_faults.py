@@ -118,8 +118,8 @@ def plant(title: str) -> None:
 
             weigh_all = MoE.add_auxiliary_losses
 
-            def with_capacity(self: Any, routing: Any, context: Any) -> Any:
-                weights_TK, stats = weigh_all(self, routing, context)
+            def with_capacity(self: Any, routing: Any, *rest: Any) -> Any:
+                weights_TK, stats = weigh_all(self, routing, *rest)
                 is_first_TK = routing.indices_TK == 0  # expert 0 takes its first ten tokens
                 return weights_TK * ~(is_first_TK & (is_first_TK.cumsum(0) > 10)), stats
 

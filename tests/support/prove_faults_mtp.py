@@ -13,8 +13,9 @@ def find_in_chunks() -> None:
 
     following = batch.following
 
-    def in_chunks(targets_BS: Tensor, depth: int) -> list[tuple[Tensor, ...]]:
-        chunks = [list(following(chunk, depth)) for chunk in targets_BS.chunk(4, dim=1)]
+    def in_chunks(next_BS: Tensor, depth: int, *targets_BS: Tensor) -> list[tuple[Tensor, ...]]:
+        each_chunk = zip(*(whole.chunk(4, dim=1) for whole in (next_BS, *targets_BS)), strict=True)
+        chunks = [list(following(of_next, depth, *of_targets)) for of_next, *of_targets in each_chunk]
         return [
             tuple(torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True))
             for found in zip(*chunks, strict=True)
@@ -30,8 +31,8 @@ def predict_one_too_near() -> None:
 
     following = batch.following
 
-    def too_near(targets_BS: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
-        return [(tokens, tokens.where(targets != IGNORE, IGNORE)) for tokens, targets in following(targets_BS, depth)]
+    def too_near(*arguments: Any) -> list[tuple[Tensor, Tensor]]:
+        return [(tokens, tokens.where(targets != IGNORE, IGNORE)) for tokens, targets in following(*arguments)]
 
     batch.following = too_near
 
@@ -41,8 +42,8 @@ def look_beyond_documents() -> None:
     import parallel.batch as batch
     from modeling.loss import IGNORE
 
-    def of_samples(targets_BS: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
-        rolled = [torch.roll(targets_BS, -k, dims=1) for k in range(depth + 1)]
+    def of_samples(next_BS: Tensor, depth: int, *_: Tensor) -> list[tuple[Tensor, Tensor]]:
+        rolled = [torch.roll(next_BS, -k, dims=1) for k in range(depth + 1)]
         return [(rolled[k - 1].where(rolled[k - 1] != IGNORE, 0), rolled[k]) for k in range(1, depth + 1)]
 
     batch.following = of_samples

@@ -98,8 +98,8 @@ def divide_entropy_by_own_tokens() -> None:
 
     add = MoE.add_auxiliary_losses
 
-    def own(self: Any, routing: Any, context: Any) -> Any:
-        weights_TK, stats = add(self, routing, context)
+    def own(self: Any, *arguments: Any) -> Any:
+        weights_TK, stats = add(self, *arguments)
         stats.entropy = stats.entropy / len(stats.choice_TK)
         return weights_TK, stats
 

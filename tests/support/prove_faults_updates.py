@@ -51,7 +51,7 @@ def join_experts() -> None:
     import modeling.optimizers.orthogonal as muon
 
     orthogonal = muon.orthogonal
-    muon.orthogonal = lambda matrices, dtype: orthogonal(matrices.flatten(0, -2), dtype).view_as(matrices)
+    muon.orthogonal = lambda matrices, *dtype: orthogonal(matrices.flatten(0, -2), *dtype).view_as(matrices)
 
 
 def leave_parts() -> None:
