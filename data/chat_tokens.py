@@ -98,9 +98,9 @@ class ChatTokens:
             return self.tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def targets(self, rendered: Rendered, encoding: "Encoding") -> tuple[np.ndarray, np.ndarray]:
-        """(ids, is_target) with the end of text, which is added where the template has not written it.
+        """(ids, is_target) with the end of text, and BOS by data.add_bos, where the template has not written them.
 
-        The end that is added is a target where the token before it is one.
+        The end that is added is a target where the token before it is one; BOS is none.
         """
         ids = np.array(encoding.ids, np.int64)
         first_T, stop_T = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -113,6 +113,8 @@ class ChatTokens:
         if not len(ids) or ids[-1] != self.eos:
             ids = np.append(ids, self.eos)
             is_target = np.append(is_target, is_target[-1:] if len(is_target) else True)
+        if self.task.bos_id is not None and ids[0] != self.task.bos_id:
+            ids, is_target = np.append(self.task.bos_id, ids), np.append(False, is_target)
         return ids, is_target
 
     def _n_after_end(self, text: str, inside: np.ndarray, encoding: "Encoding") -> int:

@@ -77,6 +77,8 @@ class DataConfig:
         None  # stages that raw text passes before it is tokenized; None: it is taken as it is
     )
     tokenizer: str | None = None  # a tokenizer's folder or hub name; None: train one of model.vocab_size ids, of bytes
+    # whether the tokenizer's bos_token begins each document that is prepared, and each text that a command is given
+    add_bos: bool = False
     tokenizer_model: TokenizerModel = "bpe"  # what is trained where tokenizer is null
     # special tokens of the one that is trained, besides the end of text: "<tool>", "[PAD]"
     special_tokens: tuple[str, ...] = ()

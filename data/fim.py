@@ -2,8 +2,8 @@
 
 Bavarian et al. 2022 (arXiv:2207.14255), section 3, at the level of the context and of tokens: what is rearranged is the
 part of a document that lies in a sample, cut at two places drawn evenly from those between its tokens. The part keeps
-its length: its last three tokens, but for an end of text, give way to the three special tokens. What is drawn follows
-from the seed, the document (its file and first token there) and the epoch alone.
+its length: its last three tokens, but for an end of text, give way to the three special tokens. BOS stays the first.
+What is drawn follows from the seed, the document (its file and first token there) and the epoch alone.
 
 Shape letters: W tokens of a window, F documents' parts in windows.
 """
@@ -20,7 +20,7 @@ from data.config import DataConfig
 from data.errors import refuse
 from data.prepared import Prepared
 from data.tokenfile import TokenFile
-from data.tokenizer import load_fast, read_info
+from data.tokenizer import bos_id_of, load_fast, read_info
 
 PURPOSE = 0xF1113  # sets these draws apart from others with the same seed
 RANGE = 1 << 64
@@ -29,13 +29,14 @@ N_TOKENS = 3  # prefix, suffix, middle
 
 @dataclass(frozen=True)
 class Cut:
-    """One part of a document, in tokens of its file: prefix [first, a), middle [a, b), suffix [b, c), given up [c, d).
+    """One part of a document, in tokens of its file: prefix [text, a), middle [a, b), suffix [b, c), given up [c, d).
 
-    From d on comes the document's end of text, where the part holds it.
+    From d on comes the document's end of text, where the part holds it; before ``text`` its BOS, likewise.
     """
 
     is_spm: bool
     first: int
+    text: int
     a: int
     b: int
     c: int
@@ -43,17 +44,18 @@ class Cut:
 
     def rearranged(self, part_W: np.ndarray, ids: Sequence[int]) -> np.ndarray:
         """The part's tokens in their new order; as many. ``ids`` are the tokens before prefix, suffix and middle."""
-        prefix, middle, suffix, _, end = np.split(part_W, np.array([self.a, self.b, self.c, self.d]) - self.first)
+        places = np.array([self.text, self.a, self.b, self.c, self.d])
+        begin, prefix, middle, suffix, _, end = np.split(part_W, places - self.first)
         before_prefix, before_suffix, before_middle = (np.array([each], part_W.dtype) for each in ids)
         if self.is_spm:  # the variant that shares its form with the other where the prefix is empty (section 3.2)
-            parts = (before_prefix, before_suffix, suffix, before_middle, prefix, middle, end)
+            parts = (before_prefix, before_suffix, suffix, before_middle, prefix, middle)
         else:
-            parts = (before_prefix, prefix, before_suffix, suffix, before_middle, middle, end)
-        return np.concatenate(parts)
+            parts = (before_prefix, prefix, before_suffix, suffix, before_middle, middle)
+        return np.concatenate((begin, *parts, end))
 
     def row(self) -> dict[str, Any]:
         """As `data show --json` has it."""
-        ranges = {"prefix": [self.first, self.a], "middle": [self.a, self.b], "suffix": [self.b, self.c]}
+        ranges = {"prefix": [self.text, self.a], "middle": [self.a, self.b], "suffix": [self.b, self.c]}
         return {"order": "spm" if self.is_spm else "psm", **ranges, "given_up": [self.c, self.d]}
 
 
@@ -66,25 +68,26 @@ class FillInTheMiddle:
     ids: tuple[int, ...]  # the tokens before prefix, suffix and middle
     eos_id: int
     seed: int
+    bos_id: int | None = None  # by data.add_bos
 
     def cut(self, file: TokenFile, number: int, first: int, stop: int, epoch: int) -> Cut | None:
         """How the tokens [first, stop) of the file, a part of a document, are rearranged; None where they stay.
 
-        ``number`` is the file's among the run's. A part of fewer than four tokens, but for an end of text, stays.
+        ``number`` is the file's among the run's. A part of fewer than four tokens, but for BOS and EOS, stays.
         """
         key = np.array([PURPOSE, self.seed, number, first, epoch], np.int64).tobytes()
         chosen, order, *places = (xxhash.xxh3_64_intdigest(key, seed=draw) for draw in range(4))
         if chosen >= self.rate * RANGE:
             return None
-        holds_end = (
-            int(file.tokens[stop - 1]) == self.eos_id and file.document_range(file.document_of(first))[1] == stop
-        )
-        d = stop - 1 if holds_end else stop
+        whole = file.document_range(file.document_of(first))
+        holds_end = int(file.tokens[stop - 1]) == self.eos_id and whole[1] == stop
+        holds_bos = self.bos_id is not None and int(file.tokens[first]) == self.bos_id and whole[0] == first
+        text, d = first + holds_bos, stop - holds_end
         c = d - N_TOKENS
-        if c <= first:
+        if c <= text:
             return None
-        a, b = sorted(first + place % (c - first + 1) for place in places)
-        return Cut(order < self.spm_share * RANGE, first, a, b, c, d)
+        a, b = sorted(text + place % (c - text + 1) for place in places)
+        return Cut(order < self.spm_share * RANGE, first, text, a, b, c, d)
 
 
 def fill_in_the_middle(config: DataConfig, seed: int, prepared: Prepared, vocab_size: int) -> FillInTheMiddle | None:
@@ -93,8 +96,8 @@ def fill_in_the_middle(config: DataConfig, seed: int, prepared: Prepared, vocab_
         return None
     ids = fim_ids(config, prepared.tokenizer, vocab_size)
     assert prepared.tokenizer is not None
-    eos_id = read_info(prepared.tokenizer).eos_id
-    return FillInTheMiddle(config.fim_rate, config.fim_spm_share, ids, eos_id, seed)
+    eos_id, bos_id = read_info(prepared.tokenizer).eos_id, bos_id_of(config, prepared.tokenizer)
+    return FillInTheMiddle(config.fim_rate, config.fim_spm_share, ids, eos_id, seed, bos_id)
 
 
 def fim_ids(config: DataConfig, folder: Path | None, vocab_size: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from data.shards import Plan, plan_shards
 from data.shardwriter import ShardRecord, ShardTask, no_room, read_record
 from data.sources import is_raw
 from data.tokenfile import token_dtype
-from data.tokenizer import tokenizer_folder
+from data.tokenizer import bos_id_of, tokenizer_folder
 from data.tokenizer_setup import set_up_tokenizer
 from data.workers import run_in_processes, write_shards
 
@@ -216,7 +216,7 @@ def check_room(config: DataConfig, plans: list[Plan], vocab_size: int) -> None:
 def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> list[ShardTask]:
     """Creates the source's folder, or finds it begun, and returns the tasks of all its shards."""
     assert tokenizer is not None
-    folder = source_folder(config, plan.source, tokenizer)
+    folder, bos_id = source_folder(config, plan.source, tokenizer), bos_id_of(config, tokenizer)
     check_inputs(folder, plan.source, plan.key)
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
@@ -225,7 +225,7 @@ def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> lis
             write_cleaned_from(folder, Path(config.token_dir) / str(cleaning_of(config, plan.source)))
         write_json(folder / INPUTS, inputs_tree(plan.files))
     return [
-        ShardTask(folder, number, shard, plan.source, plan.key, tokenizer, config.heldout_fraction)
+        ShardTask(folder, number, shard, plan.source, plan.key, tokenizer, config.heldout_fraction, bos_id)
         for number, shard in enumerate(plan.shards)
     ]
 

@@ -33,7 +33,7 @@ from data.sources import (
     is_raw,
     readable_stem,
 )
-from data.tokenizer import read_info, tokenizer_folder
+from data.tokenizer import bos_id_of, read_info, tokenizer_folder
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ def source_folder(config: DataConfig, source: SourceConfig, tokenizer: Path) -> 
         fixes_the_tokens["chat"] = [asdict(source.chat), template_of(source.chat, tokenizer)]
     if source.max_bad_share:  # a folder of a source without it keeps the name that it had before there was one
         fixes_the_tokens["max_bad_share"] = source.max_bad_share
+    if config.add_bos:  # likewise
+        fixes_the_tokens["bos"] = bos_id_of(config, tokenizer)
     cleaned = cleaning_of(config, source)
-    if cleaned is not None:  # likewise
+    if cleaned is not None:
         fixes_the_tokens["cleaned"] = cleaned
     digest = xxhash.xxh3_64(json.dumps(fixes_the_tokens).encode()).hexdigest()
     return Path(config.token_dir) / f"{readable_stem(source.path)}-{digest}"

@@ -76,6 +76,9 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
 def _check_training(config: DataConfig, vocab_size: int) -> list[str]:
     """What a tokenizer that is trained needs."""
     found = []
+    if config.add_bos and config.tokenizer is None:
+        rule = "needs a tokenizer with a bos_token, and data.tokenizer=null names none"
+        found.append(problem("data.add_bos=true", rule, "name one, or leave add_bos out"))
     if config.tokenizer is not None:
         for key, value, default in (
             ("tokenizer_model", config.tokenizer_model, "bpe"),

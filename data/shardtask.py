@@ -27,6 +27,7 @@ class ShardTask:
     key: str  # the source, in errors
     tokenizer: Path
     heldout_fraction: float
+    bos_id: int | None  # the token that begins each document; None: none does
     forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
 
     @property

@@ -145,9 +145,10 @@ def _record_path(folder: Path, number: int) -> Path:
 def _tokenize(
     task: ShardTask, report: Report, stopped: Callable[[], bool], tally: Tally
 ) -> Iterator[tuple[int, np.ndarray, None]]:
-    """Each document's hash and its token ids, end of text included, in order; all of them are targets."""
+    """Each document's hash and its token ids, end of text (and BOS) included, in order; all of them are targets."""
     tokenizer, eos = load_fast(task.tokenizer), read_info(task.tokenizer).eos_id
-    parts: list[np.ndarray] = []
+    begin = [] if task.bos_id is None else [np.array([task.bos_id], np.int64)]
+    parts: list[np.ndarray] = [*begin]
     for batch, n_bytes in _batches(task, tally):
         if stopped():
             raise StoppedError
@@ -157,7 +158,7 @@ def _tokenize(
             if digest is not None:
                 parts.append(np.array([eos], np.int64))
                 whole = np.concatenate(parts)
-                parts.clear()
+                parts = [*begin]
                 n_documents, n_tokens = n_documents + 1, n_tokens + len(whole)
                 yield digest, whole, None
         report(n_bytes, n_documents, n_tokens)

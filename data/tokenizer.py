@@ -18,7 +18,7 @@ import xxhash
 
 from data.cleaning.groups import groups_of
 from data.config import DataConfig, SourceConfig
-from data.errors import reason_of, refuse
+from data.errors import DataError, reason_of, refuse
 from data.manifest import hash_file
 from data.partial import partial_suffix, sync_folder
 from data.sources import expand_path, is_raw
@@ -42,6 +42,7 @@ class TokenizerInfo:
     n_ids: int  # the largest id, plus one
     fingerprint: str
     origins: list[str] = field(default_factory=list)  # folders that it is a copy of, by their absolute paths
+    bos_id: int | None = None  # of its bos_token, where it has one
 
 
 def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
@@ -59,21 +60,23 @@ def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
     else:
         origin = Path(expand_path(config.tokenizer))
         name = Path(config.tokenizer).name[:50] or "local"
-        if not os.path.exists(origin) and (copy := _copy_of(origin, Path(config.token_dir), name)) is not None:
+        if not os.path.exists(origin) and (copy := _copy_of(origin, config, name)) is not None:
             return copy
         fixes = _hash_origin(origin) if os.path.isdir(origin) else f"hub/{config.tokenizer}"
         if any(source.chat is not None for source in config.sources):  # else a template changes no token
             fixes += "".join(hash_file(path) for path in sorted(origin.glob("chat_template*")) if path.is_file())
+        if config.add_bos:  # a copy that tells its id
+            fixes += "/bos"
     return Path(config.token_dir) / f"tokenizer-{name}-{xxhash.xxh3_64(fixes.encode()).hexdigest()}"
 
 
-def _copy_of(origin: Path, token_dir: Path, name: str) -> Path | None:
+def _copy_of(origin: Path, config: DataConfig, name: str) -> Path | None:
     """The copy of a folder that is gone, as long as all copies that were made of it are one tokenizer; else None."""
     copies = {}
-    for folder in sorted(token_dir.glob(f"tokenizer-{glob.escape(name)}-*")):
+    for folder in sorted(Path(config.token_dir).glob(f"tokenizer-{glob.escape(name)}-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             info = _read_info(folder)
-            if os.path.abspath(origin) in info.origins:
+            if os.path.abspath(origin) in info.origins and (info.bos_id is not None or not config.add_bos):
                 copies[info.fingerprint] = folder
     return next(iter(copies.values())) if len(copies) == 1 else None
 
@@ -96,21 +99,52 @@ def load_tokenizer(config: DataConfig, vocab_size: int) -> "PreTrainedTokenizerF
         return load_origin(str(folder))
     if config.tokenizer is None:
         raise refuse("data.tokenizer=null", "means one trained on the sources, which is not there yet", PREPARE)
-    return check_tokenizer(load_origin(config.tokenizer), config.tokenizer, vocab_size)
+    return check_tokenizer(load_origin(config.tokenizer), config, vocab_size)
 
 
-def check_tokenizer(tokenizer: "PreTrainedTokenizerFast", name: str, vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Returns the tokenizer. Raises DataError where it is not a fast one, marks no end of text, or has too many ids."""
-    found = f"data.tokenizer={name!r}"
+def check_tokenizer(
+    tokenizer: "PreTrainedTokenizerFast", config: DataConfig, vocab_size: int
+) -> "PreTrainedTokenizerFast":
+    """Returns the tokenizer, which is the one that the config names. Raises DataError where it cannot serve.
+
+    It must be a fast one that marks the end of a text, and its beginning for data.add_bos, and not have too many ids.
+    """
+    found = f"data.tokenizer={config.tokenizer!r}"
     if not tokenizer.is_fast:
         raise refuse(found, "must be a fast tokenizer (one with a tokenizer.json)", "convert it, or name another")
     if tokenizer.eos_token_id is None:
         raise refuse(found, "has no eos_token, which ends each document", "set eos_token in its tokenizer_config.json")
+    if config.add_bos and tokenizer.bos_token_id is None:
+        raise no_bos(found)
     n_ids = count_ids(tokenizer)
     if n_ids > vocab_size:
         remedy = f"set model.vocab_size to {-(-n_ids // 128) * 128} or more"
         raise refuse(f"{found} has {n_ids} ids", f"but model.vocab_size={vocab_size} is smaller", remedy)
     return tokenizer
+
+
+def no_bos(found: str) -> DataError:
+    """The refusal of a tokenizer that marks no beginning of a text, where data.add_bos asks for one."""
+    remedy = "set bos_token in its tokenizer_config.json, or data.add_bos to false"
+    return refuse(f"data.add_bos=true: {found}", "has no bos_token, which begins each document", remedy)
+
+
+def bos_id_of(config: DataConfig, folder: Path, found: str | None = None) -> int | None:
+    """The token that begins each document by data.add_bos, None where none does. ``folder``: the tokenizer's.
+
+    Raises DataError where it has none. ``found`` is what errors call it.
+    """
+    if not config.add_bos:
+        return None
+    bos_id = read_info(folder).bos_id
+    if bos_id is None:
+        raise no_bos(found or str(folder))
+    return bos_id
+
+
+def after_bos(ids: list[int], bos_id: int | None) -> list[int]:
+    """A text's tokens, behind ``bos_id`` where that is one and they do not begin with it."""
+    return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
 
 def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
@@ -130,10 +164,10 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path, origin: s
         # transformers saves several chat templates in a folder of their own, and a checkpoint holds files alone
         in_one_file = isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(partial, save_jinja_files=not in_one_file)
-        eos_id = tokenizer.eos_token_id
-        assert isinstance(eos_id, int)
+        eos_id, bos_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        assert isinstance(eos_id, int) and (bos_id is None or isinstance(bos_id, int))
         digest = xxhash.xxh3_64(f"{hash_file(partial / 'tokenizer.json')}/{eos_id}".encode()).hexdigest()
-        info = TokenizerInfo(eos_id, count_ids(tokenizer), digest, _folder_named(origin))
+        info = TokenizerInfo(eos_id, count_ids(tokenizer), digest, _folder_named(origin), bos_id)
         (partial / INFO).write_text(json.dumps(asdict(info)) + "\n")
         for path in partial.iterdir():
             with path.open("rb") as file:
@@ -178,6 +212,8 @@ def _read_info(folder: Path) -> TokenizerInfo:
     info = TokenizerInfo(**json.loads((folder / INFO).read_bytes()))
     if not (type(info.eos_id) is type(info.n_ids) is int and 0 <= info.eos_id < info.n_ids):
         raise ValueError(f"eos_id={info.eos_id!r:.50} must be a token's id, below n_ids={info.n_ids!r:.50}")
+    if not (info.bos_id is None or (type(info.bos_id) is int and 0 <= info.bos_id < info.n_ids)):
+        raise ValueError(f"bos_id={info.bos_id!r:.50} must be a token's id, below n_ids={info.n_ids!r:.50}, or null")
     if not (isinstance(info.origins, list) and all(isinstance(each, str) for each in info.origins)):
         raise ValueError(f"origins={info.origins!r:.50} must be paths")
     return info

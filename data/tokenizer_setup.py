@@ -34,8 +34,7 @@ def set_up_tokenizer(config: DataConfig, vocab_size: int, sources: Sequence[Plan
                 add_origin(folder, config.tokenizer)
         return folder
     if config.tokenizer is not None:
-        named = config.tokenizer
-        save_tokenizer(check_tokenizer(load_origin(named), named, vocab_size), folder, named)
+        save_tokenizer(check_tokenizer(load_origin(config.tokenizer), config, vocab_size), folder, config.tokenizer)
     else:
         run_in_processes(_train, [(config, list(sources), vocab_size, folder)], config.workers, lambda *_: None)
     return folder

@@ -14,6 +14,7 @@ from data.errors import reason_of
 from data.places import why_no_path, why_not_writable
 from launcher.commands.trained import (
     Trained,
+    bos_id,
     end_ids,
     load_as_it_trains,
     load_tokenizer,
@@ -111,7 +112,7 @@ def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, 
         with refusing_spoiled_weights(trained), shown_progress("texts made", len(wanted)) as advance:
             return generate_all(decoder, tokenizer, wanted, BATCH_TEXTS, requests.asked.seed, advance, ends)
 
-    model = RoundtableLM(tokenizer, max_length, scored, generated)
+    model = RoundtableLM(tokenizer, max_length, scored, generated, bos_id(trained))
     answers: dict[int, Any] = {}
     for kind in requests.kinds:
         instances = requests.of_kind(kind)

@@ -19,7 +19,7 @@ from data.shardtask import ShardTask
 from data.shardwriter import write_shard
 from data.tokenfile import TokenFile
 from data.tokenizer import check_kept
-from launcher.commands.trained import OTHER_CHECKPOINT, Trained, naming_tokenizer, open_trained
+from launcher.commands.trained import OTHER_CHECKPOINT, Trained, bos_id, naming_tokenizer, open_trained
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.scratch import scratch_folder
@@ -76,7 +76,7 @@ def read_corpus(source: SourceConfig, shards: list[Shard], trained: Trained, tok
     n_bytes, n_documents, prefixes = 0, 0, []
     for number, shard in enumerate(shards):
         n_bytes += sum(len(text.encode(errors="replace")) for text, _ in read_documents(source, shard, "--text"))
-        task = ShardTask(folder, number, shard, source, "--text", tokenizer, heldout_fraction=0.0)
+        task = ShardTask(folder, number, shard, source, "--text", tokenizer, 0.0, bos_id(trained))
         record = write_shard(task, lambda *_: None, lambda: False)
         n_documents += record.n_documents
         prefixes += [folder / file.name for file in record.files]

@@ -22,6 +22,7 @@ from launcher.config.rules import Precision, check_export_widths
 from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import GENERATION_JSON
+from launcher.importing.tokenizer import begins_with_bos
 from launcher.new_folder import new_folder
 from launcher.safetensors_file import save_tensors
 from modeling.config import NO_FAMILY, ModelConfig
@@ -62,8 +63,10 @@ def export(
         raise UserError(
             [f"--keep-mtp needs {MTPConfig.noun}, and model.mtp=null in CHECKPOINT={checkpoint}; leave it out"]
         )
-    if trained.tokenizer is not None:
-        load_tokenizer(trained)
+    if trained.tokenizer is not None and config.data.add_bos != begins_with_bos(load_tokenizer(trained)):
+        puts, seen = ("none", "one") if config.data.add_bos else ("one", "none")
+        told = f"its tokenizer puts {puts} before a text by itself, and the model has seen {seen} (data.add_bos)"
+        tell(f"OUT={out}: bos_token: {told}; see to it where the export is used")
     generation = load_generation_config(trained)
     template = trained_template(config.data.sources)
     tensors = ((name, trained.read(name)) for name in logical_shapes(model))

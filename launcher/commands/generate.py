@@ -7,8 +7,9 @@ from typing import Any, TextIO
 
 import torch
 
-from data.tokenizer import making_tokens
+from data.tokenizer import after_bos, making_tokens
 from launcher.commands.trained import (
+    bos_id,
     end_ids,
     load_decoder,
     load_tokenizer,
@@ -40,10 +41,13 @@ def generate_from_checkpoint(
     logits are not finite.
     """
     prompt, problems = readable(prompt, "--prompt")
-    problems += argument_problems(prompt, max_new_tokens, temperature, top_k, top_p, seed)
+    problems += argument_problems(max_new_tokens, temperature, top_k, top_p, seed)
     if problems:
         raise UserError(problems)
     trained = open_trained(checkpoint)
+    if not prompt and not trained.config.data.add_bos:
+        rule = "must not be empty: the model has only seen how texts go on"
+        raise UserError([f'--prompt="" {rule}; try --prompt "def "'])
     if trained.tokenizer is None:
         raise UserError(
             [f"CHECKPOINT={checkpoint} holds no tokenizer, so text cannot be made; set data.tokenizer and train on"]
@@ -62,16 +66,15 @@ def generate_from_checkpoint(
             seed=seed,
             out=sys.stdout,
             ends=end_ids(trained, tokenizer),
+            begin=bos_id(trained),
         )
 
 
 def argument_problems(
-    prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> list[str]:
     """What is wrong with the options, one line each."""
     problems = []
-    if not prompt:
-        problems.append('--prompt="" must not be empty: the model has only seen how texts go on; try --prompt "def "')
     if max_new_tokens < 1:
         problems.append(f"--max-new-tokens={max_new_tokens} must be at least 1; try 200")
     if max_new_tokens > MOST_NEW_TOKENS:
@@ -95,13 +98,15 @@ def generate_text(
     seed: int,
     out: TextIO,
     ends: Sequence[int] | None = None,
+    begin: int | None = None,
 ) -> str:
     """``prompt`` and its continuation, also written to ``out``: on a terminal as it comes.
 
-    It goes up to one of ``ends``; None: the tokenizer's EOS.
+    It goes up to one of ``ends``; None: the tokenizer's EOS. ``begin``: the BOS that stands before the prompt's tokens,
+    where that does not spell it out; None: none does.
     """
     with making_tokens(f"--prompt={prompt!r}"):
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        prompt_ids = after_bos(tokenizer.encode(prompt, add_special_tokens=False), begin)
     if not prompt_ids:
         rule = "must have a token, and this tokenizer makes none of it"
         raise UserError([f"--prompt={prompt!r} {rule}; give other text"])

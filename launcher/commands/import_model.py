@@ -22,7 +22,7 @@ from launcher.importing.folder import CONFIG_JSON, GENERATION_JSON, folder_probl
 from launcher.importing.generation import read_generation_config
 from launcher.importing.run import STEP, write_run
 from launcher.importing.token_ids import TOKEN_IDS_JSON, dump_token_ids, read_token_ids
-from launcher.importing.tokenizer import load_tokenizer
+from launcher.importing.tokenizer import begins_with_bos, load_tokenizer
 from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.training.run_parts import CHECKPOINTS
 from modeling.mtp_config import MTPConfig
@@ -63,7 +63,7 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     if problems:
         raise UserError(problems)
     copy = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
-    config = run_config(model, seq_len, weights.dtypes[0], out, copy)
+    config = run_config(model, seq_len, weights.dtypes[0], out, copy, adds_bos=begins_with_bos(tokenizer))
     with shown_progress(bytes_to_read(weights)) as on_bytes:
         write_run(out, config, weights, tokenizer, kept, on_bytes)
     for line in summary(source, out, config, weights):
@@ -112,7 +112,8 @@ def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Ite
     yield f"{source} -> {out}: {config.model.family}, {weights.elements:,} weights{widened}{tokenizer}"
     made = shlex.quote(str(out))
     text = "" if config.data.tokenizer is None else f"`roundtable generate {made} --prompt ...` continues text; "
-    yield f"{text}`roundtable export {made} DIR` writes it back; init_from: {out} begins a run with these weights"
+    begun = f"init_from: {out}" + (", with data.add_bos: true," if config.data.add_bos else "")
+    yield f"{text}`roundtable export {made} DIR` writes it back; {begun} begins a run with these weights"
 
 
 @contextmanager

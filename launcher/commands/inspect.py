@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from data.dataset import Dataset
-from data.tokenizer import check_kept, load_fast, making_tokens
-from launcher.commands.trained import OTHER_CHECKPOINT, Trained, load_decoder, naming_tokenizer, open_trained
+from data.tokenizer import after_bos, check_kept, load_fast, making_tokens
+from launcher.commands.trained import OTHER_CHECKPOINT, Trained, bos_id, load_decoder, naming_tokenizer, open_trained
 from launcher.console import say, tell
 from launcher.errors import UserError
 from launcher.inspection.asked import (
@@ -44,11 +44,11 @@ def inspect_checkpoint(path: str, wishes: Wishes) -> int:
     trained = open_trained(path)
     moe = trained.config.model.moe
     parts = chosen_parts(wishes, has_experts=moe is not None)
-    tokenizer = open_tokenizer(path, trained)
+    tokenizer, begin = open_tokenizer(path, trained), bos_id(trained)
 
     def encode(text: str) -> list[int]:
         with making_tokens("--text"):
-            return tokenizer.encode(text, add_special_tokens=False).ids
+            return after_bos(tokenizer.encode(text, add_special_tokens=False).ids, begin)
 
     tokens, more = read_tokens(texts, encode, token_limit(wishes, trained))
     notes += more

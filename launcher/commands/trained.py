@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError, refuse
-from data.tokenizer import count_ids
+from data.tokenizer import bos_id_of, count_ids
 from data.tokenizer_files import load_folder
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
@@ -80,6 +80,13 @@ def load_tokenizer(trained: Trained) -> Any:
         if n_ids > vocab_size:
             raise refuse(found, f"has {n_ids} ids, but model.vocab_size={vocab_size} is smaller", OTHER_CHECKPOINT)
         return tokenizer
+
+
+def bos_id(trained: Trained) -> int | None:
+    """The token that begins each text of a run with data.add_bos, else None. Raises UserError. It has a tokenizer."""
+    assert trained.tokenizer is not None
+    with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:
+        return bos_id_of(trained.config.data, trained.tokenizer, found)
 
 
 def load_generation_config(trained: Trained) -> bytes | None:

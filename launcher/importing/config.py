@@ -56,10 +56,13 @@ def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:
     return min(value, int(limits.maximum))
 
 
-def run_config(model: ModelConfig, seq_len: int, dtype: str, out: Path, tokenizer: str | None) -> RunConfig:
+def run_config(
+    model: ModelConfig, seq_len: int, dtype: str, out: Path, tokenizer: str | None, *, adds_bos: bool
+) -> RunConfig:
     """The config of run directory ``out``: the model, its sequences, its tokenizer, and the dtype that its weights had.
 
-    ``dtype`` is safetensors' word. The experts of a model whose widths do not allow half precision stay in fp32.
+    ``adds_bos``: whether that tokenizer begins each text with BOS. ``dtype`` is safetensors' word. The experts of a
+    model whose widths do not allow half precision stay in fp32.
     """
     precision = PRECISIONS[dtype]
     if any(uneven_expert_widths(model, precision)):
@@ -69,6 +72,6 @@ def run_config(model: ModelConfig, seq_len: int, dtype: str, out: Path, tokenize
         name=name if "\\" not in name else RunConfig.name,
         run_dir=None if out == RUNS_DIR / name else str(out),
         model=model,
-        data=DataConfig(seq_len=seq_len, tokenizer=tokenizer),
+        data=DataConfig(seq_len=seq_len, tokenizer=tokenizer, add_bos=adds_bos),
         train=dataclasses.replace(TrainConfig(), precision=precision),
     )

@@ -30,6 +30,13 @@ def load_tokenizer(path: Path, vocab_size: int) -> Any:
     return tokenizer
 
 
+def begins_with_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer, which may be None, puts its bos_token before a text that it is given."""
+    if tokenizer is None or tokenizer.bos_token_id is None:
+        return False
+    return tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+
+
 def tokenizer_attachments(tokenizer: Any, folder: Path) -> Path | None:
     """The folder of the tokenizer's files as training would keep them, made in ``folder``; None where there is none."""
     if tokenizer is None:

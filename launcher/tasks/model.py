@@ -6,7 +6,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from data.tokenizer import making_tokens
+from data.tokenizer import after_bos, making_tokens
 from launcher.errors import UserError
 from launcher.tasks.generation import Wanted, wanted_of
 from launcher.tasks.score import Answer
@@ -21,14 +21,18 @@ class RoundtableLM(TemplateLM):
 
     Text is tokenized as the harness's own class for transformers' models does it: with the special tokens that the
     tokenizer sets, a context's spaces at its end moved to the continuation, and the two tokenized together. Where a
-    context is empty, BOS stands for it, or EOS where there is no BOS. ``max_length`` is the longest input: of longer
-    ones the first tokens are left out, and ``n_cut`` counts them.
+    context is empty, BOS stands for it, or EOS where there is no BOS. ``begin`` is the BOS of data.add_bos: it stands
+    before every context, whatever the tokenizer sets. ``max_length`` is the longest input: of longer ones the first
+    tokens are left out, and ``n_cut`` counts them.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, score: Score, generate: Generate | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, max_length: int, score: Score, generate: Generate | None = None, begin: int | None = None
+    ) -> None:
         super().__init__()
         self.tokenizer, self.max_length = tokenizer, max_length
         self.score, self.generate = score, generate
+        self.begin = begin
         self.n_cut = 0
 
     @property
@@ -49,6 +53,10 @@ class RoundtableLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The text's tokens. Special ones are added unless told otherwise, or the text begins with BOS already."""
+        ids = self._encode(string, add_special_tokens)
+        return after_bos(ids, self.begin) if add_special_tokens is None else ids
+
+    def _encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
         with making_tokens("a task"):
@@ -58,7 +66,7 @@ class RoundtableLM(TemplateLM):
         """What is scored to answer a request. Raises UserError where nothing is, or a continuation is too long."""
         if request.request_type == "loglikelihood_rolling":
             (text,) = request.arguments
-            tokens = self.tok_encode(text)
+            tokens = self._encode(text)  # the first one is predicted after BOS anyhow
             if not tokens:
                 raise unanswerable(request, "has an empty text, of which nothing can be predicted", "leave it out")
             return list(rolling_windows(tokens, self.prefix_token_id, self.max_length))

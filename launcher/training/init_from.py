@@ -13,6 +13,7 @@ from data.tokenizer import load_tokenizer, read_vocab, tokenizer_folder
 from launcher.commands.trained import config_of, naming_tokenizer, newest_good
 from launcher.config.tree import RunConfig
 from launcher.config.words import show
+from launcher.console import tell
 from launcher.errors import UserError
 from launcher.training.run_dir import changes, refusing_unreachable, saved_config
 from modeling.config import DROPOUTS
@@ -67,6 +68,16 @@ def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
 
     checkpoint, run = newest_good(path, "init_from", opened, "name another checkpoint")
     return checkpoint, config_of(checkpoint, run, path, "init_from")
+
+
+def warn_of_beginnings(config: RunConfig) -> None:
+    """Says where documents begin with BOS in the run or in that of its init_from, and not in both."""
+    if config.init_from is None:
+        return
+    theirs, ours = open_source(config.init_from)[1].data.add_bos, config.data.add_bos
+    if theirs != ours:
+        told = f"data.add_bos={show(ours)}, and it was {show(theirs)} in the run of init_from={config.init_from}"
+        tell(f"warning: {told}: documents begin otherwise than those that the weights have seen")
 
 
 def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:

@@ -104,7 +104,9 @@ def prepare_tasks(config: RunConfig) -> Prepared:
     tokenizer = load_tokenizer(config.data, config.model.vocab_size)
     if tokenizer is None:
         raise UserError([f"{KEY} needs a tokenizer, and data.tokenizer=null; set data.tokenizer"])
-    reader = RoundtableLM(tokenizer, config.data.seq_len, unscored)
+    begin = tokenizer.bos_token_id if config.data.add_bos else None
+    assert begin is None or isinstance(begin, int), "one token begins a text"
+    reader = RoundtableLM(tokenizer, config.data.seq_len, unscored, begin=begin)
     instances = [instance for own in requests.instances.values() for instance in own]
     windows = [reader.windows_of(instance) for instance in instances]
     flat = [window for own in windows for window in own]

@@ -26,6 +26,7 @@ from launcher.training.compiling import first_problem, usable_fuse
 from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing, let_segments_grow
+from launcher.training.init_from import warn_of_beginnings
 from launcher.training.ledger import ledger_row
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
@@ -126,6 +127,8 @@ def train_watched(
         report_start(watchers, config, record, state, warnings, changed, restart)
         if mesh.rank == 0:
             keep_config(config, fence)
+            if state.step == 0:
+                warn_of_beginnings(config)
         planned = plan_start(config, mesh)
         planned.report(watchers, state.step)
         report_budget(watchers, config, mesh, state.step)

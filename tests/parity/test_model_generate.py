@@ -179,8 +179,8 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
 
 
 def test_arguments_are_checked_at_once() -> None:
-    assert len(argument_problems("", 0, -1.0, 0, 1.5, -1)) == 6
-    assert argument_problems("a", 1, 0.0, None, None, 0) == []
+    assert len(argument_problems(0, -1.0, 0, 1.5, -1)) == 5
+    assert argument_problems(1, 0.0, None, None, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_arguments_are_checked_at_once() -> None:
 )
 def test_an_option_out_of_range_is_one_line(option: str, value: float) -> None:
     options = {"max_new_tokens": 1, "temperature": 0.8, "top_k": None, "top_p": None, "seed": 0, option: value}
-    (line,) = argument_problems("a", **options)
+    (line,) = argument_problems(**options)
     assert line.startswith(f"--{option.replace('_', '-')}={value} must ")
 
 

@@ -22,10 +22,11 @@ def save_hf_model(
     shard: str = "5GB",
     seed: int = 0,
     tokenizer: bool = True,
+    special: SpecialTokens | None = None,
 ) -> PreTrainedModel:
     """transformers' own class with random weights, saved by ``save_pretrained``; with ``tokenizer``, that of bytes."""
     logging.disable_progress_bar()
-    special = SpecialTokens(eos=0) if tokenizer else SpecialTokens()
+    special = special or (SpecialTokens(eos=0) if tokenizer else SpecialTokens())
     written = to_config_json(config, SEQ_LEN, special, str(dtype).removeprefix("torch."))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), dtype=dtype, trust_remote_code=False)

@@ -105,7 +105,7 @@ def test_planted_a_mask_that_ends_a_token_early_is_seen(tmp_path: Path, monkeypa
     folder = set_up_tokenizer(config, VOCAB, [])
     assert folder == tokenizer_folder(config, VOCAB) and folder is not None
     piece = Slice(config.sources[0].path, "jsonl", 0, 1 << 20, 1 << 20)
-    task = ShardTask(tmp_path, 0, (piece,), config.sources[0], "key", folder, 0.0)
+    task = ShardTask(tmp_path, 0, (piece,), config.sources[0], "key", folder, 0.0, None)
 
     def tokenized() -> list[list[bool]]:
         chats = data.chat_tokens.tokenize_chats(task, lambda *_: None, lambda: False, Tally(0.0))
