@@ -63,7 +63,8 @@ class Health:
 
     def judge(self, loss: float, grad_norm: float, losses: Sequence[float]) -> Problem | None:
         """What is wrong with a step of this loss and norm, after updates with these ``losses``; None: nothing."""
-        z = robust_z(loss, losses) if len(losses) >= self.config.spike_window else 0.0
+        window = losses[-self.config.spike_window :]  # a checkpoint may hold those of a longer one
+        z = robust_z(loss, window) if len(window) == self.config.spike_window else 0.0
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self.limited(Problem("nonfinite", self.config.on_nonfinite, None))
         if z > self.config.spike_z:

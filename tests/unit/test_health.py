@@ -52,6 +52,12 @@ def test_a_spike_is_judged_once_the_window_is_full():
     assert health.judge(3.0, 1.0, LOSSES) is None
 
 
+def test_a_run_that_goes_on_with_a_shorter_window_is_judged_by_that_alone():
+    health = Health(HealthConfig(spike_window=5, spike_z=8.0))
+    assert health.judge(9.1, 1.0, [*LOSSES, *[each + 5.0 for each in LOSSES]]) is None
+    assert health.judge(9.1, 1.0, [*[each + 5.0 for each in LOSSES], *LOSSES]) is not None
+
+
 def actions(health: Health, losses: list[float]) -> list[str | None]:
     found = [health.judge(loss, 1.0, LOSSES) for loss in losses]
     return [problem.action if problem else None for problem in found]
