@@ -61,6 +61,7 @@ class Retention:
         last_good = next((step for step in reversed(folders) if looks_whole(folders[step])), None)
         if last_good is None:
             return []
+        self.losses.pop(max(folders), None)  # saved since, perhaps in place of one that was damaged
         known = {step: self.loss_of(step, folder) for step, folder in folders.items()} if self.keep_best else {}
         deleted = steps_to_delete(
             folders,

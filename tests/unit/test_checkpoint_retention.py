@@ -82,6 +82,16 @@ def test_a_later_best_replaces_the_earlier_one(tmp_path):
     assert steps_in(tmp_path) == [4, 5]
 
 
+def test_a_step_that_is_saved_again_counts_with_its_new_loss(tmp_path):
+    retention = Retention(keep_last=2, keep_best=1)
+    for step, loss in [(1, 3.0), (2, 1.0), (2, 5.0), (3, 4.0), (4, 4.5)]:
+        if step_directory(tmp_path, step).exists():  # damaged, which a rollback has found
+            step_directory(tmp_path, step).rename(tmp_path / f"step-{step:08d}.damaged")
+        make(tmp_path, step, loss)
+        retention.apply(tmp_path)
+    assert steps_in(tmp_path) == [1, 3, 4]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "missing file", "missing manifest", "manifest"])
 def test_planted_damage_of_the_newest_keeps_the_last_good_one(tmp_path, damage):
     for step in (1, 2, 3):
