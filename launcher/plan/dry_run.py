@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
+from data.order import hopped_ranges, place_after
 from launcher.config.checked import load_checked
 from launcher.config.tree import RunConfig
 from launcher.console import say
 from launcher.errors import UserError
 from launcher.plan.closed_forms import describe_layout, describe_memory, describe_model
 from launcher.training.init_from import with_source
+from launcher.training.run_dir import newest_manifest
 from launcher.training.start import (
     check_evaluated_tasks,
     check_prepared,
@@ -102,14 +104,15 @@ def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:
 
 def describe(config: RunConfig, n_ranks: int, failed: set[str]) -> dict[str, Any]:
     """The run's sizes and what failed, as `--json` prints them."""
+    resume = None if "checkpoint.dir" in failed else describe_resume(config)
     return {
         "run_dir": str(config.run_path),
         "model": describe_model(config),
         "layout": describe_layout(config, n_ranks),
         "memory": describe_memory(config, n_ranks),
         "disk": describe_disk(config),
-        "data": None if "token files" in failed else describe_data(config),
-        "resume": None if "checkpoint.dir" in failed else describe_resume(config),
+        "data": None if "token files" in failed else describe_data(config, so_far(config, resume)),
+        "resume": resume,
     }
 
 
@@ -124,16 +127,49 @@ def describe_disk(config: RunConfig) -> dict[str, Any]:
     return {**found, "most_at_once": most, "needed_bytes": round(needed_gib * 2**30), "free_bytes": free_bytes}
 
 
-def describe_data(config: RunConfig) -> dict[str, Any]:
-    """Tokens of the run, and of each source its epochs; where token files are missing, what would be prepared."""
+@dataclass(frozen=True)
+class SoFar:
+    """What a run has taken of its data when it goes on: with batches of its own, whatever the config has now."""
+
+    step: int = 0
+    consumed: int = 0  # where the next sample lies in the order of samples
+    skipped: tuple[tuple[int, int], ...] = ()  # ranges of samples that are left out
+
+    @property
+    def taken(self) -> int:
+        """Samples that its steps took."""
+        return self.consumed - sum(last - first for first, last in hopped_ranges(0, self.consumed, self.skipped))
+
+    def to_come(self, config: RunConfig) -> int:
+        """Samples that the steps from here to the run's last one take."""
+        batches = config.train.batches
+        return max(0, batches.samples_in(config.train.steps) - batches.samples_in(self.step))
+
+
+def so_far(config: RunConfig, resume: Mapping[str, Any] | None) -> SoFar:
+    """What the checkpoint that the run goes on from says; nothing where there is none."""
+    newest = newest_manifest(config) if resume is not None and resume["step"] else None
+    if newest is None or resume is None or newest.step != resume["step"]:
+        return SoFar()
+    skipped = tuple((first, last) for first, last in newest.scalars["skipped"])
+    return SoFar(newest.step, newest.scalars["consumed"], skipped)
+
+
+def describe_data(config: RunConfig, done: SoFar) -> dict[str, Any]:
+    """Tokens of the run, and of each source its epochs; where token files are missing, what would be prepared.
+
+    ``done`` is told apart where its steps took other batches than the config has.
+    """
     from data.prepared import find_prepared
 
     batches, steps, seq_len = config.train.batches, config.train.steps, config.data.seq_len
     found: dict[str, Any] = {
         "steps": steps,
         "tokens_per_step": batches.sizes[-1] * seq_len,
-        "tokens": batches.samples_in(steps) * seq_len,
+        "tokens": (done.taken + done.to_come(config)) * seq_len,
     }
+    if done.taken != batches.samples_in(done.step):
+        found["before"] = {"steps": done.step, "tokens": done.taken * seq_len}
     if config.train.batch_ramp is not None:
         smaller = min(steps, batches.steps[-1])
         ramp = {"tokens_per_step": batches.sizes[0] * seq_len, "steps": smaller}
@@ -141,10 +177,10 @@ def describe_data(config: RunConfig) -> dict[str, Any]:
     prepared = find_prepared(config.data, config.model.vocab_size)
     if prepared is None:
         return {**found, "prepared": False, "to_prepare": to_prepare(config), "sources": None}
-    return {**found, "prepared": True, "to_prepare": None, "sources": epochs_of_sources(config)}
+    return {**found, "prepared": True, "to_prepare": None, "sources": epochs_of_sources(config, done)}
 
 
-def epochs_of_sources(config: RunConfig) -> list[dict[str, Any]]:
+def epochs_of_sources(config: RunConfig, done: SoFar) -> list[dict[str, Any]]:
     """Each source's share of the run's samples, its own samples, steps to an epoch of it, and epochs in the whole run.
 
     Steps to an epoch are null where a stage or a cap leaves the source before that.
@@ -153,7 +189,7 @@ def epochs_of_sources(config: RunConfig) -> list[dict[str, Any]]:
 
     data, train = config.data, config.train
     dataset = open_dataset(data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
-    total, rows = train.batches.samples_in(train.steps), []
+    total, rows = place_after(done.consumed, done.to_come(config), done.skipped), []
     given = dataset.stages.expected(total)
     for number, (source, samples) in enumerate(zip(data.sources, dataset.source_samples, strict=True)):
         all_given = dataset.stages.expected_at(number, samples)

@@ -45,11 +45,17 @@ def fact_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "layout", layout_words(layout)
     yield "recomputed", f"layers compute again: {layout['recompute']}"
     if data is not None:
-        yield (
-            "tokens",
-            f"{data['tokens']:,} in {data['steps']:,} steps of {data['tokens_per_step']:,}{ramp_words(data)}",
-        )
+        yield "tokens", token_words(data)
     yield "checkpoints", disk_words(found["disk"])
+
+
+def token_words(data: dict[str, Any]) -> str:
+    """The run's tokens and steps; apart those of before the batch size was changed."""
+    if "before" not in data:
+        return f"{data['tokens']:,} in {data['steps']:,} steps of {data['tokens_per_step']:,}{ramp_words(data)}"
+    before, words = data["before"], f"{data['tokens']:,} in {data['steps']:,} steps"
+    words = f"{words}, {before['tokens']:,} of them in the first {before['steps']:,}, with other batches"
+    return f"{words}; then steps of {data['tokens_per_step']:,}{ramp_words(data)}"
 
 
 def ramp_words(data: dict[str, Any]) -> str:

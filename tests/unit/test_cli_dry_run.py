@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import saved_runs
 from data.prepare import prepare
 from data.tokenwriter import TokenFileWriter
 from launcher.cli import main
@@ -177,6 +178,21 @@ def test_a_checkpoint_to_go_on_from_is_named(place, capsys, monkeypatch):
     assert dry_run(capsys)["resume"] == {"step": 10, "steps": 50, "damaged": ["step-00000020"]}
     assert main(["train", "c.yaml", "--dry-run", "train.steps=10"]) == 0
     assert "nowhere: the run is finished, at step 10 of 10" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_with_another_batch_counts_what_it_has_taken(place, capsys, monkeypatch):
+    """10 steps of 4 sequences, beside 4 that a rollback left out, and 40 steps of 8."""
+    monkeypatch.setattr(saved_runs, "SCALARS", {**saved_runs.SCALARS, "consumed": 44, "skipped": [(8, 12)]})
+    config = load_config("c.yaml", ["train.global_batch_size=4"])
+    save_run(place / "runs/small", config, build(config.model, 1), 10)
+    found = dry_run(capsys)["data"]
+    assert found["tokens"] == 360 * 16 and found["before"] == {"steps": 10, "tokens": 40 * 16}
+    assert [row["epochs"] for row in found["sources"]] == [364 * 0.75 / 100, 364 * 0.25 / 200]
+    assert main(["train", "c.yaml", "--dry-run"]) == 0
+    words = "5,760 in 50 steps, 640 of them in the first 10, with other batches; then steps of 128"
+    assert words in capsys.readouterr().out
+    found = dry_run(capsys, "train.global_batch_size=4")["data"]
+    assert found["tokens"] == 200 * 16 and "before" not in found
 
 
 JOBS = {
