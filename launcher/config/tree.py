@@ -110,7 +110,7 @@ class HealthConfig:
     spike_window: Annotated[int, Interval(ge=2, le=LONGEST_WINDOW)] = 100
     spike_z: Annotated[float, Interval(ge=0.001, le=1e6)] = 8.0  # deviations above their median that make a spike
     max_skips: Times = 10  # steps skipped in a row; one more stops the run
-    max_rollbacks: Times = 3  # rollbacks since the run's start; one more stops it
+    max_rollbacks: Times = 3  # rollbacks since the run was last started; one more stops it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class Problem:
 
 
 class Health:
-    """Judges each step before its update. Counts skips in a row, and rollbacks since the run's start.
+    """Judges each step before its update. Counts skips in a row, and rollbacks since this start.
 
     An update that is made ends the row, that of a reported spike too. A step that is left to the loss scaler is not
     judged: it makes no update and is no skip, so the count stays.
