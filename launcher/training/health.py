@@ -163,5 +163,5 @@ def stop_line(event: dict[str, Any]) -> str:
     limit = f", after as many remedies as {event['limit']} allows" if "limit" in event else ""
     return (
         f"stopped at step {event['step']} by health.on_{event['event']}{limit}: {what}, worst in {event['tensor']} on "
-        f"{event['place']}; the last checkpoint is kept, metrics.jsonl names the documents"
+        f"{event['place']}; the step is not saved, metrics.jsonl names the documents"
     )

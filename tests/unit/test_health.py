@@ -12,7 +12,7 @@ from data.config import DataConfig, SourceConfig
 from data.dataset import open_dataset
 from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import HealthConfig
-from launcher.training.health import Health, examine, robust_z
+from launcher.training.health import Health, examine, robust_z, stop_line
 from launcher.training.worst import Held, add_up, held_sums
 from launcher.watch.metrics import MetricsFile, read_metrics
 from launcher.watch.progress import TRACE_POINTS, RunProgress, event_text
@@ -94,6 +94,12 @@ def test_an_action_that_nothing_takes_is_an_error():
 def test_rollbacks_are_counted_from_the_start():
     health = Health(HealthConfig(on_nonfinite="rollback", max_rollbacks=2))
     assert actions(health, [math.nan, 4.0, math.nan, 4.0, math.nan]) == ["rollback", None, "rollback", None, "stop"]
+
+
+def test_the_line_of_a_stop_speaks_of_no_checkpoint_that_may_not_be():
+    event = {"step": 2, "event": "nonfinite", "batch_loss": math.nan, "grad_norm": math.nan}
+    line = stop_line({**event, "tensor": "head.weight", "place": "rank 0"})
+    assert line.endswith("head.weight on rank 0; the step is not saved, metrics.jsonl names the documents")
 
 
 def held_of(*parts: tuple[list[float], float]) -> Held:
