@@ -11,9 +11,11 @@ from data.places import nearest_existing
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.errors import UserError
-from launcher.slurm.queue import SlurmError, live_jobs, partitions, require, would_take
+from launcher.slurm.config import SlurmConfig
+from launcher.slurm.queue import Partition, SlurmError, live_jobs, partitions, require, would_take
 from launcher.slurm.resumption import look_for_checkpoint
 from launcher.slurm.script import RUNS
+from launcher.slurm.shell import default_partition
 from launcher.training.init_from import with_source
 from launcher.training.newest import check_checkpoints
 from launcher.training.owner import check_owner
@@ -47,7 +49,7 @@ def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, 
     try:
         require("sbatch", "squeue", "sinfo")
         problems = [*check_partition(config), *check_unused(config, run_paths)]
-        refusal = would_take(script) if is_right and not problems else None
+        refusal = would_take(script, config.slurm) if is_right and not problems else None
     except SlurmError as error:
         return [f"Slurm does not answer here: {error}; try again, or ask whether the cluster is up"]
     except UserError as error:
@@ -175,17 +177,26 @@ def _problems(check: Callable[[], object]) -> list[str]:
 
 
 def check_partition(config: RunConfig) -> Iterator[str]:
-    """The partition is there, and has what is asked of it."""
-    slurm = config.slurm
+    """The partition is there, and has what is asked of it: where several are named, one of them."""
     found, default = partitions()
-    name = slurm.partition or default
-    if name is None:
+    of_shell = default_partition() if config.slurm.partition is None else None
+    named, key = config.slurm.partition or of_shell or default, "SBATCH_PARTITION" if of_shell else "slurm.partition"
+    if named is None:
         yield f"slurm.partition=null needs a cluster with a default partition; try {join_or(sorted(found))}"
         return
-    if name not in found:
-        yield f"slurm.partition={name} must be a partition of this cluster; try {join_or(sorted(found))}"
+    names = named.split(",")
+    if unknown := [name for name in names if name not in found]:
+        which = f", and {show(unknown[0])} is none" if len(names) > 1 else ""
+        yield f"{key}={named} must be a partition of this cluster{which}; try {join_or(sorted(found))}"
         return
-    partition = found[name]
+    lacking = [list(check_size(config.slurm, found[name])) for name in names]
+    if all(lacking):
+        yield from lacking[0]
+
+
+def check_size(slurm: SlurmConfig, partition: Partition) -> Iterator[str]:
+    """The partition has the nodes, the GPUs and the time that are asked for."""
+    name = partition.name
     if slurm.nodes > partition.nodes:
         most = partition.nodes
         yield f"slurm.nodes={slurm.nodes} must be at most the {most} nodes of partition {name}; try {most}"

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UserError
+from launcher.slurm.config import SlurmConfig
 from launcher.slurm.script import COMMENT, RUNS
+from launcher.slurm.shell import default_partition, for_sbatch
 from launcher.training.run_parts import SLURM, check_parts
 
 SECONDS = 60  # a busy slurmctld may take long to answer; one that is away never does
@@ -51,10 +53,11 @@ def require(*programs: str) -> None:
         raise UserError([f"{missing[0]} must be on the PATH, and is not; run this where Slurm is, on a login node"])
 
 
-def ask(*command: str, text: str | None = None) -> str:
-    """What a command prints; raises SlurmError with its own words."""
+def ask(*command: str, text: str | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """What a command prints; raises SlurmError with its own words. ``environment``: its variables (None: these)."""
+    how = {"input": text, "env": environment, "timeout": SECONDS}
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} did not answer within {SECONDS} s") from None
     if done.returncode:
@@ -88,11 +91,16 @@ def gpus_of(gres: str) -> int:
 
 
 def gpu_types(partition: str | None) -> list[str]:
-    """The kinds of GPU that sinfo names in a partition (gpu:h100:8 is h100); None: the default partition."""
+    """The kinds of GPU that sinfo names in a partition, or in several with commas between them (gpu:h100:8 is h100).
+
+    None: the default partition.
+    """
     found: dict[str, None] = {}
+    named = partition or default_partition()
+    names = named.split(",") if named is not None else []
     for line in ask("sinfo", "-h", "-o", "%P|%G").splitlines():
         name, _, gres = line.partition("|")
-        if name == partition or (partition is None and name.endswith("*")) or name.rstrip("*") == partition:
+        if name.rstrip("*") in names or (not names and name.endswith("*")):
             found |= dict.fromkeys(re.findall(r"(?:^|,)gpu:([^:,()\d][^:,()]*):\d+", gres))
     return list(found)
 
@@ -154,10 +162,10 @@ def has_ended(job_id: str) -> bool:
         return "Invalid job id" in str(error)  # so old that Slurm has forgotten it
 
 
-def would_take(script: str) -> str | None:
+def would_take(script: str, slurm: SlurmConfig) -> str | None:
     """Why Slurm would not take the script, in its own words; None where it would."""
     try:
-        ask("sbatch", "--test-only", text=script)
+        ask("sbatch", "--test-only", text=script, environment=for_sbatch(slurm))
     except SlurmError as error:
         return str(error)
     return None

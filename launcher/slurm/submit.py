@@ -15,6 +15,7 @@ from launcher.slurm.fit import check_fit, fit_notes
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.queue import SlurmError, ask
 from launcher.slurm.script import FOLDER, render
+from launcher.slurm.shell import for_sbatch
 from launcher.training.run_dir import enter_start_folder
 
 
@@ -46,7 +47,7 @@ def submit_run(
     for note in (*notes(config), *(fit_notes(config) if plan else ())):
         tell(note)
     write_config(config)
-    job_ids = [hand_over(config.run_path, script) for _ in range(config.slurm.chain)]
+    job_ids = [hand_over(config, script) for _ in range(config.slurm.chain)]
     print_how_to_follow(config, job_ids)
     return 0
 
@@ -58,12 +59,12 @@ def write_config(config: RunConfig) -> None:
     (config.run_path / FOLDER / "config.yaml").write_text(dump_config(config))
 
 
-def hand_over(run_path: Path, script: str) -> str:
+def hand_over(config: RunConfig, script: str) -> str:
     """Writes the script into the directory of the run or the sweep, and submits it; returns the job's id."""
-    path = run_path / FOLDER / "train.sbatch"
+    path = config.run_path / FOLDER / "train.sbatch"
     path.write_text(script)
     try:
-        return ask("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+        return ask("sbatch", "--parsable", str(path), environment=for_sbatch(config.slurm)).strip().partition(";")[0]
     except SlurmError as error:
         raise UserError([f"sbatch does not take {path}: {error}; mend that, and submit again"]) from None
 

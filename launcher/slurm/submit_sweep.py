@@ -109,7 +109,7 @@ def submit(sweep: Sweep, script: str) -> str:
     for below in (FOLDER, "logs"):
         (folder / below).mkdir(exist_ok=True)
     (folder / RUNS).write_text("".join(f"{name}\n" for name in sweep.runs))
-    job_id = hand_over(folder, script)
+    job_id = hand_over(sweep.base, script)
     for task, config in enumerate(sweep.runs.values()):
         logs, name = config.run_path / "logs", f"job-{job_id}_{task}.log"
         (logs / name).unlink(missing_ok=True)

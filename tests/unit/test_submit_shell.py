@@ -1,0 +1,92 @@
+"""What the shell that submits says of other jobs does not change this one; the Slurm here notes what it is given."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.config.dump import dump_config
+from launcher.slurm.config import SlurmConfig
+from launcher.slurm.queue import gpu_types
+from launcher.slurm.shell import for_sbatch
+from layout_runs import run_config, write_tokens
+
+SINFO = "main*|4|gpu:8|infinite\nshort|4|gpu:8|30:00\nsmall|1|(null)|infinite"
+FAKES = {
+    "sinfo": f'case "$*" in *%D*) echo "{SINFO}";; *) echo "main*|gpu:h100:8\nshort|gpu:a100:8";; esac',
+    "squeue": ":",
+    "sbatch": 'env > "$1.env"; [ "$1" = --test-only ] && cat > given.sbatch || echo 7',
+}
+SLURM = {"slurm.tasks_per_node": 1, "slurm.gpus_per_node": 0, "slurm.notice_seconds": 60, "slurm.time_minutes": 60}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    for name, text in FAKES.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (tmp_path / "config.yaml").write_text(dump_config(run_config(write_tokens(tmp_path), steps=2)))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def submit(*overrides: str) -> int:
+    given = [f"{key}={value}" for key, value in SLURM.items()]
+    return main(["submit", "config.yaml", "metrics.wandb.mode=disabled", *given, *overrides])
+
+
+def seen(folder: Path, call: str = "--parsable") -> dict[str, str]:
+    """The variables of Slurm's that a call of sbatch had."""
+    lines = (line.partition("=") for line in (folder / f"{call}.env").read_text().splitlines())
+    return {name: value for name, _, value in lines if name.startswith(("SLURM_", "SBATCH_"))}
+
+
+def test_what_the_shell_says_does_not_outdo_the_script(folder, monkeypatch):
+    said = {"TIMELIMIT": "3", "NO_REQUEUE": "1", "SIGNAL": "USR2@30", "ARRAY_INX": "0-3", "WAIT": "1", "QOS": "low"}
+    for name, value in {**said, "ACCOUNT": "other", "RESERVATION": "week"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    assert submit("slurm.account=mine") == 0
+    assert seen(folder) == seen(folder, "--test-only") == {"SBATCH_QOS": "low", "SBATCH_RESERVATION": "week"}
+
+
+def test_a_job_that_is_submitted_from_another_has_none_of_its_variables(folder, monkeypatch):
+    """srun reads SLURM_GPUS_PER_TASK and SLURM_CPU_BIND, which Slurm does not set anew for a job without them."""
+    for name, value in {"GPUS_PER_TASK": "1", "CPU_BIND": "quiet,mask_cpu:0x1", "CONF": "/etc/slurm.conf"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert for_sbatch(SlurmConfig()).keys() >= {"SLURM_GPUS_PER_TASK", "SLURM_CPU_BIND"}  # a user's own
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_EXACT", "1")
+    assert submit("slurm.environment=[SLURM_EXACT]") == 0
+    assert seen(folder) == {"SLURM_CONF": "/etc/slurm.conf", "SLURM_EXACT": "1"}
+
+
+def test_the_shells_partition_is_looked_at_where_the_config_names_none(folder, monkeypatch, capsys):
+    monkeypatch.setenv("SBATCH_PARTITION", "short")
+    assert submit("slurm.time_minutes=100") == 2
+    assert capsys.readouterr().err.startswith("slurm.time_minutes=100 must be at most the 30 that partition short ")
+    assert gpu_types(None) == ["a100"]
+    assert submit("slurm.time_minutes=100", "slurm.partition=main") == 0
+    assert seen(folder) == {}
+    monkeypatch.setenv("SBATCH_PARTITION", "none")
+    assert submit() == 2
+    assert "SBATCH_PARTITION=none must be a partition of this cluster; try " in capsys.readouterr().err
+
+
+def test_several_partitions_are_a_choice_of_slurms(folder, capsys):
+    """One of them must have what is asked for."""
+    given = ("slurm.partition='small,short'", "slurm.time_minutes=30")
+    assert submit(*given, "slurm.nodes=2", "train.global_batch_size=16") == 0
+    assert "\n#SBATCH --partition=small,short\n" in (folder / "given.sbatch").read_text()
+    assert gpu_types("small,short") == ["a100"]
+    capsys.readouterr()
+    assert submit(*given, "slurm.nodes=5", "train.global_batch_size=160") == 2
+    assert capsys.readouterr().err == "slurm.nodes=5 must be at most the 1 nodes of partition small; try 1\n"
+    assert submit("slurm.partition='short,'") == 2
+    start = "slurm.partition=short, must be a partition of this cluster, and '' is none; try main, short or small"
+    assert capsys.readouterr().err == f"{start}\n"
