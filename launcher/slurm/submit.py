@@ -47,8 +47,7 @@ def submit_run(
     for note in (*notes(config), *(fit_notes(config) if plan else ())):
         tell(note)
     write_config(config)
-    job_ids = [hand_over(config, script) for _ in range(config.slurm.chain)]
-    print_how_to_follow(config, job_ids)
+    print_how_to_follow(config, hand_over_chain(config, script))
     return 0
 
 
@@ -59,14 +58,50 @@ def write_config(config: RunConfig) -> None:
     (config.run_path / FOLDER / "config.yaml").write_text(dump_config(config))
 
 
+def hand_over_chain(config: RunConfig, script: str) -> list[str]:
+    """Submits the script ``slurm.chain`` times; returns the jobs' ids.
+
+    Where Slurm takes some only, since sites limit a user's jobs, these are cancelled, and UserError is raised.
+    """
+    job_ids = [hand_over(config, script)]
+    for _ in range(1, config.slurm.chain):
+        try:
+            job_ids.append(submitted(config))
+        except SlurmError as error:
+            taken = f"sbatch takes {len(job_ids)} of these jobs: {error}"
+            remedy = f"{cancelled(job_ids)}try slurm.chain={len(job_ids)}"
+            raise UserError([f"slurm.chain={config.slurm.chain}: {taken}; {remedy}"]) from None
+    return job_ids
+
+
+def cancelled(job_ids: Sequence[str]) -> str:
+    """Cancels jobs; returns what a remedy begins with where Slurm does not: how to do it."""
+    try:
+        ask("scancel", *job_ids)
+    except (SlurmError, OSError):
+        return f"`scancel {' '.join(job_ids)}` ends those, then "
+    return ""
+
+
 def hand_over(config: RunConfig, script: str) -> str:
     """Writes the script into the directory of the run or the sweep, and submits it; returns the job's id."""
-    path = config.run_path / FOLDER / "train.sbatch"
+    path = script_path(config)
     path.write_text(script)
     try:
-        return ask("sbatch", "--parsable", str(path), environment=for_sbatch(config.slurm)).strip().partition(";")[0]
+        return submitted(config)
     except SlurmError as error:
         raise UserError([f"sbatch does not take {path}: {error}; mend that, and submit again"]) from None
+
+
+def script_path(config: RunConfig) -> Path:
+    """Where the job's script lies."""
+    return config.run_path / FOLDER / "train.sbatch"
+
+
+def submitted(config: RunConfig) -> str:
+    """Submits the script that lies there; returns the job's id. Raises SlurmError."""
+    given = ("--parsable", str(script_path(config)))
+    return ask("sbatch", *given, environment=for_sbatch(config.slurm)).strip().partition(";")[0]
 
 
 def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:

@@ -16,7 +16,9 @@ SINFO = "main*|4|gpu:8|infinite\nshort|4|gpu:8|30:00\nsmall|1|(null)|infinite"
 FAKES = {
     "sinfo": f'case "$*" in *%D*) echo "{SINFO}";; *) echo "main*|gpu:h100:8\nshort|gpu:a100:8";; esac',
     "squeue": ":",
-    "sbatch": 'env > "$1.env"; [ "$1" = --test-only ] && cat > given.sbatch || echo 7',
+    "scancel": '[ -e no-scancel ] && exit 1; echo "$@" > cancelled',
+    "sbatch": '[ $(wc -l < queued) -ge $(cat most) ] && echo "sbatch: QOSMaxSubmitJobPerUserLimit" >&2 && exit 1; '
+    '[ "$1" = --parsable ] && echo >> queued; env > "$1.env"; [ "$1" = --test-only ] && cat > given.sbatch || echo 7',
 }
 SLURM = {"slurm.tasks_per_node": 1, "slurm.gpus_per_node": 0, "slurm.notice_seconds": 60, "slurm.time_minutes": 60}
 
@@ -29,6 +31,8 @@ def folder(tmp_path, monkeypatch) -> Path:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
     (tmp_path / "config.yaml").write_text(dump_config(run_config(write_tokens(tmp_path), steps=2)))
+    (tmp_path / "queued").touch()
+    (tmp_path / "most").write_text("100")
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
@@ -90,3 +94,18 @@ def test_several_partitions_are_a_choice_of_slurms(folder, capsys):
     assert submit("slurm.partition='short,'") == 2
     start = "slurm.partition=short, must be a partition of this cluster, and '' is none; try main, short or small"
     assert capsys.readouterr().err == f"{start}\n"
+
+
+def test_a_chain_of_which_slurm_takes_a_part_is_not_submitted(folder, capsys):
+    """A site's limit on the jobs of a user is met by the third one, after two have been taken."""
+    (folder / "most").write_text("2")
+    assert submit("slurm.chain=5") == 2
+    line = "slurm.chain=5: sbatch takes 2 of these jobs: QOSMaxSubmitJobPerUserLimit; try slurm.chain=2\n"
+    assert capsys.readouterr() == ("", line)
+    assert (folder / "cancelled").read_text() == "7 7\n"
+    (folder / "queued").write_text("")
+    (folder / "no-scancel").touch()
+    assert submit("slurm.chain=5") == 2
+    assert capsys.readouterr().err.endswith("; `scancel 7 7` ends those, then try slurm.chain=2\n")
+    (folder / "queued").write_text("")
+    assert submit("slurm.chain=2") == 0
