@@ -112,7 +112,7 @@ def train_watched(
     state, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from, config.run_path)
     tidy(config, retention, fence, mesh.rank)
     if state.step >= config.train.steps:
-        report_complete(config, state, mesh.rank)
+        report_complete(config, state, mesh.rank, fence)
         return 0
     prepared = locate(config.data, config.model.vocab_size)
     tokenizer = prepared.tokenizer if prepared is not None else None

@@ -7,8 +7,11 @@ import numpy as np
 from data.dataset import Dataset
 from launcher.config.tree import RunConfig
 from launcher.console import is_heard, tell
+from launcher.guard.fence import Fence
 from launcher.guard.restarts import Restart
+from launcher.report.at_end import write_at_end
 from launcher.training.compiling import compiled_so_far
+from launcher.training.run_parts import REPORT
 from launcher.training.stage_changes import STAGES, told_of_stages
 from launcher.training.state import TrainState
 from launcher.watch.watchers import NullWatchers, Watchers
@@ -27,9 +30,11 @@ def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
             watchers.event({"step": saved.step, "event": "checkpoint_warning", "message": saved.warning})
 
 
-def report_complete(config: RunConfig, state: TrainState, rank: int) -> None:
-    """Says that there is nothing to do, once."""
+def report_complete(config: RunConfig, state: TrainState, rank: int, fence: Fence | None) -> None:
+    """Says that there is nothing to do, once; writes the run's page where it was ended before it had one."""
     if rank == 0:
+        if not (config.run_path / REPORT).exists():
+            write_at_end(config.run_path, fence)
         done = f"{config.run_path} is complete: step {state.step} of train.steps={config.train.steps}"
         is_heard(f"{done}, in {config.checkpoint_location}; to train on, raise train.steps")
 

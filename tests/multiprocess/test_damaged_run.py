@@ -282,13 +282,15 @@ def test_a_moved_run_whose_data_is_gone_says_where_it_was_looked_for(run, capsys
 
 
 def test_training_a_finished_run_says_so(run, tmp_path):
-    """From anywhere, by its saved config; nothing but the start's number changes in it."""
+    """From anywhere, by its saved config; nothing but the start's number changes, and a missing page is written."""
+    (run / "report.html").unlink()  # as if it had been ended before
     command = [sys.executable, "-m", "launcher", "train", "project/runs/small/config.yaml", "--ranks", "1"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == (
         "runs/small is complete: step 2 of train.steps=2, in runs/small/checkpoints; to train on, raise train.steps"
     )
+    assert "small" in (run / "report.html").read_text()
 
 
 def test_training_a_finished_run_does_not_depend_on_who_reads(run, tmp_path):
