@@ -21,7 +21,7 @@ class AdamWConfig(UpdateRule):
     name: Literal["adamw"] = "adamw"  # the update rule
     lr: LearningRate = 3e-4  # peak learning rate
     weight_decay: WeightDecay = 0.1  # on matrices only
-    decay_embeddings: bool = False  # decay the embedding and the head too
+    decay_embeddings: bool = False  # decay the embedding, the head and learned positions too
     beta1: Beta = 0.9  # decay of the first moment
     beta2: Beta = 0.95  # decay of the second moment
     eps: Epsilon = 1e-8  # added to the root of the second moment
