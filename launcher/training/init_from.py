@@ -6,6 +6,7 @@ one checkpoint that is taken: a restart, or a rollback to step 0, begins with th
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,10 @@ def warn_of_beginnings(config: RunConfig) -> None:
     """Says where documents begin with BOS in the run or in that of its init_from, and not in both."""
     if config.init_from is None:
         return
-    theirs, ours = open_source(config.init_from)[1].data.add_bos, config.data.add_bos
-    if theirs != ours:
+    with suppress(UserError, OSError):  # gone since its weights were read: its run deletes old checkpoints
+        theirs, ours = open_source(config.init_from)[1].data.add_bos, config.data.add_bos
+        if theirs == ours:
+            return
         told = f"data.add_bos={show(ours)}, and it was {show(theirs)} in the run of init_from={config.init_from}"
         tell(f"warning: {told}: documents begin otherwise than those that the weights have seen")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_programs import write_programs
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig
 from launcher.slurm.config import SlurmConfig
@@ -53,11 +54,7 @@ def files_with(folder: Path, secret: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_secret_passed_by_name_is_in_no_file(tmp_path):
-    for name, text in FAKES.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
+    write_programs(tmp_path / "bin", FAKES)
     slurm = SlurmConfig(gpus_per_node=0, environment=("HF_TOKEN", "VISIBLE=yes"), notice_seconds=60)
     config = run_config(write_tokens(tmp_path), model=DENSE_MODEL, steps=2)
     config = dataclasses.replace(config, name="small", slurm=slurm, checkpoint=CheckpointConfig(every_steps=1))

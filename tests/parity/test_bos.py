@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import data.workers
 from byte_tokenizer import save_byte_tokenizer
 from chats import CHATML, PLAIN, chat_config, messages, save_chat_tokenizer, write_rows
 from data.config import DataConfig, SourceConfig
@@ -25,6 +24,7 @@ from launcher.config.load import load_config
 from launcher.tasks.model import RoundtableLM
 from launcher.training.init_from import warn_of_beginnings
 from modeling.families.config_json import SpecialTokens
+from prepare_runs import work_in_this_process
 from small_models import example_config
 from tokenizers_of_kinds import save_tokenizer_of, special_tokenizer
 
@@ -34,11 +34,7 @@ DOCUMENTS = ["def f(x): return x", "für Käthe", "<s> spelled out </s>", "a " *
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing `transformers` takes a process of its own seconds."""
-    inline = lambda function, each, _, report: [function(*one, report=report) for one in each]  # noqa: E731
-    monkeypatch.setattr(data.workers, "run_in_processes", inline)
-    once = lambda function, task, report: function(task, report, lambda: False)  # noqa: E731
-    monkeypatch.setattr(data.workers, "_run_one", once)
+    work_in_this_process(monkeypatch)
 
 
 def text_config(folder: Path, **more: Any) -> DataConfig:
@@ -139,6 +135,16 @@ def test_what_is_generated_is_what_transformers_generates(begun: Any, prompt: st
     assert capsys.readouterr().out == tokenizer.decode(wanted, skip_special_tokens=True) + "\n"
 
 
+def test_an_empty_prompt_is_refused_where_no_token_begins_a_text(begun: Any, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(begun[0], tmp_path / "run")
+    config = load_config(tmp_path / "run/config.yaml")
+    without = dataclasses.replace(config, data=dataclasses.replace(config.data, add_bos=False))
+    (tmp_path / "run/config.yaml").write_text(dump_config(without))
+    assert main(["generate", str(tmp_path / "run"), "--prompt", ""]) == 2
+    line = '--prompt="" must not be empty: the model has only seen how texts go on; try --prompt "def "'
+    assert capsys.readouterr().err.splitlines()[-1] == line
+
+
 def test_the_loss_on_a_text_is_that_of_transformers(begun: Any, tmp_path: Path, capsys: Any) -> None:
     """To 1e-5: both are means of fp32 log-probabilities of the same weights."""
     run, model, tokenizer = begun
@@ -193,6 +199,8 @@ def test_a_run_that_begins_documents_otherwise_than_its_init_from_is_warned(begu
         warn_of_beginnings(ours)
         told = f"warning: data.add_bos=false, and it was true in the run of init_from={begun[0]}"
         assert capsys.readouterr().err.startswith(told) != add_bos
+    warn_of_beginnings(dataclasses.replace(ours, init_from=str(begun[0] / "deleted")))  # by its own run, meanwhile
+    assert capsys.readouterr().err == ""
 
 
 def test_a_tokenizer_without_one_is_refused(tmp_path: Path, capsys: Any) -> None:

@@ -3,13 +3,17 @@
 import gzip
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 import zstandard
 
+import data.workers
 from data.config import DataConfig, SourceConfig
 from data.prepare import prepare
 from data.prepared import Prepared
@@ -19,6 +23,16 @@ from data.trained_tokenizers import train_tokenizer
 
 VOCAB = 300
 WORDS = ("the", "table", "is", "round", "and", "every", "seat", "at", "it", "equal", "layout", "trains", "model")
+
+
+def work_in_this_process(patch: pytest.MonkeyPatch) -> None:
+    """Preparation's workers do their work here: to import `transformers` takes each some seconds."""
+
+    def inline(function: Callable[..., Any], tasks: list[tuple[Any, ...]], _: Any, report: Any) -> list[Any]:
+        return [function(*task, report=report) for task in tasks]
+
+    patch.setattr(data.workers, "run_in_processes", inline)
+    patch.setattr(data.workers, "_run_one", lambda function, task, report: function(task, report, lambda: False))
 
 
 def make_documents(n: int, seed: int = 0) -> list[str]:

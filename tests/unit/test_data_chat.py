@@ -38,18 +38,16 @@ from data.tally import Tally
 from data.tokenizer import tokenizer_folder
 from data.tokenizer_setup import set_up_tokenizer
 from launcher.cli import main
+from prepare_runs import work_in_this_process
 
 VOCAB = 512
 
 
 @pytest.fixture(autouse=True)
 def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing `transformers` takes a process of its own seconds; the test of workers starts them all the same."""
+    """But for the test of workers."""
     if "workers" not in request.node.name:
-        inline = lambda function, each, _, report: [function(*one, report=report) for one in each]  # noqa: E731
-        monkeypatch.setattr(data.workers, "run_in_processes", inline)
-        once = lambda function, task, report: function(task, report, lambda: False)  # noqa: E731
-        monkeypatch.setattr(data.workers, "_run_one", once)
+        work_in_this_process(monkeypatch)
 
 
 CHATS = [

@@ -6,6 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from fake_programs import write_programs
 from launcher.cli import main
 from launcher.closed_form.budget import modes_of
 from launcher.closed_form.memory import memory_of
@@ -35,11 +36,7 @@ MODEL = ModelConfig(vocab_size=16384, d_model=512, n_layers=12, n_heads=8, n_kv_
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A config of 67 million parameters in a folder of its own, and a file of a GPU of 4.6 GiB."""
-    for name, text in FAKES.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
+    write_programs(tmp_path / "bin", FAKES)
     (tmp_path / "types").write_text("(null)")
     h100 = (Path("configs/hardware") / "H100.yaml").read_text()
     (tmp_path / "small.yaml").write_text(h100.replace("memory_gb: 80", "memory_gb: 4.6"))

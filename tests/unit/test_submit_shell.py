@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_programs import write_programs
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.slurm.config import SlurmConfig
@@ -25,11 +26,7 @@ SLURM = {"slurm.tasks_per_node": 1, "slurm.gpus_per_node": 0, "slurm.notice_seco
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    for name, text in FAKES.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
+    write_programs(tmp_path / "bin", FAKES)
     (tmp_path / "config.yaml").write_text(dump_config(run_config(write_tokens(tmp_path), steps=2)))
     (tmp_path / "queued").touch()
     (tmp_path / "most").write_text("100")
