@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modeling.config import MLAConfig, ModelConfig
 from modeling.context import Context
+from modeling.dims import Dim
 from modeling.dropout import SCORES, ScoreDropout
 from modeling.kernels.attention import attend
 from modeling.kernels.fuse import Fuse, plainly
@@ -46,6 +47,7 @@ class Attention(nn.Module):
         self.rotary = Rotary(config.rope_dim_of(layer), theta, None if is_local else config.rope_scaling)
         self.alibi = Alibi(config.n_heads, range(config.n_heads)) if config.positions == "alibi" else None
         self.sinks = Sinks(config.n_heads) if config.sinks else None
+        self.output_gate = build_output_gate(config)
         self.buckets = self.distance_bias = None
         if config.positions == "t5":
             self.buckets = Buckets(config.t5_buckets, config.t5_max_distance)
@@ -59,13 +61,21 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
-        q_BSHC, kept = self.query_and_kept(self.positions.gather(hidden_BSD), context.rope_tables(self.rotary))
+        hidden_BSD = self.positions.gather(hidden_BSD)
+        q_BSHC, kept = self.query_and_kept(hidden_BSD, context.rope_tables(self.rotary))
         core = self.core
         if cache is not None:
             held = cache.extend(kept, context, self.sliding_window)
             kept, core = held.kept, held.attend
         keys_and_values = self.keys_and_values(*kept)
         out_BSHC = core(q_BSHC, *keys_and_values, context, self.sliding_window, self.score_terms(context))
+        return self.put_out(out_BSHC, hidden_BSD)
+
+    def put_out(self, out_BSHC: Tensor, hidden_BSD: Tensor) -> Tensor:
+        """What the layer makes (B, S, D) of its heads' outputs, which are gated by ``hidden_BSD``, all positions."""
+        if self.output_gate is not None:
+            gate_BSHX = self.output_gate(hidden_BSD).unflatten(-1, (out_BSHC.shape[-2], -1))
+            out_BSHC = self.fuse(gated_output, gate_BSHX, out_BSHC)
         summed_BSD = self.positions.scatter_sum(self.o(out_BSHC.flatten(-2)))
         return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
 
@@ -189,6 +199,19 @@ class LatentAttention(Attention):
         kv = self.kv_b(latent_BSL).unflatten(-1, (-1, self.d_nope + self.d_v))
         k_BSHN, v_BSHC = kv.split([self.d_nope, self.d_v], dim=-1)
         return torch.cat([k_BSHN, k_BS1R.expand(-1, -1, k_BSHN.shape[2], -1)], dim=-1), v_BSHC
+
+
+def gated_output(gate_BSHX: Tensor, out_BSHC: Tensor) -> Tensor:
+    """The value sigmoid(gate) * out, of the shape and dtype of ``out_BSHC``; X is C, or 1 where a head has one gate."""
+    return gate_BSHX.sigmoid() * out_BSHC
+
+
+def build_output_gate(config: ModelConfig) -> Linear | None:
+    """The projection from attention's input to the gates of what it puts out, where the model has them."""
+    if config.attention_gate == "none":
+        return None
+    of_gates: Dim = "heads" if config.attention_gate == "elementwise" else "per_head"
+    return Linear(config.n_gates, config.d_model, (of_gates, "d_model"))
 
 
 def pairs_to_halves(heads_BSHR: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ FamilyName = Literal[
     "olmoe",
     "granitemoe",
     "glm4_moe",
+    "afmoe",
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
@@ -86,6 +87,7 @@ class MLAConfig:
 # modeling.feed_forward.ACTIVATIONS has each one's formula, modeling.families.shared.ACTIVATIONS what `transformers`
 # calls it
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+AttentionGate = Literal["none", "elementwise", "headwise"]
 PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Cap = Annotated[float, Interval(ge=1e-3, le=1e6)]
@@ -142,6 +144,9 @@ class ModelConfig:
     # the head's logits do; None: they stay
     logit_cap: Cap | None = field(default=None, metadata={"usual": 30.0})
     sinks: bool = False  # each head has a trained logit that joins its softmax and carries no value
+    # what attention puts out is multiplied by a sigmoid of a projection of its input (Qiu et al. 2025,
+    # arXiv:2505.06708, section 2.2): to one number a channel of a head, or one a head
+    attention_gate: AttentionGate = "none"
     # how tokens are told apart by place; rope: channels turn; alibi: scores fall with the distance;
     # learned: a table's row is added to each embedded token; sinusoidal: a row of sines and cosines is;
     # t5: a trained bias of each head is added to scores, by the distance; none: by the causal mask alone
@@ -222,6 +227,11 @@ class ModelConfig:
     def v_head_dim(self) -> int:
         """Channels of one head's value, and of what it puts out."""
         return self.head_dim if self.mla is None else self.mla.d_v
+
+    @property
+    def n_gates(self) -> int:
+        """Gates of what attention puts out, in one layer."""
+        return {"none": 0, "elementwise": self.n_heads * self.v_head_dim, "headwise": self.n_heads}[self.attention_gate]
 
     @property
     def rope_dim(self) -> int:

@@ -96,7 +96,7 @@ def units_of(config: ModelConfig) -> dict[Dim, Unit]:
     }
     if config.has_kv_heads:
         units["kv_heads"] = Unit("model.n_kv_heads", config.n_kv_heads)
-    if config.sinks or config.positions == "t5":
+    if config.sinks or config.positions == "t5" or config.attention_gate == "headwise":
         units["per_head"] = units["heads"]
     moe = config.moe
     if config.n_moe_layers < config.n_layers:

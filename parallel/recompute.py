@@ -163,8 +163,8 @@ class HalfRecomputedLayer(RemakingLayer):
 class ProductsKeptLayer(RemakingLayer):
     """Keeps what goes into its chains of elementwise work, and what its products put out.
 
-    Queries, keys and values are products again, the cheapest for the bytes that they save. Not under ZeRO 3, where
-    their weights are not there when attention's backward pass wants them.
+    Queries, keys, values and gates of attention are products again, the cheapest for the bytes that they save. Not
+    under ZeRO 3, where their weights are not there when attention's backward pass wants them.
     """
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
@@ -174,8 +174,10 @@ class ProductsKeptLayer(RemakingLayer):
                 module.fuse = self.remaker.around(module.fuse)
         keep_gates_and_ups(self, KEPT_SHARE)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
-            for projection in (layer.attention.q, layer.attention.k, layer.attention.v):
-                projection.fuse = self.remaker.around(projection.fuse)
+            attention = layer.attention
+            for projection in (attention.q, attention.k, attention.v, attention.output_gate):
+                if projection is not None:
+                    projection.fuse = self.remaker.around(projection.fuse)
 
 
 def keep_gates_and_ups(layer: DecoderLayer, share: float) -> None:

@@ -55,7 +55,7 @@ def again_of(
         case "selective":
             products = {("scores", "d_model")}
             if weights_stay and model.mla is None:
-                products |= {("heads", "d_model"), ("kv_heads", "d_model")}
+                products |= {("heads", "d_model"), ("kv_heads", "d_model"), ("per_head", "d_model")}
             again = sum(each.numel for each in tensors if each.weight.dims in products)
             return Again(2.0 * again, attended + fed + (0.0 if exchanges else rows / 2))
         case "feed_forward":
@@ -83,8 +83,10 @@ def is_last(model: ModelConfig, tensor: LogicalTensor, *, is_moe: bool) -> bool:
 
 
 def attention_elements(model: ModelConfig) -> float:
-    """Read and written by the norm, and by what turns and norms queries and keys."""
-    return 2.0 * model.d_model + 2.0 * (model.n_heads + model.n_kv_heads) * model.qk_head_dim
+    """Read and written by the norm, by what turns and norms queries and keys, and by the gates of what comes out."""
+    turned = 2.0 * (model.n_heads + model.n_kv_heads) * model.qk_head_dim
+    gated = model.n_gates + 2.0 * model.n_heads * model.v_head_dim if model.n_gates else 0.0
+    return 2.0 * model.d_model + turned + gated
 
 
 def feed_forward_elements(model: ModelConfig, *, is_moe: bool) -> float:

@@ -52,6 +52,7 @@ class Architecture:
     has_expert_biases: bool = False
     expert_groups: tuple[int, int] | None = None  # groups of experts, and in how many of them those of a token may be
     n_dense_layers: int = 0  # in front of the layers with experts
+    n_gates: int = 0  # of what attention puts out: as many outputs of one more product of its input
     window: int | None = None
     window_share: float = 0.5  # of the layers that have it
 
@@ -65,7 +66,7 @@ class Architecture:
         """(inputs, outputs, whether tp divides the outputs rather than the inputs) of each projection of a layer."""
         latent = self.latent
         if latent is None:
-            width = (self.n_heads + 2 * self.n_kv_heads) * self.d_head
+            width = (self.n_heads + 2 * self.n_kv_heads) * self.d_head + self.n_gates
             return [(self.d_model, width, True), (self.n_heads * self.d_head, self.d_model, False)]
         d_query = latent.d_nope + latent.d_rope
         return [
@@ -73,6 +74,7 @@ class Architecture:
             (latent.query_rank or self.d_model, self.n_heads * d_query, True),
             (latent.kv_rank, self.n_heads * (latent.d_nope + latent.d_value), True),
             (self.n_heads * latent.d_value, self.d_model, False),
+            *([(self.d_model, self.n_gates, True)] if self.n_gates else []),
         ]
 
     @property

@@ -171,6 +171,7 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
         vocab_size=model.vocab_size,
         tied=model.tie_embeddings,
         latent=latent,
+        n_gates=model.n_gates,
         window=model.sliding_window,
         window_share=sum(each is not None for each in windows) / model.n_layers,
         **experts,

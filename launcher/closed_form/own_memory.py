@@ -220,19 +220,24 @@ def residual_width(model: ModelConfig, mode: Mode, tp: int) -> float:
 
 
 def attention_width(model: ModelConfig, mode: Mode, tp: int, *, weights_stay: bool) -> float:
-    """Elements of queries and keys, turned (before their norm, too), of values, and of what attention puts out."""
+    """Elements of queries and keys, turned (before their norm, too), of values, and of what attention puts out.
+
+    Where that is gated, of the gates, too, and of what comes out of them.
+    """
     if mode == "full":
         return 0.0
+    gates = model.n_gates / tp
+    gated = model.n_heads * model.v_head_dim / tp if gates and mode != "selective" else 0.0
     if model.mla is not None:
         mla = model.mla
         heads = model.n_heads * (2 * (mla.d_nope + mla.d_rope) + 2 * mla.d_v + mla.d_nope) / tp
-        return heads + mla.kv_lora_rank + (mla.q_lora_rank or 0)
+        return heads + mla.kv_lora_rank + (mla.q_lora_rank or 0) + gates + gated
     d_head = model.d_head or model.d_model // model.n_heads
     queries, keys = model.n_heads * d_head / tp, model.n_kv_heads * d_head / tp
     if mode == "selective":
-        return queries + (0.0 if weights_stay else queries + 2 * keys)
+        return queries + (0.0 if weights_stay else queries + 2 * keys + gates)
     normed = queries + keys if model.qk_norm else 0.0  # what goes into the norm, beside what comes out turned
-    return 2 * (queries + keys) + normed
+    return 2 * (queries + keys) + normed + gates + gated
 
 
 def dense_width(model: ModelConfig, mode: Mode, tp: int, d_ff: float | None = None) -> float:

@@ -68,13 +68,14 @@ def weights_of(called: Called, context: Context) -> Tensor:
 
 
 @torch.no_grad()
-def output_of(attention: Attention, weights_BHSS: Tensor, v_BSGC: Tensor) -> Tensor:
+def output_of(attention: Attention, weights_BHSS: Tensor, called: Called) -> Tensor:
     """What the module puts out (B, S, D) where its heads give these weights to its values."""
+    v_BSGC = called.v_BSGC
     shared = weights_BHSS.shape[1] // v_BSGC.shape[2]
     v_BSHC = v_BSGC.float().repeat_interleave(shared, dim=2)
     out_BQHC = torch.einsum("bhqs,bshc->bqhc", weights_BHSS, v_BSHC).to(v_BSGC.dtype)
-    out_BSD = attention.positions.scatter_sum(attention.o(out_BQHC.flatten(-2)))
-    return out_BSD if attention.o_bias is None else attention.o_bias(out_BSD)
+    assert called.hidden_BSD is not None
+    return attention.put_out(out_BQHC, attention.positions.gather(called.hidden_BSD))
 
 
 def layer_weights(attention: Attention, called: Called, context: Context, heads: tuple[int, ...]) -> LayerWeights:
@@ -82,7 +83,7 @@ def layer_weights(attention: Attention, called: Called, context: Context, heads:
     weights_BHSS = weights_of(called, context)
     assert called.out_BSD is not None
     wanted_BSD = called.out_BSD.float()
-    apart_BSD = (output_of(attention, weights_BHSS, called.v_BSGC).float() - wanted_BSD).abs()
+    apart_BSD = (output_of(attention, weights_BHSS, called).float() - wanted_BSD).abs()
     largest = wanted_BSD.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     sums_BHS = weights_BHSS.sum(-1)
     sinks_BHS = None

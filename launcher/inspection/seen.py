@@ -24,7 +24,7 @@ from modeling.score_terms import ScoreTerms
 
 @dataclass
 class Called:
-    """One call of a layer's attention: what its core was given, and what the module put out."""
+    """One call of a layer's attention: what its core was given, and what the module was given and put out."""
 
     core: AttentionCore
     q_BSHC: Tensor
@@ -32,6 +32,7 @@ class Called:
     v_BSGC: Tensor
     window: int | None
     terms: ScoreTerms
+    hidden_BSD: Tensor | None = None
     out_BSD: Tensor | None = None
 
 
@@ -90,15 +91,15 @@ def _keeping(into: dict[int, Routing], layer: int) -> Any:
 
 @contextlib.contextmanager
 def watching_core(attention: Attention, layer: int, seen: Seen) -> Iterator[None]:
-    """Keeps what the layer's core is given, and what its module puts out."""
+    """Keeps what the layer's core is given, and what its module is given and puts out."""
     core = attention.core
 
     def watched(q: Tensor, k: Tensor, v: Tensor, context: Context, window: int | None, terms: ScoreTerms) -> Tensor:
         seen.called[layer] = Called(core, q, k, v, window, terms)
         return core(q, k, v, context, window, terms)
 
-    def keep(_: nn.Module, __: object, out_BSD: Tensor) -> None:
-        seen.called[layer].out_BSD = out_BSD
+    def keep(_: nn.Module, given: tuple[Any, ...], out_BSD: Tensor) -> None:
+        seen.called[layer].hidden_BSD, seen.called[layer].out_BSD = given[0], out_BSD
 
     handle = attention.register_forward_hook(keep)
     attention.core = watched

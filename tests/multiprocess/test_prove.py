@@ -156,6 +156,34 @@ def test_slopes_and_sinks_are_proven(tmp_path, overrides, ranks):
     assert outcome.proven, failures(outcome)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("model.attention_gate=elementwise", "parallel.tp=2", "parallel.tp_overlap=true"), 2),
+        pytest.param(
+            ("model.attention_gate=headwise", "parallel.cp=2", "parallel.tp=2", "train.recompute=selective"),
+            4,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("model.attention_gate=headwise", "parallel.tp=2", "parallel.pp=2", "optimizer={name: muon}"),
+            4,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("model.attention_gate=elementwise", "parallel.zero=3", "train.precision=bf16", "train.recompute=full"),
+            2,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((*LATENT, "model.attention_gate=elementwise", "parallel.tp=2"), 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gates_of_attention_are_proven(tmp_path, overrides, ranks):
+    outcome = prove(tmp_path, overrides, ranks, on_both_sides=(any_family,))
+    assert outcome.proven, failures(outcome)
+
+
 DISTANCES = ("model.positions=t5", "model.score_cap=0.5", "model.logit_cap=0.5", "model.z_loss=1e-4")
 
 

@@ -34,6 +34,9 @@ LARGE_UNTIED = dataclasses.replace(
     LARGE, tie_embeddings=False, moe=dataclasses.replace(MOE_MODEL.moe, d_ff=800, n_shared_experts=0)
 )
 LARGE_PLAIN = dataclasses.replace(PLAIN, vocab_size=3501, d_ff=3300, max_positions=3200)
+# Gates of attention, in the second one so large as queries that ZeRO 3 does not keep them whole either.
+GATED = dataclasses.replace(MOE_MODEL, family="none", attention_gate="headwise")
+LARGE_GATED = dataclasses.replace(MOE_MODEL, family="none", attention_gate="elementwise", n_heads=4, d_head=1100)
 # Modules that predict further tokens: the embedding and the head work there, too.
 FURTHER = dataclasses.replace(ODD, family="none", tie_embeddings=False, mtp=MTPConfig(depth=2))
 FURTHER_TIED = dataclasses.replace(FOUR_LAYERS, family="none", mtp=MTPConfig())
@@ -112,6 +115,8 @@ def slow(*values: Any) -> Any:
         slow(8, {"tp": 2, "pp": 2, "ep": 4}, FURTHER_UNTIED, [EACH, {**AS_BF16, "pipeline": ZBV()}]),
         slow(4, {"pp": 2}, FURTHER_TIED, [EACH, {**LAST, **BF16}]),
         slow(2, {"tp": 2}, POST_NORM, [{"zero": 1, **SELECTIVE}, {"zero": 3, **BF16}]),
+        slow(2, {"tp": 2}, GATED, [{"zero": 1, **SELECTIVE}, {**BEHIND, "zero": 1}, {"zero": 3, **BF16}]),
+        slow(2, {}, LARGE_GATED, [{"zero": 3}, {"zero": 3, **SELECTIVE}, {"zero": 3, **FULL}, {"zero": 3, **HALF}]),
         slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
         slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),
         slow(2, {"tp": 2}, MOE_MODEL, [{"zero": 0}, {"zero": 1, **FP16, **SELECTIVE}, {"zero": 3, **BF16, **FULL}]),

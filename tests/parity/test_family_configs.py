@@ -41,6 +41,7 @@ ROWS = json.loads((Path(__file__).parents[1] / "data/published_models.json").rea
 PUBLISHED: dict[str, dict[str, Any]] = {row["name"]: row for row in ROWS}
 # Keys that the published files have, and the class does not know.
 ELSEWHERE = {
+    "afmoe": {"n_group", "num_expert_groups", "num_limited_groups", "route_norm", "score_func", "topk_group"},
     "deepseek_v2": {"moe_layer_freq", "scoring_func"},
     "deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"},
     "phi3": {"attention_bias"},

@@ -73,8 +73,8 @@ def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
     routes = Routes()
 
     def hook_for(layer: int) -> Callable[..., None]:
-        def hook(router: nn.Module, _: object, result: tuple[Tensor, Tensor, Tensor]) -> None:
-            bias = getattr(router, "e_score_correction_bias", None)
+        def hook(router: nn.Module, given: tuple[Tensor, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
+            bias = given[1] if len(given) > 1 else getattr(router, "e_score_correction_bias", None)
             logits_TE, _, routes.indices[layer] = result
             routes.scores[layer] = (logits_TE if bias is None else logits_TE.sigmoid() + bias).detach()
 
@@ -135,9 +135,9 @@ def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) 
 
 
 def told_of(theirs: PreTrainedModel, rows: Rows) -> dict[str, Any]:
-    """What tells transformers' class where documents lie: positions. gpt-oss makes no mask of these, and gets masks."""
+    """What tells transformers' class where documents lie: positions. Some make no mask of these, and get masks."""
     told: dict[str, Any] = {"position_ids": rows.positions_BS}
-    if theirs.config.model_type == "gpt_oss":
+    if theirs.config.model_type in ("gpt_oss", "afmoe"):
         distance_BSS = rows.positions_BS[:, :, None] - rows.positions_BS[:, None]
         seen_BSS = (rows.documents_BS[:, :, None] == rows.documents_BS[:, None]) & (distance_BSS >= 0)
         hidden = torch.finfo(theirs.dtype).min
@@ -286,12 +286,12 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
     """Whether the gradient vanishes exactly, so that both sides hold only rounding.
 
     A single chosen weight, normalized, is 1 whatever the router says; attention over one key is 1 whatever q and k are,
-    unless there is a sink. A key's bias that does not turn adds the same to all scores of a query.
+    unless there is a sink. A key's bias that is neither turned nor normed adds the same to all scores of a query.
     """
     if config.moe is not None and config.moe.normalize_top_k and config.moe.top_k == 1 and "router" in name:
         return True
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
-    if config.rope_dim_of(layer) == 0 and name.endswith("attention.k.bias"):
+    if config.rope_dim_of(layer) == 0 and not config.qk_norm and name.endswith("attention.k.bias"):
         return True
     return (
         config.window_of(layer) == 1

@@ -318,6 +318,10 @@ def plant(title: str) -> None:
             from launcher.training.batch_ramp import Batches
 
             Batches.size_at = lambda self, step: self.sizes[-1]
+        case "attention's gates: gradients not summed over tp":
+            change_engines(gradients.keep_gates_gradient_at_home)
+        case "attention's gates: those of other heads":
+            gradients.gate_next_heads()
         case "sinks' gradient forgotten":
             gradients.forget_sinks()
         case "sinks' gradient forgotten (ring)":

@@ -18,6 +18,23 @@ def keep_gradient_at_home(engine: Any) -> None:
                 projection.register_forward_pre_hook(lambda _, inputs: own_positions(inputs[0], axis))
 
 
+def keep_gates_gradient_at_home(engine: Any) -> None:
+    """What positions get back through attention's gates comes from their own rank's heads alone, not summed over tp."""
+    from modeling.attention import Attention
+
+    for module in engine.model.modules():
+        if isinstance(module, Attention) and module.output_gate is not None:
+            module.output_gate.register_forward_pre_hook(lambda _, inputs: own_positions(inputs[0], engine.mesh.tp))
+
+
+def gate_next_heads() -> None:
+    """Each head's output is multiplied by the gate of the head before it."""
+    import modeling.attention as attention
+
+    gated = attention.gated_output
+    attention.gated_output = lambda gate_BSHX, out_BSHC: gated(gate_BSHX.roll(1, dims=2), out_BSHC)
+
+
 def own_positions(hidden_BSD: Tensor, axis: Any) -> Tensor:
     """The same values; only this rank's positions take their gradient."""
     part = hidden_BSD.shape[1] // axis.degree

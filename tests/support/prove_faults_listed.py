@@ -36,6 +36,7 @@ MUON_ZERO_1, MUON_ZERO_3 = (MUON[0], "parallel.zero=1"), (MUON[0], "parallel.zer
 GROWING = ("train.global_batch_size=32", "train.batch_ramp.start=8", "train.batch_ramp.increment=8")
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
+GATES, HEAD_GATES = ("model.attention_gate=elementwise",), ("model.attention_gate=headwise",)
 ALIBI, SINKS = ("model.positions=alibi",), ("model.sinks=true",)
 GPT_OSS = (
     *("model.family=gpt_oss", "model.qk_norm=false", "model.qkv_bias=true", "model.o_bias=true", "model.sinks=true"),
@@ -295,4 +296,8 @@ FAULTS = [
         (*SELECTIVE, *GPT_OSS),
     ),
     Fault("a layer's metric divided by the rank's own tokens", "other metrics", "moe/layer_01/entropy (step 1)"),
+    Fault(
+        "attention's gates: gradients not summed over tp", "gradients", "layers.", (*TP, *GATES), has_any_family=True
+    ),
+    Fault("attention's gates: those of other heads", OUTPUTS, FIRST_ATTENTION, (*CP, *HEAD_GATES), has_any_family=True),
 ]

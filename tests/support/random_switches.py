@@ -52,6 +52,7 @@ BLOCKS: dict[str, list[Any]] = {
     "model.score_cap": [5.0],
     "model.logit_cap": [4.0],
     "model.sinks": [True],
+    "model.attention_gate": ["elementwise", "headwise"],
     "model.positions": ["alibi", "sinusoidal", "t5", "none"],
     "model.nope_layers": [(0,)],
     "model.rope_fraction": [0.5],

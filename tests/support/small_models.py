@@ -8,7 +8,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from modeling.config import DROPOUTS, FAMILIES, ActivationName, FamilyName, MLAConfig, ModelConfig, PositionsName
+from modeling.config import (
+    DROPOUTS,
+    FAMILIES,
+    ActivationName,
+    AttentionGate,
+    FamilyName,
+    MLAConfig,
+    ModelConfig,
+    PositionsName,
+)
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
@@ -84,6 +93,7 @@ def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = Fal
             o_bias=draw(st.sampled_from(expressible(family, "o_bias", [False, True]))),
             ff_bias=draw(st.sampled_from(expressible(family, "ff_bias", [False, True]))),
             sinks=expressible(family, "sinks", [False, True])[0],
+            attention_gate=expressible(family, "attention_gate", get_args(AttentionGate))[0],
             sliding_window=window,
             full_attention_layers=tuple(draw(some_of(range(n_layers)))[: n_layers - 1]) if has_patterns else (),
             nope_layers=tuple(draw(some_of(range(n_layers)))) if "nope_layers" in family_of(family).told else (),
@@ -266,12 +276,16 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         qkv_bias=expressible(family, "qkv_bias", [True, False])[0],
         o_bias=expressible(family, "o_bias", [True, False])[0],
         ff_bias=expressible(family, "ff_bias", [True, False])[0],
+        # where layers with a window alone turn, one has it
+        sliding_window=9 if "nope_layers" in family_of(family).derived else None,
+        full_attention_layers=(1,) if "nope_layers" in family_of(family).derived else (),
         nope_layers=(1,) if "nope_layers" in family_of(family).told else (),
         residual_scale=expressible(family, "residual_scale", [0.5, 1.0])[0],
         score_cap=expressible(family, "score_cap", [0.8, None])[0],
         logit_cap=expressible(family, "logit_cap", [1.5, None])[0],
         logit_divisor=expressible(family, "logit_divisor", [2.0, 1.0])[0],
         sinks=expressible(family, "sinks", [False, True])[0],
+        attention_gate=expressible(family, "attention_gate", get_args(AttentionGate))[0],
         local_rope_theta=expressible(family, "local_rope_theta", [None, 50.0])[0],
         rope_fraction=expressible(family, "rope_fraction", [0.5, 1.0])[0],
         init_std=0.12,

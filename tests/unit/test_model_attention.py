@@ -1,17 +1,18 @@
 """Attention over packed documents: the fast cores against the formula, and the mask against a loop."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import modeling.kernels.terms as term_kernels
 from kernel_references import attend_reference
 from modeling.attention import build_attention
-from modeling.config import ModelConfig
+from modeling.config import AttentionGate, MLAConfig, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
 from modeling.kernels.attention import attend, fits_rows, has_fast_rows
@@ -288,3 +289,29 @@ def test_layers_with_a_window_turn_by_their_own_base_and_unscaled() -> None:
     with torch.device("meta"):
         found = [build_attention(config, layer).rotary for layer in range(2)]
     assert found == [Rotary(config.head_dim, 50.0), Rotary(config.head_dim, config.rope_theta, scaling)]
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_what_attention_puts_out_is_gated(gate: AttentionGate, is_latent: bool) -> None:
+    """By the sigmoid of a projection of its input: a number for each channel, or one for all channels of a head."""
+    mla = MLAConfig(kv_lora_rank=6, q_lora_rank=None, d_nope=4, d_rope=2, d_v=3) if is_latent else None
+    plain = ModelConfig(family="none", d_model=12, n_heads=4, n_kv_heads=4 if is_latent else 2, mla=mla)
+    config = replace(plain, attention_gate=gate)
+    attention, ungated = build_attention(config, 0), build_attention(plain, 0)
+    generator = torch.Generator().manual_seed(0)
+    for weight in attention.parameters():
+        nn.init.normal_(weight.data, generator=generator)
+    ungated.load_state_dict(attention.state_dict(), strict=False)
+    width = config.v_head_dim
+    ungated.o.weight = nn.Parameter(torch.eye(4 * width))  # so that what comes out is what the heads put out
+    hidden_BSD = torch.randn(2, 7, 12, generator=generator)
+    places_BS = torch.arange(7).repeat(2, 1)
+    context = Context(places_BS, torch.zeros_like(places_BS))
+    assert attention.output_gate is not None
+    gates_BSX = attention.output_gate(hidden_BSD).sigmoid()
+    if gate == "headwise":
+        assert attention.output_gate.weight.shape == (4, 12)
+        gates_BSX = gates_BSX.repeat_interleave(width, dim=-1)
+    expected_BSD = (ungated(hidden_BSD, context) * gates_BSX) @ attention.o.weight.T
+    torch.testing.assert_close(attention(hidden_BSD, context), expected_BSD, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,149 @@
+"""AFMoE (Arcee Trinity, arXiv:2602.17004): gated attention, turned where it has a window, and blocks normed twice."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling.families.family import Family, Key
+from modeling.families.shared import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    DECODER,
+    DECODER_CONSTANTS,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    EQUAL_BIASES,
+    EXPERT_KEYS,
+    EXPERTS,
+    FEED_FORWARD,
+    FEED_FORWARD_KEYS,
+    HEAD_KEYS,
+    LAYER_TYPES,
+    O_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    SHARED_EXPERTS,
+    WINDOW,
+    told_by_pattern,
+)
+from modeling.families.values import checked
+
+OURS, THEIRS = "layers.{layer}", "model.layers.{layer}"
+AFMOE = {
+    f"{OURS}.attention.output_gate.weight": f"{THEIRS}.self_attn.gate_proj.weight",
+    f"{OURS}.attention_post_norm.weight": f"{THEIRS}.post_attention_layernorm.weight",
+    f"{OURS}.feed_forward_norm.weight": f"{THEIRS}.pre_mlp_layernorm.weight",
+    f"{OURS}.feed_forward_post_norm.weight": f"{THEIRS}.post_mlp_layernorm.weight",
+    f"{OURS}.feed_forward.router.weight": f"{THEIRS}.mlp.router.gate.weight",
+    f"{OURS}.feed_forward.router.bias": f"{THEIRS}.mlp.expert_bias",
+}
+DEFAULTS = {
+    **DECODER_DEFAULTS,
+    "attention_bias": False,
+    "global_attn_every_n_layers": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "layer_types": None,
+    "moe_intermediate_size": 1408,
+    "mup_enabled": False,
+    "num_attention_heads": 16,
+    "num_dense_layers": 1,
+    "num_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": None,
+    "num_shared_experts": 2,
+    "rms_norm_eps": 1e-5,
+    "route_scale": 1.0,
+    "sliding_window": 1024,
+    "vocab_size": 200192,
+}
+
+
+def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With layer_types: where they are not told, every so many a layer has no window. And mup_enabled as a factor."""
+    values = {**DEFAULTS, **content}
+    types, interval, width = values["layer_types"], values["global_attn_every_n_layers"], values["hidden_size"]
+    if types is None and type(interval) is int and interval > 0:
+        n_layers = values["num_hidden_layers"]
+        types = told_by_pattern(n_layers, lambda n_layers: range(interval - 1, n_layers, interval))
+    factor = values["mup_enabled"]
+    if type(factor) is bool and type(width) is int and width > 0:
+        factor = root(width) if factor else 1.0
+    return {**content, "layer_types": types, "mup_enabled": factor}
+
+
+def root(width: int) -> float:
+    """What the class multiplies embedded tokens by where mup_enabled is true."""
+    return width**0.5
+
+
+FAMILY = Family(
+    architecture="AfmoeForCausalLM",
+    weights={
+        **DECODER,
+        **ATTENTION,
+        **QKV_BIAS,
+        **O_BIAS,
+        **QK_NORM,
+        **FEED_FORWARD,
+        **EXPERTS,
+        **SHARED_EXPERTS,
+        **AFMOE,
+    },
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        **FEED_FORWARD_KEYS,
+        **{key: field for key, field in EXPERT_KEYS.items() if key != "norm_topk_prob"},
+        "attention_bias": ATTENTION_BIAS,
+        "mup_enabled": Key(
+            ours=("embedding_scale",),
+            write=lambda config: config.embedding_scale != 1,
+            read=lambda factor: {"embedding_scale": checked(factor, float)},
+        ),
+        "num_dense_layers": "moe.n_dense_layers",
+        "num_experts": "moe.n_experts",
+        "num_shared_experts": "moe.n_shared_experts",
+        "route_scale": "moe.routed_scale",
+        "sliding_window": Key(  # the class builds that mask too where no layer takes it
+            ours=("sliding_window",),
+            write=lambda config: config.sliding_window or DEFAULTS["sliding_window"],
+            read=lambda width: {"sliding_window": width},
+        ),
+        "layer_types": LAYER_TYPES,
+    },
+    constants={
+        **DECODER_CONSTANTS,
+        # The class does not look at these; other programs that read the files do.
+        "n_group": 1,
+        "num_expert_groups": 1,
+        "num_limited_groups": 1,
+        "route_norm": True,
+        "score_func": "sigmoid",
+        "topk_group": 1,
+    },
+    # Losses are no part of the model; layer_types count.
+    ignored={"output_router_logits": False, "global_attn_every_n_layers": 4},
+    passed_over=frozenset({"load_balance_coeff", "use_grouped_mm"}),
+    defaults=DEFAULTS,
+    completed=completed,
+    equal=EQUAL_BIASES,
+    # models/afmoe: AfmoeAttention turns queries and keys where layer_types says sliding_attention.
+    derived={
+        "embedding_scale": lambda config: 1.0 if config.embedding_scale == 1 else root(config.d_model),
+        "nope_layers": lambda config: tuple(
+            layer for layer in range(config.n_layers) if config.window_of(layer) is None
+        ),
+    },
+    # AfmoeTokenChoiceRouter is sigmoid with a selection bias and renormalizes; the gates and norms are always there.
+    allowed={
+        "attention_gate": ("elementwise",),
+        "moe.normalize_top_k": (True,),
+        "moe.score": ("sigmoid",),
+        "norm_placement": ("both",),
+        "qk_norm": (True,),
+    },
+    at_least={**WINDOW, "moe.n_shared_experts": 1},
+    published={},
+)
