@@ -1,7 +1,6 @@
 """Shell completion: what is offered for keys, values, runs and checkpoints, in bash itself, and how quickly."""
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -81,27 +80,20 @@ def test_only_plain_names_are_offered(folder):
 
 
 @pytest.mark.parametrize("words", [["train", "c.yaml", "parallel."], ["status", ""]])
-def test_completion_is_quick_and_imports_no_heavy_library(folder, words):
-    script = (
-        "import sys; from launcher.cli import main\n"
-        "try: main()\n"
-        "finally: assert not {'torch', 'transformers', 'ruamel.yaml', 'numpy'} & set(sys.modules)"
-    )
+def test_completion_imports_little_and_no_heavy_library(folder, words):
+    """A press of Tab waits for what is imported: typer's 144 modules were 0.07 s, these 330 0.19 s (2026-11-23)."""
+    script = "import sys; from launcher.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     words = ["roundtable", *words]
     environment = {**os.environ, "_ROUNDTABLE_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words)}
     environment["COMP_CWORD"] = str(len(words) - 1)
-    taken, usual = [], []
-    for _ in range(3):
-        usual.append(processor_seconds([sys.executable, "-c", "import typer"], environment)[0])
-        seconds, done = processor_seconds([sys.executable, "-c", script], environment)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout
-        taken.append(seconds)
-    assert min(taken) < 5 * min(usual), (taken, usual)  # 0.19 s and 0.07 s (AMD EPYC, 2026-11-23)
+    usual = run_python("import sys, typer; print(*sys.modules)", environment).stdout.split()
+    done = run_python(script, environment)
+    assert done.returncode == 0 and done.stdout
+    imported = done.stderr.split()
+    assert not {"torch", "transformers", "ruamel.yaml", "numpy"} & set(imported)
+    assert len(imported) < 3 * len(usual)
 
 
-def processor_seconds(command: list[str], environment: dict[str, str]) -> tuple[float, subprocess.CompletedProcess]:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, done
+def run_python(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)

@@ -174,7 +174,7 @@ def test_opening_takes_constant_time(tmp_path: Path) -> None:
         file.write(np.int64(2 * (n_tokens - 2000)).tobytes())
         file.seek(HEADER.size + 20 * n_documents)
         file.write(np.int64(n_documents).tobytes())
-    start = time.perf_counter()
+    start = time.process_time()
     file = TokenFile(tmp_path / "x")
-    assert time.perf_counter() - start < 0.05
+    assert time.process_time() - start < 0.05
     assert file.n_tokens == n_tokens
