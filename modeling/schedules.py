@@ -10,6 +10,9 @@ Steps = Annotated[int, Interval(ge=0, le=10**10)]
 Ratio = Annotated[float, Interval(ge=0, le=1)]
 
 
+DecayShape = Literal["linear", "sqrt", "cosine"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CosineSchedule:
     """Linear warm-up, then half a cosine down to ``min_ratio`` of the peak at the last step."""
@@ -21,11 +24,14 @@ class CosineSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class WSDSchedule:
-    """Warm-up, stable, linear decay over the last ``decay_steps`` to ``min_ratio`` (MiniCPM, arXiv:2404.06395)."""
+    """Warm-up, stable, decay over the last ``decay_steps`` to ``min_ratio`` (MiniCPM, arXiv:2404.06395)."""
 
     name: Literal["wsd"] = "wsd"
     warmup_steps: Steps = 0
-    decay_steps: Steps = 0  # steps of linear decay at the end
+    decay_steps: Steps = 0  # steps of decay at the end
+    # what is left of the peak when a share p of the decay has passed, above min_ratio; linear: 1 - p;
+    # sqrt: 1 - sqrt(p) (Haegele et al. 2024, arXiv:2405.18392, section 3); cosine: (1 + cos(pi p)) / 2
+    decay_shape: DecayShape = "linear"
     min_ratio: Ratio = field(default=0.0, metadata={"usual": 0.1})
 
 
@@ -47,14 +53,32 @@ def lr_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     match schedule:
         case CosineSchedule():
             progress = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
-            cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-            return schedule.min_ratio + (1.0 - schedule.min_ratio) * cosine
+            return schedule.min_ratio + (1.0 - schedule.min_ratio) * half_cosine(min(1.0, progress))
         case WSDSchedule():
             left = steps - step  # updates after this one
             if left >= schedule.decay_steps:
                 return 1.0
-            return schedule.min_ratio + (1.0 - schedule.min_ratio) * max(0, left) / schedule.decay_steps
+            left_over = decayed(schedule.decay_shape, max(0, left) / schedule.decay_steps)
+            return schedule.min_ratio + (1.0 - schedule.min_ratio) * left_over
         case ConstantSchedule():
             return 1.0
         case _:
             assert_never(schedule)
+
+
+def half_cosine(progress: float) -> float:
+    """Half a cosine from 1 down to 0, of a progress from 0 to 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def decayed(shape: DecayShape, share_left: float) -> float:
+    """What is left of the peak, from 1 down to 0, when so large a share of the decay is still to come."""
+    match shape:
+        case "linear":
+            return share_left
+        case "sqrt":
+            return 1.0 - math.sqrt(1.0 - share_left)
+        case "cosine":
+            return half_cosine(1.0 - share_left)
+        case _:
+            assert_never(shape)

@@ -17,6 +17,11 @@ ROOT = math.sqrt(0.5)
         (CosineSchedule(warmup_steps=6), [1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1]),
         (WSDSchedule(warmup_steps=2, decay_steps=2, min_ratio=0.2), [0.5, 1, 1, 1, 0.6, 0.2]),
         (WSDSchedule(decay_steps=6), [5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6, 0]),
+        (WSDSchedule(decay_steps=4, decay_shape="sqrt"), [1, 1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0]),
+        (
+            WSDSchedule(decay_steps=4, min_ratio=0.2, decay_shape="cosine"),
+            [1, 1, 0.6 + 0.4 * 0.5**0.5, 0.6, 0.6 - 0.4 * 0.5**0.5, 0.2],
+        ),
         (WSDSchedule(warmup_steps=3), [1 / 3, 2 / 3, 1, 1, 1, 1]),
         (ConstantSchedule(), [1, 1, 1, 1, 1, 1]),
         (ConstantSchedule(warmup_steps=4), [0.25, 0.5, 0.75, 1, 1, 1]),
