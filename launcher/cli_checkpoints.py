@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from launcher.arguments import CheckpointArgument, DirArgument, JsonOption
+from launcher.completion import offer_checkpoints
 from launcher.console import say
 from launcher.errors import UserError
 
@@ -146,6 +147,34 @@ def import_folder(
     from launcher.commands.import_model import import_model
 
     import_model(source, out, drops_mtp=drop_mtp)
+
+
+@of_checkpoints.command("average")
+def average(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT... OUT",
+            help="Run directories or checkpoints, then the run directory to write, which must not exist.",
+            show_default=False,
+            autocompletion=offer_checkpoints,
+        ),
+    ],
+    last: Annotated[
+        int | None,
+        typer.Option("--last", metavar="N", min=1, help="Of each run, its last N checkpoints.", show_default=False),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="A number for each checkpoint (default: all alike).", show_default=False),
+    ] = None,
+) -> None:
+    """Write the mean of several checkpoints' weights as a run directory, which eval, export and init_from take."""
+    if len(paths) < 2:
+        raise UserError([f"OUT is missing after {paths[0]}; name the run directory to write last"])
+    from launcher.commands.average import average_checkpoints
+
+    average_checkpoints(paths[:-1], paths[-1], last, weights)
 
 
 @of_checkpoints.command()

@@ -133,7 +133,7 @@ def open_verified(run_path: Path, step: int) -> Checkpoint:
         line = f"RUN={run_path}: its checkpoint {step_name(step)} is damaged ({error}); give another --step"
         raise UserError([line]) from None
     if step == 0 and checkpoint.manifest.scalars["written_by"] is None:
-        rule = "must be one that training wrote, and holds imported weights, without the optimizer's states"
+        rule = "must be one that training wrote, and holds imported or averaged weights, no optimizer's states"
         raise UserError([f"--step={step} of {run_path} {rule}; begin a run with init_from={run_path} instead"])
     return checkpoint
 

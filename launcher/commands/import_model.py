@@ -64,7 +64,7 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
         raise UserError(problems)
     copy = None if tokenizer is None else str(step_directory(out / CHECKPOINTS, STEP) / "tokenizer")
     config = run_config(model, seq_len, weights.dtypes[0], out, copy, adds_bos=begins_with_bos(tokenizer))
-    with shown_progress(bytes_to_read(weights)) as on_bytes:
+    with shown_progress(bytes_to_read(weights), "importing") as on_bytes:
         write_run(out, config, weights, tokenizer, kept, on_bytes)
     for line in summary(source, out, config, weights):
         say(line)
@@ -117,13 +117,13 @@ def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Ite
 
 
 @contextmanager
-def shown_progress(n_bytes: int) -> Iterator[Callable[[int], None]]:
+def shown_progress(n_bytes: int, doing: str) -> Iterator[Callable[[int], None]]:
     """Takes how many more bytes are read: a bar on a terminal, a line now and then elsewhere."""
     console = open_console(stderr=True)
     if console.is_terminal:
-        columns = (text_column("importing"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+        columns = (text_column(doing), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("importing", total=n_bytes)
+            task = progress.add_task(doing, total=n_bytes)
             yield lambda count: progress.advance(task, count)
         return
     done, last = 0, time.monotonic()
@@ -133,6 +133,6 @@ def shown_progress(n_bytes: int) -> Iterator[Callable[[int], None]]:
         done += count
         if time.monotonic() - last >= PLAIN_LINE_SECONDS:
             last = time.monotonic()
-            tell(f"importing: {done / 1e9:.1f} of {n_bytes / 1e9:.1f} GB")
+            tell(f"{doing}: {done / 1e9:.1f} of {n_bytes / 1e9:.1f} GB")
 
     yield show

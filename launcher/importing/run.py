@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from launcher.config.dump import dump_config
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.importing.tokenizer import tokenizer_attachments
-from launcher.importing.weights import Weights
 from launcher.new_folder import new_folder
 from launcher.scratch import scratch_folder
 from launcher.training.run_dir import record_folder
@@ -31,17 +32,28 @@ SCALARS = {"consumed": 0, "skipped": [], "tokens": 0, "updates": 0, "loss_scaler
 ATTEMPT = "import"
 
 
+class Blocks(Protocol):
+    """Weights that are read in small parts."""
+
+    def blocks(self, name: str, on_bytes: Callable[[int], None] = ...) -> Iterator[Tensor]:
+        """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` is told what was read."""
+        ...
+
+
 def write_run(
     out: Path,
     config: RunConfig,
-    weights: Weights,
+    weights: Blocks,
     tokenizer: Any,
-    kept: Mapping[str, bytes],
+    kept: Mapping[str, Path | bytes],
     on_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    started_in: Path | None = None,
 ) -> None:
     """Writes the run directory ``out``, whole or not at all; ``on_bytes`` is told what was read of the weights.
 
-    ``kept`` are small files of the checkpoint, which an export reads, by name.
+    ``kept`` are small files of the checkpoint, which an export reads, by name, or what they hold. ``started_in``: the
+    folder that the config's relative paths are meant from; None: this one.
 
     Raises UserError where the source turns out to be unusable while it is read.
     """
@@ -49,7 +61,7 @@ def write_run(
         text = dump_config(config)
         (partial / CONFIG).write_text(text)
         load_config(partial / CONFIG)
-        (partial / STARTED_IN).write_bytes(record_folder(Path.cwd()))
+        (partial / STARTED_IN).write_bytes(record_folder(started_in or Path.cwd()))
         write_checkpoint(partial / CHECKPOINTS, config, text.encode(), weights, tokenizer, kept, on_bytes)
 
 
@@ -57,9 +69,9 @@ def write_checkpoint(
     checkpoints: Path,
     config: RunConfig,
     text: bytes,
-    weights: Weights,
+    weights: Blocks,
     tokenizer: Any,
-    kept: Mapping[str, bytes],
+    kept: Mapping[str, Path | bytes],
     on_bytes: Callable[[int], None],
 ) -> None:
     """Writes the checkpoint of step 0: weights and buffers, no optimizer states; the tokenizer, the configs."""

@@ -85,12 +85,18 @@ def warn_of_beginnings(config: RunConfig) -> None:
 
 def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:
     """A line for each key of the model that is not the source's."""
-    for key, theirs, ours in changes(found.model, config.model, "model"):
-        if key not in FREE_MODEL_KEYS and not all(map(_has_no_bias, (theirs, ours))):
-            yield (
-                f"{key}={_show(ours)} must be {_show(theirs)}, as in init_from={config.init_from}; set it so, "
-                "or leave init_from=null to begin with new weights"
-            )
+    for key, theirs, ours in differing_keys(found, config):
+        yield (
+            f"{key}={told_value(ours)} must be {told_value(theirs)}, as in init_from={config.init_from}; set it so, "
+            "or leave init_from=null to begin with new weights"
+        )
+
+
+def differing_keys(one: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(key, its value in each) of what makes the weights of two runs mean something else."""
+    for key, before, after in changes(one.model, other.model, "model"):
+        if key not in FREE_MODEL_KEYS and not all(map(_has_no_bias, (before, after))):
+            yield key, before, after
 
 
 def _has_no_bias(value: Any) -> bool:
@@ -98,7 +104,8 @@ def _has_no_bias(value: Any) -> bool:
     return isinstance(value, Balance) and not value.moves_bias
 
 
-def _show(value: Any) -> str:
+def told_value(value: Any) -> str:
+    """A value of the config as a message tells it."""
     return show(dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value)
 
 

@@ -235,7 +235,7 @@ def changes_of_start(old: RunConfig, config: RunConfig) -> list[tuple[str, Any, 
 
 
 def check_has_trained(config: RunConfig) -> None:
-    """Raises UserError where the run directory holds imported weights: a checkpoint of step 0 that no training wrote.
+    """Raises UserError where the run directory holds weights alone: a checkpoint of step 0 that no training wrote.
 
     Reads only; a damaged checkpoint is left to loading.
     """
@@ -249,9 +249,9 @@ def check_has_trained(config: RunConfig) -> None:
     except DamagedCheckpoint:
         return
     if written_by is None:
-        rule = "must be a run's, and holds imported weights, without the optimizer's states that a run goes on from"
+        holds = "imported or averaged weights, without the optimizer's states that a run goes on from"
         remedy = f"set init_from={config.run_path}, and choose another name or run_dir"
-        raise UserError([f"run_dir={config.run_path} {rule}; {remedy}"])
+        raise UserError([f"run_dir={config.run_path} must be a run's, and holds {holds}; {remedy}"])
 
 
 def check_newest_checkpoint(config: RunConfig) -> None:

@@ -113,7 +113,7 @@ def test_imported_weights_are_the_masters_bit_for_bit(source, other_tokens, tmp_
         open_checkpoint(run / f"checkpoints/step-{step:08}") for run, step in ((tmp_path / "new", 1), (source, 4))
     )
     assert [name for name in theirs.names() if not torch.equal(ours.read(name), theirs.read(name))] == []
-    with pytest.raises(UserError, match="holds imported weights"):
+    with pytest.raises(UserError, match="holds imported or averaged weights"):
         train(config, 1, f"run_dir={tmp_path / 'imported'}", "init_from=null")
 
 

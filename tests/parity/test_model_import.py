@@ -377,7 +377,9 @@ def test_no_training_goes_on_from_weights_alone(source: Path, tmp_path: Path, mo
     for place in ([], ["train.precision=fp32", "optimizer.name=sgd"]):
         assert main(["train", "runs/one/config.yaml", "data.sources=[{path: text.txt}]", "--ranks", "1", *place]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("run_dir=runs/one must be a run's, and holds imported weights, without the optimizer's")
+        assert line.startswith(
+            "run_dir=runs/one must be a run's, and holds imported or averaged weights, without the optimizer's"
+        )
         assert line.endswith("; set init_from=runs/one, and choose another name or run_dir")
     assert {path.name for path in Path("runs/one").iterdir()} == {"config.yaml", "checkpoints", ".started_in"}
 
@@ -413,7 +415,7 @@ def test_a_branch_of_imported_weights_is_refused(tmp_path: Path, capsys: pytest.
     imported(tmp_path / "source", tmp_path / "run")
     capsys.readouterr()
     assert main(["branch", str(tmp_path / "run"), str(tmp_path / "new"), "--step", "0"]) == 2
-    assert "holds imported weights" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert "holds imported or averaged weights" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 def test_what_an_import_has_not_is_not_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

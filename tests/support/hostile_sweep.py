@@ -162,6 +162,7 @@ COMMANDS: list[list[str]] = [
     *(["eval", "runs/gone", "--text", "PATH"], ["preflight", "config.yaml", "--ranks", "PATH", "--bad-nodes", "PATH"]),
     *(["eval", "PATH", "--tasks", "task.yaml"], ["eval", "config.yaml", "--tasks", "PATH.yaml"]),
     *(["import", "PATH", "out"], ["import", "folder", "PATH"]),
+    *(["average", "PATH", "PATH", "out"], ["average", "runs/gone", "runs/gone", "PATH"], ["average", "PATH"]),
     *(["checkpoint", "show", "PATH"], ["checkpoint", "verify", "PATH"], ["checkpoint", "show", "PATH", "--json"]),
     *(
         ["logs", "PATH"],

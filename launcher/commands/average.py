@@ -1,0 +1,221 @@
+"""`roundtable average CHECKPOINT... OUT`: a run directory whose weights are the mean of several checkpoints'.
+
+Averages of a run's last checkpoints come close to what a decay of the learning rate would reach (Sanyal et al. 2023,
+arXiv:2306.03241; Li et al. 2025, arXiv:2505.12082), and averages of runs that share their beginning to more than each
+of them (Wortsman et al. 2022, arXiv:2203.05482).
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import read_vocab
+from launcher.commands.import_model import place_problems, room_problems, shown_progress
+from launcher.commands.trained import Trained, config_of, find_candidates, naming_tokenizer, no_checkpoint, open_trained
+from launcher.config.tree import RunConfig
+from launcher.console import in_a_line, say
+from launcher.errors import UserError
+from launcher.importing.folder import GENERATION_JSON
+from launcher.importing.run import write_run
+from launcher.importing.token_ids import TOKEN_IDS_JSON
+from launcher.training.init_from import differing_keys, told_value
+from launcher.training.run_dir import start_folder
+from launcher.training.run_parts import CHECKPOINTS
+from launcher.training.state import tokenizer_files
+from modeling.logical import logical_tensors
+from parallel.checkpoint.boxes import Box, boxes_of_range
+from parallel.checkpoint.manifest import BUFFER, ELEMENT_BYTES, WEIGHT, DamagedCheckpoint
+from parallel.checkpoint.read import open_checkpoint
+from parallel.checkpoint.store import Folder
+
+AVERAGED_JSON = "averaged.json"  # in the checkpoint: what it is the mean of
+BLOCK_ELEMENTS = 1 << 22  # of one tensor that are read at a time, of each checkpoint
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a checkpoint
+OTHERS = "give checkpoints of one model"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The weighted mean of checkpoints of one model."""
+
+    members: Sequence[Trained]
+    weights: Sequence[float]  # one of each checkpoint, positive
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all logical tensors."""
+        return sum(math.prod(each.shape) for each in logical_tensors(self.members[0].config.model).values())
+
+    def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
+        """The elements of one logical tensor in order, in flat fp32 blocks; sums and the quotient are fp64's.
+
+        ``on_bytes`` is told what was read. Raises UserError where a checkpoint is gone or has changed, or a sum is not
+        finite.
+        """
+        shape, weight_of_all = self.members[0].checkpoint.shape(name), math.fsum(self.weights)
+        for start in range(0, math.prod(shape), BLOCK_ELEMENTS):
+            stop = min(start + BLOCK_ELEMENTS, math.prod(shape))
+            for box in boxes_of_range(shape, start, stop):
+                total = torch.zeros(box.shape, dtype=torch.float64)
+                for member, weight in zip(self.members, self.weights, strict=True):
+                    total.add_(read_box(member, name, box), alpha=weight)
+                    on_bytes(ELEMENT_BYTES * box.numel)
+                if not total.isfinite().all():
+                    raise UserError([f"{name} must be finite, and of these checkpoints it is not; leave out the one"])
+                yield total.div_(weight_of_all).float().flatten()
+
+
+def average_checkpoints(given: Sequence[str], out: str, last: int | None, weights: str | None) -> None:
+    """Writes the mean of the checkpoints that ``given`` names to the run directory ``out``, and says so.
+
+    Of a run directory the newest good checkpoint is meant, or with ``last`` so many of the newest. ``weights``: a
+    number for each checkpoint, comma-separated; None: all count alike. The result is what `import` makes: weights
+    without the optimizer's states, and the first checkpoint's config. Raises UserError, nothing created, where
+    something is wrong.
+    """
+    problems = place_problems(out)
+    if problems:
+        raise UserError(problems)
+    members = [member for path in given for member in opened(path, last)]
+    if len(members) < 2:
+        raise UserError(
+            [f"CHECKPOINT={given[0]} is one checkpoint, and a mean is of at least two; give more, or --last of a run"]
+        )
+    numbers = numbers_of(weights, len(members))
+    first = members[0]
+    problems = [line for other in members[1:] for line in unlike(first, other)] or inside_problems(members, Path(out))
+    if problems:
+        raise UserError(problems)
+    mean, config = Mean(members, numbers), config_for(first.config, Path(out))
+    problems = room_problems(Path(out), mean.elements)
+    if problems:
+        raise UserError(problems)
+    folder = Path.cwd() if first.run is None else start_folder(first.run, first.config)
+    with shown_progress(ELEMENT_BYTES * mean.elements * len(members), "averaging") as on_bytes:
+        write_run(Path(out), config, mean, None, kept_of(mean), on_bytes, started_in=folder)
+    named = ", ".join(told(member) for member in members)
+    say(in_a_line(f"{out}: the mean of {len(members)} checkpoints, {mean.elements:,} weights ({named})"))
+    say(f"`roundtable eval {shlex.quote(out)}` has its held-out loss; init_from: {out} begins a run with these weights")
+
+
+def opened(path: str, last: int | None) -> Iterator[Trained]:
+    """The checkpoints that ``path`` means, oldest first, every hash compared. Raises UserError."""
+    if last is None:
+        yield open_trained(path)
+        return
+    run, candidates = find_candidates(path)
+    if len(candidates) < last:
+        there = ", ".join(each.name for each in candidates)
+        if not candidates:
+            raise UserError([no_checkpoint("CHECKPOINT", path)])
+        raise UserError([f"--last={last} must be at most {len(candidates)}, CHECKPOINT={path} has {there}; try that"])
+    for folder in candidates[-last:]:
+        yield open_one(path, run, folder)
+
+
+def open_one(path: str, run: Path | None, folder: Folder) -> Trained:
+    """One of a run's checkpoints. Raises UserError where it is damaged: a mean of others is none of these."""
+    try:
+        checkpoint = open_checkpoint(folder, verify=False)
+        checkpoint.verify()
+    except DamagedCheckpoint as error:
+        remedy = "give the others by their folders"
+        raise UserError([f"CHECKPOINT={folder.location} is damaged ({error}); {remedy}"]) from None
+    return Trained(checkpoint, config_of(checkpoint, run, path), run)
+
+
+def numbers_of(weights: str | None, count: int) -> list[float]:
+    """Each checkpoint's weight in the mean. Raises UserError where ``weights`` are not as many positive numbers."""
+    if weights is None:
+        return [1.0] * count
+    try:
+        numbers = [float(word) for word in weights.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(LEAST_WEIGHT <= each <= MOST_WEIGHT for each in numbers):
+        example = ",".join(map(str, range(1, count + 1)))
+        rule = f"must be {count} numbers from {LEAST_WEIGHT} to {MOST_WEIGHT}, one for each checkpoint, with commas"
+        raise UserError([f"--weights={weights} {rule}; try {example}, or leave it out: all count alike"])
+    return numbers
+
+
+def unlike(first: Trained, other: Trained) -> Iterator[str]:
+    """One line for each thing in which two checkpoints are not of one model."""
+    here, there = other.checkpoint.folder.location, first.checkpoint.folder.location
+    for key, theirs, ours in differing_keys(first.config, other.config):
+        yield f"CHECKPOINT={here}: {key}={told_value(ours)} must be {told_value(theirs)}, as in {there}; {OTHERS}"
+    pair = (first.tokenizer, other.tokenizer)
+    if None in pair and pair != (None, None):
+        has, lacks = (here, there) if pair[0] is None else (there, here)
+        yield f"CHECKPOINT={here}: {has} has a tokenizer, and {lacks} has none; {OTHERS}"
+    elif vocab_of(first) != vocab_of(other):
+        yield f"CHECKPOINT={here}: its tokenizer must have the ids that the one of {there} has; {OTHERS}"
+
+
+def vocab_of(trained: Trained) -> dict[str, int] | None:
+    """The tokenizer's tokens and their ids; None where there is none."""
+    if trained.tokenizer is None:
+        return None
+    with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:
+        return read_vocab(trained.tokenizer, found, OTHERS)
+
+
+def inside_problems(members: Sequence[Trained], out: Path) -> list[str]:
+    """That OUT would lie in one of the runs, which are only read."""
+    inside = [member.run for member in members if member.run is not None and within(out, member.run)]
+    return [f"OUT={out} must lie outside {inside[0]}, which is only read; give another path"] if inside else []
+
+
+def within(out: Path, run: Path) -> bool:
+    """Whether the path lies below the run directory."""
+    return out.absolute().resolve().is_relative_to(run.resolve())
+
+
+def config_for(config: RunConfig, out: Path) -> RunConfig:
+    """The config of the mean's run directory: the first checkpoint's, of a place and a name of its own."""
+    out = out.absolute()
+    name = out.name if "\\" not in out.name else RunConfig.name
+    own = replace(config.checkpoint, dir=None)
+    return replace(config, name=name, run_dir=str(out), init_from=None, checkpoint=own)
+
+
+def kept_of(mean: Mean) -> dict[str, Any]:
+    """The small files of the new checkpoint: the first one's tokenizer and generation_config.json; and its members."""
+    first = mean.members[0]
+    members = [
+        {
+            "checkpoint": member.checkpoint.folder.location,
+            "step": member.checkpoint.step,
+            "tokens": member.checkpoint.manifest.scalars["tokens"],
+            "weight": weight,
+        }
+        for member, weight in zip(mean.members, mean.weights, strict=True)
+    ]
+    files = tokenizer_files(first.tokenizer)
+    for name in (GENERATION_JSON, TOKEN_IDS_JSON):
+        path = first.checkpoint.attached(name)
+        files |= {} if path is None else {name: path}
+    return {**files, AVERAGED_JSON: json.dumps(members, indent=2).encode() + b"\n"}
+
+
+def read_box(member: Trained, name: str, box: Box) -> Tensor:
+    """The elements of one box, fp32. Raises UserError where the checkpoint is gone or has changed."""
+    kind = BUFFER if name in member.checkpoint.names(BUFFER) else WEIGHT
+    try:
+        return member.checkpoint.read_box(name, box, kind)
+    except DamagedCheckpoint as error:
+        where = member.checkpoint.folder.location
+        raise UserError([f"CHECKPOINT={where} must not change while it is read, and {error}; try again"]) from None
+
+
+def told(member: Trained) -> str:
+    """A checkpoint in a line: the run's folder and the step."""
+    run = member.checkpoint.folder.location.partition(f"/{CHECKPOINTS}/")[0]
+    return f"{run} at step {member.checkpoint.step}"

@@ -1,0 +1,144 @@
+"""`roundtable average`: the mean of checkpoints, as a run directory that other commands take."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_runs import train, write_config
+from launcher.cli import main
+from launcher.commands import average
+from launcher.commands.trained import Trained, load_decoder, open_trained
+from launcher.config.load import load_config
+from layout_runs import write_tokens
+from modeling.logical import logical_shapes
+
+pytestmark = pytest.mark.xdist_group("average")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """The folder of two runs that differ in their seed, of six steps with checkpoints after 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("made")
+    tokens = write_tokens(folder)
+    heldout = f"data.heldout_path={tokens}"
+    train(write_config(folder, tokens, "run"), 1, heldout)
+    train(write_config(folder, tokens, "other"), 2, heldout, "seed=1")
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def checkpoint(run: Path, step: int) -> str:
+    return str(run / f"checkpoints/step-{step:08d}")
+
+
+def mean_of(members: list[Trained], weights: list[float], name: str) -> torch.Tensor:
+    summed = sum(member.read(name).double() * weight for member, weight in zip(members, weights, strict=True))
+    assert isinstance(summed, torch.Tensor)
+    return (summed / sum(weights)).float()
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "weights"),
+    [
+        (["run"], ["--last", "3"], [1, 1, 1]),
+        (["run", "other"], [], [1, 1]),
+        (["run", "other"], ["--weights", "1,3"], [1, 3]),
+        (["run", "other"], ["--last", "2", "--weights", "1,1,1,5"], [1, 1, 1, 5]),
+    ],
+    ids=str,
+)
+def test_every_weight_is_the_mean(made, tmp_path, capsys, monkeypatch, given, options, weights):
+    """Bit for bit that of fp64; the second run was trained on two ranks. Tensors are read in parts."""
+    monkeypatch.setattr(average, "BLOCK_ELEMENTS", 100)
+    before = files_of(made)
+    last = int(options[1]) if "--last" in options else 1
+    paths = [checkpoint(made / run, step) for run in given for step in (2, 4, 6)[-last:]]
+    assert main(["average", *(str(made / run) for run in given), str(tmp_path / "mean"), *options]) == 0
+    assert files_of(made) == before
+    out, members = capsys.readouterr().out, [open_trained(path) for path in paths]
+    assert f"the mean of {len(paths)} checkpoints" in out and f"{made / given[-1]} at step 6" in out
+    found = open_trained(tmp_path / "mean")
+    for name in logical_shapes(found.config.model):
+        assert torch.equal(found.read(name), mean_of(members, weights, name)), name
+    attached = found.checkpoint.attached(average.AVERAGED_JSON)
+    assert attached is not None
+    told = json.loads(attached.read_text())
+    assert [(each["checkpoint"], each["weight"]) for each in told] == list(zip(paths, weights, strict=True))
+
+
+def test_other_commands_take_it(made, tmp_path, capsys):
+    """It is evaluated as its weights in the run's place are, exported, and a run begins with it; none goes on in it."""
+    mean = tmp_path / "mean"
+    assert main(["average", str(made / "run"), str(mean), "--last", "2"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(mean), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["eval_loss"]
+    assert main(["eval", str(made / "run"), "--json"]) == 0
+    assert abs(loss - json.loads(capsys.readouterr().out)["eval_loss"]) < 0.1
+    assert main(["export", str(mean), str(tmp_path / "hf"), "--verify"]) == 0
+    assert main(["checkpoint", "verify", str(mean)]) == 0
+    capsys.readouterr()
+    assert main(["train", str(mean / "config.yaml")]) == 2
+    assert "holds imported or averaged weights" in capsys.readouterr().err
+    config = made / "run.yaml"
+    begun = ["name=begun", f"run_dir={tmp_path / 'begun'}", f"init_from={mean}", "train.steps=1"]
+    assert main(["train", str(config), *begun]) == 0
+    first = load_decoder(open_trained(mean), "cpu", torch.float32)
+    assert load_config(tmp_path / "begun/config.yaml").init_from == checkpoint(mean, 0)
+    assert torch.isfinite(next(first.parameters())).all()
+
+
+REFUSED = {
+    "one alone": (["run", "OUT"], [], "CHECKPOINT=RUN is one checkpoint, and a mean is of at least two; "),
+    "more than there are": (["run", "OUT"], ["--last", "4"], "--last=4 must be at most 3, CHECKPOINT=RUN has step-"),
+    "no place": (["run"], [], "OUT is missing after RUN; "),
+    "weights for others": (
+        ["run", "other", "OUT"],
+        ["--weights", "1,2,3"],
+        "--weights=1,2,3 must be 2 numbers from 1e-06 to 1000000.0, one for each checkpoint, with commas; try 1,2, or ",
+    ),
+    "no numbers": (["run", "other", "OUT"], ["--weights", "1,x"], "--weights=1,x must be 2 numbers"),
+    "a weight of nothing": (["run", "other", "OUT"], ["--weights", "1,0"], "--weights=1,0 must be 2 numbers"),
+    "not a number": (["run", "other", "OUT"], ["--weights", "nan,1"], "--weights=nan,1 must be 2 numbers"),
+    "too large a one": (["run", "other", "OUT"], ["--weights", "1e308,1"], "--weights=1e308,1 must be 2 numbers"),
+    "no run": (["run", "none", "OUT"], [], "CHECKPOINT=NONE is not a folder; "),
+    "a place that is there": (["run", "other", "run"], [], "OUT=RUN "),
+    "within a run": (["run", "other", "run/new"], [], "OUT=RUN/new must lie outside RUN, which is only read; "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_take_a_line_and_create_nothing(case, made, tmp_path, capsys):
+    paths, options, expected = REFUSED[case]
+    before = files_of(made)
+    given = [str(tmp_path / "mean") if path == "OUT" else str(made / path) for path in paths]
+    assert main(["average", *given, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(expected.replace("RUN", str(made / "run")).replace("NONE", str(made / "none")))
+    assert files_of(made) == before and list(tmp_path.iterdir()) == []
+
+
+def test_other_models_and_damage_are_refused(made, tmp_path, capsys):
+    shutil.copytree(made / "run", tmp_path / "turned")
+    text = (made / "run/config.yaml").read_text()
+    for path in tmp_path.rglob("config.yaml"):
+        path.write_text(text.replace("rope_theta: 10000.0", "rope_theta: 500.0"))
+    assert "rope_theta: 500.0" in (tmp_path / "turned/config.yaml").read_text()
+    assert main(["average", str(made / "run"), str(tmp_path / "turned"), str(tmp_path / "mean")]) == 2
+    told = capsys.readouterr().err
+    assert "model.rope_theta=500.0 must be 10000.0, as in" in told or "is damaged" in told
+    shutil.copytree(made / "run", tmp_path / "torn")
+    shard = next((tmp_path / "torn/checkpoints/step-00000004").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert main(["average", str(tmp_path / "torn"), str(tmp_path / "mean"), "--last", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step-00000004 is damaged" in line and line.endswith("; give the others by their folders")
+    assert not (tmp_path / "mean").exists()
