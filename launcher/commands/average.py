@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.tokenizer import read_vocab
 from launcher.commands.import_model import place_problems, room_problems, shown_progress
-from launcher.commands.trained import Trained, config_of, find_candidates, naming_tokenizer, no_checkpoint, open_trained
+from launcher.commands.trained import Trained, find_candidates, naming_tokenizer, no_checkpoint, open_one, open_trained
 from launcher.config.tree import RunConfig
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
@@ -32,8 +32,6 @@ from launcher.training.state import tokenizer_files
 from modeling.logical import logical_tensors
 from parallel.checkpoint.boxes import Box, boxes_of_range
 from parallel.checkpoint.manifest import BUFFER, ELEMENT_BYTES, WEIGHT, DamagedCheckpoint
-from parallel.checkpoint.read import open_checkpoint
-from parallel.checkpoint.store import Folder
 
 AVERAGED_JSON = "averaged.json"  # in the checkpoint: what it is the mean of
 BLOCK_ELEMENTS = 1 << 22  # of one tensor that are read at a time, of each checkpoint
@@ -89,6 +87,12 @@ def average_checkpoints(given: Sequence[str], out: str, last: int | None, weight
             [f"CHECKPOINT={given[0]} is one checkpoint, and a mean is of at least two; give more, or --last of a run"]
         )
     numbers = numbers_of(weights, len(members))
+    places = [member.checkpoint.folder.location for member in members]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice is not None:
+        raise UserError(
+            [f"CHECKPOINT={twice} must be given once; leave the second out, and give --weights to count it more"]
+        )
     first = members[0]
     problems = [line for other in members[1:] for line in unlike(first, other)] or inside_problems(members, Path(out))
     if problems:
@@ -117,18 +121,11 @@ def opened(path: str, last: int | None) -> Iterator[Trained]:
             raise UserError([no_checkpoint("CHECKPOINT", path)])
         raise UserError([f"--last={last} must be at most {len(candidates)}, CHECKPOINT={path} has {there}; try that"])
     for folder in candidates[-last:]:
-        yield open_one(path, run, folder)
-
-
-def open_one(path: str, run: Path | None, folder: Folder) -> Trained:
-    """One of a run's checkpoints. Raises UserError where it is damaged: a mean of others is none of these."""
-    try:
-        checkpoint = open_checkpoint(folder, verify=False)
-        checkpoint.verify()
-    except DamagedCheckpoint as error:
-        remedy = "give the others by their folders"
-        raise UserError([f"CHECKPOINT={folder.location} is damaged ({error}); {remedy}"]) from None
-    return Trained(checkpoint, config_of(checkpoint, run, path), run)
+        try:
+            yield open_one(path, run, folder)
+        except DamagedCheckpoint as error:  # a mean of others would not be what was asked for
+            remedy = "give the others by their folders"
+            raise UserError([f"CHECKPOINT={folder.location} is damaged ({error}); {remedy}"]) from None
 
 
 def numbers_of(weights: str | None, count: int) -> list[float]:

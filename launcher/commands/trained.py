@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,18 +154,20 @@ def open_trained(path: Path | str) -> Trained:
     changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its place. Raises
     UserError where there is no good one. Nothing is allocated for tensors that are not the config's.
     """
-
-    def opened(run: Path | None, folder: Folder) -> Trained:
-        checkpoint = open_checkpoint(folder, verify=False)
-        config = config_of(checkpoint, run, path)
-        check_model(checkpoint, config, run)
-        checkpoint.verify()
-        return Trained(checkpoint, config, run)
-
+    opened = partial(open_one, path)
     trained = newest_good(path, "CHECKPOINT", opened, "give another one, or train on to write one")
     if trained.run is not None:
         check_parts(trained.run, STARTED_IN)  # told by all commands alike, also by those that read no relative path
     return trained
+
+
+def open_one(path: Path | str, run: Path | None, folder: Folder) -> Trained:
+    """One of the checkpoints that ``path`` means, every hash compared. Raises DamagedCheckpoint, UserError."""
+    checkpoint = open_checkpoint(folder, verify=False)
+    config = config_of(checkpoint, run, path)
+    check_model(checkpoint, config, run)
+    checkpoint.verify()
+    return Trained(checkpoint, config, run)
 
 
 def newest_good(path: Path | str, key: str, opened: Callable[[Path | None, Folder], Found], remedy: str) -> Found:

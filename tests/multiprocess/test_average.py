@@ -97,6 +97,11 @@ def test_other_commands_take_it(made, tmp_path, capsys):
 REFUSED = {
     "one alone": (["run", "OUT"], [], "CHECKPOINT=RUN is one checkpoint, and a mean is of at least two; "),
     "more than there are": (["run", "OUT"], ["--last", "4"], "--last=4 must be at most 3, CHECKPOINT=RUN has step-"),
+    "one twice": (
+        ["run", "run/checkpoints/step-00000006", "OUT"],
+        [],
+        "CHECKPOINT=RUN/checkpoints/step-00000006 must be given once; ",
+    ),
     "no place": (["run"], [], "OUT is missing after RUN; "),
     "weights for others": (
         ["run", "other", "OUT"],
