@@ -251,6 +251,16 @@ def test_scores_that_are_in_memory_are_counted(name):
     assert job.ours.scores == (6 * 4 * 2**26 if name == "gemma-2-2b" else 0)  # of a piece, however long the rows
 
 
+# Four layers of Qwen3-8B over 4,096 tokens: GB of `roundtable plan --gpu H100`, 2026-11-28; without gates 42.75, 41.71.
+@pytest.mark.parametrize(("mode", "gigabytes"), [("none", 44.22), ("selective", 42.92)])
+def test_gates_of_attention_are_counted(mode, gigabytes):
+    run = ["train.micro_batch_size=1", "train.global_batch_size=1", "data.seq_len=4096", f"train.recompute={mode}"]
+    gated = ["model.family=none", "model.attention_gate=elementwise", "model.n_layers=4"]
+    config = load_config(Path("configs/models/qwen3-8b.yaml"), [*run, *gated])
+    plan = quick_plan(config, 1, read_hardware("H100"), None)
+    assert plan["tensor_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
 def test_a_report_shows_the_last_starts_plan():
     events = [
         {"step": 0, "event": "plan", "peak_gib": 1.0, "step_seconds": 9.0},
