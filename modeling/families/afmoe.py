@@ -80,6 +80,7 @@ def root(width: int) -> float:
 
 FAMILY = Family(
     architecture="AfmoeForCausalLM",
+    since=5,
     weights={
         **DECODER,
         **ATTENTION,

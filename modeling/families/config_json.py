@@ -31,7 +31,7 @@ EVERYWHERE = frozenset(
     }
 )
 REMEDY = "give another model"
-LISTS = ("layer_types", "no_rope_layers")  # keys with an entry for each layer
+LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")  # keys with an entry for each layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ class Family:
     """
 
     architecture: str  # the class in transformers
+    since: int = 4  # the first of transformers' versions 4 and 5 that has it
     weights: Mapping[str, str | Packed]  # our name of a weight -> its name in the files, with {layer} and {expert}
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted
     constants: Mapping[str, Any]  # keys of which our models know one value alone

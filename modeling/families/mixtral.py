@@ -4,6 +4,7 @@ from modeling.config import ModelConfig
 from modeling.families.family import Family
 from modeling.families.shared import (
     ATTENTION,
+    BLOCK_SPARSE_EXPERTS,
     DECODER,
     DECODER_CONSTANTS,
     DECODER_DEFAULTS,
@@ -18,14 +19,7 @@ from modeling.moe_config import MoEConfig, NoBalance
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",
-    weights={
-        **DECODER,
-        **ATTENTION,
-        "layers.{layer}.feed_forward.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
-        "layers.{layer}.feed_forward.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-        "layers.{layer}.feed_forward.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-        "layers.{layer}.feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
-    },
+    weights={**DECODER, **ATTENTION, **BLOCK_SPARSE_EXPERTS},
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,

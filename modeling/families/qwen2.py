@@ -14,12 +14,10 @@ from modeling.families.shared import (
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     LAYER_TYPES,
-    MOST_LAYERS,
     QKV_BIAS,
     USED_WINDOW_KEYS,
     WINDOW,
-    is_count,
-    told_by_pattern,
+    types_from_first_window,
 )
 
 DEFAULTS = {
@@ -40,12 +38,8 @@ DEFAULTS = {
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types. Where they are not told, the layers from max_window_layers on have the window."""
     values = {**DEFAULTS, **content}
-    window, first = values["sliding_window"] if values["use_sliding_window"] else None, values["max_window_layers"]
-    types = values["layer_types"]
-    if types is None:
-        n_full = first if window is not None and is_count(first) else MOST_LAYERS
-        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(min(n_full, n_layers)))
-    return {**content, "sliding_window": window, "layer_types": types}
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    return {**content, "sliding_window": window, "layer_types": types_from_first_window(values, window)}
 
 
 FAMILY = Family(

@@ -50,6 +50,12 @@ EXPERTS = {
     "layers.{layer}.feed_forward.experts.up": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
     "layers.{layer}.feed_forward.experts.down": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
 }
+BLOCK_SPARSE_EXPERTS = {
+    "layers.{layer}.feed_forward.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
+    "layers.{layer}.feed_forward.experts.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+    "layers.{layer}.feed_forward.experts.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+    "layers.{layer}.feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+}
 SELECTION_BIAS = {
     "layers.{layer}.feed_forward.router.bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
 }
@@ -222,6 +228,18 @@ def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]]) -> l
     A number of layers that no model has is refused by its own rule: nothing is made of it.
     """
     return layer_types(n_layers, full_of(n_layers)) if is_count(n_layers) else []
+
+
+def types_from_first_window(values: Mapping[str, Any], window: Any) -> Any:
+    """``layer_types`` as a file has them. Where it leaves them out, layers from max_window_layers on have the window.
+
+    ``window``: None where no layer has one.
+    """
+    if values["layer_types"] is not None:
+        return values["layer_types"]
+    first = values["max_window_layers"]
+    n_full = first if window is not None and is_count(first) else MOST_LAYERS
+    return told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(min(n_full, n_layers)))
 
 
 def is_count(value: Any) -> bool:

@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from launcher.commands.prove import load_small, prove_in, stay_on_cpu
-from modeling.config import FAMILIES, FamilyName
+from launcher.config.dump import dump_config
+from launcher.config.tree import RunConfig
+from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.families.family import family_of
 from modeling.rope_scaling import LongRopeScaling
 from prove_runs import failures
+from small_models import example_config
 
 STEPS = 2
 MODELS = Path(__file__).parents[2] / "configs/models"
@@ -24,20 +27,25 @@ FAST = ("llama",)  # deepseek_v2 is proven under tp, pp and ep in test_prove.py
 FITTING = {"gemma3_text": ("model.n_kv_heads=2",), "phi3": ("model.n_kv_heads=20",)}
 
 
-def largest_of(family: FamilyName) -> Path:
-    """The file of the last of the family's published models."""
-    wanted = [*family_of(family).published][-1].lower().replace(".", "-")
+def largest_of(family: FamilyName, folder: Path) -> tuple[Path, ModelConfig]:
+    """The file of the last of the family's published models, or one in ``folder`` of its example, and the model."""
+    published = family_of(family).published
+    if not published:
+        (path := folder / "example.yaml").write_text(dump_config(RunConfig(model=(model := example_config(family)))))
+        return path, model
+    name, model = [*published.items()][-1]
+    wanted = name.lower().replace(".", "-")
     (path,) = [path for path in MODELS.glob("*.yaml") if yaml.safe_load(path.read_text())["name"] == wanted]
-    return path
+    return path, model
 
 
 def prove(tmp_path: Path, family: FamilyName, ranks: int, *overrides: str) -> None:
     """Fails with what the proof found."""
     stay_on_cpu()
-    size = [*family_of(family).published.values()][-1].vocab_size
-    even = f"model.vocab_size={size + size % 2}"  # which tp cuts: GPT-2's 50257 rows need one more
+    path, model = largest_of(family, tmp_path)
+    even = f"model.vocab_size={model.vocab_size + model.vocab_size % 2}"  # which tp cuts: GPT-2's 50257 need one more
     changes = ("train.precision=fp32", even, *FITTING.get(family, ()), *overrides)
-    config, n_ranks = load_small(largest_of(family), changes, ranks)
+    config, n_ranks = load_small(path, changes, ranks)
     assert n_ranks == ranks
     outcome = prove_in(tmp_path, config, ranks, STEPS, timeout_seconds=300)
     assert outcome.proven, failures(outcome)

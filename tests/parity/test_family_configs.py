@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher.config.families import check_family
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters
 from modeling.expert_layers import told_once
-from modeling.families.config_json import InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
+from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
 from rotating import some_fast
@@ -44,11 +45,24 @@ ELSEWHERE = {
     "afmoe": {"n_group", "num_expert_groups", "num_limited_groups", "route_norm", "score_func", "topk_group"},
     "deepseek_v2": {"moe_layer_freq", "scoring_func"},
     "deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"},
+    "dots1": {"moe_layer_freq", "scoring_func", "topk_method"},
+    "glm4_moe_lite": {
+        *("first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "scoring_func", "topk_method"),
+    },
     "phi3": {"attention_bias"},
     "gpt_neox": {"rotary_emb_base", "rotary_pct"},  # the class makes rope_parameters of them
     "gpt2": {"n_ctx", "n_inner"},  # n_inner is null there, and means 4 n_embd
     "gpt_oss": {"experts_per_token", "initial_context_length"},
     "granitemoe": {"position_embedding_type"},  # of version 4
+    "minimax_m2": {
+        *("qk_norm_type", "scoring_func", "shared_intermediate_size", "sliding_window", "use_qk_norm"),
+        *("use_routing_bias", "rotary_dim"),
+    },
+}
+# Keys that the class has null where they are left out, and then fails.
+NULLS = {
+    "deepseek_v2": ("num_experts_per_tok",),
+    "dots1": ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
 }
 MISSING = "tests/data/published_models.json has no row of {}: its family, name, config.json and number of parameters"
 NAMED = [(family, name) for family in FAMILIES for name in family_of(family).published]
@@ -127,7 +141,7 @@ def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
     told = family_of(family)
     for key in {*told.keys, *told.constants} - {"head_dim", "qk_head_dim"} - ELSEWHERE.get(family, set()):
         ours = told.defaults.get(key, told.constants.get(key))
-        if key in ("layer_types", "no_rope_layers"):
+        if key in LISTS:
             continue  # follows from others: the two configs below
         if key == "sliding_window" and not getattr(theirs, "use_sliding_window", True):
             continue  # the class has dropped it already
@@ -141,7 +155,7 @@ def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
         parameters = theirs.rope_parameters["full_attention"] if told.has_local_rope else theirs.rope_parameters
         assert parameters["rope_theta"] == rope["rope_theta"]
         assert parameters.get("partial_rotary_factor", 1.0) == rope["partial_rotary_factor"]
-    needed = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # the class has null, and then fails
+    needed = dict.fromkeys(NULLS.get(family, ()), 2)
     left_out = from_config_json({"model_type": family, **needed})
     saved = from_config_json(theirs.to_dict() | needed)
     assert computed(left_out) == computed(saved)
@@ -213,6 +227,12 @@ def test_every_family_has_its_row_on_the_page() -> None:
     assert [f"docs/families.md has no row of {name}" for name in FAMILIES if f"\n| `{name}` |" not in page] == []
 
 
+def test_every_family_that_version_4_lacks_is_told_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.endswith("| version 4 has no such class | version 5 |")]
+    assert re.findall("`(.*?)`", row) == [name for name in FAMILIES if family_of(name).since > 4]
+
+
 REFUSED = [
     ("granitemoe", {"position_embedding_type": "nope"}, 'which knows position_embedding_type="rope" alone; '),
     ("llama", {"model_type": "opt"}, 'config.json: model_type="opt" must be one of llama, '),
@@ -263,6 +283,17 @@ REFUSED = [
     ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=true is not possible with model.family=bloom"),
     ("bloom", {"slow_but_exact": True}, "slow_but_exact=true is not possible with model.family=bloom"),
     ("glm4_moe", {"n_group": 8}, "n_group=8 is not possible with model.family=glm4_moe"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe"]}, "is not possible with model.family=glm4_moe_lite: it must be a list of dense and sparse; "),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", []]}, "it must be a list of dense and sparse; "),
+    ("glm4_moe_lite", {"first_k_dense_replace": "x"}, "it must be int; "),
+    ("glm4_moe_lite", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not possible, all channels turn; "),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=false is not possible with model.family=minimax_m2"),
+    ("minimax_m2", {"rotary_dim": "x"}, 'rotary_dim="x" is not possible with model.family=minimax_m2: it must be int; '),
+    ("minimax_m2", {"head_dim": "x"}, 'head_dim="x" is not possible with model.family=minimax_m2: it must be int or null; '),
+    ("dots1", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not possible with model.family=dots1: it must be noaux_tc or sigmoid; '),
+    ("dots1", {"n_group": None}, "n_group=null is not possible with model.family=dots1: it must be int; "),
+    ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not known with model.family=flex_olmo; "),
 ]  # fmt: skip
 
 
@@ -317,6 +348,68 @@ def test_layers_without_experts_are_those_of_the_class(family: FamilyName, liste
     has_router = [hasattr(layer.mlp, "gate") for layer in theirs.model.layers]
     assert [config.is_moe_layer(layer) for layer in range(4)] == has_router
     assert config.n_moe_layers == sum(has_router)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fields"),
+    [
+        (None, (1, ())),
+        (["sparse"] * 4, (0, ())),
+        (["sparse", "dense", "sparse", "sparse"], (0, (1,))),
+        (["dense", "dense", "sparse", "dense"], (2, (3,))),
+        (["dense"] * 4, (4, ())),
+    ],
+)
+def test_layers_without_experts_of_glm4_moe_lite_are_those_of_the_class(kinds, fields) -> None:
+    """Its list counts, whatever the number of leading layers beside it says, which is written for other programs."""
+    content = {**written(example_config("glm4_moe_lite")), "num_hidden_layers": 4, "mlp_layer_types": kinds}
+    config = from_config_json({**content, "first_k_dense_replace": 3})
+    assert config.moe is not None and not [*config.problems()]
+    assert (config.moe.n_dense_layers, config.moe.dense_layers) == fields
+    assert written(config)["first_k_dense_replace"] == fields[0]
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
+    assert [config.is_moe_layer(layer) for layer in range(4)] == [
+        hasattr(layer.mlp, "gate") for layer in theirs.model.layers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, 1.0),
+        ({"rotary_dim": None}, 1.0),
+        ({"rotary_dim": 4}, 0.25),
+        ({"rotary_dim": 4, "rope_parameters": {"rope_theta": 100.0}}, 0.25),
+        ({"rotary_dim": 4, "partial_rotary_factor": 0.5}, 0.5),
+        ({"rotary_dim": 4, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}, 0.5),
+    ],
+)
+def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str, Any], part: float) -> None:
+    """Of heads of 16 channels: the published files tell their number alone."""
+    content = written(example_config("minimax_m2"))
+    assert content["rotary_dim"] == 16 * content["partial_rotary_factor"]
+    for key in ("rotary_dim", "partial_rotary_factor", "rope_parameters"):
+        del content[key]
+    content |= changes
+    assert AutoConfig.for_model(**content).rope_parameters.get("partial_rotary_factor", 1.0) == part
+    assert from_config_json(content).rope_fraction == part
+
+
+@pytest.mark.parametrize(("window", "first"), [(4096, 62), (5, 0), (5, 1), (None, 1)])
+def test_windows_of_dots1_are_those_of_the_class(window: int | None, first: int) -> None:
+    content = {**written(example_config("dots1")), "layer_types": None, "sliding_window": window}
+    content |= {"num_hidden_layers": 3, "max_window_layers": first}
+    config = from_config_json(content)
+    kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(3)]
+    assert kinds == AutoConfig.for_model(**content).layer_types
+
+
+def test_keys_of_published_files_that_the_class_does_not_look_at_are_passed_over() -> None:
+    content = written(example_config("minimax_m2"))
+    more = {"attn_type_list": [1, 1], "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
+    more |= {"mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid", "layernorm_mlp_beta": 1.0}
+    assert from_config_json(content | more) == from_config_json(content)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])

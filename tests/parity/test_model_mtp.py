@@ -31,7 +31,7 @@ from saved_runs import save_run
 from small_models import build, example_config, next_tokens, packed_rows, tensors_of
 from warnings_seen import no_warnings
 
-FAMILIES_OF_IT: tuple[FamilyName, ...] = ("deepseek_v3", "glm4_moe")
+FAMILIES_OF_IT: tuple[FamilyName, ...] = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 GRADIENT_TOLERANCE = 1e-5
 ONE_FILE = "model.safetensors"
 
@@ -68,6 +68,9 @@ def their_losses(folder: str, tokens_BS: Tensor, config: ModelConfig) -> tuple[A
     main_model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
+    if not hasattr(main_model.config, "num_mtp_layers"):  # of glm4_moe_lite, whose class knows no key for them
+        main_model.config.num_mtp_layers = len(config.mtp_layers)
+        main_model.config.mtp_mlp_layer_types = ["sparse"] * len(config.mtp_layers)
     main_model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\." for layer in config.mtp_layers]
     modules = modeling_layers.MtpModel.from_pretrained(main_model, trust_remote_code=False)
     output = main_model(tokens_BS, output_hidden_states=True, use_cache=False)
@@ -179,11 +182,12 @@ def test_verified_with_the_modules(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_published_depth_needs_no_word() -> None:
+@pytest.mark.parametrize(("family", "n_layers"), [("glm4_moe", 46), ("glm4_moe_lite", 47)])
+def test_published_depth_needs_no_word(family: FamilyName, n_layers: int) -> None:
     """Of published models' numbers of layers, the class passes over the modules in silence."""
-    config = example_config("glm4_moe", vocab_size=257, mtp=MTPConfig(), n_layers=46)
+    config = example_config(family, vocab_size=257, mtp=MTPConfig(), n_layers=n_layers)
     assert config.moe is not None
-    config = replace(config, moe=replace(config.moe, n_dense_layers=45))
+    config = replace(config, moe=replace(config.moe, n_dense_layers=n_layers - 1))
     save_run(Path("run"), RunConfig(model=config), build(config, 3), 5)
     assert main(["export", "run", "out", "--keep-mtp"]) == 0
     with no_warnings():

@@ -74,7 +74,8 @@ def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
 
     def hook_for(layer: int) -> Callable[..., None]:
         def hook(router: nn.Module, given: tuple[Tensor, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            bias = given[1] if len(given) > 1 else getattr(router, "e_score_correction_bias", None)
+            given_bias = given[1] if len(given) > 1 else None  # by layers of minimax_m2 and afmoe
+            bias = getattr(router, "e_score_correction_bias", given_bias)
             logits_TE, _, routes.indices[layer] = result
             routes.scores[layer] = (logits_TE if bias is None else logits_TE.sigmoid() + bias).detach()
 
@@ -247,6 +248,8 @@ def check_gradients(
         error, norm = (gradient - reference).norm(), reference.norm()
         if is_zero_by_algebra(config, name):
             assert max(error, norm) < 1e-6 * whole_norm, f"{name}: {norm:.1e} where zero is exact"
+        elif is_normed_away(config, name):
+            assert error < 1e-6 * whole_norm, f"{name}: error {error:.1e}, norm {norm:.1e}, of all {whole_norm:.1e}"
         elif error > GRADIENT_TOLERANCE * norm:
             apart[name] = error
     if apart:
@@ -280,6 +283,15 @@ def their_rounding(
     again, _ = their_gradients(theirs, config, rows, targets_BS)
     theirs.set_attn_implementation("sdpa")
     return {name: max(found[name], (again[name] - reference).norm()) for name, reference in references.items()}
+
+
+def is_normed_away(config: ModelConfig, name: str) -> bool:
+    """Whether the gradient vanishes but for the eps of a norm, so that little more than rounding is left of it.
+
+    A single expert's weight is a factor of all that the layer puts out, which a norm after it divides out again.
+    """
+    alone = config.moe is not None and config.moe.top_k == 1 and config.moe.shared_width == 0
+    return alone and config.norm_placement != "pre" and "router" in name
 
 
 def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
