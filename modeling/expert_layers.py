@@ -44,6 +44,12 @@ def told_once(moe: MoEConfig, n_layers: int) -> MoEConfig:
     return replace(moe, n_dense_layers=n_dense, dense_layers=later)
 
 
+def from_first_listed(moe: MoEConfig, n_layers: int) -> tuple[int, ...]:
+    """The layers that ``dense_layers`` lists where those with experts end before the first of them."""
+    behind = range(min(moe.dense_layers, default=n_layers), n_layers)
+    return tuple(layer for layer in behind if would_have_experts(moe, layer))
+
+
 def expert_layer_problems(moe: MoEConfig, n_layers: int) -> Iterator[str]:
     """One line for each field that names layers that there are not, or that have no experts anyway."""
     step, n_dense = moe.every_n_layers, moe.n_dense_layers

@@ -28,6 +28,7 @@ from launcher.safetensors_file import save_tensors
 from modeling.config import NO_FAMILY, ModelConfig
 from modeling.dtypes import DTYPES
 from modeling.families.config_json import SpecialTokens, generation_config, to_config_json
+from modeling.families.family import family_of
 from modeling.families.weights import copies_of, to_hf
 from modeling.logical import logical_shapes, logical_tensors
 from modeling.mtp_config import MTPConfig
@@ -275,7 +276,7 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor under its transformers name, in ``dtype``; strikes our name off ``missing``.
 
-    A router's selection bias stays fp32, as transformers keeps it.
+    What transformers keeps in fp32, such as a router's selection bias, stays so.
     """
 
     def struck() -> Iterator[tuple[str, Tensor]]:
@@ -283,8 +284,9 @@ def hf_tensors(
             missing.remove(name)
             yield name, tensor
 
+    in_fp32 = family_of(config.family).in_fp32
     for hf_name, tensor in to_hf(config, struck()):
-        keeps_fp32 = hf_name.endswith("e_score_correction_bias")
+        keeps_fp32 = hf_name.endswith(in_fp32)
         yield hf_name, converted(hf_name, tensor.detach(), torch.float32 if keeps_fp32 else dtype)
 
 

@@ -11,6 +11,8 @@ from data.errors import reason_of
 from launcher.commands.trained import Trained, load_decoder, refusing_spoiled_weights
 from modeling.context import Context
 from modeling.dtypes import DTYPES
+from modeling.families.family import family_of
+from modeling.families.weights import hf_template
 
 TOLERANCE = 2e-5  # of logits whose deviation is 1, in fp32: the same operations in another order
 ROWS, LENGTH = 8, 16  # of random tokens
@@ -78,5 +80,8 @@ def their_logits(folder: Path, tokens_BS: Tensor, passed_over: Sequence[str] = (
 def our_logits(trained: Trained, tokens_BS: Tensor, dtype: str) -> Tensor:
     """Our logits (B, S, V), each row a document of its own."""
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    ours = load_decoder(trained, "cpu", DTYPES[dtype]).float()
+    ours, config = load_decoder(trained, "cpu", DTYPES[dtype]).float(), trained.config.model
+    for name, weight in ours.named_parameters():
+        if hf_template(config, name).endswith(family_of(config.family).in_fp32):
+            weight.copy_(trained.read(name))
     return ours(tokens_BS, Context(positions_BS, torch.zeros_like(positions_BS))).logits_BSV

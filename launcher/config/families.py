@@ -11,6 +11,7 @@ from typing import Any
 from launcher.config.ranges import ranges
 from launcher.config.words import join_or, show
 from modeling.config import FAMILIES, NO_FAMILY, ModelConfig
+from modeling.expert_layers import from_first_listed
 from modeling.families.family import default_of, family_of, field_defaults, section_types
 from modeling.init_config import MupInit
 
@@ -71,6 +72,13 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         for value in _values(model, key):
             if value is not None and value % 2:
                 yield f"model.{key}={value} is not possible {told} needs an even number; try {value + 1}"
+    if family.dense_layers_are_last and model.moe is not None:
+        listed, behind = model.moe.dense_layers, from_first_listed(model.moe, model.n_layers)
+        if listed != behind:
+            yield (
+                f"model.moe.dense_layers={_plain(list(listed))} is not possible {told} knows one last layer with "
+                f"experts; try {_plain(list(behind))}"
+            )
     for first, second in family.equal:
         values = [value for key in (first, second) for value in _values(model, key)]
         if len(set(values)) > 1:
@@ -84,17 +92,23 @@ def check_family(model: ModelConfig) -> Iterator[str]:
             f"model.d_model={model.d_model} must be a multiple of model.n_heads={model.n_heads} {told} demands it "
             f"even where model.d_head={model.d_head} is given; try {near}"
         )
+    yield from check_idle(model, family.told - {*family.needs})
 
 
 def check_unused(model: ModelConfig) -> Iterator[str]:
-    """One line for each field of a model without a family that changes nothing, or is missing. Families leave none."""
+    """One line for each field of a model without a family that changes nothing, or is missing."""
     if model.positions == "learned" and model.max_positions is None:
         usual = ranges(ModelConfig)["max_positions"].usual
         yield f"model.max_positions=null is not possible where model.positions=learned (it needs rows); try {usual}"
+    yield from check_idle(model, frozenset(field_defaults()))
+
+
+def check_idle(model: ModelConfig, choices: frozenset[str]) -> Iterator[str]:
+    """One line for each of the fields ``choices`` that changes nothing beside the others."""
     defaults = field_defaults()
     for is_so, why, keys in unused_where(model):
         for key in keys if is_so else ():
-            for value in _values(model, key):
+            for value in _values(model, key) if key in choices else ():
                 if value != defaults[key]:
                     usual = _plain(defaults[key])
                     yield f"model.{key}={_plain(value)} changes nothing where {why}; try model.{key}={usual}"
@@ -127,12 +141,12 @@ def usual_number(key: str) -> Any:
 
 
 def _values(model: ModelConfig, key: str) -> Iterator[Any]:
-    """The value at a dotted key below the model, or nothing where the model lacks its section."""
+    """The value at a dotted key below the model, or nothing where its section is not there, or has no such key."""
     section, _, name = key.rpartition(".")
     value: Any = model
     for part in section.split(".") if section else ():
         value = getattr(value, part, None)
-    if value is not None:
+    if hasattr(value, name):
         yield getattr(value, name)
 
 

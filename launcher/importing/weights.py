@@ -207,9 +207,10 @@ def unread_lines(
     beyond: Counter[int] = Counter()
     before_number = hf_template(config, "layers.0.attention.o.weight").partition("0")[0]
     numbered = re.compile(rf"{re.escape(before_number)}(\d{{1,9}})\.")
+    unread = re.compile(family_of(config.family).unread or "(?!)")
     for name, stored in sorted(folder.tensors.items()):
         layer = numbered.match(name)
-        if name in used or IGNORED.search(name) or name == tied_head(config):
+        if name in used or IGNORED.search(name) or unread.search(name) or name == tied_head(config):
             continue
         if layer is not None and int(layer[1]) >= config.n_layers:
             beyond[int(layer[1])] += not passes_over_further

@@ -10,7 +10,7 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
 from modeling.config import NO_FAMILY, ModelConfig
-from modeling.expert_layers import told_once
+from modeling.expert_layers import from_first_listed, told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
 from modeling.moe_config import MoEConfig
@@ -167,7 +167,10 @@ def shrink_expert_layers(model: ModelConfig, n_layers: int) -> dict[str, Any]:
     step = min(2, moe.every_n_layers)
     n_dense = min(1, moe.n_dense_layers) if step == 1 else 0
     listed = (n_dense + 2 * step - 1,) if moe.dense_layers else ()
-    return {"n_dense_layers": n_dense, "every_n_layers": step, "dense_layers": listed}
+    fields = {"n_dense_layers": n_dense, "every_n_layers": step, "dense_layers": listed}
+    if model.family != NO_FAMILY and family_of(model.family).dense_layers_are_last:
+        fields["dense_layers"] = from_first_listed(replace(moe, **fields), n_layers)
+    return fields
 
 
 def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks: int = 1) -> ModelConfig:

@@ -5,6 +5,7 @@ from typing import Any
 
 from modeling.families.family import Family, Key
 from modeling.families.shared import (
+    ALWAYS_MASKED,
     ATTENTION,
     ATTENTION_BIAS,
     DECODER,
@@ -81,6 +82,7 @@ def root(width: int) -> float:
 FAMILY = Family(
     architecture="AfmoeForCausalLM",
     since=5,
+    in_fp32=(".mlp.expert_bias",),
     weights={
         **DECODER,
         **ATTENTION,
@@ -107,11 +109,7 @@ FAMILY = Family(
         "num_experts": "moe.n_experts",
         "num_shared_experts": "moe.n_shared_experts",
         "route_scale": "moe.routed_scale",
-        "sliding_window": Key(  # the class builds that mask too where no layer takes it
-            ours=("sliding_window",),
-            write=lambda config: config.sliding_window or DEFAULTS["sliding_window"],
-            read=lambda width: {"sliding_window": width},
-        ),
+        "sliding_window": ALWAYS_MASKED,
         "layer_types": LAYER_TYPES,
     },
     constants={

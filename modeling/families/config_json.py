@@ -157,7 +157,7 @@ def copy_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key of config.json whose meaning is not known."""
-    local = {"rope_local_base_freq"} if family.has_local_rope else set()
+    local = {family.local_rope_key} if family.local_rope_key else set()
     known = {
         *EVERYWHERE,
         *local,

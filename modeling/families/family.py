@@ -50,10 +50,14 @@ class Family:
     copies: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()  # our fields whose numbers have no fraction in config.json
     even: tuple[str, ...] = ()  # our fields whose numbers must be even
+    dense_layers_are_last: bool = False  # moe.dense_layers are those behind some layer, as far as they had experts
+    in_fp32: tuple[str, ...] = ("e_score_correction_bias",)  # how names in the files end that are fp32 in every dtype
+    unread: str = ""  # a pattern of names in the files: tensors that the class passes over
     heads_divide_d_model: bool = False  # also where d_head is given
     equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that one key tells
     turns_a_part: bool = False  # the class reads partial_rotary_factor
     has_local_rope: bool = False  # layers with a window have a base of their frequencies of their own
+    local_rope_key: str = ""  # key of config.json: that base, beside the tables of both
     # our field -> the only value that the class can express, where that follows from other fields
     derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
     prefix: str = ""  # of the names in the files, but for the head's; files of the class without a head lack it
@@ -113,7 +117,7 @@ class Family:
         allowed = {
             name: values
             for name, values in {**silent, **self.allowed}.items()
-            if "." not in name or name.partition(".")[0] in sections
+            if "." not in name or name.partition(".")[0] in {*sections, "rope_scaling"}
         }
         return {**allowed, "rope_scaling.name": self.rope_scalings} if "rope_scaling" in self.told else allowed
 

@@ -6,6 +6,7 @@ from typing import Any
 from modeling.config import ModelConfig
 from modeling.families.family import Family, Key
 from modeling.families.shared import (
+    ALWAYS_MASKED,
     ATTENTION,
     DECODER,
     DECODER_DEFAULTS,
@@ -61,11 +62,7 @@ FAMILY = Family(
         **DECODER_KEYS,
         **HEAD_KEYS,
         **FEED_FORWARD_KEYS,
-        "sliding_window": Key(  # the class builds that mask too where no layer takes it
-            ours=("sliding_window",),
-            write=lambda config: config.sliding_window or DEFAULTS["sliding_window"],
-            read=lambda width: {"sliding_window": width},
-        ),
+        "sliding_window": ALWAYS_MASKED,
         "final_logit_softcapping": "logit_cap",
         "layer_types": LAYER_TYPES,
         "query_pre_attn_scalar": Key(
@@ -85,6 +82,7 @@ FAMILY = Family(
     completed=completed,
     heads_divide_d_model=True,
     has_local_rope=True,
+    local_rope_key="rope_local_base_freq",
     rope_scalings=(),  # version 5 looks for some of a scaling's keys in the wrong table
     needs=("local_rope_theta",),
     whole=("score_channels",),

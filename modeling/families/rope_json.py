@@ -47,7 +47,8 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     base = config.rope_theta if config.local_rope_theta is None else config.local_rope_theta
     local = {"rope_type": "default", "rope_theta": base}
     nested = {"full_attention": parameters, "sliding_attention": local}
-    return {**rope, **told, "rope_local_base_freq": base, "rope_parameters": nested}
+    beside = {family.local_rope_key: base} if family.local_rope_key else {}
+    return {**rope, **told, **beside, "rope_parameters": nested}
 
 
 def long_rope_json(scaling: LongRopeScaling) -> dict[str, Any]:
@@ -99,7 +100,12 @@ def from_nested(content: Mapping[str, Any], scaling: Mapping[str, Any], family: 
     local = tables.get("sliding_attention") or {}
     if local.keys() - {"rope_type", "rope_theta"} or local.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters={shown(tables)} is not possible: frequencies under a window are not scaled")
-    base = local.get("rope_theta", content.get("rope_local_base_freq", family.defaults["rope_local_base_freq"]))
+    base, usual = local.get("rope_theta"), family.defaults["rope_local_base_freq"]
+    if base is None and not family.local_rope_key and content.get("rope_theta", usual) != usual:
+        rule = "needs one in rope_parameters.sliding_attention too, else versions 4 and 5 differ in it"
+        raise ValueError(f"rope_theta={shown(content['rope_theta'])} {rule}")
+    if base is None:
+        base = content.get(family.local_rope_key, usual)
     values = {"local_rope_theta": number({"rope_theta": base}, {}, "rope_theta", 0.0)}
     return values | from_flat("rope_parameters", full, content, family)
 

@@ -287,6 +287,11 @@ LAYER_TYPES = Key(  # after sliding_window: where no layer has it, it is not loo
     ),
     read=full_layers,
 )
+ALWAYS_MASKED = Key(  # the class makes the mask of a window too where no layer takes it
+    ours=("sliding_window",),
+    write=lambda config: config.sliding_window or 4096,
+    read=lambda width: {"sliding_window": width},
+)
 USED_WINDOW_KEYS = {  # beside layer_types, which count
     "use_sliding_window": Key(ours=(), write=lambda config: config.sliding_window is not None, read=flag),
     "max_window_layers": Key(ours=(), write=lambda config: config.n_layers, read=whole_number),

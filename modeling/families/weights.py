@@ -74,7 +74,7 @@ def itself(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
-    """Logical tensor ``name`` in the tensor of the files that it shares with others, or lies transposed in."""
+    """Logical tensor ``name`` in the tensor of the files that it shares with others, or lies otherwise in."""
     layer = LAYER.search(name)
     names = tuple(part if layer is None else part.replace("{layer}", layer.group()) for part in told.parts)
     tensors = logical_tensors(config)
@@ -84,12 +84,16 @@ def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
     shape[rows] = sum(sizes)
     if told.transposed:
         shape[rows], shape[rows + 1] = shape[rows + 1], shape[rows]
+    if told.as_row:
+        shape.insert(0, 1)
     number = names.index(name)
     start, size = sum(sizes[:number]) // groups, sizes[number] // groups
 
     def view(whole: Tensor) -> Tensor:
+        whole = whole.squeeze(0) if told.as_row else whole
         whole = whole.transpose(rows, rows + 1) if told.transposed else whole
-        return whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
+        share = whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
+        return share.unflatten(rows + 1, (-1, 2)).transpose(rows + 1, rows + 2) if told.in_pairs else share
 
     return HFPart(hf_template(config, name), tuple(shape), view, names)
 
@@ -117,7 +121,9 @@ def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
             if not missing:
                 yield part.name, begun.pop(part.name)[0]
         if lacks_bias(config, name):
-            yield hf_template(config, name.replace("router.weight", "router.bias")), torch.zeros(tensor.shape[0])
+            told = told_of(config, name.replace("router.weight", "router.bias"))
+            shape = (1, len(tensor)) if isinstance(told, Packed) and told.as_row else (len(tensor),)
+            yield hf_template(config, name.replace("router.weight", "router.bias")), torch.zeros(shape)
 
 
 def lacks_bias(config: ModelConfig, name: str) -> bool:

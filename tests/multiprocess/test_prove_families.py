@@ -1,5 +1,5 @@
-"""Each family's published model, shrunk as `roundtable prove` shrinks it, under every axis: the command that a user
-would run before training one.
+"""Each family's published model, or a small one where there is none, shrunk as `roundtable prove` shrinks it, under
+every axis: the command that a user would run before training one.
 
 tp, pp and dp together (and ep where there are experts), and cp with tp, by all-to-all and by ring.
 """

@@ -58,6 +58,9 @@ ELSEWHERE = {
         *("qk_norm_type", "scoring_func", "shared_intermediate_size", "sliding_window", "use_qk_norm"),
         *("use_routing_bias", "rotary_dim"),
     },
+    "granitemoeshared": {"position_embedding_type"},
+    "ernie4_5_moe": {"moe_layer_end_index"},  # -1 is the last layer there
+    "solar_open": {"first_k_dense_replace", "use_qk_norm"},
 }
 # Keys that the class has null where they are left out, and then fails.
 NULLS = {
@@ -95,6 +98,8 @@ def computed(config: ModelConfig) -> ModelConfig:
         bias = family_of(config.family).has_selection_bias
         moe = dataclasses.replace(moe, balance=BiasBalance() if bias else NoBalance(), z_loss=0.0)
         moe = told_once(moe, config.n_layers)
+        if "moe.shared_d_ff" in family_of(config.family).told:
+            moe = dataclasses.replace(moe, shared_d_ff=moe.shared_width or None)
     d_ff = moe.d_ff if moe is not None and "d_ff" not in family_of(config.family).keys.values() else config.d_ff
     told = family_of(config.family).told
     explicit: dict[str, Any] = {"d_head": config.head_dim if "d_head" in told else None}
@@ -294,6 +299,15 @@ REFUSED = [
     ("dots1", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not possible with model.family=dots1: it must be noaux_tc or sigmoid; '),
     ("dots1", {"n_group": None}, "n_group=null is not possible with model.family=dots1: it must be int; "),
     ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not known with model.family=flex_olmo; "),
+    ("granitemoeshared", {"shared_intermediate_size": "8"}, 'shared_intermediate_size="8" is not possible with model.family=granitemoeshared: it must be int'),
+    ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not possible with model.family=solar_open, which knows first_k_dense_replace=0 alone; "),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not possible with model.family=ernie4_5_moe"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 is not possible with model.family=ernie4_5_moe"),
+    ("ernie4_5_moe", {"moe_layer_end_index": None}, "moe_layer_end_index=null is not possible with model.family=ernie4_5_moe: it must be int"),
+    ("ernie4_5_moe", {"moe_layer_start_index": "1"}, 'moe_layer_start_index="1" is not possible with model.family=ernie4_5_moe: it must be int'),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 5.0}, "rope_theta=5.0 needs one in rope_parameters.sliding_attention too, else versions 4 and 5 differ in it; "),
+    ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "frequencies under a window are not scaled; "),
+    ("olmo3", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0 is not known with model.family=olmo3; "),
 ]  # fmt: skip
 
 
@@ -412,12 +426,43 @@ def test_keys_of_published_files_that_the_class_does_not_look_at_are_passed_over
     assert from_config_json(content | more) == from_config_json(content)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("start", "end", "step", "fields"),
+    [
+        (1, -1, 1, (1, 1, ())),
+        (0, 2, 1, (0, 1, (3,))),
+        (1, 1, 1, (1, 1, (2, 3))),
+        (1, 3, 2, (0, 2, ())),
+        (0, 2, 2, (0, 2, (3,))),
+        (3, 1, 1, (4, 1, ())),
+        (9, 9, 1, (4, 1, ())),
+        (0, -5, 1, (4, 1, ())),
+        (0, 9, 5, (4, 1, ())),
+    ],
+)
+def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, step: int, fields) -> None:
+    """ERNIE's, of four layers."""
+    told = {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": step}
+    content = {**written(example_config("ernie4_5_moe")), "num_hidden_layers": 4, **told}
+    config = from_config_json(content)
+    assert config.moe is not None and not [*config.problems(), *check_family(config)]
+    assert (config.moe.n_dense_layers, config.moe.every_n_layers, config.moe.dense_layers) == fields
+    assert from_config_json(written(config)).moe == config.moe
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
+    assert [config.is_moe_layer(layer) for layer in range(4)] == [
+        hasattr(each.mlp, "gate") for each in theirs.model.layers
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe"])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
     window = {"layer_types": None, "use_sliding_window": True, "sliding_window": 8}
     content = {**written(example_config(family)), **(window if family == "qwen2" else {"layer_types": None})}
+    if family == "ernie4_5_moe":
+        del content["layer_types"]
     if key in family_of(family).keys:
         assert len(from_config_json({**content, key: 10**10}).full_attention_layers) <= 2
 

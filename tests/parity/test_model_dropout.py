@@ -58,7 +58,7 @@ def in_training(config: ModelConfig, tensors: dict[str, Tensor]) -> PreTrainedMo
 @pytest.mark.parametrize("family", some_fast(FAMILIES, "gpt2", "gpt_neox"))
 def test_numbers_are_dropped_where_the_class_drops_them(family: FamilyName, monkeypatch: pytest.MonkeyPatch) -> None:
     told = [key for key in DROPOUTS if key in family_of(family).told]
-    assert "attention_dropout" in told
+    assert "attention_dropout" in told or family == "ernie4_5_moe"  # whose class drops nothing
     config = example_config(family, **dict.fromkeys(told, 0.25))
     model = build(config, 0)
     theirs, handed = in_training(config, tensors_of(model)), factors(config)

@@ -72,8 +72,10 @@ def test_config_means_in_transformers_what_it_says(family: FamilyName) -> None:
         for key, other in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
             assert written.pop(key, rope.get(other)) == rope.get(other)
         parameters = getattr(read, "rope_parameters", {"no": "positions that turn"})
-        if family_of(family).has_local_rope:
-            assert parameters["sliding_attention"]["rope_theta"] == written.pop("rope_local_base_freq")
+        if (told := family_of(family)).has_local_rope:
+            base = parameters["sliding_attention"]["rope_theta"]
+            assert base == written["rope_parameters"]["sliding_attention"]["rope_theta"]
+            assert not told.local_rope_key or base == written.pop(told.local_rope_key)
             written["rope_parameters"], parameters = parameters, parameters["full_attention"]
             written.pop("rope_scaling", None)
         assert rope.items() < parameters.items()  # what version 4 reads says the same as what 5 does

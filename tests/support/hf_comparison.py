@@ -77,7 +77,10 @@ def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
             given_bias = given[1] if len(given) > 1 else None  # by layers of minimax_m2 and afmoe
             bias = getattr(router, "e_score_correction_bias", given_bias)
             logits_TE, _, routes.indices[layer] = result
-            routes.scores[layer] = (logits_TE if bias is None else logits_TE.sigmoid() + bias).detach()
+            scores_TE = logits_TE if bias is None else logits_TE.sigmoid() + bias
+            if hasattr(router, "moe_statics"):  # ernie4_5_moe
+                scores_TE = router.moe_statics(logits_TE.softmax(-1))
+            routes.scores[layer] = scores_TE.detach()
 
         return hook
 

@@ -21,6 +21,7 @@ from modeling.config import (
 from modeling.context import Context
 from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
+from modeling.expert_layers import from_first_listed
 from modeling.families.family import family_of
 from modeling.init import draw_normal, materialize
 from modeling.loss import IGNORE
@@ -130,6 +131,8 @@ def with_told_together(config: ModelConfig) -> ModelConfig:
             for factors in (config.rope_scaling.short_factor, config.rope_scaling.long_factor)
         )
         config = replace(config, rope_scaling=replace(config.rope_scaling, short_factor=short, long_factor=long))
+    if config.moe is not None and config.moe.n_shared_experts == 0:
+        config = replace(config, moe=replace(config.moe, shared_d_ff=None))  # which nothing looks at
     return replace(config, **equal, **{name: value(config) for name, value in family.derived.items()})
 
 
@@ -170,7 +173,7 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
             attention_factor=weights,
             mscale=st.none() | st.just(0.8),
             mscale_all_dim=weights,
-            truncate=st.booleans(),
+            truncate=st.booleans() if expressible(family, "rope_scaling.truncate", [False]) else st.just(True),
         ),
     )
 
@@ -206,7 +209,7 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
     n_dense = any_of("n_dense_layers", range(0, n_layers + 1, step))
     with_experts = [layer for layer in range(n_dense, n_layers) if (layer + 1) % step == 0]
     lists_layers = "moe.dense_layers" in family_of(family).told
-    return MoEConfig(
+    moe = MoEConfig(
         n_experts=n_experts,
         top_k=draw(st.integers(1, n_experts // n_groups * top_k_groups)),
         n_groups=n_groups,
@@ -229,6 +232,8 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
         routed_scale=any_of("routed_scale", [1.0, 2.5]),
         balance=draw(st.sampled_from(balances)),
     )
+    behind = family_of(family).dense_layers_are_last
+    return replace(moe, dense_layers=from_first_listed(moe, n_layers)) if behind else moe
 
 
 def example_config(family: FamilyName, **changes: Any) -> ModelConfig:

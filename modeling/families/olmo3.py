@@ -1,0 +1,41 @@
+"""OLMo 3 (Ai2, 2025): OLMo 2 with windows in three layers of four, whose frequencies are not scaled."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modeling.families.olmo2 import FAMILY as OLMO2
+from modeling.families.shared import ALWAYS_MASKED, LAYER_TYPES, WINDOW, told_by_pattern
+
+DEFAULTS = {
+    **OLMO2.defaults,
+    "layer_types": None,
+    "rope_local_base_freq": 500000.0,  # no key of the class's: what the base under a window is where it is not told
+    "rope_theta": 500000.0,
+    "sliding_window": 4096,
+}
+
+
+def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With layer_types. Where they are not told, every fourth layer has no window."""
+    values = {**DEFAULTS, **content}
+    types = values["layer_types"]
+    if types is None:
+        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(3, n_layers, 4))
+    return {**content, "layer_types": types}
+
+
+FAMILY = replace(
+    OLMO2,
+    architecture="Olmo3ForCausalLM",
+    keys={**OLMO2.keys, "sliding_window": ALWAYS_MASKED, "layer_types": LAYER_TYPES},
+    defaults=DEFAULTS,
+    completed=completed,
+    has_local_rope=True,
+    needs=("local_rope_theta",),
+    rope_scalings=("linear", "llama3", "yarn", "dynamic"),
+    # models/olmo3: of a scaling's truncate version 5 looks for in the wrong table.
+    allowed={**OLMO2.allowed, "rope_scaling.truncate": (True,)},
+    at_least=WINDOW,
+    published={},
+)
