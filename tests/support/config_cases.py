@@ -26,7 +26,7 @@ def base(name: FamilyName) -> list[str]:
         if default < allowed[0] if key in least else default not in allowed:
             overrides.append(f"model.{key}={json.dumps(allowed[0])}")
     overrides += [f"model.{key}={families.usual_number(key)}" for key in family.needs]
-    overrides += [f"model.{key}={value(ModelConfig())!r}" for key, value in family.derived.items()]
+    overrides += [f"model.{key}={json.dumps(value(ModelConfig()))}" for key, value in family.derived.items()]
     return overrides + (["model.moe.balance.name=bias"] if family.has_selection_bias else [])
 
 
