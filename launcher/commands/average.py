@@ -104,8 +104,7 @@ def average_checkpoints(given: Sequence[str], out: str, last: int | None, weight
     folder = Path.cwd() if first.run is None else start_folder(first.run, first.config)
     with shown_progress(ELEMENT_BYTES * mean.elements * len(members), "averaging") as on_bytes:
         write_run(Path(out), config, mean, None, kept_of(mean), on_bytes, started_in=folder)
-    named = ", ".join(told(member) for member in members)
-    say(in_a_line(f"{out}: the mean of {len(members)} checkpoints, {mean.elements:,} weights ({named})"))
+    say(in_a_line(f"{out}: the mean of {len(members)} checkpoints, {mean.elements:,} weights ({told(members)})"))
     say(f"`roundtable eval {shlex.quote(out)}` has its held-out loss; init_from: {out} begins a run with these weights")
 
 
@@ -212,7 +211,16 @@ def read_box(member: Trained, name: str, box: Box) -> Tensor:
         raise UserError([f"CHECKPOINT={where} must not change while it is read, and {error}; try again"]) from None
 
 
-def told(member: Trained) -> str:
-    """A checkpoint in a line: the run's folder and the step."""
-    run = member.checkpoint.folder.location.partition(f"/{CHECKPOINTS}/")[0]
-    return f"{run} at step {member.checkpoint.step}"
+def told(members: Sequence[Trained]) -> str:
+    """The checkpoints in a line: each run's folder and its steps."""
+    steps: dict[str, list[int]] = {}
+    for member in members:
+        run = member.checkpoint.folder.location.partition(f"/{CHECKPOINTS}/")[0]
+        steps.setdefault(run, []).append(member.checkpoint.step)
+    return "; ".join(f"{run} at {listed(found)}" for run, found in steps.items())
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Steps in words: "step 3", "steps 1, 2 and 3"."""
+    *before, last = map(str, steps)
+    return f"steps {', '.join(before)} and {last}" if before else f"step {last}"

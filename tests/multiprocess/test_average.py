@@ -62,7 +62,8 @@ def test_every_weight_is_the_mean(made, tmp_path, capsys, monkeypatch, given, op
     assert main(["average", *(str(made / run) for run in given), str(tmp_path / "mean"), *options]) == 0
     assert files_of(made) == before
     out, members = capsys.readouterr().out, [open_trained(path) for path in paths]
-    assert f"the mean of {len(paths)} checkpoints" in out and f"{made / given[-1]} at step 6" in out
+    words = {1: "step 6", 2: "steps 4 and 6", 3: "steps 2, 4 and 6"}[last]
+    assert f"the mean of {len(paths)} checkpoints" in out and f"{made / given[-1]} at {words})" in out
     found = open_trained(tmp_path / "mean")
     for name in logical_shapes(found.config.model):
         assert torch.equal(found.read(name), mean_of(members, weights, name)), name
