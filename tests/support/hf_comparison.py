@@ -271,8 +271,8 @@ def their_rounding(
 ) -> dict[str, Tensor]:
     """How far each of transformers' gradients lies from what it is in fp64, where the class does not name fp32.
 
-    Or how far it moves when attention is computed by its plain formula, where that is more: either is one draw of its
-    rounding, and a small one by chance now and then.
+    Or how far it moves when attention, or experts, are computed by their plain formula, where that is more: each is one
+    draw of its rounding, and a small one by chance now and then.
     """
     theirs.zero_grad()
     exact = copy.deepcopy(theirs).double()
@@ -280,12 +280,27 @@ def their_rounding(
     exact.set_experts_implementation("eager")
     again, _ = their_gradients(exact, config, rows, targets_BS)
     found = {name: (again[name] - reference).norm() for name, reference in references.items()}
-    if theirs.config._attn_implementation == "eager":  # which has no other
-        return found
-    theirs.set_attn_implementation("eager")
-    again, _ = their_gradients(theirs, config, rows, targets_BS)
-    theirs.set_attn_implementation("sdpa")
-    return {name: max(found[name], (again[name] - reference).norm()) for name, reference in references.items()}
+    draws = []
+    if theirs.config._attn_implementation != "eager":  # which has no other
+        theirs.set_attn_implementation("eager")
+        draws.append(their_gradients_again(theirs, config, rows, targets_BS))
+        theirs.set_attn_implementation("sdpa")
+    usual = theirs.config._experts_implementation
+    if config.has_experts and usual != "eager":
+        theirs.set_experts_implementation("eager")
+        draws.append(their_gradients_again(theirs, config, rows, targets_BS))
+        theirs.set_experts_implementation(usual)
+    for drawn in draws:
+        found = {name: max(found[name], (drawn[name] - reference).norm()) for name, reference in references.items()}
+    return found
+
+
+def their_gradients_again(
+    theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
+) -> dict[str, Tensor]:
+    """``their_gradients`` of a model that has some."""
+    theirs.zero_grad()
+    return their_gradients(theirs, config, rows, targets_BS)[0]
 
 
 def is_normed_away(config: ModelConfig, name: str) -> bool:
