@@ -94,8 +94,8 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
     """
     name = content.get("model_type")
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InexpressibleConfig([f"config.json: model_type={shown(name)} must be one of {known}; {REMEDY}"])
+        told = f"must be one of the {len(FAMILIES)} families that `roundtable config --keys model.family` lists"
+        raise InexpressibleConfig([f"config.json: model_type={shown(name)} {told}; {REMEDY}"])
     family, told = family_of(name), f"with model.family={name}"
     content = {family.aliases.get(key, key): value for key, value in content.items()} | dict(content)
     if family.completed is not None:

@@ -240,8 +240,8 @@ def test_every_family_that_version_4_lacks_is_told_on_the_page() -> None:
 
 REFUSED = [
     ("granitemoe", {"position_embedding_type": "nope"}, 'which knows position_embedding_type="rope" alone; '),
-    ("llama", {"model_type": "opt"}, 'config.json: model_type="opt" must be one of llama, '),
-    ("llama", {"model_type": ["llama"]}, 'config.json: model_type=["llama"] must be one of llama, '),
+    ("llama", {"model_type": "opt"}, f'config.json: model_type="opt" must be one of the {len(FAMILIES)} families that `roundtable config --keys model.family` lists; '),
+    ("llama", {"model_type": ["llama"]}, 'config.json: model_type=["llama"] must be one of the '),
     ("llama", {"attention_bias": 1}, "attention_bias=1 is not possible with model.family=llama: it must be bool; "),
     ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not possible with model.family=llama, which knows hidden_act="silu" alone; '),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, 'architectures=["LlamaForSequenceClassification"] is not possible'),
