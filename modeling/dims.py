@@ -79,6 +79,14 @@ class Weight:
         """
         return self.is_matrix and not (self.is_embedding or {"scores", "one"} & {*self.dims})
 
+    @property
+    def takes_8_bits(self) -> bool:
+        """Whether it is multiplied in 8 bits where the model's precision has them.
+
+        Not by gates of a head each: their products are few, and so narrow that a rank's part may be no whole unit.
+        """
+        return self.is_hidden_matrix and "per_head" not in self.dims
+
 
 @dataclass(frozen=True)
 class Unit:

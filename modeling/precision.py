@@ -21,8 +21,9 @@ def products_of(precision: Precision, fuse: Fuse = plainly, *, keeps_weights: bo
 def multiply_by(model: nn.Module, products: Products) -> None:
     """Gives ``products`` to attention's projections, feed-forward layers and experts.
 
-    Not to the head, the routers and gates of one channel, whose products are few and whose rounding tells most.
+    Not to the head, the routers, gates of one channel and gates of a head each: their products are few, and their
+    rounding tells most.
     """
     for module in model.modules():
-        if isinstance(module, Experts) or (isinstance(module, Linear) and module.stated["weight"].is_hidden_matrix):
+        if isinstance(module, Experts) or (isinstance(module, Linear) and module.stated["weight"].takes_8_bits):
             module.products = products

@@ -15,7 +15,7 @@ def check_fp8_widths(config: RunConfig) -> Iterator[str]:
 
     told: set[str] = set()
     for name, tensor in logical_parameters(config.model).items():
-        if not tensor.weight.is_hidden_matrix or tensor.is_expert:  # whose widths have a rule in every precision
+        if not tensor.weight.takes_8_bits or tensor.is_expert:  # whose widths have a rule in every precision
             continue
         place = place_of(tensor.weight, tensor.shape)
         for number in (-2, -1):

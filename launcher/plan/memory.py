@@ -53,7 +53,7 @@ def cut_bytes(step: Step) -> int:
     found = 0
     for name, count in step.weights.items():
         tensor, place = step.tensors[name], step.layout[name]
-        if tensor.weight.is_hidden_matrix:
+        if tensor.weight.takes_8_bits:
             held = list(tensor.shape)
             if place.axis is not None and place.dim is not None:
                 held[place.dim] //= getattr(step.parallel, place.axis)

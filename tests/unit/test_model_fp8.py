@@ -4,6 +4,8 @@ Tolerances: what a factor becomes is exact. A product is summed in fp32 in some 
 at most, so it is held to 2^-8 of its summands' sizes, added up; to twice that where a bias is added.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -274,3 +276,14 @@ def test_scores_and_the_head_keep_16_bits():
     assert {"attention.q", "attention.o", "feed_forward.experts", "feed_forward.shared.down"} <= kinds
     assert not any("shared_gate" in name or "router" in name or name == "head" for name in taken)
     assert products_of("bf16") is AS_THEY_ARE
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [("elementwise", True), ("headwise", False)])
+def test_gates_of_a_head_each_keep_16_bits(kind, is_taken):
+    """A rank's part of them may be no whole unit of 16: no rule on widths speaks of them."""
+    config = replace(example_config("afmoe"), family="none", attention_gate=kind)
+    with torch.device("meta"):
+        model = build_decoder(config)
+    multiply_by(model, products_of("fp8"))
+    gate = model.get_submodule("layers.0.attention.output_gate")
+    assert (gate.products is not AS_THEY_ARE) == is_taken

@@ -82,7 +82,7 @@ def test_memory_is_that_of_16_bits() -> None:
 def hidden_elements(config: RunConfig) -> int:
     """Elements of the weights whose products have factors of 8 bits."""
     tensors = logical_parameters(config.model).values()
-    return sum(tensor.numel for tensor in tensors if tensor.weight.is_hidden_matrix)
+    return sum(tensor.numel for tensor in tensors if tensor.weight.takes_8_bits)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
