@@ -7,6 +7,7 @@ of them (Wortsman et al. 2022, arXiv:2203.05482).
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,16 +27,17 @@ from launcher.importing.folder import GENERATION_JSON
 from launcher.importing.run import write_run
 from launcher.importing.token_ids import TOKEN_IDS_JSON
 from launcher.training.init_from import differing_keys, told_value
-from launcher.training.run_dir import start_folder
+from launcher.training.run_dir import saved_config, start_folder
 from launcher.training.run_parts import CHECKPOINTS
 from launcher.training.state import tokenizer_files
 from modeling.logical import logical_tensors
-from parallel.checkpoint.boxes import Box, boxes_of_range
-from parallel.checkpoint.manifest import BUFFER, ELEMENT_BYTES, WEIGHT, DamagedCheckpoint
+from parallel.checkpoint.boxes import boxes_of_range
+from parallel.checkpoint.manifest import ELEMENT_BYTES, DamagedCheckpoint
+from parallel.checkpoint.places import is_remote
 
 AVERAGED_JSON = "averaged.json"  # in the checkpoint: what it is the mean of
 BLOCK_ELEMENTS = 1 << 22  # of one tensor that are read at a time, of each checkpoint
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a checkpoint
+MOST_WEIGHT = 1_000_000  # of a checkpoint, and one over it the least
 OTHERS = "give checkpoints of one model"
 
 
@@ -54,8 +56,8 @@ class Mean:
     def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
         """The elements of one logical tensor in order, in flat fp32 blocks; sums and the quotient are fp64's.
 
-        ``on_bytes`` is told what was read. Raises UserError where a checkpoint is gone or has changed, or a sum is not
-        finite.
+        ``on_bytes`` is told what was read. Raises UserError where a checkpoint is gone or has changed, or holds NaN or
+        infinity.
         """
         shape, weight_of_all = self.members[0].checkpoint.shape(name), math.fsum(self.weights)
         for start in range(0, math.prod(shape), BLOCK_ELEMENTS):
@@ -63,10 +65,12 @@ class Mean:
             for box in boxes_of_range(shape, start, stop):
                 total = torch.zeros(box.shape, dtype=torch.float64)
                 for member, weight in zip(self.members, self.weights, strict=True):
-                    total.add_(read_box(member, name, box), alpha=weight)
+                    read = member.read_box(name, box)
+                    if not read.isfinite().all():
+                        rule = f"must hold finite numbers, and {name} holds NaN or infinity"
+                        raise UserError([f"CHECKPOINT={member.checkpoint.folder.location} {rule}; leave it out"])
+                    total.add_(read, alpha=weight)
                     on_bytes(ELEMENT_BYTES * box.numel)
-                if not total.isfinite().all():
-                    raise UserError([f"{name} must be finite, and of these checkpoints it is not; leave out the one"])
                 yield total.div_(weight_of_all).float().flatten()
 
 
@@ -87,14 +91,14 @@ def average_checkpoints(given: Sequence[str], out: str, last: int | None, weight
             [f"CHECKPOINT={given[0]} is one checkpoint, and a mean is of at least two; give more, or --last of a run"]
         )
     numbers = numbers_of(weights, len(members))
-    places = [member.checkpoint.folder.location for member in members]
+    places = [place_of(member) for member in members]
     twice = next((place for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise UserError(
             [f"CHECKPOINT={twice} must be given once; leave the second out, and give --weights to count it more"]
         )
     first = members[0]
-    problems = [line for other in members[1:] for line in unlike(first, other)] or inside_problems(members, Path(out))
+    problems = [*unlike_problems(members)] or inside_problems(members, Path(out))
     if problems:
         raise UserError(problems)
     mean, config = Mean(members, numbers), config_for(first.config, Path(out))
@@ -135,24 +139,33 @@ def numbers_of(weights: str | None, count: int) -> list[float]:
         numbers = [float(word) for word in weights.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != count or not all(LEAST_WEIGHT <= each <= MOST_WEIGHT for each in numbers):
+    if len(numbers) != count or not all(1 / MOST_WEIGHT <= each <= MOST_WEIGHT for each in numbers):
         example = ",".join(map(str, range(1, count + 1)))
-        rule = f"must be {count} numbers from {LEAST_WEIGHT} to {MOST_WEIGHT}, one for each checkpoint, with commas"
+        rule = (
+            f"must be {count} numbers from {1 / MOST_WEIGHT:f} to {MOST_WEIGHT}, one for each checkpoint, with commas"
+        )
         raise UserError([f"--weights={weights} {rule}; try {example}, or leave it out: all count alike"])
     return numbers
 
 
-def unlike(first: Trained, other: Trained) -> Iterator[str]:
-    """One line for each thing in which two checkpoints are not of one model."""
-    here, there = other.checkpoint.folder.location, first.checkpoint.folder.location
-    for key, theirs, ours in differing_keys(first.config, other.config):
-        yield f"CHECKPOINT={here}: {key}={told_value(ours)} must be {told_value(theirs)}, as in {there}; {OTHERS}"
-    pair = (first.tokenizer, other.tokenizer)
-    if None in pair and pair != (None, None):
-        has, lacks = (here, there) if pair[0] is None else (there, here)
-        yield f"CHECKPOINT={here}: {has} has a tokenizer, and {lacks} has none; {OTHERS}"
-    elif vocab_of(first) != vocab_of(other):
-        yield f"CHECKPOINT={here}: its tokenizer must have the ids that the one of {there} has; {OTHERS}"
+def place_of(member: Trained) -> str:
+    """Where a checkpoint lies, however it was given."""
+    location = member.checkpoint.folder.location
+    return location if is_remote(location) else os.path.realpath(location)
+
+
+def unlike_problems(members: Sequence[Trained]) -> Iterator[str]:
+    """One line for each thing in which a checkpoint is not of the first one's model."""
+    first, there, known = members[0], members[0].checkpoint.folder.location, vocab_of(members[0])
+    for other in members[1:]:
+        here, vocab = other.checkpoint.folder.location, vocab_of(other)
+        for key, theirs, ours in differing_keys(first.config, other.config):
+            yield f"CHECKPOINT={here}: {key}={told_value(ours)} must be {told_value(theirs)}, as in {there}; {OTHERS}"
+        if None in (known, vocab) and known != vocab:
+            has, lacks = (here, there) if known is None else (there, here)
+            yield f"CHECKPOINT={here}: {has} has a tokenizer, and {lacks} has none; {OTHERS}"
+        elif vocab != known:
+            yield f"CHECKPOINT={here}: its tokenizer must have the ids that the one of {there} has; {OTHERS}"
 
 
 def vocab_of(trained: Trained) -> dict[str, int] | None:
@@ -164,14 +177,12 @@ def vocab_of(trained: Trained) -> dict[str, int] | None:
 
 
 def inside_problems(members: Sequence[Trained], out: Path) -> list[str]:
-    """That OUT would lie in one of the runs, which are only read."""
-    inside = [member.run for member in members if member.run is not None and within(out, member.run)]
-    return [f"OUT={out} must lie outside {inside[0]}, which is only read; give another path"] if inside else []
-
-
-def within(out: Path, run: Path) -> bool:
-    """Whether the path lies below the run directory."""
-    return out.absolute().resolve().is_relative_to(run.resolve())
+    """That OUT would lie in one of the runs, or of the checkpoints, which are only read."""
+    read = [Path(place_of(member)) for member in members if not is_remote(member.checkpoint.folder.location)]
+    read += [member.run for member in members if member.run is not None and saved_config(member.run) is not None]
+    place = out.absolute().resolve()
+    inside = [folder for folder in read if place.is_relative_to(folder.resolve())]
+    return [f"OUT={out} must lie outside {inside[-1]}, which is only read; give another path"] if inside else []
 
 
 def config_for(config: RunConfig, out: Path) -> RunConfig:
@@ -187,7 +198,7 @@ def kept_of(mean: Mean) -> dict[str, Any]:
     first = mean.members[0]
     members = [
         {
-            "checkpoint": member.checkpoint.folder.location,
+            "checkpoint": place_of(member),
             "step": member.checkpoint.step,
             "tokens": member.checkpoint.manifest.scalars["tokens"],
             "weight": weight,
@@ -199,16 +210,6 @@ def kept_of(mean: Mean) -> dict[str, Any]:
         path = first.checkpoint.attached(name)
         files |= {} if path is None else {name: path}
     return {**files, AVERAGED_JSON: json.dumps(members, indent=2).encode() + b"\n"}
-
-
-def read_box(member: Trained, name: str, box: Box) -> Tensor:
-    """The elements of one box, fp32. Raises UserError where the checkpoint is gone or has changed."""
-    kind = BUFFER if name in member.checkpoint.names(BUFFER) else WEIGHT
-    try:
-        return member.checkpoint.read_box(name, box, kind)
-    except DamagedCheckpoint as error:
-        where = member.checkpoint.folder.location
-        raise UserError([f"CHECKPOINT={where} must not change while it is read, and {error}; try again"]) from None
 
 
 def told(members: Sequence[Trained]) -> str:

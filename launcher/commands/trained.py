@@ -33,6 +33,7 @@ from modeling.families.config_json import SpecialTokens
 from modeling.fused import fuse_chains
 from modeling.logical import logical_shapes
 from modeling.precision import multiply_by, products_of
+from parallel.checkpoint.boxes import Box, whole
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, DamagedCheckpoint, differences, is_there
 from parallel.checkpoint.places import is_remote, list_checkpoints, open_folder
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
@@ -58,9 +59,13 @@ class Trained:
 
     def read(self, name: str) -> Tensor:
         """One logical tensor, weight or buffer, whole: fp32 on the CPU. Raises UserError where it has changed since."""
+        return self.read_box(name, whole(self.checkpoint.shape(name)))
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """The elements of ``box`` of such a tensor, as ``read``."""
         kind = BUFFER if name in self.checkpoint.names(BUFFER) else WEIGHT
         try:
-            return self.checkpoint.read(name, kind)
+            return self.checkpoint.read_box(name, box, kind)
         except DamagedCheckpoint as error:
             where = self.checkpoint.folder.location
             raise UserError([f"CHECKPOINT={where} must not change while it is read, and {error}; try again"]) from None

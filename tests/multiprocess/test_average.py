@@ -14,6 +14,7 @@ from launcher.commands.trained import Trained, load_decoder, open_trained
 from launcher.config.load import load_config
 from layout_runs import write_tokens
 from modeling.logical import logical_shapes
+from parallel.checkpoint.boxes import Box
 
 pytestmark = pytest.mark.xdist_group("average")
 
@@ -103,11 +104,16 @@ REFUSED = {
         [],
         "CHECKPOINT=RUN/checkpoints/step-00000006 must be given once; ",
     ),
+    "one twice, spelled otherwise": (
+        ["run", "other/../run", "OUT"],
+        [],
+        "CHECKPOINT=RUN/checkpoints/step-00000006 must be given once; ",
+    ),
     "no place": (["run"], [], "OUT is missing after RUN; "),
     "weights for others": (
         ["run", "other", "OUT"],
         ["--weights", "1,2,3"],
-        "--weights=1,2,3 must be 2 numbers from 1e-06 to 1000000.0, one for each checkpoint, with commas; try 1,2, or ",
+        "--weights=1,2,3 must be 2 numbers from 0.000001 to 1000000, one for each checkpoint, with commas; try 1,2, ",
     ),
     "no numbers": (["run", "other", "OUT"], ["--weights", "1,x"], "--weights=1,x must be 2 numbers"),
     "a weight of nothing": (["run", "other", "OUT"], ["--weights", "1,0"], "--weights=1,0 must be 2 numbers"),
@@ -148,3 +154,29 @@ def test_other_models_and_damage_are_refused(made, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "step-00000004 is damaged" in line and line.endswith("; give the others by their folders")
     assert not (tmp_path / "mean").exists()
+
+
+def test_a_checkpoint_with_nan_is_named_and_one_outside_its_run_may_have_the_mean_beside_it(made, tmp_path, capsys):
+    """What lies above a lone checkpoint's folder is no run directory."""
+    shutil.copytree(checkpoint(made / "run", 6), tmp_path / "kept/one")
+    assert main(["average", str(tmp_path / "kept/one"), str(made / "other"), str(tmp_path / "mean")]) == 0
+    inside = tmp_path / "kept/one/mean"
+    assert main(["average", str(tmp_path / "kept/one"), str(made / "other"), str(inside)]) == 2
+    assert "which is only read; give another path" in capsys.readouterr().err and not inside.exists()
+    spoiled = open_trained(made / "other")
+    read = Trained.read_box
+
+    def with_nan(self: Trained, name: str, box: Box) -> torch.Tensor:
+        values = read(self, name, box)
+        return values.fill_(torch.nan) if self.config.seed == 1 and name == "final_norm.weight" else values
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Trained, "read_box", with_nan)
+        assert main(["average", str(made / "run"), str(made / "other"), str(tmp_path / "spoiled")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    where = spoiled.checkpoint.folder.location
+    assert (
+        line
+        == f"CHECKPOINT={where} must hold finite numbers, and final_norm.weight holds NaN or infinity; leave it out"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "mean"}
