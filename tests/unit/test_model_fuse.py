@@ -19,6 +19,7 @@ from launcher.errors import UserError
 from launcher.trace.ops import work_of
 from launcher.training import compiling
 from launcher.training.compiling import missing_compiler, usable_fuse, why_not
+from modeling.attention import gated_output
 from modeling.context import PADDING, Context
 from modeling.feed_forward import activated, gated
 from modeling.fused import fuse_chains
@@ -60,6 +61,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any]
     "rms_norm adds one": (rms_norm, [(2, 16, 4, 32), (32,)], {**EPS, "adds_one": True}),
     "layer_norm": (layer_norm, [(2, 16, 96), (96,), (96,)], {**EPS, "adds_one": False}),
     "rotate": (rotate, [(2, 16, 4, 32), (2, 16, 8), (2, 16, 8)], {}),
+    "gates of channels": (gated_output, [(2, 16, 4, 32), (2, 16, 4, 32)], {}),
+    "gates of heads": (gated_output, [(2, 16, 4, 1), (2, 16, 4, 32)], {}),
     "gated silu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "silu"}),
     "gated gelu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "gelu_tanh"}),
     "activated": (activated, [(2, 16, 96)], {"activation": "relu"}),
