@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +18,20 @@ from parallel.processes.start import RankError, claimed_port, run_ranks
 LATE_SECONDS = 1.0  # far longer than an exit takes to arrive
 
 
-def one_leaves(then: str) -> None:
-    """Rank 1 leaves at once with code 2; rank 0, later, fails, tells that a rank is gone, or ends well."""
+def one_leaves(then: str, leaving: Path) -> None:
+    """Rank 1 leaves at once with code 2; rank 0, later, fails, tells that a rank is gone, or ends well.
+
+    It waits for rank 1's file, since on a busy machine a rank may start a second after the other.
+    """
     import os
 
     from parallel.processes.start import tell_launcher
 
     if os.environ["RANK"] == "1":
+        leaving.touch()
         raise SystemExit(2)
+    while not leaving.exists():
+        time.sleep(0.01)
     time.sleep(LATE_SECONDS)
     if then == "fails":
         raise ValueError("the reason")
@@ -41,10 +48,12 @@ def one_leaves(then: str) -> None:
         ("ends", "^rank 1 of 2 exited with code 2$", 2),
     ],
 )
-def test_a_bare_exit_is_named_only_where_no_rank_gives_a_reason(then: str, message: str, code: int) -> None:
+def test_a_bare_exit_is_named_only_where_no_rank_gives_a_reason(
+    then: str, message: str, code: int, tmp_path: Path
+) -> None:
     """Where all ranks end together by one rank's finding, the others' exits may arrive before its reason."""
     with pytest.raises(RankError, match=message) as caught:
-        run_ranks(one_leaves, 2, then, timeout_seconds=60, threads=1)
+        run_ranks(one_leaves, 2, then, tmp_path / "leaving", timeout_seconds=60, threads=1)
     assert caught.value.exit_code == code
 
 
