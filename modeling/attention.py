@@ -7,18 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modeling.config import MLAConfig, ModelConfig
 from modeling.context import Context
 from modeling.dims import Dim
 from modeling.dropout import SCORES, ScoreDropout
 from modeling.kernels.attention import attend
-from modeling.kernels.fuse import Fuse, plainly
 from modeling.kv_cache import LayerCache
 from modeling.linear import Bias, Linear
+from modeling.mixer import Mixer
 from modeling.norm import RMSNorm
-from modeling.positions import ALL_POSITIONS
 from modeling.rope import Rotary, rotate, score_factor
 from modeling.score_terms import Alibi, Buckets, DistanceBias, ScoreTerms, Sinks
 
@@ -26,8 +25,8 @@ LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: transfo
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None, ScoreTerms], Tensor]
 
 
-class Attention(nn.Module):
-    """What every kind of attention has in common: the core, the output projection ``o``, and the seams.
+class Attention(Mixer):
+    """What every kind of attention to keys has in common: the core, the output projection ``o``, and the seams.
 
     ``core(q_BSHC, k_BSGC, v_BSGC, context, window, terms) -> out_BSHC`` is the seam at which context parallelism
     enters; ``positions`` is tensor parallelism's. A kind of attention makes its weights, and says in ``heads`` what its
@@ -38,8 +37,7 @@ class Attention(nn.Module):
     o: Linear
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer)
         self.sliding_window = config.window_of(layer)
         self.o_bias = Bias(config.d_model, "d_model") if config.o_bias else None
         is_local = self.sliding_window is not None and config.local_rope_theta is not None
@@ -56,8 +54,6 @@ class Attention(nn.Module):
         self.n_heads = config.n_heads
         self.attention_dropout = config.attention_dropout
         self.core: AttentionCore = attend
-        self.fuse: Fuse = plainly
-        self.positions = ALL_POSITIONS
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""

@@ -14,6 +14,7 @@ from annotated_types import Interval
 
 from modeling.expert_layers import count_with_experts, expert_layer_problems, has_experts
 from modeling.init_config import DepthScaledInit, InitConfig, MupInit
+from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.moe_config import MoEConfig
 from modeling.mtp_config import MTPConfig
 from modeling.ranges import Coefficient, Count, Layer, Width
@@ -38,6 +39,9 @@ FamilyName = Literal[
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "olmoe",
     "granitemoe",
     "granitemoeshared",
@@ -146,7 +150,7 @@ class ModelConfig:
     score_channels: Annotated[float, Interval(ge=1e-6, le=1e12)] | None = field(default=None, metadata={"usual": 64.0})
     # a token sees itself and so many less one before it; None: all
     sliding_window: Width | None = field(default=None, metadata={"usual": 1024})
-    # layers (from 0) whose tokens see all before them all the same
+    # layers (from 0) whose tokens see all before them all the same, or whose attention is not linear
     full_attention_layers: tuple[Layer, ...] = field(default=(), metadata={"usual": 0})
     # attention's scores s become cap x tanh(s / cap) (Gemma 2, arXiv:2408.00118, section 2); None: they stay
     score_cap: Cap | None = field(default=None, metadata={"usual": 50.0})
@@ -185,6 +189,7 @@ class ModelConfig:
     # coefficient of the z-loss on the head's logits (PaLM, arXiv:2204.02311, section 5)
     z_loss: Coefficient = field(default=0.0, metadata={"usual": 0.0001, "strong": 1e-2})
     mla: MLAConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None
     moe: MoEConfig | None = None
     mtp: MTPConfig | None = None
 
@@ -258,6 +263,8 @@ class ModelConfig:
             heads = max(heads, self.n_heads * (self.mla.d_nope + self.mla.d_v))
             latents = max(self.mla.kv_lora_rank + self.mla.d_rope, self.mla.q_lora_rank or 0)
         joined = 0 if self.mtp is None else 2 * self.d_model
+        if self.linear_attention is not None:
+            heads = max(heads, self.linear_attention.k_width, self.linear_attention.v_width)
         return max(self.d_model, joined, self.d_ff, heads, latents, experts)
 
     @property
@@ -286,6 +293,13 @@ class ModelConfig:
                     f"(every head has keys and values of its own); try {self.n_heads}"
                 )
             yield from self.mla.problems()
+        if self.linear_attention is not None:
+            yield from self.linear_attention.problems()
+            if len(self.full_attention_layers) == self.n_layers:
+                yield (
+                    f"model.full_attention_layers={list(self.full_attention_layers)} must leave out a layer where "
+                    f"model.linear_attention is given (no layer's attention is linear); try null for it"
+                )
         if self.moe is not None:
             yield from self.moe.problems()
             yield from expert_layer_problems(self.moe, self.n_layers)
@@ -309,9 +323,16 @@ class ModelConfig:
 
     def layer_list_problems(self) -> Iterator[str]:
         """One line for each rule about the lists of layers without windows, turns or experts that is broken."""
-        if self.sliding_window is None and self.full_attention_layers:
+        is_linear = self.linear_attention is not None
+        if is_linear and self.sliding_window is not None:
+            yield (
+                f"model.sliding_window={self.sliding_window} is not possible where model.linear_attention is given "
+                "(layers but for full_attention_layers are linear, and have no window); try null"
+            )
+        if self.sliding_window is None and self.full_attention_layers and not is_linear:
             told = f"model.full_attention_layers={list(self.full_attention_layers)}"
-            yield f"{told} must be [] where model.sliding_window=null (no layer has a window); remove it"
+            rule = "must be [] where model.sliding_window=null and model.linear_attention=null"
+            yield f"{told} {rule} (each layer's attention is full); remove it"
             return
         lists = {"full_attention_layers": self.full_attention_layers, "nope_layers": self.nope_layers}
         if self.moe is not None:
@@ -362,6 +383,10 @@ class ModelConfig:
         """How many tokens one of layer ``layer`` (from 0) sees, itself included; None: all before it."""
         return None if self._like(layer) in self.full_attention_layers else self.sliding_window
 
+    def is_linear_layer(self, layer: int) -> bool:
+        """Whether layer ``layer`` (from 0) has linear attention."""
+        return self.linear_attention is not None and self._like(layer) not in self.full_attention_layers
+
     def rope_dim_of(self, layer: int) -> int:
         """Channels of a head that turn in layer ``layer`` (from 0)."""
         return 0 if self._like(layer) in self.nope_layers else self.rope_dim
@@ -370,9 +395,9 @@ class ModelConfig:
         """The layer of the model's own whose attention layer ``layer`` has: itself, or beyond the last one that."""
         return min(layer, self.n_layers - 1)
 
-    def layer_kind(self, layer: int) -> tuple[bool, bool]:
+    def layer_kind(self, layer: int) -> tuple[bool, bool, bool]:
         """Equal for layers (from 0) whose weights are alike."""
-        return self.is_moe_layer(layer), self.keys_shift_alike(layer)
+        return self.is_moe_layer(layer), self.is_linear_layer(layer), self.keys_shift_alike(layer)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""

@@ -3,7 +3,8 @@
 The conventions are those of PaLM (arXiv:2204.02311, appendix B): a multiply-add is two FLOPs, only matrix products
 count (no softmax, norm or embedding look-up), recomputation does not count, and attention counts every key of the
 sequence though half are masked, so that MFU compares with published figures. With a sliding window of W a token counts
-W keys.
+W keys. Of linear attention the three products of a token with its head's matrix count: it is read under the key,
+written to, and read under the query.
 """
 
 from dataclasses import dataclass
@@ -64,12 +65,16 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
     Modules that predict further tokens count, with the head that each of them passes through.
     """
-    keys = sum(min(seq_len, config.window_of(layer) or seq_len) for layer in config.all_layers)
+    linear = config.linear_attention
+    to_keys = [layer for layer in config.all_layers if not config.is_linear_layer(layer)]
+    keys = sum(min(seq_len, config.window_of(layer) or seq_len) for layer in to_keys)
     # Queries times keys, and probabilities times values.
     scores_and_sums = 2 * keys * config.n_heads * (config.qk_head_dim + config.v_head_dim)
     heads = (1 + len(config.mtp_layers)) * config.vocab_size * config.d_model
     multiplied = heads + sum(multiplied_by_layer(config))
-    return float(2 * multiplied + scores_and_sums)
+    n_linear = len(config.all_layers) - len(to_keys)
+    states = 0 if linear is None else n_linear * 3 * 2 * linear.n_v_heads * linear.d_k * linear.d_v
+    return float(2 * multiplied + scores_and_sums + states)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -19,7 +19,9 @@ from modeling.dims import Weight
 from modeling.dropout import ATTENTION, EMBEDDING, FEED_FORWARD, Dropout
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import KVCache, LayerCache
+from modeling.linear_attention import LinearAttention
 from modeling.loss import Head
+from modeling.mixer import Mixer
 from modeling.moe import MoE, RoutingStats, build_moe
 from modeling.mtp import Ahead, PredictionModule, build_prediction_modules
 from modeling.norm import Norm, build_norm
@@ -104,7 +106,7 @@ class DecoderLayer(nn.Module):
         self,
         layer: int,
         attention_norm: Norm,
-        attention: Attention,
+        attention: Mixer,
         feed_forward_norm: Norm,
         feed_forward: FeedForward | MoE,
         *,
@@ -223,7 +225,8 @@ class Decoder(nn.Module):
     @property
     def cached_up_to(self) -> int | None:
         """Beyond so many tokens of a sequence all of them turn otherwise (LongRoPE), and no cached key is right."""
-        rotaries = (cast(DecoderLayer, layer).attention.rotary for layer in self.layers.values())
+        halves = (cast(DecoderLayer, layer).attention for layer in self.layers.values())
+        rotaries = (half.rotary for half in halves if isinstance(half, Attention))
         lengths = (each.scaling.original_seq_len for each in rotaries if isinstance(each.scaling, LongRopeScaling))
         return next(lengths, None)
 
@@ -368,7 +371,7 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     return DecoderLayer(
         layer,
         norms[0],
-        build_attention(config, layer),
+        build_mixer(config, layer),
         norms[1],
         feed_forward,
         norms_outputs=config.norm_placement == "post",
@@ -378,3 +381,10 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
         residual_scale=config.residual_scale,
         residual_dropout=config.residual_dropout,
     )
+
+
+def build_mixer(config: ModelConfig, layer: int) -> Mixer:
+    """The attention of layer number ``layer``, linear or not."""
+    if config.linear_attention is not None and config.is_linear_layer(layer):
+        return LinearAttention(config, config.linear_attention, layer)
+    return build_attention(config, layer)

@@ -26,6 +26,10 @@ Dim = Literal[
     "buckets",  # of distances between tokens
     "kv_heads",  # n_kv_heads times the channels of a head, where keys and values have projections of their own
     "d_head",
+    "linear_k_heads",  # linear_attention's n_k_heads times d_k
+    "linear_v_heads",  # its n_v_heads times d_v
+    "per_linear_head",  # one entry a value head of it
+    "taps",  # tokens that a causal convolution sees
     "q_latent",  # channels into which queries are compressed before they become heads
     "kv_latent",  # channels into which keys and values are compressed
     "kv_latent_rope",  # kv_latent, and the channels of a key that are the same in all heads
@@ -45,13 +49,13 @@ class Weight:
     """What one tensor of a module is.
 
     ``init`` is how it starts: "normal", drawn as the config's ``init`` says; "residual", the same of a matrix that
-    writes to the residual stream; "ones"; "zeros". ``cancels``: its gradient is zero, whatever the model computes, so
-    that what is found there is rounding. ``is_table``: its rows are looked up, and nothing is multiplied by it; a head
-    that is tied to such a table is it.
+    writes to the residual stream; "ones"; "zeros"; the others are linear attention's (``modeling.init``). ``cancels``:
+    its gradient is zero, whatever the model computes, so that what is found there is rounding. ``is_table``: its rows
+    are looked up, and nothing is multiplied by it; a head that is tied to such a table is it.
     """
 
     dims: tuple[Dim, ...]
-    init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    init: Literal["normal", "residual", "ones", "zeros", "taps", "log_rates", "step_biases"] = "normal"
     cancels: bool = False
     is_table: bool = False
 
@@ -62,8 +66,11 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of experts' matrices: no vector, no stack of them, no table of biases."""
-        return len([dim for dim in self.dims if dim != "experts"]) >= 2 and "buckets" not in self.dims
+        """Whether it is a matrix, or a stack of experts' matrices: no vector, no stack of them, no table of biases.
+
+        Nor are the taps of a convolution: each channel has its own.
+        """
+        return len([dim for dim in self.dims if dim != "experts"]) >= 2 and not {"buckets", "taps"} & {*self.dims}
 
     @property
     def is_multiplied(self) -> bool:
@@ -85,7 +92,7 @@ class Weight:
 
         Not by gates of a head each: their products are few, and so narrow that a rank's part may be no whole unit.
         """
-        return self.is_hidden_matrix and "per_head" not in self.dims
+        return self.is_hidden_matrix and not {"per_head", "per_linear_head"} & {*self.dims}
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,10 @@ def units_of(config: ModelConfig) -> dict[Dim, Unit]:
         units["kv_heads"] = Unit("model.n_kv_heads", config.n_kv_heads)
     if config.sinks or config.positions == "t5" or config.attention_gate == "headwise":
         units["per_head"] = units["heads"]
+    linear = config.linear_attention
+    if linear is not None:
+        units["linear_k_heads"] = Unit("model.linear_attention.n_k_heads", linear.n_k_heads)
+        units["linear_v_heads"] = units["per_linear_head"] = Unit("model.linear_attention.n_v_heads", linear.n_v_heads)
     moe = config.moe
     if config.n_moe_layers < config.n_layers:
         units["d_ff"] = Unit("model.d_ff", config.d_ff)

@@ -2,10 +2,11 @@
 
 from torch import nn
 
-from modeling.attention import Attention
 from modeling.feed_forward import FeedForward
 from modeling.kernels.fuse import Fuse
+from modeling.linear_attention import GatedNorm
 from modeling.loss import Head
+from modeling.mixer import Mixer
 from modeling.moe import Experts, MoE
 from modeling.norm import Norm
 from modeling.router import Router
@@ -14,7 +15,7 @@ from modeling.router import Router
 def fuse_chains(model: nn.Module, fuse: Fuse) -> None:
     """Has the model's chains of elementwise work computed by ``fuse``; what ends in a router's choice stays plain."""
     for module in model.modules():
-        if isinstance(module, Norm | Attention | FeedForward | Experts | MoE | Head):
+        if isinstance(module, Norm | GatedNorm | Mixer | FeedForward | Experts | MoE | Head):
             module.fuse = fuse
         elif isinstance(module, Router):
             module.fuse_weights = fuse

@@ -47,6 +47,9 @@ def initial_box(
         return torch.ones(*shape)
     if tensor.weight.init == "zeros":
         return torch.zeros(*shape)
+    if tensor.weight.init in HEAD_NUMBERS:
+        drawn = draw_box(seed, name, whole, Spread(3**-0.5, "uniform"), start, shape)
+        return HEAD_NUMBERS[tensor.weight.init]((drawn + 1) / 2)
     spread = spread_of(config, tensor)
     if not tensor.is_expert:
         return draw_box(seed, name, whole, spread, start, shape)
@@ -56,6 +59,24 @@ def initial_box(
         of_expert = f"{stack}.{start[0] + number}.{matrix}"
         expert.copy_(draw_box(seed, of_expert, whole[1:], spread, start[1:], shape[1:]))
     return values
+
+
+def log_rates(share_H: Tensor) -> Tensor:
+    """Logarithms of rates from MIN_RATE to MAX_RATE, of shares from 0 to 1."""
+    return torch.lerp(torch.tensor(MIN_RATE), torch.tensor(MAX_RATE), share_H).log()
+
+
+def step_biases(share_H: Tensor) -> Tensor:
+    """What softplus turns into steps from MIN_STEP to MAX_STEP, of shares from 0 to 1: their logarithm goes evenly."""
+    steps_H = torch.lerp(torch.tensor(MIN_STEP).log(), torch.tensor(MAX_STEP).log(), share_H).exp()
+    return steps_H + (-torch.expm1(-steps_H)).log()
+
+
+# Numbers of linear attention's heads, as the authors of Gated DeltaNet begin with them (Mamba's: arXiv:2312.00752,
+# section 3.6): a matrix fades at a token by the factor exp(-rate x step).
+HEAD_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {"log_rates": log_rates, "step_biases": step_biases}
+MIN_RATE, MAX_RATE = 0.01, 16.0
+MIN_STEP, MAX_STEP = 1e-3, 0.1
 
 
 def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:
@@ -70,7 +91,10 @@ def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:
     - mup: depth_scaled, times ``modeling.mup.deviation_factor`` (Tensor Programs V, arXiv:2203.03466, table 3)
 
     Glorot and He derive theirs for matrices: tables of which rows are looked up (embeddings) and vectors have s there.
+    Taps of a convolution of K tokens are uniform up to 1 / sqrt(K) whatever ``init`` is, as torch has them.
     """
+    if tensor.weight.init == "taps":
+        return Spread((3 * tensor.shape[-1]) ** -0.5, "uniform")
     match config.init:
         case NormalInit():
             return Spread(config.init_std)

@@ -1,5 +1,7 @@
 """What generation keeps of the tokens already seen: keys and values, or the latents that they are expanded from.
 
+Linear attention keeps the same number of elements however many there were.
+
 Shape letters: B batch, S sequence (new tokens), P past and new tokens, H heads, G key-value heads, C d_head.
 """
 
@@ -44,6 +46,7 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.held: Held | None = None
+        self.carried: tuple[Tensor, ...] | None = None  # what linear attention keeps instead
         self.length = 0  # tokens seen, those no longer held included
 
     def extend(self, new: tuple[Tensor, ...], context: Context, window: int | None) -> Held:
@@ -57,6 +60,10 @@ class LayerCache:
         self.length += context.positions_BS.shape[1]
         self.held = held if window is None else last(held, window - 1)
         return held
+
+    def carry(self, carried: tuple[Tensor, ...], n_tokens: int) -> None:
+        """Takes what linear attention keeps, after ``n_tokens`` more."""
+        self.carried, self.length = carried, self.length + n_tokens
 
 
 def joined(past: Held, new: Held) -> Held:

@@ -16,13 +16,14 @@ from modeling.kernels.experts import experts_grouped
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.varlen import PLAIN
+from modeling.linear_attention import LinearAttention, mix
 from modeling.logical import whole_decoder
 from modeling.loss import Head
 from modeling.moe import MoE, staying
 from modeling.precision import multiply_by
 from parallel.collectives import sum_forward
 from parallel.config import ParallelConfig
-from parallel.context_parallel.core import make_core
+from parallel.context_parallel.core import make_core, make_linear_core
 from parallel.expert import make_dispatch
 from parallel.layout import Layout, Place, layout_of
 from parallel.mesh import Mesh
@@ -73,6 +74,9 @@ def build_part(
             blocks = (sizes.ring_tile, sizes.query_block, PLAIN if is_by_pieces else None)
             attention.core = make_core(parallel.cp_attention, mesh.cp, *blocks)
     for module in model.modules():
+        if isinstance(module, LinearAttention):
+            cut = {"chunk": sizes.delta_chunk}
+            module.core = make_linear_core(mesh.cp, **cut) if mesh.cp.degree > 1 else partial(mix, **cut)
         if isinstance(module, MoE):
             connect_experts(
                 module,

@@ -14,11 +14,13 @@ from typing import Literal, assert_never
 
 from torch import Tensor
 
-from modeling.attention import Attention, GroupedQueryAttention
+from modeling.attention import GroupedQueryAttention
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.feed_forward import FeedForward
 from modeling.kv_cache import LayerCache
+from modeling.linear_attention import GatedNorm
+from modeling.mixer import Mixer
 from modeling.moe import Experts, RoutingStats
 from modeling.norm import Norm
 from modeling.router import Router
@@ -170,7 +172,7 @@ class ProductsKeptLayer(RemakingLayer):
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader, weights_stay=weights_stay)
         for module in self.modules():
-            if isinstance(module, Norm | Attention | FeedForward | Experts | Router):
+            if isinstance(module, Norm | GatedNorm | Mixer | FeedForward | Experts | Router):
                 module.fuse = self.remaker.around(module.fuse)
         keep_gates_and_ups(self, KEPT_SHARE)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):

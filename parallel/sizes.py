@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from modeling.kernels.by_rows import PIECE_BYTES
+from modeling.kernels.gated_delta import CHUNK
 from modeling.optimizers.matrices import AT_ONCE
 from modeling.pieces import QUERY_BLOCK
 from parallel.context_parallel.plan import TILE
@@ -18,6 +19,7 @@ class Sizes:
     # Logits that exist at once; the loss goes through the tokens in such chunks. None: what is fast on the device.
     chunk_logits: int | None = None
     query_block: int = QUERY_BLOCK  # queries of one kernel call of attention on CPUs, where no ring is
+    delta_chunk: int = CHUNK  # tokens of linear attention that one triangular system solves
     ring_tile: int = TILE  # queries, and keys, of one kernel call of ring attention
     # Of so many attention layers, the last goes around the ring by pieces of documents, as all do where FlashAttention
     # computes them, and by these pieces' formula. None: where FlashAttention cannot, all go by tiles.

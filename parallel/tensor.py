@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modeling.attention import Attention
 from modeling.decoder import Decoder, Embedding
 from modeling.feed_forward import FeedForward
 from modeling.loss import IGNORE, Head, z_slope
+from modeling.mixer import Mixer
 from modeling.norm import RMSNorm, rms_norm
 from modeling.positions import Positions
 from parallel.collectives import gather_sequence, scatter_sum_sequence, sum_both_ways
@@ -26,7 +26,7 @@ def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
     """Makes the decoder compute with its cut weights. Call after the weights are cut; changes no value."""
     shared = SharedPositions(axis)
     for module in model.modules():
-        if isinstance(module, Attention | FeedForward):
+        if isinstance(module, Mixer | FeedForward):
             module.positions = shared
         for name, child in module.named_children():
             if isinstance(child, RMSNorm) and AXIS_OF[child.stated["weight"].dims[0]] == "tp":

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from modeling.attention import Attention
 from modeling.decoder import Decoder
 from modeling.feed_forward import FeedForward
 from modeling.kernels.products import Products
 from modeling.linear import Linear
+from modeling.mixer import Mixer
 from parallel.collectives import SequenceGather, gather_sequence
 from parallel.mesh import Axis
 from parallel.tensor import SharedPositions
@@ -42,7 +42,7 @@ def overlap_sums(model: Decoder, axis: Axis) -> None:
     backward pass, and a backward pass must come in one part.
     """
     for block in model.modules():
-        if isinstance(block, Attention | FeedForward):
+        if isinstance(block, Mixer | FeedForward):
             readers = [layer for layer in block.modules() if isinstance(layer, Linear) and reads_hidden_states(layer)]
             block.positions = positions = OverlappedPositions(axis, readers)
             for reader in readers:

@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from launcher.closed_form import linear
 from modeling.config import ModelConfig
 from modeling.counts import active_elements
 from modeling.logical import LogicalTensor, logical_tensors
@@ -10,7 +11,8 @@ from parallel.recompute import Recompute
 
 # FLOPs of a product that a GPU does while it reads or writes one element of 16 bits (H100: 990 TFLOP/s, 3.35 TB/s).
 ELEMENT_FLOPS = 600
-Kind = tuple[bool, int | None]  # whether a layer has experts, and its window: layers of one kind cost alike
+# Whether a layer has experts, its window, and whether its attention is linear: layers of one kind cost alike.
+Kind = tuple[bool, int | None, bool]
 
 
 class Again(NamedTuple):
@@ -27,7 +29,7 @@ class Again(NamedTuple):
 
 def kind_of(model: ModelConfig, layer: int) -> Kind:
     """The kind of a layer."""
-    return model.is_moe_layer(layer), model.window_of(layer)
+    return model.is_moe_layer(layer), model.window_of(layer), model.is_linear_layer(layer)
 
 
 @lru_cache(maxsize=256)
@@ -38,16 +40,16 @@ def again_of(
 
     ``exchanges``: experts' rows come from other ranks. ``weights_stay``: as not under ZeRO 3.
     """
-    is_moe, window = kind
-    layer = next(each for each in model.all_layers if model.is_moe_layer(each) == is_moe)
+    is_moe, window, is_linear = kind
+    layer = next(each for each in model.all_layers if kind_of(model, each) == kind)
     tensors = [each for each in logical_tensors(model).values() if each.layer == layer and each.weight.is_matrix]
-    attended, fed = attention_elements(model), feed_forward_elements(model, is_moe=is_moe)
+    attended, fed = attention_elements(model, is_linear=is_linear), feed_forward_elements(model, is_moe=is_moe)
     rows = row_elements(model, is_moe=is_moe)
     halves = {
         half: 2.0 * sum(active_elements(model, each) for each in tensors if each.half == half)
         for half in ("attention", "feed_forward")
     }
-    halves["attention"] += core_flops(model, seq_len, window)
+    halves["attention"] += linear_flops(model) if is_linear else core_flops(model, seq_len, window)
     halves["feed_forward"] -= 2.0 * sum(each.numel for each in tensors if is_last(model, each, is_moe=is_moe))
     match mode:
         case "none":
@@ -71,6 +73,12 @@ def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
     return 2.0 * keys * model.n_heads * (model.qk_head_dim + model.v_head_dim)
 
 
+def linear_flops(model: ModelConfig) -> float:
+    """Of linear attention's rule, forward."""
+    assert model.linear_attention is not None
+    return linear.rule_flops(model.linear_attention)
+
+
 def is_last(model: ModelConfig, tensor: LogicalTensor, *, is_moe: bool) -> bool:
     """Whether computing again stops before the matrix: nothing that its product puts out is kept for a backward pass.
 
@@ -82,8 +90,10 @@ def is_last(model: ModelConfig, tensor: LogicalTensor, *, is_moe: bool) -> bool:
     return tensor.weight.dims == ("d_model", "shared_d_ff" if is_moe else "d_ff")
 
 
-def attention_elements(model: ModelConfig) -> float:
+def attention_elements(model: ModelConfig, *, is_linear: bool) -> float:
     """Read and written by the norm, by what turns and norms queries and keys, and by the gates of what comes out."""
+    if is_linear and model.linear_attention is not None:
+        return 2.0 * model.d_model + linear.elements(model.linear_attention)
     turned = 2.0 * (model.n_heads + model.n_kv_heads) * model.qk_head_dim
     gated = model.n_gates + 2.0 * model.n_heads * model.v_head_dim if model.n_gates else 0.0
     return 2.0 * model.d_model + turned + gated

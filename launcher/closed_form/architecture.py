@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from launcher.closed_form import linear
+from modeling.linear_attention_config import LinearAttentionConfig
+
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
@@ -53,6 +56,8 @@ class Architecture:
     expert_groups: tuple[int, int] | None = None  # groups of experts, and in how many of them those of a token may be
     n_dense_layers: int = 0  # in front of the layers with experts
     n_gates: int = 0  # of what attention puts out: as many outputs of one more product of its input
+    linear: LinearAttentionConfig | None = None
+    linear_share: float = 0.0  # of the layers whose attention is
     window: int | None = None
     window_share: float = 0.5  # of the layers that have it
 
@@ -85,9 +90,13 @@ class Architecture:
         return self.n_heads * (self.latent.d_nope + self.latent.d_rope + self.latent.d_value) / 2
 
     @property
-    def attention_parameters(self) -> int:
-        """Parameters of one layer's attention matrices."""
-        return sum(inputs * outputs for inputs, outputs, _ in self.attention_matrices)
+    def attention_parameters(self) -> float:
+        """Parameters of one layer's attention matrices, the mean over the layers."""
+        to_keys = sum(inputs * outputs for inputs, outputs, _ in self.attention_matrices)
+        if self.linear is None:
+            return to_keys
+        own = sum(inputs * outputs for inputs, outputs, _ in linear.matrices(self.linear, self.d_model))
+        return self.linear_share * own + (1 - self.linear_share) * to_keys
 
     @property
     def dense_parameters(self) -> int:

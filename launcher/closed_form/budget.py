@@ -69,7 +69,9 @@ def way_of(config: RunConfig) -> Way:
     """What of the layout decides how much a layer leaves."""
     parallel = config.parallel
     offloads = config.train.offload_activations
-    return Way(parallel.tp, exchanges=parallel.ep > 1, weights_stay=parallel.zero < 3, offloads=offloads)
+    element = 4 if config.train.stored == "fp32" else 2
+    exchanges, weights_stay = parallel.ep > 1, parallel.zero < 3
+    return Way(parallel.tp, exchanges=exchanges, weights_stay=weights_stay, offloads=offloads, element=element)
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +102,7 @@ def options_of(model: ModelConfig, layer: int, way: Way, seq_len: int) -> tuple[
     kind = kind_of(model, layer)
     return tuple(
         Option(
-            layer_held(model, mode, way, is_moe=kind[0]),
+            layer_held(model, mode, way, is_moe=kind[0], is_linear=kind[2]),
             again_of(model, kind, mode, seq_len, exchanges=way.exchanges, weights_stay=way.weights_stay).work,
         )
         for mode in MODES

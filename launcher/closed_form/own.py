@@ -172,6 +172,8 @@ def architecture_of_config(model: ModelConfig) -> Architecture:
         tied=model.tie_embeddings,
         latent=latent,
         n_gates=model.n_gates,
+        linear=model.linear_attention,
+        linear_share=sum(map(model.is_linear_layer, range(model.n_layers))) / model.n_layers,
         window=model.sliding_window,
         window_share=sum(each is not None for each in windows) / model.n_layers,
         **experts,

@@ -7,6 +7,7 @@ micro-batch are of the slowest pipeline position.
 import math
 from dataclasses import dataclass, fields
 
+from launcher.closed_form import linear
 from launcher.closed_form.bubble import waits_of
 from launcher.closed_form.gpus import Gpu
 from launcher.closed_form.own_memory import Ours
@@ -201,7 +202,6 @@ class Step:
     def layer(self, *, moe: bool) -> dict[str, float]:
         """One layer forward, recomputed where it is, and backward."""
         found = dict.fromkeys(AMOUNTS, 0.0)
-        self.forwards = self.of_attention
         self.add_attention(found)
         self.forwards = self.of_feed_forward
         if moe:
@@ -240,6 +240,44 @@ class Step:
         return shape.cut_bytes(self.forwards, weights_too=weights_too, kept_for=kept_for)
 
     def add_attention(self, found: dict[str, float]) -> None:
+        """Attention's half of a layer; the mean over the layers, where some are linear."""
+        share = self.arch.linear_share
+        for add, times in ((self.add_attention_to_keys, 1 - share), (self.add_linear_attention, share)):
+            if times:
+                own = dict.fromkeys(AMOUNTS, 0.0)
+                self.forwards = self.of_attention
+                add(own)
+                for name, amount in own.items():
+                    found[name] += times * amount
+
+    def add_linear_attention(self, found: dict[str, float]) -> None:
+        """Projections, the rule, norms and residual sums, and what tp, cp send.
+
+        The rule's backward pass computes it again first, and has twice its products. Those are in 32 bits.
+        """
+        arch, job = self.arch, self.job
+        assert arch.linear is not None
+        for inputs, outputs, cuts_outputs in linear.matrices(arch.linear, arch.d_model):
+            out, within = (outputs / job.tp, inputs) if cuts_outputs else (outputs, inputs / job.tp)
+            self.add_products(found, [Product.of(self.tokens, out, within)])
+        flops = self.tokens * linear.rule_flops(arch.linear) / job.tp
+        found["attention"] += flops * (self.forwards + 3) / self.gpu.peak("fp32")
+        n_bytes = self.tokens * HALF * linear.elements(arch.linear) / job.tp + self.own * 20 * arch.d_model
+        n_bytes += self.tokens * linear.working_bytes(arch.linear, job.tp)
+        found["memory"] += n_bytes * (self.forwards + self.chains + 2) / self.bandwidth
+        self.add_tp_sums(found)
+        if job.cp > 1:
+            moved = linear.projected_width(arch.linear) * self.tokens * HALF * (job.cp - 1) / job.cp / job.tp
+            found["cp"] += moved * (self.forwards + 1) / self.links.rate(job.cp, job.tp)
+
+    def add_tp_sums(self, found: dict[str, float]) -> None:
+        """Attention's share of a layer's two sums over tp."""
+        job = self.job
+        if job.tp > 1:
+            sent = 2 * self.tokens * self.arch.d_model * HALF * (job.tp - 1) / job.tp
+            found["tp"] += sent * (2 + self.of_attention + self.of_feed_forward) / self.links.rate(job.tp, 1)
+
+    def add_attention_to_keys(self, found: dict[str, float]) -> None:
         """Projections, the core, norms and residual sums, and what tp, cp send."""
         arch, job = self.arch, self.job
         for inputs, outputs, cuts_outputs in arch.attention_matrices:
@@ -256,9 +294,7 @@ class Step:
         wide = sum(outputs for _, outputs, cuts in arch.attention_matrices if cuts) / job.tp
         n_bytes = self.tokens * 4 * wide + self.own * 20 * arch.d_model
         found["memory"] += n_bytes * (self.forwards + self.chains + 2) / self.bandwidth
-        sent = 2 * self.tokens * arch.d_model * HALF * (job.tp - 1) / job.tp  # attention's share of a layer's two sums
-        if job.tp > 1:
-            found["tp"] += sent * (2 + self.of_attention + self.of_feed_forward) / self.links.rate(job.tp, 1)
+        self.add_tp_sums(found)
         if job.cp > 1:
             keys = 2 * arch.n_kv_heads * arch.d_head / job.tp if arch.latent is None else arch.attention_width
             rows = self.tokens * keys * HALF * (job.cp - 1)

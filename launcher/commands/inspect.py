@@ -56,7 +56,8 @@ def inspect_checkpoint(path: str, wishes: Wishes) -> int:
         raise UserError([f"--text: {next(each.name for each in tokens if not each.ids)} has no token; give some text"])
     model_config = trained.config.model
     lengths = [len(each.ids) for each in tokens]
-    maps = chosen_maps(wishes, model_config.n_layers, model_config.n_heads, lengths)
+    linear = {layer for layer in range(model_config.n_layers) if model_config.is_linear_layer(layer)}
+    maps = chosen_maps(wishes, model_config.n_layers, model_config.n_heads, lengths, linear)
     if "lens" in parts:
         check_lens(wishes, model_config.n_layers, lengths)
     heldout, note = heldout_sources(trained) if "experts" in parts else (None, None)

@@ -3,7 +3,7 @@
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,10 +132,13 @@ class Maps:
     heads: tuple[int, ...]
 
 
-def chosen_maps(wishes: Wishes, n_layers: int, n_heads: int, lengths: Sequence[int]) -> Maps:
+def chosen_maps(
+    wishes: Wishes, n_layers: int, n_heads: int, lengths: Sequence[int], linear: Collection[int] = ()
+) -> Maps:
     """What is asked for, or else some layers, evenly spaced, and the first heads: as many as a page holds.
 
-    ``lengths`` are those of the texts, in tokens. Raises UserError where more is asked for.
+    ``lengths`` are those of the texts, in tokens; ``linear`` the layers of linear attention, which has no weights of
+    keys. Raises UserError where more is asked for, or such a layer.
     """
     cells = sum(length * (length + 1) // 2 for length in lengths)  # a causal map's
     most = max(1, MOST_CELLS // cells)
@@ -146,8 +149,17 @@ def chosen_maps(wishes: Wishes, n_layers: int, n_heads: int, lengths: Sequence[i
             ("--heads", wishes.heads, n_heads, "head"),
         )
     ]
-    layers = asked[0] if asked[0] is not None else spread(n_layers, max(1, min(USUAL_LAYERS, most)))
-    heads = asked[1] if asked[1] is not None else tuple(range(n_heads))[: max(1, min(USUAL_HEADS, most // len(layers)))]
+    mapped = [layer for layer in range(n_layers) if layer not in linear]
+    if asked[0] is None:
+        layers = tuple(mapped[place] for place in spread(len(mapped), max(1, min(USUAL_LAYERS, most))))
+    else:
+        layers = tuple(mapped) if wishes.layers == "all" else asked[0]
+    without = [layer for layer in layers if layer in linear]
+    if without:
+        told = f"--layers={wishes.layers}: layer {without[0]} has linear attention, whose tokens have no weights"
+        raise UserError([f"{told}; try --layers {mapped[0]}" if mapped else f"{told}; leave it out"])
+    few = max(1, min(USUAL_HEADS, most // max(1, len(layers))))
+    heads = asked[1] if asked[1] is not None else tuple(range(n_heads))[:few]
     if len(layers) * len(heads) > most:
         told = f"{len(layers)} layers x {len(heads)} heads of texts of {', '.join(map(str, lengths))} tokens"
         remedy = "name fewer --layers or --heads, or lower --max-tokens"

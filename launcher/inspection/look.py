@@ -14,7 +14,7 @@ from launcher.inspection.asked import LONGEST_TEXT, Maps, NamedText
 from launcher.inspection.attention import LayerWeights, layer_weights
 from launcher.inspection.experts import Tally, tally_sources, together
 from launcher.inspection.lens import Lens, look_through
-from launcher.inspection.seen import see
+from launcher.inspection.seen import attention_of, see
 from modeling.context import Context
 from modeling.decoder import Decoder
 
@@ -96,8 +96,7 @@ def look_at(
     seen = see(model, tokens_BS, context, layers)
     found = TextLook(text)
     for layer in layers:
-        attention = model.layer_of(str(layer)).attention
-        found.attention.append(layer_weights(attention, seen.called.pop(layer), context, maps.heads))
+        found.attention.append(layer_weights(attention_of(model, layer), seen.called.pop(layer), context, maps.heads))
     if "experts" in parts and n_experts is not None:
         found.tally.add({layer: each.indices_TK for layer, each in seen.routing.items()}, n_experts)
         for layer, each in seen.routing.items():

@@ -78,8 +78,15 @@ def watching(model: Decoder, seen: Seen, attention_layers: Sequence[int]) -> Ite
         for handle in handles:
             stack.callback(handle.remove)
         for number in attention_layers:
-            stack.enter_context(watching_core(model.layer_of(str(number)).attention, number, seen))
+            stack.enter_context(watching_core(attention_of(model, number), number, seen))
         yield
+
+
+def attention_of(model: Decoder, layer: int) -> Attention:
+    """A layer's attention to keys."""
+    attention = model.layer_of(str(layer)).attention
+    assert isinstance(attention, Attention), layer
+    return attention
 
 
 def _keeping(into: dict[int, Routing], layer: int) -> Any:

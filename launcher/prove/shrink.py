@@ -46,6 +46,7 @@ IDLE_CLIP_NORM = 1e3  # far above the gradients' norm: clipping has to leave the
 SMALL_SIZES = Sizes(
     chunk_logits=500,
     query_block=5,
+    delta_chunk=7,
     ring_tile=3,
     ring_pieces_every=2,
     row_piece_bytes=500,
@@ -178,10 +179,15 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks:
 
     What goes by the sequence's length is not set here: its window, and rows for its positions.
     """
-    n_heads, n_kv_heads = shrink_heads(model, degrees.tp * degrees.cp)
+    unit = degrees.tp * degrees.cp
+    n_heads, n_kv_heads = shrink_heads(model.n_heads, model.n_kv_heads, unit)
     d_model = _up_to(D_MODEL, n_heads * D_HEAD)
     has_own_d_head = model.d_head is not None and model.d_head * model.n_heads != model.d_model
     sections = {name: shrink_section(value) for name in section_types() if (value := getattr(model, name)) is not None}
+    if model.linear_attention is not None:
+        linear = model.linear_attention
+        n_v_heads, n_k_heads = shrink_heads(linear.n_v_heads, linear.n_k_heads, unit)
+        sections["linear_attention"] = replace(shrink_section(linear), n_v_heads=n_v_heads, n_k_heads=n_k_heads)
     if model.moe is not None:
         sections["moe"] = replace(
             shrink_experts(model.moe, degrees, ep_chunks), **shrink_expert_layers(model, n_layers)
@@ -266,13 +272,13 @@ def shrink_section(section: Any) -> Any:
     return replace(section, **values)
 
 
-def shrink_heads(model: ModelConfig, unit: int) -> tuple[int, int]:
+def shrink_heads(n_heads: int, n_kv_heads: int, unit: int) -> tuple[int, int]:
     """Few heads and key-value heads of the same ratio, as divisible by ``unit`` (tp x cp) as the model's own are.
 
-    A ratio above four becomes the smallest above one that fits.
+    A ratio above four becomes the smallest above one that fits. In linear attention they are values' and keys'.
     """
-    ratio = model.n_heads // model.n_kv_heads
-    n_kv_heads = max(math.gcd(model.n_kv_heads, unit), min(2, model.n_kv_heads))
+    ratio = n_heads // n_kv_heads
+    n_kv_heads = max(math.gcd(n_kv_heads, unit), min(2, n_kv_heads))
     small = ratio if ratio <= 4 else 2
     while n_kv_heads * small % unit and small < ratio:
         small += 1

@@ -45,7 +45,8 @@ def tp_traffic(step: Step) -> list[Traffic]:
     scatters = blocks + repeated - last_sums + embedding + blocks + head
     tokens = step.micro_batch_size * step.positions
     cut_norms = 2 if step.model.qk_norm and step.model.qk_norm_over == "all_heads" else 0  # of a layer
-    norm_passes = cut_norms * (step.all_forwards("attention", step.layers) + len(step.layers))
+    normed = [layer for layer in step.layers if not step.model.is_linear_layer(layer)]
+    norm_passes = cut_norms * (step.all_forwards("attention", normed) + len(normed))
 
     def term(what: str, collective: Collective, n_bytes: int) -> Traffic:
         return Traffic("tp", what, collective, micro * around_ring(collective, n_bytes, n))
@@ -73,11 +74,18 @@ def cp_traffic(step: Step) -> list[Traffic]:
     """Attention by all-to-all over heads or around the ring, and the balance losses' sums."""
     cp, tp, model = step.parallel.cp, step.parallel.tp, step.model
     heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
-    forwards, backwards, size = step.all_forwards("attention", step.layers), len(step.layers), step.element_bytes
+    to_keys = [layer for layer in step.layers if not model.is_linear_layer(layer)]
+    forwards, backwards, size = step.all_forwards("attention", to_keys), len(to_keys), step.element_bytes
     numbers = step.n_micro_batches * step.micro_batch_size * step.positions  # of a layer
     qk, v = model.qk_head_dim, model.v_head_dim
     balance = step.n_micro_batches * around_ring("all-reduce", balance_bytes(step), cp)
     terms = [Traffic("cp", "balance sums", "all-reduce", balance)]
+    linear = model.linear_attention
+    if linear is not None:
+        others = [layer for layer in step.layers if layer not in to_keys]
+        width = 2 * max(linear.n_k_heads // tp, cp) * linear.d_k + linear.n_v_heads // tp * (2 * linear.d_v + 2)
+        moved = numbers * width * size * (step.all_forwards("attention", others) + len(others))
+        terms.append(Traffic("cp", "linear heads", "all-to-all", around_ring("all-to-all", moved, cp)))
     if step.parallel.cp_attention == "ulysses":
         moved = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + backwards)
         return [*terms, Traffic("cp", "heads", "all-to-all", around_ring("all-to-all", moved, cp))]

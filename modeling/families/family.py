@@ -40,6 +40,7 @@ class Family:
     ignored: Mapping[str, Any]  # keys that change nothing of what the model computes, with the value that we write
     same: Mapping[str, str] = field(default_factory=dict)  # key -> the one that it is to copy
     passed_over: frozenset[str] = frozenset()  # more such keys, which we do not write
+    rope_passed_over: frozenset[str] = frozenset()  # such keys of rope_parameters
     defaults: Mapping[str, Any]  # what the class takes for a key that is left out, where that is not the constant
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which the class reads as well
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express

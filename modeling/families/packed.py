@@ -31,7 +31,7 @@ class Packed:
     The rows are in ``groups`` equal runs, each of which has its share of every part, in the order of ``parts``. In a
     stack of experts it is so in each expert. ``transposed``: the files have (in, out). ``in_pairs``: of a part's share
     in a run the files have (2c, 2c + 1) where we have (c, c + half), the pairs that the rotary embedding turns.
-    ``as_row``: the files' tensor has one more dim, of 1, before ours.
+    ``as_row``: the files' tensor has one more dim, of 1, before ours; ``as_column``: after the rows.
     """
 
     name: str  # in the files, with {layer}
@@ -40,13 +40,18 @@ class Packed:
     transposed: bool = False
     in_pairs: bool = False
     as_row: bool = False
+    as_column: bool = False
 
 
 def packed(
-    name: str, *parts: str, groups: Callable[[ModelConfig], int] = one_group, transposed: bool = False
+    name: str,
+    *parts: str,
+    groups: Callable[[ModelConfig], int] = one_group,
+    transposed: bool = False,
+    as_column: bool = False,
 ) -> dict[str, Packed]:
     """Rows for ``Family.weights``: each of ``parts`` lies in the tensor ``name`` of the files."""
-    whole = Packed(name=name, parts=parts, groups=groups, transposed=transposed)
+    whole = Packed(name=name, parts=parts, groups=groups, transposed=transposed, as_column=as_column)
     return dict.fromkeys(parts, whole)
 
 

@@ -120,7 +120,7 @@ def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], fa
         raise ValueError(f"partial_rotary_factor={shown(part)} is not possible, all channels turn")
     kind = given.get("rope_type", given.get("type", "default"))
     kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
-    extra = {name: value for name, value in given.items() if name not in PLAIN}
+    extra = {name: value for name, value in given.items() if name not in PLAIN | family.rope_passed_over}
     if kind == "default" and not extra:
         return values
     if not family.rope_scalings:

@@ -271,12 +271,17 @@ def layer_types(n_layers: int, full: Iterable[int]) -> list[str]:
     return ["full_attention" if layer in without else "sliding_attention" for layer in range(n_layers)]
 
 
-def full_layers(types: Any) -> Mapping[str, Any]:
-    """What the list means for our fields; ValueError where it names other kinds of attention."""
-    kinds = {"full_attention", "sliding_attention"}
+def kinds_of_layers(types: Any, other: str) -> tuple[int, ...]:
+    """The layers of full attention in such a list; ValueError where it names others than these and ``other``."""
+    kinds = {"full_attention", other}
     if not isinstance(types, list) or not all(isinstance(each, str) and each in kinds for each in types):
         raise ValueError(f"it must be a list of {' and '.join(sorted(kinds))}")
-    full = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
+    return tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
+
+
+def full_layers(types: Any) -> Mapping[str, Any]:
+    """What the list means for our fields; ValueError where it names other kinds of attention."""
+    full = kinds_of_layers(types, "sliding_attention")
     return {"full_attention_layers": full} if len(full) < len(types) else {"sliding_window": None}
 
 

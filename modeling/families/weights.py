@@ -86,11 +86,14 @@ def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
         shape[rows], shape[rows + 1] = shape[rows + 1], shape[rows]
     if told.as_row:
         shape.insert(0, 1)
+    if told.as_column:
+        shape.insert(rows + 1, 1)
     number = names.index(name)
     start, size = sum(sizes[:number]) // groups, sizes[number] // groups
 
     def view(whole: Tensor) -> Tensor:
         whole = whole.squeeze(0) if told.as_row else whole
+        whole = whole.squeeze(rows + 1) if told.as_column else whole
         whole = whole.transpose(rows, rows + 1) if told.transposed else whole
         share = whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
         return share.unflatten(rows + 1, (-1, 2)).transpose(rows + 1, rows + 2) if told.in_pairs else share

@@ -4,8 +4,11 @@ from functools import partial
 from typing import Literal, assert_never
 
 from modeling.attention import AttentionCore
+from modeling.kernels.gated_delta import CHUNK
 from modeling.kernels.varlen import PiecesKernel
+from modeling.linear_attention import LinearCore
 from modeling.pieces import QUERY_BLOCK
+from parallel.context_parallel.linear import ulysses_mix
 from parallel.context_parallel.plan import TILE
 from parallel.context_parallel.ring import ring_attend
 from parallel.context_parallel.ulysses import ulysses_attend
@@ -34,3 +37,9 @@ def make_core(
             return partial(ring_attend, axis=axis, tile=tile, kernel=kernel)
         case _:
             assert_never(kind)
+
+
+def make_linear_core(axis: Axis, chunk: int = CHUNK) -> LinearCore:
+    """A core over the cp axis (degree above 1), for ``modeling.linear_attention.LinearAttention.core``."""
+    assert axis.degree > 1
+    return partial(ulysses_mix, axis=axis, chunk=chunk)

@@ -13,6 +13,7 @@ from launcher.config.tree import RunConfig
 from launcher.prove.shrink import shrink_budget
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.config import ModelConfig
+from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
@@ -37,6 +38,17 @@ LARGE_PLAIN = dataclasses.replace(PLAIN, vocab_size=3501, d_ff=3300, max_positio
 # Gates of attention, in the second one so large as queries that ZeRO 3 does not keep them whole either.
 GATED = dataclasses.replace(MOE_MODEL, family="none", attention_gate="headwise")
 LARGE_GATED = dataclasses.replace(MOE_MODEL, family="none", attention_gate="elementwise", n_heads=4, d_head=1100)
+# Linear attention, in the second one with projections that ZeRO 3 does not keep whole.
+LINEAR = dataclasses.replace(
+    MOE_MODEL,
+    family="none",
+    n_layers=4,
+    full_attention_layers=(1,),
+    linear_attention=LinearAttentionConfig(n_k_heads=2, n_v_heads=4, d_k=8, d_v=12),
+)
+LARGE_LINEAR = dataclasses.replace(
+    LINEAR, linear_attention=LinearAttentionConfig(n_k_heads=2, n_v_heads=4, d_k=1300, d_v=900)
+)
 # Modules that predict further tokens: the embedding and the head work there, too.
 FURTHER = dataclasses.replace(ODD, family="none", tie_embeddings=False, mtp=MTPConfig(depth=2))
 FURTHER_TIED = dataclasses.replace(FOUR_LAYERS, family="none", mtp=MTPConfig())
@@ -116,6 +128,10 @@ def slow(*values: Any) -> Any:
         slow(4, {"pp": 2}, FURTHER_TIED, [EACH, {**LAST, **BF16}]),
         slow(2, {"tp": 2}, POST_NORM, [{"zero": 1, **SELECTIVE}, {"zero": 3, **BF16}]),
         slow(2, {"tp": 2}, GATED, [{"zero": 1, **SELECTIVE}, {**BEHIND, "zero": 1}, {"zero": 3, **BF16}]),
+        (2, {"cp": 2}, LINEAR, [{"zero": 1, **RING, **SELECTIVE}]),
+        slow(4, {"cp": 2, "tp": 2}, LINEAR, [{"zero": 1}, {**BEHIND, "zero": 1, **FULL}, {"zero": 3, **BF16, **RING}]),
+        slow(2, {"pp": 2}, LINEAR, [{"zero": 1}, {"zero": 3, **FULL}, {"zero": 1, "pipeline": ZBV(), **SELECTIVE}]),
+        slow(2, {}, LARGE_LINEAR, [{"zero": 3}, {"zero": 3, **SELECTIVE}, {"zero": 3, **FULL}, {"zero": 3, **HALF}]),
         slow(2, {}, LARGE_GATED, [{"zero": 3}, {"zero": 3, **SELECTIVE}, {"zero": 3, **FULL}, {"zero": 3, **HALF}]),
         slow(2, {}, ODD, [{"zero": 1}, {"zero": 1, **FP16}, {"zero": 2, **BF16}, {"zero": 3, **FP16}]),
         slow(3, {}, ODD, [{"zero": zero, "global_batch_size": 6} for zero in (1, 2, 3)]),

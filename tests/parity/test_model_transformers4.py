@@ -54,7 +54,8 @@ LOGITS_TOLERANCE = 2e-5
 TIE_GAP = 1e-4  # far above what rounding moves
 RANDOM_MODELS = 6  # of each family
 VERSIONS = ["4", "installed"]
-UNPACKED = ("gpt_oss", "bloom", "afmoe")  # no version reads from position_ids where documents begin
+# no version reads from position_ids where documents begin
+UNPACKED = ("gpt_oss", "bloom", "afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 UNPACKED_IN_4 = (
     "qwen2_moe",
     "olmoe",

@@ -9,10 +9,12 @@ shows: there ours may be twice as far from theirs as theirs is from itself with 
 
 import copy
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ GRADIENT_TOLERANCE = 1e-5
 CANCELLED_TOLERANCE = 1e-4  # of a gradient that theirs does not know better
 NEGLIGIBLE = 1e-5  # of all gradients' norm: where sinks' is smaller, this counts
 TIE_GAP = 1e-5  # DESIGN.md section 2.8
+OTHER_CHUNKS = (1, 4, 9)  # tokens of linear attention that are computed at once; the class takes 64
 FEW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 ROUTER = re.compile(r"\.layers\.(\d+)\.\w+\.(?:gate|router)$")  # in transformers' models
 
@@ -170,9 +173,9 @@ def check_logits(model: Decoder, theirs: PreTrainedModel, config: ModelConfig, r
 def their_logits(theirs: PreTrainedModel, config: ModelConfig, rows: Rows) -> tuple[Tensor, Routes]:
     """transformers' logits (B, S, V) of packed rows, told by position_ids, and the choices.
 
-    A class with ALiBi does not read these: there each document is a call of its own.
+    A class with ALiBi does not read these, nor one with linear attention: there each document is a call of its own.
     """
-    if config.positions == "alibi":
+    if config.positions == "alibi" or config.linear_attention is not None:
         logits_TV, routes = documents_alone(theirs, rows)
         return logits_TV.unflatten(0, rows.tokens_BS.shape), routes
     with recorded_routes(theirs) as routes:
@@ -271,8 +274,8 @@ def their_rounding(
 ) -> dict[str, Tensor]:
     """How far each of transformers' gradients lies from what it is in fp64, where the class does not name fp32.
 
-    Or how far it moves when attention, or experts, are computed by their plain formula, where that is more: each is one
-    draw of its rounding, and a small one by chance now and then.
+    Or how far it moves when attention, or experts, are computed by their plain formula, or linear attention in other
+    chunks, where that is more: each is one draw of its rounding, and a small one by chance now and then.
     """
     theirs.zero_grad()
     exact = copy.deepcopy(theirs).double()
@@ -290,6 +293,13 @@ def their_rounding(
         theirs.set_experts_implementation("eager")
         draws.append(their_gradients_again(theirs, config, rows, targets_BS))
         theirs.set_experts_implementation(usual)
+    if config.linear_attention is not None:
+        modeling = sys.modules[type(theirs).__module__]
+        rule = modeling.torch_chunk_gated_delta_rule
+        for size in OTHER_CHUNKS:
+            modeling.torch_chunk_gated_delta_rule = partial(rule, chunk_size=size)
+            draws.append(their_gradients_again(theirs, config, rows, targets_BS))
+        modeling.torch_chunk_gated_delta_rule = rule
     for drawn in draws:
         found = {name: max(found[name], (drawn[name] - reference).norm()) for name, reference in references.items()}
     return found

@@ -322,6 +322,12 @@ def plant(title: str) -> None:
             change_engines(gradients.keep_gates_gradient_at_home)
         case "attention's gates: those of other heads":
             gradients.gate_next_heads()
+        case "linear attention: a matrix goes on into the next document":
+            gradients.let_documents_flow()
+        case "linear attention: rates of other heads (all-to-all)":
+            gradients.take_other_rates()
+        case "linear attention: key heads' taps not summed over cp":
+            hook_gradients("k_taps.weight", 1 if rank == 0 else 0)
         case "sinks' gradient forgotten":
             gradients.forget_sinks()
         case "sinks' gradient forgotten (ring)":

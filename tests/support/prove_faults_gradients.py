@@ -35,6 +35,29 @@ def gate_next_heads() -> None:
     attention.gated_output = lambda gate_BSHX, out_BSHC: gated(gate_BSHX.roll(1, dims=2), out_BSHC)
 
 
+def let_documents_flow() -> None:
+    """A document of linear attention begins with the matrix that the one before it has left."""
+    import modeling.kernels.gated_delta as gated_delta
+
+    rule = gated_delta.continued
+
+    def flowing(state: Any, *tensors: Any) -> Any:
+        *heads, positions_BS, chunk = tensors
+        return rule(state, *heads, positions_BS + 1, chunk)
+
+    gated_delta.continued = flowing
+
+
+def take_other_rates() -> None:
+    """Of the heads that a rank of cp has during linear attention, each fades as another one's would."""
+    import parallel.context_parallel.linear as linear
+
+    mix = linear.mix
+    linear.mix = lambda projected, weights, context, fuse, *, chunk: mix(
+        projected, weights._replace(log_rates_H=weights.log_rates_H.flip(0)), context, fuse, chunk=chunk
+    )
+
+
 def own_positions(hidden_BSD: Tensor, axis: Any) -> Tensor:
     """The same values; only this rank's positions take their gradient."""
     part = hidden_BSD.shape[1] // axis.degree

@@ -37,6 +37,10 @@ GROWING = ("train.global_batch_size=32", "train.batch_ramp.start=8", "train.batc
 RING = ("parallel.cp=2", "parallel.cp_attention=ring")
 MQA_CP = ("parallel.cp=2", "model.n_kv_heads=1")
 GATES, HEAD_GATES = ("model.attention_gate=elementwise",), ("model.attention_gate=headwise",)
+LINEAR = (
+    *("model.linear_attention.n_k_heads=8", "model.linear_attention.n_v_heads=16"),
+    "model.full_attention_layers=[3,7]",
+)
 ALIBI, SINKS = ("model.positions=alibi",), ("model.sinks=true",)
 GPT_OSS = (
     *("model.family=gpt_oss", "model.qk_norm=false", "model.qkv_bias=true", "model.o_bias=true", "model.sinks=true"),
@@ -300,4 +304,25 @@ FAULTS = [
         "attention's gates: gradients not summed over tp", "gradients", "layers.", (*TP, *GATES), has_any_family=True
     ),
     Fault("attention's gates: those of other heads", OUTPUTS, FIRST_ATTENTION, (*CP, *HEAD_GATES), has_any_family=True),
+    Fault(
+        "linear attention: a matrix goes on into the next document",
+        OUTPUTS,
+        FIRST_ATTENTION,
+        LINEAR,
+        has_any_family=True,
+    ),
+    Fault(
+        "linear attention: rates of other heads (all-to-all)",
+        OUTPUTS,
+        FIRST_ATTENTION,
+        (*CP, *LINEAR),
+        has_any_family=True,
+    ),
+    Fault(
+        "linear attention: key heads' taps not summed over cp",
+        "gradients",
+        "layers.0.attention.k_taps.weight",
+        (*CP, *LINEAR),
+        has_any_family=True,
+    ),
 ]

@@ -1,0 +1,85 @@
+"""The language model of Qwen3.5-MoE: Qwen3-Next's layers, its projections in other tensors."""
+
+from modeling.families.family import Family
+from modeling.families.packed import packed
+from modeling.families.qwen2_moe import SHARED_EXPERT
+from modeling.families.qwen3_next import (
+    ALLOWED,
+    FULL_INTERVAL,
+    GATED_ATTENTION,
+    GATED_DELTA,
+    LINEAR_DEFAULTS,
+    LINEAR_KEYS,
+    LINEAR_LAYERS,
+    OURS,
+    SHARED_EXPERT_ALLOWED,
+    SHARED_WIDTH,
+    THEIRS,
+    with_layer_types,
+)
+from modeling.families.shared import (
+    DECODER,
+    DECODER_CONSTANTS,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    EXPERTS,
+    EXPERTS_ALONE,
+    HEAD_KEYS,
+    QK_NORM,
+    ROUTER_LOSS,
+)
+
+# Queries, keys and values of all heads, one after the other; what is made for gates has tensors of its own.
+SPLIT_DELTA = {
+    **GATED_DELTA,
+    **packed(f"{THEIRS}.linear_attn.in_proj_qkv.weight", *(f"{OURS}.in_{each}.weight" for each in "qkv")),
+    **{f"{OURS}.in_{each}.weight": f"{THEIRS}.linear_attn.in_proj_{each}.weight" for each in "zab"},
+}
+MROPE = frozenset({"mrope_section", "mrope_interleaved"})  # of images' positions: those of text are alike in all three
+
+FAMILY = Family(
+    architecture="Qwen3_5MoeForCausalLM",
+    since=5,
+    unread=r"mtp\..*",
+    weights={**DECODER, **GATED_ATTENTION, **QK_NORM, **SPLIT_DELTA, **EXPERTS, **SHARED_EXPERT},
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        **LINEAR_KEYS,
+        "layer_types": LINEAR_LAYERS,
+        "moe_intermediate_size": EXPERTS_ALONE,
+        "num_experts": "moe.n_experts",
+        "num_experts_per_tok": "moe.top_k",
+        "shared_expert_intermediate_size": SHARED_WIDTH,
+    },
+    constants={**DECODER_CONSTANTS, "attention_bias": False},
+    # Others look at these keys; the class's attention is always gated, and it passes over what predicts further tokens.
+    ignored={**ROUTER_LOSS, "full_attention_interval": FULL_INTERVAL, "attn_output_gate": True},
+    passed_over=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    rope_passed_over=MROPE,
+    defaults={
+        **DECODER_DEFAULTS,
+        **LINEAR_DEFAULTS,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320,
+    },
+    completed=lambda content: with_layer_types(content, 40),
+    # models/qwen3_5_moe: Qwen3_5MoeTopKRouter renormalizes; each layer has experts.
+    allowed={
+        **ALLOWED,
+        **SHARED_EXPERT_ALLOWED,
+        "moe.dense_layers": ((),),
+        "moe.every_n_layers": (1,),
+        "moe.n_dense_layers": (0,),
+        "moe.normalize_top_k": (True,),
+    },
+    turns_a_part=True,
+    published={},
+)

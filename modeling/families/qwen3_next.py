@@ -1,0 +1,171 @@
+"""Qwen3-Next: three layers of gated delta rule for each of gated attention, and experts with a gated shared one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling.config import ModelConfig
+from modeling.families.family import Family, Key, moe_of
+from modeling.families.packed import head_groups, packed
+from modeling.families.qwen2_moe import SHARED_EXPERT
+from modeling.families.shared import (
+    ATTENTION,
+    DECODER,
+    DECODER_CONSTANTS,
+    DECODER_DEFAULTS,
+    DECODER_KEYS,
+    EXPERT_KEYS,
+    EXPERT_LAYER_KEYS,
+    EXPERTS,
+    FEED_FORWARD,
+    FEED_FORWARD_KEYS,
+    HEAD_KEYS,
+    QK_NORM,
+    ROUTER_LOSS,
+    SOFTMAX_ROUTER,
+    is_count,
+    kinds_of_layers,
+)
+
+OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}"
+# Of a head the rows of its query and then those of its gate lie together.
+GATED_ATTENTION = {
+    **{ours: theirs for ours, theirs in ATTENTION.items() if not ours.endswith(".q.weight")},
+    **packed(f"{THEIRS}.self_attn.q_proj.weight", f"{OURS}.q.weight", f"{OURS}.output_gate.weight", groups=head_groups),
+}
+# What every class with the gated delta rule calls alike.
+GATED_DELTA = {
+    **packed(
+        f"{THEIRS}.linear_attn.conv1d.weight",
+        *(f"{OURS}.{each}_taps.weight" for each in "qkv"),
+        as_column=True,
+    ),
+    f"{OURS}.log_rates.weight": f"{THEIRS}.linear_attn.A_log",
+    f"{OURS}.step_biases.weight": f"{THEIRS}.linear_attn.dt_bias",
+    f"{OURS}.norm.weight": f"{THEIRS}.linear_attn.norm.weight",
+    f"{OURS}.out.weight": f"{THEIRS}.linear_attn.out_proj.weight",
+}
+
+
+def linear_key_groups(config: ModelConfig) -> int:
+    """The rows of each key head of linear attention lie together, with those of the value heads that share it."""
+    assert config.linear_attention is not None
+    return config.linear_attention.n_k_heads
+
+
+LINEAR_KEYS: dict[str, str | Key] = {
+    "linear_conv_kernel_dim": "linear_attention.conv_size",
+    "linear_key_head_dim": "linear_attention.d_k",
+    "linear_num_key_heads": "linear_attention.n_k_heads",
+    "linear_num_value_heads": "linear_attention.n_v_heads",
+    "linear_value_head_dim": "linear_attention.d_v",
+}
+LINEAR_LAYERS = Key(
+    ours=("full_attention_layers",),
+    write=lambda config: linear_types(config.n_layers, config.full_attention_layers),
+    read=lambda types: {"full_attention_layers": kinds_of_layers(types, "linear_attention")},
+)
+LINEAR_DEFAULTS = {
+    "head_dim": 256,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+}
+FULL_INTERVAL = 4
+# The classes' attention is gated and normed; there is one shared expert, gated, of a width of its own.
+ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    **SOFTMAX_ROUTER,
+    "attention_gate": ("elementwise",),
+    "norm_adds_one": (True,),
+    "qk_norm": (True,),
+    "sliding_window": (None,),
+}
+SHARED_EXPERT_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "moe.n_shared_experts": (1,),
+    "moe.shared_gate": (True,),
+}
+SHARED_WIDTH = Key(
+    ours=("moe.shared_d_ff",),
+    write=lambda config: moe_of(config).shared_width,
+    read=lambda width: {"moe.shared_d_ff": width},
+)
+
+
+def linear_types(n_layers: int, full: tuple[int, ...]) -> list[str]:
+    """``layer_types`` of layers that are linear but for ``full``."""
+    return ["full_attention" if layer in full else "linear_attention" for layer in range(n_layers)]
+
+
+def with_layer_types(content: Mapping[str, Any], n_layers: int) -> Mapping[str, Any]:
+    """With layer_types: where they are not told, the last of every full_attention_interval layers is not linear."""
+    if content.get("layer_types") is not None:
+        return content
+    n_layers, interval = content.get("num_hidden_layers", n_layers), content.get("full_attention_interval")
+    interval = FULL_INTERVAL if interval is None else interval
+    if not (is_count(n_layers) and is_count(interval) and interval > 0):
+        return content
+    return {**content, "layer_types": linear_types(n_layers, tuple(range(interval - 1, n_layers, interval)))}
+
+
+FAMILY = Family(
+    architecture="Qwen3NextForCausalLM",
+    unread=r"mtp\..*",
+    weights={
+        **DECODER,
+        **GATED_ATTENTION,
+        **QK_NORM,
+        **GATED_DELTA,
+        **packed(
+            f"{THEIRS}.linear_attn.in_proj_qkvz.weight",
+            *(f"{OURS}.in_{each}.weight" for each in "qkvz"),
+            groups=linear_key_groups,
+        ),
+        **packed(
+            f"{THEIRS}.linear_attn.in_proj_ba.weight",
+            *(f"{OURS}.in_{each}.weight" for each in "ba"),
+            groups=linear_key_groups,
+        ),
+        **FEED_FORWARD,
+        **EXPERTS,
+        **SHARED_EXPERT,
+    },
+    keys={
+        **DECODER_KEYS,
+        **HEAD_KEYS,
+        **FEED_FORWARD_KEYS,
+        **EXPERT_KEYS,
+        **EXPERT_LAYER_KEYS,
+        **LINEAR_KEYS,
+        "layer_types": LINEAR_LAYERS,
+        "num_experts": "moe.n_experts",
+        "shared_expert_intermediate_size": SHARED_WIDTH,
+    },
+    constants={**DECODER_CONSTANTS, "attention_bias": False},
+    ignored={**ROUTER_LOSS, "full_attention_interval": FULL_INTERVAL},  # layer_types count
+    defaults={
+        **DECODER_DEFAULTS,
+        **LINEAR_DEFAULTS,
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 151936,
+    },
+    completed=lambda content: with_layer_types(content, 48),
+    # models/qwen3_next: Qwen3NextAttention's q_proj makes gates too, and norms queries and keys; norms add one, but for
+    # that of the gated delta rule.
+    allowed={**ALLOWED, **SHARED_EXPERT_ALLOWED},
+    turns_a_part=True,
+    published={},
+)

@@ -1,0 +1,46 @@
+"""The gated delta rule by flash-linear-attention's kernels (package fla-core), on CUDA, where it is installed.
+
+Shape letters as in ``gated_delta``; T all tokens.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modeling.context import Context
+
+
+@functools.cache
+def fused_rule() -> Callable[..., Any] | None:
+    """``fla.ops.gated_delta_rule.chunk_gated_delta_rule``; None where the package is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+
+def takes_fused(v_BSHW: Tensor) -> bool:
+    """Whether the kernels compute it: in 16 bits on CUDA, and where results may differ from run to run.
+
+    They multiply fp32 in TF32, and are tuned anew at each start.
+    """
+    is_half = v_BSHW.dtype in (torch.bfloat16, torch.float16)
+    if v_BSHW.device.type != "cuda" or not is_half or torch.are_deterministic_algorithms_enabled():
+        return False
+    return fused_rule() is not None
+
+
+def fused_delta(
+    q_BSGC: Tensor, k_BSGC: Tensor, v_BSHW: Tensor, fading_BSH: Tensor, writing_BSH: Tensor, context: Context
+) -> Tensor:
+    """``modeling.kernels.gated_delta.gated_delta`` by the package's kernels, over the documents' boundaries."""
+    rule = fused_rule()
+    assert rule is not None
+    boundaries, _ = context.cu_seqlens
+    rows = [each.flatten(0, 1)[None] for each in (q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH)]
+    out_1THW, _ = rule(*rows, use_qk_l2norm_in_kernel=True, cu_seqlens=boundaries.long())
+    return out_1THW[0].view(v_BSHW.shape)

@@ -1,0 +1,186 @@
+"""Linear attention: a head keeps a matrix from token to token, instead of all keys and values.
+
+Shape letters: B batch, S sequence, D d_model, G key heads, H value heads, C channels of a key, W of a value, X channels
+of all heads, K tokens that the convolution sees.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modeling.config import ModelConfig
+from modeling.context import Context
+from modeling.dims import Dim, Weight
+from modeling.kernels.by_rows import by_rows
+from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.gated_delta import CHUNK, continued, gated_delta
+from modeling.kernels.rerun import rerun
+from modeling.kernels.short_convolution import continued_convolution, short_convolution
+from modeling.kv_cache import LayerCache
+from modeling.linear import Linear
+from modeling.linear_attention_config import LinearAttentionConfig
+from modeling.mixer import Mixer
+
+
+class Projected(NamedTuple):
+    """What each token's hidden state becomes before tokens meet: of the heads that the weights hold."""
+
+    q_BSGC: Tensor
+    k_BSGC: Tensor
+    v_BSHW: Tensor
+    a_BSH: Tensor  # how far the matrix fades, before its bias and softplus
+    b_BSH: Tensor  # how much is written, before its sigmoid
+
+
+class HeadWeights(NamedTuple):
+    """The weights that belong to heads, without a product: of the heads that ``Projected`` has."""
+
+    q_taps_XK: Tensor
+    k_taps_XK: Tensor
+    v_taps_XK: Tensor
+    log_rates_H: Tensor  # fp32, as the next one
+    step_biases_H: Tensor
+
+
+LinearCore = Callable[[Projected, HeadWeights, Context, Fuse], Tensor]
+
+
+def mix(
+    projected: Projected, weights: HeadWeights, context: Context, fuse: Fuse = plainly, *, chunk: int = CHUNK
+) -> Tensor:
+    """Linear attention's output (B, S, H, W): convolutions of queries, keys and values, then the gated delta rule."""
+    taps = (weights.q_taps_XK, weights.k_taps_XK, weights.v_taps_XK)
+    q_BSGC, k_BSGC, v_BSHW = (
+        fuse(short_convolution, heads.flatten(2), context.positions_BS, taps_XK).view(heads.shape)
+        for heads, taps_XK in zip(projected, taps, strict=False)
+    )
+    rates = (weights.log_rates_H, weights.step_biases_H)
+    fading_BSH, writing_BSH = fuse(fading_and_writing, projected.a_BSH, projected.b_BSH, *rates)
+    return gated_delta(q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, context, chunk=chunk)
+
+
+def fading_and_writing(
+    a_BSH: Tensor, b_BSH: Tensor, log_rates_H: Tensor, step_biases_H: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(g, b) of the gated delta rule, fp32 (B, S, H): -exp(rate) x softplus(a + bias), as Mamba has it, and sigmoid(b).
+
+    Dao & Gu 2024 (arXiv:2405.21060) have the first of the two, in section 7's code.
+    """
+    return -log_rates_H.exp() * F.softplus(a_BSH.float() + step_biases_H), b_BSH.float().sigmoid()
+
+
+class LinearAttention(Mixer):
+    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, section 3.4), as Qwen3-Next has it: several values a key.
+
+    ``core(projected, weights, context, fuse) -> out_BSHW`` is the seam at which context parallelism enters.
+    """
+
+    def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, layer: int) -> None:
+        super().__init__(layer)
+        d_model, k_heads, v_heads = config.d_model, "linear_k_heads", "linear_v_heads"
+        self.d_k, self.d_v = linear.d_k, linear.d_v
+        self.in_q = Linear(linear.k_width, d_model, (k_heads, "d_model"))
+        self.in_k = Linear(linear.k_width, d_model, (k_heads, "d_model"))
+        self.in_v = Linear(linear.v_width, d_model, (v_heads, "d_model"))
+        self.in_z = Linear(linear.v_width, d_model, (v_heads, "d_model"))
+        self.in_a = Linear(linear.n_v_heads, d_model, ("per_linear_head", "d_model"))
+        self.in_b = Linear(linear.n_v_heads, d_model, ("per_linear_head", "d_model"))
+        self.q_taps = Taps(linear.k_width, k_heads, linear.conv_size)
+        self.k_taps = Taps(linear.k_width, k_heads, linear.conv_size)
+        self.v_taps = Taps(linear.v_width, v_heads, linear.conv_size)
+        self.log_rates = HeadNumbers(Weight(("per_linear_head",), "log_rates"), linear.n_v_heads)
+        self.step_biases = HeadNumbers(Weight(("per_linear_head",), "step_biases"), linear.n_v_heads)
+        self.norm = GatedNorm(linear.d_v, config.norm_eps)
+        self.out = Linear(d_model, linear.v_width, ("d_model", v_heads), is_residual=True)
+        self.core: LinearCore = mix
+
+    def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """The layer's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
+        hidden_BSD = self.positions.gather(hidden_BSD)
+        q_BSGC, k_BSGC = (each(hidden_BSD).unflatten(-1, (-1, self.d_k)) for each in (self.in_q, self.in_k))
+        v_BSHW, z_BSHW = (each(hidden_BSD).unflatten(-1, (-1, self.d_v)) for each in (self.in_v, self.in_z))
+        projected = Projected(q_BSGC, k_BSGC, v_BSHW, self.in_a(hidden_BSD), self.in_b(hidden_BSD))
+        weights = HeadWeights(
+            self.q_taps(), self.k_taps(), self.v_taps(), self.log_rates().float(), self.step_biases().float()
+        )
+        if cache is None:
+            out_BSHW = self.core(projected, weights, context, self.fuse)
+        else:
+            out_BSHW = carry_on(projected, weights, context, cache)
+        return self.positions.scatter_sum(self.out(self.norm(out_BSHW, z_BSHW).flatten(-2)))
+
+
+def carry_on(projected: Projected, weights: HeadWeights, context: Context, cache: LayerCache) -> Tensor:
+    """``mix`` of tokens that continue the sequences of the cache, which then holds them, too."""
+    *earlier, state_BHCW = cache.carried or (None,) * 4
+    pairs = zip(earlier, projected, weights, strict=False)
+    found = [
+        (continued_convolution(before, heads.flatten(2), context.positions_BS, taps_XK), heads.shape)
+        for before, heads, taps_XK in pairs
+    ]
+    q_BSGC, k_BSGC, v_BSHW = (out_BSX.view(shape) for (out_BSX, _), shape in found)
+    rates = (weights.log_rates_H, weights.step_biases_H)
+    numbers = fading_and_writing(projected.a_BSH, projected.b_BSH, *rates)
+    out_BSHW, state_BHCW = continued(state_BHCW, q_BSGC, k_BSGC, v_BSHW, *numbers, context.positions_BS)
+    cache.carry((*(kept for (_, kept), _ in found), state_BHCW), context.positions_BS.shape[1])
+    return out_BSHW
+
+
+class Taps(nn.Module):
+    """The weights of a causal convolution of each channel by itself: of the token itself the last."""
+
+    def __init__(self, n_channels: int, dim: Dim, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_channels, size))
+        self.stated = {"weight": Weight((dim, "taps"), "taps")}
+
+    def forward(self) -> Tensor:
+        """taps_XK: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        return self.weight.clone()
+
+
+class HeadNumbers(nn.Module):
+    """One number for each value head."""
+
+    def __init__(self, stated: Weight, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+        self.stated = {"weight": stated}
+
+    def forward(self) -> Tensor:
+        """The numbers, fp32 (H,): a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        return self.weight.to(torch.float32, copy=True)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head's output, times silu of its gate. Computed in fp32."""
+
+    def __init__(self, d_v: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm_eps = norm_eps
+        self.fuse: Fuse = plainly
+        self.weight = nn.Parameter(torch.empty(d_v))
+        self.stated = {"weight": Weight(("d_head",), "ones")}
+
+    def forward(self, out_BSHW: Tensor, gate_BSHW: Tensor) -> Tensor:
+        """The normed and gated rows, of the shape and dtype of ``out_BSHW``."""
+        return self.fuse(gated_norm, out_BSHW, gate_BSHW, self.weight, norm_eps=self.norm_eps)
+
+
+def gated_norm_again(
+    out_BSHW: Tensor, gate_BSHW: Tensor, weight_W: Tensor, *, norm_eps: float, piece_bytes: int = 0
+) -> Tensor:
+    """``gated_norm`` where chains are not compiled: it keeps what it is given, and nothing else."""
+    return rerun(partial(gated_norm, norm_eps=norm_eps), out_BSHW, gate_BSHW, weight_W)
+
+
+@by_rows(gated_norm_again)
+def gated_norm(out_BSHW: Tensor, gate_BSHW: Tensor, weight_W: Tensor, *, norm_eps: float) -> Tensor:
+    """What ``GatedNorm`` makes of them."""
+    wide = out_BSHW.float()
+    normed = weight_W * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)).to(out_BSHW.dtype)
+    return (normed * F.silu(gate_BSHW.float())).to(out_BSHW.dtype)

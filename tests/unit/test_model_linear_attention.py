@@ -1,0 +1,240 @@
+"""Linear attention: the rule in chunks against the rule token by token, its convolutions, documents and caches.
+
+In fp64 token by token and in fp32 by chunks, what is put out and every gradient differ by rounding alone: 2e-5 of the
+largest element at most, where most differ by 1e-6.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modeling.config import ModelConfig
+from modeling.context import Context
+from modeling.counts import count_parameters, forward_flops_per_token
+from modeling.dims import units_of
+from modeling.init import initial_box, initial_tensor
+from modeling.kernels.gated_delta import by_chunks, continued, gated_delta
+from modeling.kernels.rerun import rerun
+from modeling.kernels.short_convolution import plain_convolution, short_convolution
+from modeling.kv_cache import LayerCache
+from modeling.linear_attention import LinearAttention
+from modeling.linear_attention_config import LinearAttentionConfig
+from modeling.logical import logical_tensors
+
+TOLERANCE = 2e-5
+SMALL = LinearAttentionConfig(n_k_heads=2, n_v_heads=4, d_k=6, d_v=10)
+CONFIG = ModelConfig(family="none", d_model=12, n_layers=4, n_heads=2, n_kv_heads=2, linear_attention=SMALL)
+LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
+
+
+def places(lengths: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """positions_BS and documents_BS of packed rows."""
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    documents = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack(positions), torch.stack(documents)
+
+
+def drawn(seed: int, batch: int, seq_len: int) -> list[Tensor]:
+    """Queries, keys, values, how much fades and how much is written, of two key heads and four value heads."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(batch, seq_len, 2, 6, generator=generator) for _ in range(2))
+    v = torch.randn(batch, seq_len, 4, 10, generator=generator)
+    fading = -torch.rand(batch, seq_len, 4, generator=generator).square() * 3
+    return [q, k, v, fading, torch.rand(batch, seq_len, 4, generator=generator)]
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, fading: Tensor, writing: Tensor, positions_BS: Tensor) -> Tensor:
+    """The rule as its paper writes it (arXiv:2412.06464, equation 10), in fp64."""
+    q, k, v, fading, writing = (each.double() for each in (q, k, v, fading, writing))
+    shared = v.shape[2] // k.shape[2]
+    q, k = (each.repeat_interleave(shared, dim=2) for each in (q, k))
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    outs = []
+    for t in range(q.shape[1]):
+        state = state * (positions_BS[:, t] > 0)[:, None, None, None]  # a document begins with zeros
+        state = state * fading[:, t].exp()[..., None, None]
+        found = torch.einsum("bhcw,bhc->bhw", state, k[:, t])
+        change = writing[:, t][..., None] * (v[:, t] - found)
+        state = state + torch.einsum("bhc,bhw->bhcw", k[:, t], change)
+        outs.append(torch.einsum("bhcw,bhc->bhw", state, q[:, t]) / math.sqrt(q.shape[3]))
+    return torch.stack(outs, dim=1)
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    error = (found.double() - expected).abs().max()
+    assert error <= tolerance * expected.abs().max().clamp(min=1e-3), float(error)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 64])
+def test_chunks_are_the_rule_token_by_token(chunk: int) -> None:
+    """Of packed documents, some of which end within a chunk or cross several; and every gradient."""
+    positions_BS, documents_BS = places(LENGTHS)
+    given_tensors = [each.requires_grad_() for each in drawn(1, *positions_BS.shape)]
+    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), chunk=chunk)
+    expected = token_by_token(*given_tensors, positions_BS)
+    assert_near(out, expected)
+    along = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    found = torch.autograd.grad(out, given_tensors, along)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, given_tensors, along.double()), strict=True):
+        assert_near(mine, theirs.double())
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    chunk=st.integers(1, 70),
+    seed=st.integers(0, 1000),
+    steep=st.sampled_from([0.0, 1.0, 200.0]),
+)
+def test_any_documents_in_any_chunks(lengths: list[int], chunk: int, seed: int, steep: float) -> None:
+    """Whether nothing fades, or a token leaves exp(-600) of what was: nothing overflows.
+
+    Logarithms of what is left are summed over a chunk in fp32, and differ by as much as a sum's last place.
+    """
+    positions_BS, documents_BS = places([lengths])
+    q, k, v, fading, writing = drawn(seed, *positions_BS.shape)
+    given_tensors = (q, k, v, steep * fading, writing)
+    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), chunk=chunk)
+    last_place = 2**-23 * steep * 3 * min(chunk, sum(lengths))
+    assert_near(out, token_by_token(*given_tensors, positions_BS), TOLERANCE + last_place)
+
+
+def test_a_matrix_is_carried_on() -> None:
+    positions_BS = torch.arange(50).expand(2, -1)
+    tensors = drawn(3, 2, 50)
+    whole, at_end = continued(None, *tensors, positions_BS, 8)
+    state, parts = None, []
+    for start, stop in ((0, 20), (20, 21), (21, 22), (22, 50)):
+        here = [each[:, start:stop] for each in tensors]
+        out, state = continued(state, *here, positions_BS[:, start:stop], 8)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(state, at_end, rtol=0.0, atol=1e-6)
+
+
+def test_a_second_run_gives_the_same_gradients_bit_for_bit() -> None:
+    positions_BS, _ = places(LENGTHS)
+    tensors = [each.requires_grad_() for each in drawn(4, *positions_BS.shape)]
+    outs = [by_chunks(*tensors, positions_BS, 8), rerun(by_chunks, *tensors, positions_BS, 8)]
+    assert torch.equal(*outs)
+    first, second = (torch.autograd.grad(out.square().sum(), tensors) for out in outs)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_convolutions_stay_within_their_documents(size: int) -> None:
+    """Of each document they are torch's own of it alone; so are their gradients."""
+    positions_BS, _ = places(LENGTHS)
+    generator = torch.Generator().manual_seed(5)
+    inputs_BSX = torch.randn(*positions_BS.shape, 6, generator=generator, requires_grad=True)
+    taps_XK = torch.randn(6, size, generator=generator, requires_grad=True)
+    out_BSX = short_convolution(inputs_BSX, positions_BS, taps_XK)
+    rows = []
+    for number, lengths in enumerate(LENGTHS):
+        parts = inputs_BSX[number].split(lengths)
+        alone = [F.conv1d(F.pad(part.T, (size - 1, 0)), taps_XK[:, None], groups=6).T for part in parts]
+        rows.append(F.silu(torch.cat(alone)))
+    expected_BSX = torch.stack(rows)
+    torch.testing.assert_close(out_BSX, expected_BSX, rtol=0.0, atol=1e-6)
+    along = torch.randn(out_BSX.shape, generator=generator)
+    found = torch.autograd.grad(out_BSX, (inputs_BSX, taps_XK), along)
+    for mine, theirs in zip(found, torch.autograd.grad(expected_BSX, (inputs_BSX, taps_XK), along), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def layer() -> LinearAttention:
+    """A layer with weights of some size."""
+    found = LinearAttention(CONFIG, SMALL, 0)
+    generator = torch.Generator().manual_seed(6)
+    for weight in found.parameters():
+        nn.init.normal_(weight.data, std=0.5, generator=generator)
+    return found
+
+
+def test_a_layer_with_a_cache_is_the_layer_without() -> None:
+    """Token by token, and in parts shorter than what its convolutions see."""
+    attention = layer()
+    hidden_BSD = torch.randn(2, 30, 12, generator=torch.Generator().manual_seed(7))
+    positions_BS = torch.arange(30).expand(2, -1)
+    whole_BSD = attention(hidden_BSD, Context(positions_BS, torch.zeros_like(positions_BS)))
+    cache, parts = LayerCache(), []
+    bounds = [0, 1, 2, 13, 15, *range(16, 31)]
+    with torch.no_grad():
+        for start, stop in itertools.pairwise(bounds):
+            here_BS = positions_BS[:, start:stop]
+            parts.append(attention(hidden_BSD[:, start:stop], Context(here_BS, torch.zeros_like(here_BS)), cache))
+    assert cache.length == 30
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole_BSD, rtol=0.0, atol=1e-5)
+
+
+def test_planted_documents_that_flow_into_each_other_are_seen() -> None:
+    attention = layer()
+    hidden_BSD = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(8))
+    positions_BS, documents_BS = places([[9, 11]])
+    apart_BSD = attention(hidden_BSD, Context(positions_BS, documents_BS))
+    joined_BSD = attention(hidden_BSD, Context(torch.arange(20)[None], torch.zeros_like(documents_BS)))
+    assert torch.equal(apart_BSD[:, :9], joined_BSD[:, :9])
+    assert (apart_BSD[:, 9:] - joined_BSD[:, 9:]).abs().max() > 1e-2
+
+
+def test_first_numbers_are_mambas_and_parts_of_them_are_the_wholes() -> None:
+    """Rates from 0.01 to 16, steps from 0.001 to 0.1, taps up to 1 / sqrt(K); a rank draws its part."""
+    config = replace(CONFIG, linear_attention=replace(SMALL, n_v_heads=400))
+    rates = initial_tensor(config, 1, "layers.0.attention.log_rates.weight", (400,)).exp()
+    assert 0.01 <= rates.min() < 0.5 and 15.5 < rates.max() <= 16.0
+    steps = F.softplus(initial_tensor(config, 1, "layers.0.attention.step_biases.weight", (400,)))
+    assert 0.00099 < steps.min() < 0.00105 and 0.095 < steps.max() < 0.10001
+    assert 0.008 < steps.median() < 0.0125  # their logarithms go evenly
+    taps = initial_tensor(config, 1, "layers.0.attention.v_taps.weight", (4000, 4))
+    assert 0.49 < taps.abs().max() <= 0.5 and abs(taps.mean()) < 0.01
+    part = initial_box(config, 1, "layers.0.attention.log_rates.weight", (100,), (50,), (400,))
+    assert torch.equal(part.exp(), rates[100:150])
+
+
+def test_weights_are_told_and_counted() -> None:
+    """Projections are matrices, which decay, are made orthogonal and take 8 bits; what heads have is not."""
+    config = replace(CONFIG, full_attention_layers=(1, 3), tie_embeddings=True)
+    tensors = logical_tensors(config)
+    own = {name.partition("attention.")[2]: each for name, each in tensors.items() if each.layer == 0}
+    mixing = {name: each for name, each in own.items() if name.startswith(("in_", "out"))}
+    matrices = {name for name, each in mixing.items() if each.weight.is_hidden_matrix}
+    assert matrices == {f"{each}.weight" for each in ("in_q", "in_k", "in_v", "in_z", "in_a", "in_b", "out")}
+    assert not any(own[f"{each}.weight"].weight.is_matrix for each in ("q_taps", "v_taps", "log_rates", "step_biases"))
+    assert not own["in_a.weight"].weight.takes_8_bits and own["in_v.weight"].weight.takes_8_bits
+    assert "layers.1.attention.q.weight" in tensors and "layers.2.attention.in_q.weight" in tensors
+    linear = 12 * (2 * 12 + 2 * 40 + 2 * 4) + 40 * 12 + (12 + 12 + 40) * 4 + 2 * 4 + 10
+    full = 4 * 12 * 12
+    others = 4 * (3 * 12 * config.d_ff + 2 * 12) + config.vocab_size * 12 + 12
+    assert count_parameters(config).total == 2 * linear + 2 * full + others
+    plain = replace(config, linear_attention=None, full_attention_layers=())
+    products = 2 * 2 * (12 * (2 * 12 + 2 * 40 + 2 * 4) + 40 * 12 - full) + 2 * 3 * 2 * 4 * 6 * 10
+    scores = 2 * 2 * 2 * 64 * 12  # two layers' queries times keys, and weights times values, of 64 tokens
+    assert forward_flops_per_token(config, 64) - forward_flops_per_token(plain, 64) == products - scores
+    assert {dim: unit.count for dim, unit in units_of(config).items() if "linear" in dim} == {
+        "linear_k_heads": 2, "linear_v_heads": 4, "per_linear_head": 4,
+    }  # fmt: skip
+
+
+def test_in_bf16_it_is_rounded_as_its_class_is() -> None:
+    """What the convolutions put out is rounded, and the rule is computed in fp32 from there."""
+    positions_BS, documents_BS = places(LENGTHS)
+    tensors = drawn(9, *positions_BS.shape)
+    halves = [each.bfloat16() for each in tensors[:3]]
+    out = gated_delta(*halves, *tensors[3:], Context(positions_BS, documents_BS))
+    assert out.dtype == torch.bfloat16
+    exact = token_by_token(*halves, *tensors[3:], positions_BS)
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+    inputs = halves[0].flatten(2)
+    taps_XK = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rounded = short_convolution(inputs, positions_BS, taps_XK)
+    assert rounded.dtype == torch.bfloat16
+    wide = plain_convolution(inputs.float(), positions_BS, taps_XK)
+    assert torch.equal(rounded, wide.bfloat16())
