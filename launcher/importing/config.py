@@ -27,8 +27,10 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
         model = from_config_json(content)
     except InexpressibleConfig as error:
         raise UserError([f"{path}/{line}" for line in error.problems]) from None
+    most = ranges(DataConfig)["seq_len"].maximum
+    shortest = 1 if model.mtp is None else max(1, int(min(1 + model.mtp.depth, most)))  # its own range tells of more
     broken = check(
-        RunConfig(model=model, data=DataConfig(seq_len=1 + len(model.mtp_layers)), train=TrainConfig(precision="fp32")),
+        RunConfig(model=model, data=DataConfig(seq_len=shortest), train=TrainConfig(precision="fp32")),
         1,
     )
     if broken:

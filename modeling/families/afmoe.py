@@ -24,7 +24,8 @@ from modeling.families.shared import (
     QKV_BIAS,
     SHARED_EXPERTS,
     WINDOW,
-    told_by_pattern,
+    told_by_interval,
+    window_interval,
 )
 from modeling.families.values import checked
 
@@ -62,16 +63,13 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types: where they are not told, every so many a layer has no window. And mup_enabled as a factor."""
-    values = {**DEFAULTS, **content}
-    types, interval, width = values["layer_types"], values["global_attn_every_n_layers"], values["hidden_size"]
-    if types is None and type(interval) is int and interval > 0:
-        n_layers = values["num_hidden_layers"]
-        types = told_by_pattern(n_layers, lambda n_layers: range(interval - 1, n_layers, interval))
-    factor = values["mup_enabled"]
-    if type(factor) is bool and type(width) is int and width > 0:
-        factor = root(width) if factor else 1.0
-    return {**content, "layer_types": types, "mup_enabled": factor}
+    """With layer_types. Where they are not told, every so many a layer has no window."""
+    return {**content, **told_by_interval({**DEFAULTS, **content}, "global_attn_every_n_layers")}
+
+
+def scaled_or_not(enabled: Any) -> Mapping[str, Any]:
+    """A factor of 1, or another one, in whose place ``derived`` puts the root of d_model."""
+    return {"embedding_scale": 2.0 if checked(enabled, bool) else 1.0}
 
 
 def root(width: int) -> float:
@@ -103,7 +101,7 @@ FAMILY = Family(
         "mup_enabled": Key(
             ours=("embedding_scale",),
             write=lambda config: config.embedding_scale != 1,
-            read=lambda factor: {"embedding_scale": checked(factor, float)},
+            read=scaled_or_not,
         ),
         "num_dense_layers": "moe.n_dense_layers",
         "num_experts": "moe.n_experts",
@@ -111,6 +109,7 @@ FAMILY = Family(
         "route_scale": "moe.routed_scale",
         "sliding_window": ALWAYS_MASKED,
         "layer_types": LAYER_TYPES,
+        "global_attn_every_n_layers": window_interval(DEFAULTS["global_attn_every_n_layers"]),
     },
     constants={
         **DECODER_CONSTANTS,
@@ -122,8 +121,7 @@ FAMILY = Family(
         "score_func": "sigmoid",
         "topk_group": 1,
     },
-    # Losses are no part of the model; layer_types count.
-    ignored={"output_router_logits": False, "global_attn_every_n_layers": 4},
+    ignored={"output_router_logits": False},
     passed_over=frozenset({"load_balance_coeff", "use_grouped_mm"}),
     defaults=DEFAULTS,
     completed=completed,

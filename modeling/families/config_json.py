@@ -8,6 +8,7 @@ from modeling.config import FAMILIES, ModelConfig
 from modeling.expert_layers import told_once
 from modeling.families.family import Family, Key, family_of, section_types
 from modeling.families.rope_json import from_rope_json, longest, to_rope_json
+from modeling.families.shared import is_count
 from modeling.families.values import checked, hints_of, shown
 from modeling.moe_config import BiasBalance, NoBalance
 
@@ -97,10 +98,11 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
         told = f"must be one of the {len(FAMILIES)} families that `roundtable config --keys model.family` lists"
         raise InexpressibleConfig([f"config.json: model_type={shown(name)} {told}; {REMEDY}"])
     family, told = family_of(name), f"with model.family={name}"
+    problems = [*alias_problems(family, content)]
     content = {family.aliases.get(key, key): value for key, value in content.items()} | dict(content)
     if family.completed is not None:
         content = family.completed(content)
-    problems = [*constant_problems(family, content), *unknown_problems(family, content)]
+    problems += [*constant_problems(family, content), *unknown_problems(family, content)]
     values: dict[str, Any] = {key: only[0] for key, only in family.expressible.items() if len(only) == 1}
     values["family"] = name
     try:
@@ -136,12 +138,20 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
             )
 
 
+def alias_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each key that is told under two names, with two values: version 5 takes the other name's."""
+    for alias, key in family.aliases.items():
+        if alias not in EVERYWHERE and {alias, key} <= content.keys() and content[alias] != content[key]:
+            rule = f"must be {key}={shown(content[key])}, of which it is another name; remove one of them"
+            yield f"config.json: {alias}={shown(content[alias])} {rule}"
+
+
 def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """One line for each list of what layers are that is not as long as there are layers."""
     for key in (key for key in LISTS if key in family.keys):
         listed = content.get(key)
         n_layers = content.get("num_hidden_layers", family.defaults["num_hidden_layers"])
-        if listed and type(listed) is list and len(listed) != n_layers:
+        if type(listed) is list and is_count(n_layers) and len(listed) != n_layers:
             rule = f"is not possible with num_hidden_layers={shown(n_layers)}: it must have an entry for each layer"
             yield f"config.json: {key}={shown(listed)} {rule}; {REMEDY}"
 

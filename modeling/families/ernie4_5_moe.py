@@ -52,19 +52,19 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     start, end = values["moe_layer_start_index"], values["moe_layer_end_index"]
     n_layers = values["num_hidden_layers"]
     if not is_count(n_layers):
-        return {**content, "moe_layer_end_index": []}
+        return {**content, "moe_layer_end_index": ()}
     if type(start) is int:
         start = min(max(start, 0), n_layers)
     if type(end) is int:
-        end = [] if end == -1 else list(range(max(end + 1, 0), n_layers))
+        end = () if end == -1 else tuple(range(max(end + 1, 0), n_layers))
     return {**content, "moe_layer_start_index": start, "moe_layer_end_index": end}
 
 
 def layers_behind(layers: Any) -> Mapping[str, Any]:
-    """The layers without experts behind those with some; ValueError where no list was made of the key."""
-    if not isinstance(layers, list):
+    """The layers without experts behind those with some; ValueError where ``completed`` made no tuple of the key."""
+    if not isinstance(layers, tuple):
         raise ValueError("it must be int")
-    return {"moe.dense_layers": tuple(layers)}
+    return {"moe.dense_layers": layers}
 
 
 def last_with_experts(config: ModelConfig) -> int:

@@ -58,7 +58,11 @@ def published(
 FAMILY = Family(
     architecture="Gemma2ForCausalLM",
     weights={**DECODER, **NORMS, **ATTENTION, **FEED_FORWARD},
-    keys={**GEMMA3.keys, "attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"},
+    keys={
+        **{key: ours for key, ours in GEMMA3.keys.items() if key not in NOT_OURS},
+        "attn_logit_softcapping": "score_cap",
+        "final_logit_softcapping": "logit_cap",
+    },
     constants={
         "attention_bias": False,
         "hidden_activation": "gelu_pytorch_tanh",

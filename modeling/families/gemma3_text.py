@@ -17,7 +17,8 @@ from modeling.families.shared import (
     LAYER_TYPES,
     QK_NORM,
     WINDOW,
-    told_by_pattern,
+    told_by_interval,
+    window_interval,
 )
 
 NORMS = {
@@ -47,12 +48,7 @@ DEFAULTS = {
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types. Where they are not told, each sliding_window_pattern-th layer has no window."""
-    values = {**DEFAULTS, **content}
-    types, pattern = values["layer_types"], values["sliding_window_pattern"]
-    if types is None and type(pattern) is int and pattern > 0:
-        n_layers = values["num_hidden_layers"]
-        types = told_by_pattern(n_layers, lambda n_layers: range(pattern - 1, n_layers, pattern))
-    return {**content, "layer_types": types}
+    return {**content, **told_by_interval({**DEFAULTS, **content}, "sliding_window_pattern")}
 
 
 FAMILY = Family(
@@ -65,6 +61,7 @@ FAMILY = Family(
         "sliding_window": ALWAYS_MASKED,
         "final_logit_softcapping": "logit_cap",
         "layer_types": LAYER_TYPES,
+        "sliding_window_pattern": window_interval(DEFAULTS["sliding_window_pattern"]),
         "query_pre_attn_scalar": Key(
             ours=("score_channels",),
             write=lambda config: int(config.score_channels or config.head_dim),
@@ -77,7 +74,7 @@ FAMILY = Family(
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": False,
     },
-    ignored={"sliding_window_pattern": 6},  # layer_types count
+    ignored={},
     defaults=DEFAULTS,
     completed=completed,
     heads_divide_d_model=True,

@@ -8,12 +8,14 @@ from modeling.families.family import Key, moe_of
 from modeling.families.granitemoe import FAMILY as GRANITE
 from modeling.families.packed import packed
 from modeling.families.shared import SOFTMAX_ROUTER
+from modeling.families.values import checked
 
 SHARED_MLP = "model.layers.{layer}.shared_mlp"
 
 
 def shared_expert(width: Any) -> Mapping[str, Any]:
     """The one shared expert, or none where its width is 0."""
+    width = checked(width, int)
     return {"moe.n_shared_experts": 0} if width == 0 else {"moe.n_shared_experts": 1, "moe.shared_d_ff": width}
 
 

@@ -15,6 +15,7 @@ from modeling.families.shared import (
     HEAD_KEYS,
     QK_NORM,
     ROUTER_LOSS,
+    number,
     whole_number,
 )
 
@@ -39,12 +40,15 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     turning, channels = content.get("rotary_dim"), content.get("head_dim", DEFAULTS["head_dim"])
     if type(turning) is not int or type(channels) is not int or channels < 1:
         return content
-    return {"partial_rotary_factor": turning / channels, **content}
+    try:
+        return {"partial_rotary_factor": turning / channels, **content}
+    except OverflowError:  # `turning_channels` says so
+        return content
 
 
 def turning_channels(value: Any) -> Mapping[str, Any]:
-    """No field of ours: ``completed`` has read it. ValueError where it is neither null nor an integer."""
-    return {} if value is None else whole_number(value)
+    """No field of ours: ``completed`` has read it. ValueError where it is neither null nor a number of channels."""
+    return {} if value is None else {**whole_number(value), **number(value)}
 
 
 FAMILY = Family(

@@ -230,6 +230,39 @@ def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]]) -> l
     return layer_types(n_layers, full_of(n_layers)) if is_count(n_layers) else []
 
 
+def types_by_interval(values: Mapping[str, Any], interval: Any) -> Any:
+    """``layer_types`` as a file has them. Where it leaves them out, each so many-th layer has no window.
+
+    An interval that is none is refused by its own rule (``window_interval``): nothing is made of it.
+    """
+    if values["layer_types"] is not None:
+        return values["layer_types"]
+    step = interval if is_interval(interval) else MOST_LAYERS
+    return told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(step - 1, n_layers, step))
+
+
+def told_by_interval(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """``layer_types``, and the key of their interval, which nothing looks at where a file has the types themselves."""
+    interval = values[key] if values["layer_types"] is None else 1
+    return {"layer_types": types_by_interval(values, interval), key: interval}
+
+
+def is_interval(value: Any) -> bool:
+    """Whether it can be the number of layers from one of a kind to the next."""
+    return type(value) is int and value > 0
+
+
+def window_interval(usual: int) -> Key:
+    """A key of such a number, beside ``layer_types``, which are written too: they count, where there are some."""
+
+    def read(interval: Any) -> Mapping[str, Any]:
+        if not is_interval(interval):
+            raise ValueError("it must be a whole number of at least 1 where layer_types is left out")
+        return {}
+
+    return Key(ours=(), write=lambda config: usual, read=read)
+
+
 def types_from_first_window(values: Mapping[str, Any], window: Any) -> Any:
     """``layer_types`` as a file has them. Where it leaves them out, layers from max_window_layers on have the window.
 

@@ -49,6 +49,7 @@ ELSEWHERE = {
     "glm4_moe_lite": {
         *("first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "scoring_func", "topk_method"),
     },
+    "gemma3_text": {"sliding_window_pattern"},  # the class has it as _sliding_window_pattern
     "phi3": {"attention_bias"},
     "gpt_neox": {"rotary_emb_base", "rotary_pct"},  # the class makes rope_parameters of them
     "gpt2": {"n_ctx", "n_inner"},  # n_inner is null there, and means 4 n_embd
@@ -307,6 +308,21 @@ REFUSED = [
     ("ernie4_5_moe", {"moe_layer_start_index": "1"}, 'moe_layer_start_index="1" is not possible with model.family=ernie4_5_moe: it must be int'),
     ("olmo3", {"rope_parameters": None, "rope_theta": 5.0}, "rope_theta=5.0 needs one in rope_parameters.sliding_attention too, else versions 4 and 5 differ in it; "),
     ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "frequencies under a window are not scaled; "),
+    ("afmoe", {"mup_enabled": 1}, "mup_enabled=1 is not possible with model.family=afmoe: it must be bool; "),
+    ("afmoe", {"mup_enabled": "yes"}, 'mup_enabled="yes" is not possible with model.family=afmoe: it must be bool; '),
+    ("afmoe", {"hidden_size": "32"}, 'hidden_size="32" is not possible with model.family=afmoe: it must be int; '),
+    ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers=0 is not possible with model.family=afmoe: it must be a whole number of at least 1 where layer_types is left out; "),
+    ("afmoe", {"layer_types": None, "global_attn_every_n_layers": "4"}, 'global_attn_every_n_layers="4" is not possible with model.family=afmoe: it must be a whole number'),
+    ("gemma3_text", {"layer_types": None, "sliding_window_pattern": -6}, "sliding_window_pattern=-6 is not possible with model.family=gemma3_text: it must be a whole number of at least 1 where layer_types is left out; "),
+    ("glm4_moe_lite", {"mlp_layer_types": []}, "mlp_layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
+    ("smollm3", {"no_rope_layers": []}, "no_rope_layers=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
+    ("granitemoeshared", {"shared_intermediate_size": None}, "shared_intermediate_size=null is not possible with model.family=granitemoeshared: it must be int; "),
+    ("granitemoeshared", {"shared_intermediate_size": False}, "shared_intermediate_size=false is not possible with model.family=granitemoeshared: it must be int; "),
+    ("ernie4_5_moe", {"moe_layer_end_index": [1]}, "moe_layer_end_index=[1] is not possible with model.family=ernie4_5_moe: it must be int; "),
+    ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 must be moe_k=2, of which it is another name; remove one of them"),
+    ("minimax_m2", {"num_experts": None}, "num_experts=null must be num_local_experts=6, of which it is another name; remove one of them"),
+    ("minimax_m2", {"rotary_dim": 10**400}, "is not possible with model.family=minimax_m2: it must be a number that a float can hold; "),
+    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe")),
     ("olmo3", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0 is not known with model.family=olmo3; "),
 ]  # fmt: skip
 

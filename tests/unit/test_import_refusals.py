@@ -101,6 +101,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no channels": ({"head_dim": 0}, "one/config.json: model.d_head=0 must be at least 1; give another model"),
     "huge": ({"vocab_size": 2**40}, "one/config.json: model.vocab_size=1099511627776 must be at most 16777216; give"),
     "uneven": ({"num_key_value_heads": 3}, "one/config.json: model.n_kv_heads=3 must divide model.n_heads=4; give"),
+    **{
+        f"{name} modules": (
+            {"num_nextn_predict_layers": depth},
+            f"one/config.json: model.mtp.depth={depth} must be at {rule}; give another model",
+        )
+        for name, depth, rule in (("many", 10**9, "most 64"), ("too many", 10**30, "most 64"), ("fewer", -1, "least 1"))
+    },
     "no length": ({"max_position_embeddings": 0}, "one/config.json: max_position_embeddings=0 must be a whole number"),
     "true length": ({"max_position_embeddings": True}, "one/config.json: max_position_embeddings=True must be a whole"),
 }
