@@ -14,6 +14,11 @@ def partial_suffix() -> str:
     return f"partial-{os.uname().nodename}-{os.getpid()}"
 
 
+def is_partial(path: Path) -> bool:
+    """Whether it is a folder that some process still makes, or was killed while it made it (`launcher.new_folder`)."""
+    return path.name.startswith(".") and ".partial-" in path.name
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that is ``path``, durably, when the block ends, and is gone where it fails.

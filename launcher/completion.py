@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from data.partial import is_partial
+
 RUNS_DIR = "runs"
 SHELLS = ("bash", "zsh", "fish")
 PLAIN = re.compile(r"[\w.,+@%/-]+")
@@ -101,7 +103,8 @@ def _runs(incomplete: str) -> list[str]:
 
 
 def _names() -> list[str]:
-    return list(_plain_paths(sorted(path.parent.name for path in Path(RUNS_DIR).glob("*/config.yaml"))))
+    runs = (path.parent for path in Path(RUNS_DIR).glob("*/config.yaml"))
+    return list(_plain_paths(sorted(run.name for run in runs if not is_partial(run))))
 
 
 def _plain_paths(paths: list[str]) -> Iterator[str]:

@@ -17,13 +17,17 @@ def new_folder(out: Path) -> Iterator[Path]:
     """The folder to fill, which becomes ``out``, durably, when the block ends, and is gone where it fails.
 
     SIGTERM and SIGHUP are such failures: a job's end leaves nothing. ``out`` must not be there, or be an empty folder.
-    Raises UserError where another process makes it meanwhile.
+    Raises UserError where another process makes it meanwhile, and where one of this id was killed before it was done.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.name}.{partial_suffix()}")
     with undoing(), refusals_of(out):
-        hidden.mkdir()
+        try:
+            hidden.mkdir()
+        except FileExistsError:  # in a container each process may have the id of the one before
+            rule = "must not be there: a killed command has left it, or one of the same process id writes it elsewhere"
+            raise UserError([f"{hidden} {rule}; remove it"]) from None
         try:
             yield hidden
             sync_folder(hidden)

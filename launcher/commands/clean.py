@@ -301,10 +301,10 @@ def run_leftovers(run: Path) -> Iterator[Leftover]:
 
 
 def folder_leftovers(folder: Path) -> Iterator[Leftover]:
-    """What an interrupted import, export or branch left beside runs, as ``new_folder`` names it."""
+    """What an interrupted import, export, average or branch left beside runs, as ``new_folder`` names it."""
     for path in sorted(folder.glob(".*.partial-*")):
         if kind_of(path) is not None and is_old(path):
-            yield Leftover(path, "of an interrupted import, export or branch", tree_size(path)[0])
+            yield Leftover(path, "of an interrupted import, export, average or branch", tree_size(path)[0])
 
 
 def _remove(path: Path) -> bool:

@@ -24,6 +24,7 @@ from launcher.importing.run import STEP, write_run
 from launcher.importing.token_ids import TOKEN_IDS_JSON, dump_token_ids, read_token_ids
 from launcher.importing.tokenizer import begins_with_bos, load_tokenizer
 from launcher.importing.weights import Weights, has_mtp, match_weights
+from launcher.tables import size_text
 from launcher.training.run_parts import CHECKPOINTS
 from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.manifest import ELEMENT_BYTES
@@ -93,7 +94,7 @@ def room_problems(out: Path, n_elements: int) -> list[str]:
     need, free = n_elements * ELEMENT_BYTES, shutil.disk_usage(nearest_existing(out.parent)).free
     if need <= free:
         return []
-    told = f"OUT={out} needs {need / 2**30:.1f} GiB, but the disk has {free / 2**30:.1f} GiB free"
+    told = f"OUT={out} needs {size_text(need)}, but the disk has {size_text(free)} free"
     return [f"{told}; give a path on another disk"]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.text import Text
 
+from data.partial import is_partial
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.slurm.queue import runs_of
@@ -72,8 +73,8 @@ def print_runs(directories: list[str], *, as_json: bool) -> int:
 
 def list_runs(directories: list[str]) -> list[RunSummary]:
     """The runs below each directory (default: runs), or that it is; the last changed first."""
-    paths = list(dict.fromkeys(path for directory in directories or [RUNS_DIR] for path in run_paths(directory)))
-    return sorted((summarize(path) for path in paths), key=lambda run: -run.changed)
+    paths = dict.fromkeys(path for directory in directories or [RUNS_DIR] for path in run_paths(directory))
+    return sorted((summarize(path) for path in paths if not is_partial(path)), key=lambda run: -run.changed)
 
 
 def run_paths(directory: str, *, deep: bool = False) -> list[Path]:

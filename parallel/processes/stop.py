@@ -5,12 +5,13 @@ comes within REPEAT_SECONDS of the first is the same request; a later one means 
 """
 
 import faulthandler
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -144,13 +145,47 @@ def ending(signals: Sequence[int] = STOP_SIGNALS, code: int | None = STOPPED) ->
             signal.signal(signum, handler)
 
 
-def undoing() -> AbstractContextManager[None]:
+@contextmanager
+def undoing() -> Iterator[None]:
     """Within, SIGTERM and SIGHUP (a terminal that closes) raise SystemExit, so that blocks undo what they began.
 
-    The exit code is what a shell expects. Without effect in other threads than the main one, which cannot hear.
+    The exit code is what a shell expects. They and Ctrl-C, sent once more within REPEAT_SECONDS, do not interrupt the
+    undoing. Without effect in other threads than the main one, which cannot hear.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    return ending([signal.SIGTERM, signal.SIGHUP], code=None) if is_main else nullcontext()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = [signal.SIGTERM, signal.SIGHUP]
+    with ending(signals, code=None), heard_once([signal.SIGINT, *signals]):
+        yield
+
+
+@contextmanager
+def heard_once(signals: Sequence[int]) -> Iterator[None]:
+    """Within, what comes less than REPEAT_SECONDS after a signal whose handler raised something is the same request."""
+    raised_at = -math.inf
+
+    def once(handler: Callable[..., Any]) -> Callable[[int, Any], None]:
+        def hear(signum: int, frame: Any = None) -> None:
+            nonlocal raised_at
+            if time.monotonic() - raised_at < REPEAT_SECONDS:
+                return
+            try:
+                handler(signum, frame)
+            except BaseException:
+                raised_at = time.monotonic()
+                raise
+
+        return hear
+
+    before = {signum: handler for signum in signals if callable(handler := signal.getsignal(signum))}
+    for signum, handler in before.items():
+        signal.signal(signum, once(handler))
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager

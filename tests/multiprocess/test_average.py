@@ -1,7 +1,11 @@
 """`roundtable average`: the mean of checkpoints, as a run directory that other commands take."""
 
+import itertools
 import json
+import os
+import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,11 +14,15 @@ import torch
 from command_runs import train, write_config
 from launcher.cli import main
 from launcher.commands import average
+from launcher.commands.runs import list_runs
 from launcher.commands.trained import Trained, load_decoder, open_trained
 from launcher.config.load import load_config
 from layout_runs import write_tokens
 from modeling.logical import logical_shapes
 from parallel.checkpoint.boxes import Box
+from parallel.processes.start import fork_server
+from parallel.processes.stop import STOP_SIGNALS
+from small_disk import small_disk
 
 pytestmark = pytest.mark.xdist_group("average")
 
@@ -134,6 +142,73 @@ def test_refusals_take_a_line_and_create_nothing(case, made, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(expected.replace("RUN", str(made / "run")).replace("NONE", str(made / "none")))
     assert files_of(made) == before and list(tmp_path.iterdir()) == []
+
+
+def stopped_at(n_blocks: int, signum: int, arguments: list[str]) -> None:
+    """The command in a process that is signalled while it reads a block."""
+    read = Trained.read_box
+    counted = itertools.count(1)
+
+    def read_box(self: Trained, name: str, box: Box) -> torch.Tensor:
+        if next(counted) == n_blocks:
+            os.kill(os.getpid(), signum)
+        return read(self, name, box)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # which wait in what a fork server starts
+    Trained.read_box = read_box  # type: ignore[method-assign]
+    raise SystemExit(main(arguments))
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_leaves_no_half_of_it(made, tmp_path, capsys, signum, code):
+    """A kill leaves a hidden folder that is no run; the same command then works."""
+    arguments = ["average", str(made / "run"), str(tmp_path / "mean"), "--last", "3"]
+    before = files_of(made)
+    process = fork_server().Process(target=stopped_at, args=(random.Random(signum).randrange(1, 40), signum, arguments))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+    left = list(tmp_path.iterdir())
+    assert len(left) == (1 if signum == signal.SIGKILL else 0) and list_runs([str(tmp_path)]) == []
+    assert main(arguments) == 0 and main(["checkpoint", "verify", str(tmp_path / "mean")]) == 0
+    assert {*tmp_path.iterdir()} == {tmp_path / "mean", *left} and files_of(made) == before
+
+
+def test_a_disk_that_fills_up_leaves_nothing(made, tmp_path, capsys, monkeypatch):
+    """And one that is full already is told before."""
+    read, counted = Trained.read_box, itertools.count(1)
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        arguments = ["average", str(made / "run"), str(disk / "mean"), "--last", "3"]
+
+        def read_box(self: Trained, name: str, box: Box) -> torch.Tensor:
+            if next(counted) == 20:
+                fill(disk)
+            return read(self, name, box)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Trained, "read_box", read_box)
+            assert main(arguments) == 1
+        told = f"{disk}/mean: No space left on device; free some space, or choose another disk\n"
+        assert capsys.readouterr().err == told and list(disk.iterdir()) == [disk / "filler"]
+        fill(disk)
+        assert main(arguments) == 2
+        assert " KiB, but the disk has 0 bytes free; " in capsys.readouterr().err
+        (disk / "filler").unlink()
+        assert main(arguments) == 0 and list(disk.iterdir()) == [disk / "mean"]
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("ab") as file:
+        file.write(bytes(shutil.disk_usage(disk).free))
 
 
 def test_other_models_and_damage_are_refused(made, tmp_path, capsys):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from data.partial import partial_suffix
 from launcher.cli import main
 from launcher.commands.runs import holds_lock, last_lines, list_runs, summarize
+from launcher.completion import offer_runs
 from launcher.config.dump import dump_config
 from launcher.config.tree import CheckpointConfig, RunConfig, TrainConfig
 from launcher.slurm import follow
@@ -241,6 +243,12 @@ def test_a_loss_that_has_diverged_breaks_no_table(tmp_path, monkeypatch, capsys)
 )
 def test_a_loss_as_people_read_it(value, text):
     assert loss_text(value) == text
+
+
+def test_what_an_import_or_a_mean_has_not_finished_is_no_run(runs, capsys):
+    make_run(runs / f".mean.{partial_suffix()}")
+    assert [Path(run.path).name for run in list_runs([])] == ["crashed", "stopped", "done", "fresh"]
+    assert offer_runs("") == ["crashed", "done", "fresh", "stopped"]
 
 
 def test_nothing_to_list(tmp_path, monkeypatch, capsys):

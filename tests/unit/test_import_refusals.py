@@ -456,7 +456,7 @@ def test_a_full_disk(here: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
     usage = shutil.disk_usage(here)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     (line,) = refused(capsys, "one", "new/out")
-    assert line.startswith("OUT=new/out needs 0.0 GiB, but the disk has 0.0 GiB free; give a path on another disk")
+    assert line.startswith("OUT=new/out needs 192.9 KiB, but the disk has 1000 bytes free; give a path on another disk")
 
 
 def test_planted_interruption_leaves_nothing(here: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
