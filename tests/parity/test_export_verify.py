@@ -1,13 +1,16 @@
 """`export --verify` and `--shard-gb`, by the command line: what is planted is told, and nothing of it kept."""
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import launcher.commands.export
+from hf_folders import save_hf_model
 from launcher.cli import main
 from launcher.config.tree import RunConfig
 from modeling.config import FAMILIES, FamilyName
@@ -144,3 +147,43 @@ def test_the_size_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("--shard-gb=") and line.endswith("; leave it out for files of 5 GB")
     assert names() == {"run", "out"}
+
+
+def test_planted_rounded_router_of_ernie_is_told(monkeypatch, capsys) -> None:
+    """Its class keeps routers in fp32 in every dtype, and so does the export: rounded ones give other logits."""
+
+    def rounded(config, tensors):
+        for name, part in to_hf(config, tensors):
+            yield name, part.bfloat16().float() if name.endswith(".mlp.gate.weight") else part
+
+    write_run("ernie4_5_moe")
+    assert main(["export", "run", "out", "--verify", "--dtype", "bf16"]) == 0
+    routers = {name: each for name, each in load_file("out/model.safetensors").items() if ".mlp.gate." in name}
+    assert routers and all(each.dtype == torch.float32 for each in routers.values())
+    assert all(not torch.equal(each, each.bfloat16().float()) for each in routers.values())
+    shutil.rmtree("out")
+    capsys.readouterr()
+    monkeypatch.setattr(launcher.commands.export, "to_hf", rounded)
+    assert differs(capsys, "--dtype", "bf16").startswith("OUT=out has other logits in transformers than here: ")
+
+
+def test_what_ernie_s_class_does_not_read_is_passed_over(capsys) -> None:
+    """Modules that predict further tokens, by their names; in another family's files they are refused."""
+    for family, code in (("ernie4_5_moe", 0), ("llama", 2)):
+        source = Path(family)
+        save_hf_model(source, example_config(family, vocab_size=257))
+        path = source / "model.safetensors"
+        kept = load_file(path)
+        others = {f"model.{name}.weight": torch.ones(3) for name in ("mtp_block.0.x", "mtp_emb_norm.0")}
+        save_file(kept | others, path, metadata={"format": "pt"})
+        capsys.readouterr()
+        assert main(["import", family, f"runs/{family}"]) == code
+        told = capsys.readouterr().err.splitlines()
+        assert [line.partition(": ")[2] for line in told] == [
+            f"{name} is no tensor of this model, and would not be read; remove it" for name in sorted(others) if code
+        ]
+    assert main(["export", "runs/ernie4_5_moe", "again", "--verify"]) == 0
+    again = load_file("again/model.safetensors")
+    original = load_file("ernie4_5_moe/model.safetensors")
+    assert again.keys() == original.keys() - others.keys()
+    assert all(torch.equal(each, original[name]) for name, each in again.items())

@@ -7,7 +7,7 @@ import torch
 
 import modeling.kv_cache
 from modeling.attention import Attention
-from modeling.config import FAMILIES, FamilyName, ModelConfig
+from modeling.config import FAMILIES, AttentionGate, FamilyName, ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder
 from modeling.families.family import family_of
@@ -135,3 +135,28 @@ def test_latents_are_expanded_by_their_modules(family: FamilyName) -> None:
         layer.attention.kv_b.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     after(model, config, 6, 2)
     assert seen == [6] * config.n_layers + [7] * config.n_layers + [8] * config.n_layers
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("gate", "family"),
+    [("headwise", "llama"), ("headwise", "deepseek_v3"), ("elementwise", "llama"), ("elementwise", "deepseek_v3")],
+)
+def test_gates_of_attention_are_those_of_the_whole_pass(
+    gate: AttentionGate, family: FamilyName, window: int | None
+) -> None:
+    """Each token's own: the logits of each, read after a prompt one by one, are those of all at once."""
+    plain = replace(example_config(family), family="none", sliding_window=window, init_std=0.5)
+    config = replace(plain, attention_gate=gate)
+    model = build(config, 1)
+    tokens_BS = torch.randint(config.vocab_size, (B, 20), generator=torch.Generator().manual_seed(0))
+    positions_BS = torch.arange(20).expand(B, 20)
+    cache = KVCache(config.n_layers)
+    with torch.no_grad():
+        whole_BSV = model(tokens_BS, Context(positions_BS, torch.zeros_like(tokens_BS))).logits_BSV
+        found = [next_logits(model, tokens_BS[:, :7], cache)]
+        found += [next_logits(model, tokens_BS[:, place : place + 1], cache) for place in range(7, 20)]
+        ungated_BSV = build(plain, 1)(tokens_BS, Context(positions_BS, torch.zeros_like(tokens_BS))).logits_BSV
+    assert whole_BSV is not None and ungated_BSV is not None
+    torch.testing.assert_close(torch.stack(found, 1), whole_BSV[:, 6:], rtol=1e-4, atol=1e-4)  # fp32, in another order
+    assert not torch.allclose(whole_BSV, ungated_BSV, atol=1e-2)
