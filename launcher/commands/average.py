@@ -21,6 +21,7 @@ from data.tokenizer import read_vocab
 from launcher.commands.import_model import place_problems, room_problems, shown_progress
 from launcher.commands.trained import Trained, find_candidates, naming_tokenizer, no_checkpoint, open_one, open_trained
 from launcher.config.tree import RunConfig
+from launcher.config.words import join_and
 from launcher.console import in_a_line, say
 from launcher.errors import UserError
 from launcher.importing.folder import GENERATION_JSON
@@ -218,10 +219,6 @@ def told(members: Sequence[Trained]) -> str:
     for member in members:
         run = member.checkpoint.folder.location.partition(f"/{CHECKPOINTS}/")[0]
         steps.setdefault(run, []).append(member.checkpoint.step)
-    return "; ".join(f"{run} at {listed(found)}" for run, found in steps.items())
-
-
-def listed(steps: Sequence[int]) -> str:
-    """Steps in words: "step 3", "steps 1, 2 and 3"."""
-    *before, last = map(str, steps)
-    return f"steps {', '.join(before)} and {last}" if before else f"step {last}"
+    return "; ".join(
+        f"{run} at {'steps' if found[1:] else 'step'} {join_and([*map(str, found)])}" for run, found in steps.items()
+    )

@@ -35,4 +35,13 @@ def show_key(keys: tuple[str | int, ...]) -> str:
 
 def join_or(items: list[str]) -> str:
     """The items as text: "a, b or c"."""
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} or {items[-1]}"
+    return _join(items, "or")
+
+
+def join_and(items: list[str]) -> str:
+    """The items as text: "a, b and c"."""
+    return _join(items, "and")
+
+
+def _join(items: list[str], word: str) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {word} {items[-1]}"

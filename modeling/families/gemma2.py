@@ -8,7 +8,7 @@ from modeling.families.family import Family
 from modeling.families.gemma3_text import DEFAULTS as GEMMA3_DEFAULTS
 from modeling.families.gemma3_text import FAMILY as GEMMA3
 from modeling.families.gemma3_text import NORMS
-from modeling.families.shared import ATTENTION, DECODER, FEED_FORWARD, WINDOW, told_by_pattern
+from modeling.families.shared import ATTENTION, DECODER, FEED_FORWARD, WINDOW, types_by_interval
 
 NOT_OURS = ("rope_local_base_freq", "sliding_window_pattern")
 DEFAULTS = {
@@ -22,11 +22,7 @@ DEFAULTS = {
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types. Where they are not told, every second layer has no window."""
-    values = {**DEFAULTS, **content}
-    types = values["layer_types"]
-    if types is None:
-        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(1, n_layers, 2))
-    return {**content, "layer_types": types}
+    return {**content, "layer_types": types_by_interval({**DEFAULTS, **content}, 2)}
 
 
 def published(

@@ -7,6 +7,7 @@ from modeling.config import ModelConfig
 from modeling.families.family import Family, Key, moe_of
 from modeling.families.packed import packed
 from modeling.families.shared import (
+    ALWAYS_MASKED,
     ATTENTION,
     ATTENTION_BIAS,
     DECODER,
@@ -22,7 +23,7 @@ from modeling.families.shared import (
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
     WINDOW,
-    told_by_pattern,
+    types_by_interval,
     whole_number,
 )
 from modeling.moe_config import MoEConfig, NoBalance
@@ -84,10 +85,7 @@ ROPE = {  # what the class takes where nothing is said
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types, and positions. Where they are not told, each second layer has no window, and YaRN scales."""
-    values = {**DEFAULTS, **content}
-    types = values["layer_types"]
-    if types is None:
-        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(1, n_layers, 2))
+    types = types_by_interval({**DEFAULTS, **content}, 2)
     is_told = any(content.get(key) is not None for key in ("rope_scaling", "rope_parameters"))
     return {**content, "layer_types": types, **({} if is_told else {"rope_parameters": ROPE})}
 
@@ -134,11 +132,7 @@ FAMILY = Family(
         "num_local_experts": "moe.n_experts",
         "num_experts_per_tok": "moe.top_k",
         "swiglu_limit": "moe.swiglu_limit",
-        "sliding_window": Key(  # the class builds that mask too where no layer takes it
-            ours=("sliding_window",),
-            write=lambda config: config.sliding_window or DEFAULTS["sliding_window"],
-            read=lambda width: {"sliding_window": width},
-        ),
+        "sliding_window": ALWAYS_MASKED,
         "layer_types": LAYER_TYPES,
         "experts_per_token": Key(ours=(), write=lambda config: moe_of(config).top_k, read=whole_number),
         "initial_context_length": Key(ours=(), write=lambda config: SCALING.original_seq_len, read=whole_number),

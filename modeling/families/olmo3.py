@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from modeling.families.olmo2 import FAMILY as OLMO2
-from modeling.families.shared import ALWAYS_MASKED, LAYER_TYPES, WINDOW, told_by_pattern
+from modeling.families.shared import ALWAYS_MASKED, LAYER_TYPES, WINDOW, types_by_interval
 
 DEFAULTS = {
     **OLMO2.defaults,
@@ -18,11 +18,7 @@ DEFAULTS = {
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """With layer_types. Where they are not told, every fourth layer has no window."""
-    values = {**DEFAULTS, **content}
-    types = values["layer_types"]
-    if types is None:
-        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(3, n_layers, 4))
-    return {**content, "layer_types": types}
+    return {**content, "layer_types": types_by_interval({**DEFAULTS, **content}, 4)}
 
 
 FAMILY = replace(
