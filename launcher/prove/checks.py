@@ -45,6 +45,7 @@ ROUNDING_SHARE = 1e-9
 ACCUMULATION_BOUND = 1e-5
 
 COPY = "a copy of "
+HELDOUT = "held-out loss"  # the name of its check
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -237,22 +238,24 @@ def check_heldout(
     phase: str,
     ours: Mapping[str, Mapping[str, float]],
     theirs: Mapping[str, float],
-    bound: float = LOSS_BOUND,
-    base: float = 1.0,
 ) -> Check:
     """The held-out loss of every rank (moment -> rank -> loss) against one process's at each moment of ``theirs``.
 
-    The error is relative, as a multiple of ``base``; the first moment that fails is shown, else the worst.
+    The error is relative; the first moment that fails is shown, else the worst.
     """
     shown: list[Check] = []
     for moment, truth in theirs.items():
-        errors = {rank: relative(loss, truth) / base for rank, loss in ours.get(moment, {"no rank": math.nan}).items()}
-        rank, error = largest(errors)
+        rank, error = farthest_rank(ours, moment, truth)
         note = f"{ours[moment][rank]:.7g}, one process {truth:.7g}" if moment in ours else "was not evaluated"
-        check = Check(phase, "held-out loss", f"{moment}, {rank}", error, bound, note)
+        check = Check(phase, HELDOUT, f"{moment}, {rank}", error, LOSS_BOUND, note)
         shown.append(check if not check.passed else replace(check, worst=moment, note=""))
     failed = [check for check in shown if not check.passed]
     return failed[0] if failed else max(shown, key=lambda check: check.error)
+
+
+def farthest_rank(ours: Mapping[str, Mapping[str, float]], moment: str, truth: float) -> tuple[str, float]:
+    """The rank whose held-out loss at ``moment`` is the farthest from ``truth``, and its relative distance."""
+    return largest({rank: relative(loss, truth) for rank, loss in ours.get(moment, {"no rank": math.nan}).items()})
 
 
 def check_left_alone(phase: str, ranks: Sequence[RankSeen]) -> Check:

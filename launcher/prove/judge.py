@@ -26,7 +26,6 @@ from launcher.prove.rank import (
     hash_row,
 )
 from launcher.prove.reference import ReferenceStep
-from launcher.prove.rounding import NOISE_FACTOR
 from launcher.prove.shrink import nonlinear_for
 from modeling.optimizers.config import OptimizerConfig
 from parallel.checkpoint.manifest import DamagedCheckpoint
@@ -86,7 +85,8 @@ def judge_sgd(proof: Proof) -> list[Check]:
             found.append(checks.check_biases(SGD, proof.ranks, lambda rank: rank.phases[SGD].buffers, end.buffers))
     return [
         *found,
-        *check_evaluations(proof, SGD, plain),
+        checks.check_heldout(SGD, heldout_losses(proof, SGD), heldout_truth(proof, plain)),
+        checks.check_left_alone(SGD, proof.ranks),
         checks.check_gradients(SGD, seen, plain.steps, proof.cancelled, proof.nudged_gradients),
         *checks.check_cancelled(SGD, seen, plain.steps, proof.cancelled),
         check_norm(proof),
@@ -120,17 +120,6 @@ def _auxiliary(
     rows: Sequence[Mapping[str, float]], name: str, key: str, theirs: Sequence[Mapping[int, float]]
 ) -> Check:
     return checks.check_series(SGD, name, [row[key] for row in rows], [sum(layers.values()) for layers in theirs])
-
-
-def check_evaluations(
-    proof: Proof, phase: str, plain: PlainRun, bound: float = checks.LOSS_BOUND, base: float = 1.0
-) -> list[Check]:
-    """The held-out losses around the steps, relative and as a multiple of ``base``; and what evaluations changed."""
-    theirs = heldout_truth(proof, plain)
-    return [
-        checks.check_heldout(phase, heldout_losses(proof, phase), theirs, bound, base),
-        checks.check_left_alone(phase, proof.ranks),
-    ]
 
 
 def heldout_truth(proof: Proof, plain: PlainRun) -> dict[str, float]:
@@ -316,19 +305,40 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
     )
     first = next((number for number, step in enumerate(low.steps) if not step.skipped), 0)
     shown = [
-        noise_checks.check_noisy_losses(phase_name, "loss", losses, low_losses[:steps], exact_losses[:steps], floor),
-        *check_evaluations(proof, phase_name, exact, NOISE_FACTOR, heldout_noise),
+        noise_checks.check_noisy_losses(
+            phase_name,
+            "loss",
+            losses,
+            low_losses[:steps],
+            exact_losses[:steps],
+            floor,
+            lambda: [draw.steps for draw in proof.losses_anew],
+        ),
+        noise_checks.check_noisy_heldout(
+            phase_name,
+            heldout_losses(proof, phase_name),
+            heldout_truth(proof, exact),
+            heldout_noise,
+            lambda: [draw.heldout for draw in proof.losses_anew],
+        ),
+        checks.check_left_alone(phase_name, proof.ranks),
         noise_checks.check_noisy_gradients(
             phase_name,
             checks.step_boxes(seen, lambda phase: phase.steps[first]),
             low.steps[first].gradients,
             exact.steps[first].gradients,
             f" (step {first + 1})",
-            anew=lambda: proof.rounded_anew(first, low.states[first]),
+            anew=lambda: [step.gradients for step in proof.rounded_anew(first, low.states[first])],
         ),
         checks.check_rows_agree(phase_name, proof.ranks, (*AGREED, "loss_scale", "skipped")),
         noise_checks.check_noisy_losses(
-            phase_name, f"{LOADED}: next loss", [after[0].row["loss"]], low_losses[steps:], exact_losses[steps:], floor
+            phase_name,
+            f"{LOADED}: next loss",
+            [after[0].row["loss"]],
+            low_losses[steps:],
+            exact_losses[steps:],
+            floor,
+            lambda: [[step.loss] for step in proof.loaded_anew],
         ),
         noise_checks.check_noisy_gradients(
             phase_name,
@@ -337,7 +347,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
             exact.steps[steps].gradients,
             "",
             f"{LOADED}: next gradients",
-            lambda: proof.rounded_anew(steps, proof.checkpoint_state),
+            lambda: [step.gradients for step in proof.loaded_anew],
         ),
     ]
     if precision == "fp8":

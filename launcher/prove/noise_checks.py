@@ -2,15 +2,25 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from launcher.prove.checks import Check, held_to, relative, shapes_of, whole_or_failed
+from launcher.prove.checks import (
+    HELDOUT,
+    Check,
+    farthest_rank,
+    held_to,
+    relative,
+    series_errors,
+    shapes_of,
+    whole_or_failed,
+)
 from launcher.prove.compare.boxes import TensorBox
 from launcher.prove.compare.errors import tensor_errors
 from launcher.prove.rank import RankSeen
-from launcher.prove.rounding import NOISE_FACTOR, Nudged, bounds_for
+from launcher.prove.rounding import NOISE_FACTOR, Moves, Nudged, bounds_for
 
 MOST_NOISE = 10  # times NOISE_FACTOR of the usual noise, where one process's own, rounded otherwise, is more
 
@@ -45,9 +55,7 @@ def check_noisy_gradients(
     worst, bound, more = held_to(errors, bounds_for(NOISE_FACTOR, errors, draws, MOST_NOISE))
     base = max(noise[worst], usual)
     note = f"{errors[worst] * base:.1e} from fp32, one process {noise[worst]:.1e}"
-    if more:
-        note += f", {bound / NOISE_FACTOR * base:.1e} with its weights rounded otherwise"
-    return Check(phase, name, f"{worst}{step}", errors[worst], bound, note)
+    return Check(phase, name, f"{worst}{step}", errors[worst], bound, note + (otherwise(bound, base) if more else ""))
 
 
 def check_noise_is_there(
@@ -67,14 +75,64 @@ def check_noise_is_there(
 
 
 def check_noisy_losses(
-    phase: str, name: str, ours: Sequence[float], low: Sequence[float], exact: Sequence[float], floor: float
+    phase: str,
+    name: str,
+    ours: Sequence[float],
+    low: Sequence[float],
+    exact: Sequence[float],
+    floor: float,
+    anew: Callable[[], Sequence[Sequence[float]]] | None = None,
 ) -> Check:
-    """In 16 bits, the losses' largest distance from fp32, as a multiple of one process's (of ``floor`` at least)."""
-    base = loss_noise(low, exact, floor)
-    errors = [relative(a, b) / base for a, b in zip(ours, exact, strict=True)]
-    step = max(range(len(errors)), key=errors.__getitem__)
-    note = f"{errors[step] * base:.1e} from fp32, one process at most {base:.1e}"
-    return Check(phase, name, f"step {step + 1}", errors[step], NOISE_FACTOR, note)
+    """In 16 bits, the losses' largest distance from fp32, as a multiple of one process's (of ``floor`` at least).
+
+    One process's may be small by chance. The bound is that of ``check_noisy_gradients``, for each step: ``anew`` gives
+    one process's losses with weights rounded otherwise.
+    """
+
+    def distances(losses: Sequence[float]) -> dict[str, float]:
+        return series_errors(losses, exact, 1)
+
+    draws = None if anew is None else lambda: [distances(losses) for losses in anew()]
+    return held_to_noise(phase, name, distances(ours), loss_noise(low, exact, floor), draws)
+
+
+def check_noisy_heldout(
+    phase: str,
+    ours: Mapping[str, Mapping[str, float]],
+    exact: Mapping[str, float],
+    base: float,
+    anew: Callable[[], Sequence[Mapping[str, float]]] | None = None,
+) -> Check:
+    """The same of the held-out losses of every rank (moment -> rank -> loss), as multiples of ``base``."""
+    worst = {moment: farthest_rank(ours, moment, truth) for moment, truth in exact.items()}
+    errors = {moment: error for moment, (_, error) in worst.items()}
+
+    def distances(losses: Mapping[str, float]) -> dict[str, float]:
+        return {moment: relative(losses[moment], truth) for moment, truth in exact.items()}
+
+    draws = None if anew is None else lambda: [distances(losses) for losses in anew()]
+    check = held_to_noise(phase, HELDOUT, errors, base, draws)
+    if check.passed:
+        return check
+    note = check.note if check.worst in ours else "was not evaluated"
+    return replace(check, worst=f"{check.worst}, {worst[check.worst][0]}", note=note)
+
+
+def held_to_noise(phase: str, name: str, distances: Mapping[str, float], base: float, draws: Moves | None) -> Check:
+    """Losses' distances from fp32, by step or moment, as multiples of ``base``, and those of ``draws`` likewise."""
+
+    def multiples(distances: Mapping[str, float]) -> dict[str, float]:
+        return {key: distance / base for key, distance in distances.items()}
+
+    errors, moves = multiples(distances), None if draws is None else lambda: [*map(multiples, draws())]
+    worst, bound, more = held_to(errors, bounds_for(NOISE_FACTOR, errors, moves, MOST_NOISE))
+    note = f"{distances[worst]:.1e} from fp32, one process at most {base:.1e}"
+    return Check(phase, name, worst, errors[worst], bound, note + (otherwise(bound, base) if more else ""))
+
+
+def otherwise(bound: float, base: float) -> str:
+    """What a note says of draws that have raised the bound, in multiples of ``base``."""
+    return f", {bound / NOISE_FACTOR * base:.1e} with its weights rounded otherwise"
 
 
 def loss_noise(low: Sequence[float], exact: Sequence[float], floor: float) -> float:

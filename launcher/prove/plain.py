@@ -69,7 +69,7 @@ class PlainTrainer:
         done: int = 0,
     ) -> None:
         """``schedule`` gives each step its learning rate; ``done`` steps lie behind."""
-        loss_scale = FIRST_LOSS_SCALE if precision == "fp16" else 1.0
+        loss_scale = first_loss_scale(precision)
         self.trainer = ReferenceTrainer(model, optimizer, seed=seed, precision=precision, loss_scale=loss_scale)
         self.lr = optimizer.lr
         self.schedule = schedule
@@ -167,6 +167,11 @@ def run_plain(
         if step < steps:
             trainer.step(samples_of_step(step, batches))
     return trainer.run
+
+
+def first_loss_scale(precision: Precision) -> float:
+    """What the loss is multiplied by in the first step."""
+    return FIRST_LOSS_SCALE if precision == "fp16" else 1.0
 
 
 def samples_of_step(step: int, batches: Batches) -> np.ndarray:

@@ -14,7 +14,7 @@ from launcher.config.tree import RunConfig
 from launcher.prove.checkpoints import write_plain_checkpoint
 from launcher.prove.compare.routing import TIE_GAP
 from launcher.prove.kinks import clear_of_kinks
-from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, run_plain, samples_of_step
+from launcher.prove.plain import PlainRun, PlainState, PlainTrainer, first_loss_scale, run_plain, samples_of_step
 from launcher.prove.rank import (
     AFTER_LOAD,
     AFTER_STEPS,
@@ -25,6 +25,7 @@ from launcher.prove.rank import (
     RankSeen,
     prove_rank,
 )
+from launcher.prove.reference import ReferenceStep
 from launcher.prove.rounding import DRAWS, round_anew, run_nudged
 from launcher.prove.shrink import SAVING_SIZES, SMALL_SIZES, nonlinear_for, sgd_for
 from modeling.logical import logical_parameters
@@ -45,6 +46,14 @@ class PlainSide:
     nonlinear: PlainRun  # one step more than the others: what follows the checkpoint
     own_exact: PlainRun | None = None  # the run's own optimizer, in fp32; the last step follows the checkpoint
     own_low: PlainRun | None = None  # the same in the run's own precision, choosing experts as own_exact did
+
+
+@dataclass
+class Losses:
+    """The losses of some steps, and the held-out ones by moment (launcher.prove.rank)."""
+
+    steps: list[float]
+    heldout: dict[str, float]
 
 
 @dataclass
@@ -97,20 +106,64 @@ class Proof:
         runs = (run_nudged(self.trainer(rule, self.steps), state, [step], draw) for draw in range(DRAWS))
         return [run.steps[0].gradients for run in runs]
 
-    def rounded_anew(self, step: int, state: PlainState) -> list[dict[str, Tensor]]:
-        """One process's gradients in the run's own precision, from ``state``, its weights rounded anew, some times."""
-        exact, low = self.plain.own_exact, self.plain.own_low
-        assert exact is not None and low is not None
-        skipped = sum(seen.skipped and seen.has_targets for seen in low.steps[:step])
+    def rounded_anew(self, step: int, state: PlainState) -> list[ReferenceStep]:
+        """One process's step in the run's own precision, from ``state``, its weights rounded anew, some times."""
         found = []
         for draw in range(DRAWS):
-            train = self.config.train
-            trainer = plain_trainer(self.config, self.dataset, self.config.optimizer, train.precision, step)
-            trainer.trainer.loss_scale /= 2**skipped
-            trainer.load(state)
+            trainer = self.own_trainer(step, state)
             round_anew(trainer.trainer.model, trainer.trainer.masters, draw)
-            found.append(trainer.step(samples_of_step(step, train.batches), exact.choices[step]).gradients)
+            found.append(self.own_step(trainer, step))
         return found
+
+    @functools.cached_property
+    def loaded_anew(self) -> list[ReferenceStep]:
+        """The step after the checkpoint, likewise."""
+        return self.rounded_anew(self.steps, self.checkpoint_state)
+
+    @functools.cached_property
+    def losses_anew(self) -> list[Losses]:
+        """One process's losses in the run's own precision, its weights rounded anew before each step, some times.
+
+        Each time it takes all steps, since a loss after the first depends on the updates before it.
+        """
+        return [self.run_rounded(draw) for draw in range(DRAWS)]
+
+    def run_rounded(self, draw: int) -> Losses:
+        """The losses of one draw. Where it skips a step and the run does not, or the reverse, it goes on as the run."""
+        exact, low = self.own_runs
+        trainer, n_sequences = self.own_trainer(0, low.states[0]), self.config.train.eval_sequences
+        losses = Losses([], {})
+        for step in range(self.steps + 1):
+            round_anew(trainer.trainer.model, trainer.trainer.masters, draw + DRAWS * step)
+            if (moment := {0: BEFORE_STEPS, self.steps: AFTER_STEPS}.get(step)) is not None:
+                seen = trainer.evaluate(self.heldout, n_sequences, exact.heldout[step].choices)
+                losses.heldout[moment] = seen.loss
+            if step < self.steps:
+                seen = self.own_step(trainer, step)
+                losses.steps.append(seen.loss)
+                if seen.skipped != low.steps[step].skipped:
+                    trainer.load(low.states[step + 1])
+        return losses
+
+    @property
+    def own_runs(self) -> tuple[PlainRun, PlainRun]:
+        """The run's own optimizer on one process in fp32, and in the run's own precision."""
+        assert self.plain.own_exact is not None and self.plain.own_low is not None
+        return self.plain.own_exact, self.plain.own_low
+
+    def own_trainer(self, done: int, state: PlainState) -> PlainTrainer:
+        """A plain process in the run's own precision, which goes on from ``state`` after ``done`` steps."""
+        config = self.config
+        trainer = plain_trainer(config, self.dataset, config.optimizer, config.train.precision, done)
+        trainer.load(state)
+        return trainer
+
+    def own_step(self, trainer: PlainTrainer, step: int) -> ReferenceStep:
+        """Step ``step`` of such a process at the run's loss scale, with the experts chosen as in fp32."""
+        exact, low = self.own_runs
+        skipped = sum(seen.skipped and seen.has_targets for seen in low.steps[:step])
+        trainer.trainer.loss_scale = first_loss_scale(self.config.train.precision) / 2**skipped
+        return trainer.step(samples_of_step(step, self.config.train.batches), exact.choices[step])
 
     @property
     def checkpoint_state(self) -> PlainState:

@@ -6,9 +6,10 @@ over many steps all weights drift. So a difference beyond its bound is held agai
 with each weight of the model moved by one unit in the last place, up or down at random (Monte Carlo arithmetic, D. S.
 Parker, UCLA CSD-970002, 1997, on inputs alone). Nothing of the layout is asked for that.
 
-In 16 bits one process's distance from fp32 is the measure, but of a tensor of a few numbers, each a sum that nearly
-cancels, it may be small by chance. There the process repeats the step with each weight rounded to 16 bits anew, up or
-down at random (stochastic rounding: M. Croci et al., R. Soc. Open Sci. 9:211631, 2022, section 2).
+In 16 bits one process's distance from fp32 is the measure, but of a loss, or of a tensor of a few numbers, each a sum
+that nearly cancels, it may be small by chance. There the process repeats the step, or for losses all steps, with each
+weight rounded to 16 bits anew, up or down at random (stochastic rounding: M. Croci et al., R. Soc. Open Sci. 9:211631,
+2022, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence

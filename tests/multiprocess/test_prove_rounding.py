@@ -5,6 +5,7 @@ queries' and keys' gradients a thousandth is left, which a unit in the last plac
 """
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from launcher.commands.prove import load_small, prove_in, stay_on_cpu
 from launcher.prove.checks import GRADIENT_BOUND, Check
 from launcher.prove.proof import Proof
+from launcher.prove.rank import AFTER_STEPS
 from launcher.prove.report import Outcome
 from prove_faults import hook_gradients
 from prove_runs import failures, write_config
@@ -90,20 +92,31 @@ def test_what_is_repeated_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_what_is_rounded_otherwise_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """Each step in the run's own precision comes out bit for bit, the one after the checkpoint, too.
+    """Each step in the run's own precision comes out bit for bit, the one after the checkpoint, too; so do all losses.
 
     The scale of fp16's loss begins where gradients overflow, so that some steps are skipped.
     """
     monkeypatch.setattr("launcher.prove.plain.FIRST_LOSS_SCALE", 2.0**20)
     proof = unmoved(tmp_path, monkeypatch, f"train.precision={precision}")
-    low = proof.plain.own_low
-    assert low is not None and not low.steps[-1].skipped
+    _, low = proof.own_runs
+    assert not low.steps[-1].skipped
     assert any(step.skipped for step in low.steps) == (precision == "fp16")
     states = [*low.states[: proof.steps], proof.checkpoint_state]
     for number, (seen, state) in enumerate(zip(low.steps, states, strict=True)):
         (again,) = proof.rounded_anew(number, state)
         for name, gradient in seen.gradients.items():
-            assert torch.equal(again[name], gradient) or not gradient.isfinite().all(), (number, name)
+            assert torch.equal(again.gradients[name], gradient) or not gradient.isfinite().all(), (number, name)
+    (losses,) = proof.losses_anew
+    assert losses.steps == [step.loss for step in low.steps[: proof.steps]]
+    assert list(losses.heldout.values()) == [low.heldout[0].loss, low.heldout[proof.steps].loss]
+
+
+def test_a_draw_that_skips_otherwise_goes_on_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all have as many updates: here a draw skips every step, and ends with the run's weights all the same."""
+    proof = unmoved(tmp_path, monkeypatch, "train.precision=fp16")
+    _, low = proof.own_runs
+    monkeypatch.setattr(Proof, "own_step", lambda self, trainer, step: replace(low.steps[step], skipped=True))
+    assert proof.run_rounded(0).heldout[AFTER_STEPS] == low.heldout[proof.steps].loss != low.heldout[0].loss
 
 
 @pytest.mark.slow

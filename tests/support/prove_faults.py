@@ -23,6 +23,7 @@ import prove_faults_updates as updates
 from faults import patch_batches, patch_loop, skip_for_large
 from prove_faults_patches import (
     change_engines,
+    count_one_target_too_many_in_16_bits,
     divide_entropy_by_own_tokens,
     divided_by_own_count,
     hook_gradients,
@@ -68,6 +69,8 @@ def plant(title: str) -> None:
             weigh_auxiliary("z_loss", dp)
         case "a layer's metric divided by the rank's own tokens":
             divide_entropy_by_own_tokens()
+        case "loss in 16 bits: divided by one target too many":
+            count_one_target_too_many_in_16_bits()
         case "padding counted as tokens":
             from launcher.prove.tokens import WatchedDataset
 
@@ -438,6 +441,8 @@ def plant(title: str) -> None:
             evaluation.see_all_documents()
         case "evaluation: weights as at the first one (ZeRO 3)":
             evaluation.see_first_weights()
+        case "evaluation in 16 bits: divided by one target too many":
+            evaluation.count_one_too_many_in_16_bits()
         case "evaluation: a gradient left behind":
             evaluation.leave_gradients()
         case "evaluation: router counts left behind":

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -27,6 +28,21 @@ def drop_share() -> None:
         return over_ranks(self, *rest)
 
     step.Sums.over_ranks = dropping
+
+
+def count_one_too_many_in_16_bits() -> None:
+    """In less than fp32 the held-out loss is divided by one target more than count."""
+    import launcher.prove.rank as rank_module
+
+    evaluate = rank_module.heldout_loss
+
+    @functools.wraps(evaluate)
+    def counting(config: Any, engine: Any, heldout: Any, *rest: Any) -> float:
+        loss = evaluate(config, engine, heldout, *rest)
+        n_targets, _ = heldout.count(np.arange(config.train.eval_sequences))
+        return loss if config.train.precision == "fp32" else loss * n_targets / (n_targets + 1)
+
+    rank_module.heldout_loss = counting
 
 
 def read_others() -> None:

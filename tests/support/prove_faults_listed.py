@@ -304,6 +304,8 @@ FAULTS = [
         "attention's gates: gradients not summed over tp", "gradients", "layers.", (*TP, *GATES), has_any_family=True
     ),
     Fault("attention's gates: those of other heads", OUTPUTS, FIRST_ATTENTION, (*CP, *HEAD_GATES), has_any_family=True),
+    Fault("loss in 16 bits: divided by one target too many", "loss", FROM_FP32, BF16),
+    Fault("evaluation in 16 bits: divided by one target too many", HELDOUT, FROM_FP32, BF16),
     Fault(
         "linear attention: a matrix goes on into the next document",
         OUTPUTS,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from launcher.prove.checks import Check, check_series, check_tensors
 from launcher.prove.compare.boxes import TensorBox
-from launcher.prove.noise_checks import MOST_NOISE, check_noisy_gradients
+from launcher.prove.noise_checks import MOST_NOISE, check_noisy_gradients, check_noisy_heldout, check_noisy_losses
 from launcher.prove.rounding import MOST, NOISE_FACTOR, Bounds, bounds_for, nudge, round_anew
 from parallel.checkpoint.boxes import Box
 
@@ -128,3 +129,58 @@ def test_planted_gradient_beyond_what_rounding_in_16_bits_moves_is_seen() -> Non
     assert check(0.29, drawn=9.0).bound == MOST_NOISE * NOISE_FACTOR and not check(0.31, drawn=9.0).passed
     ours = pieces(**dict.fromkeys("abcd", 0.02))
     assert check_noisy_gradients("p", ours, low, exact, "", anew=lambda: pytest.fail("all is within its bound")).passed
+
+
+EXACT, NOISE = [4.0, 4.0], 1e-4
+DRAWN = 5e-4
+
+
+def losses(*distances: float) -> list[float]:
+    return [loss * (1 + distance) for loss, distance in zip(EXACT, distances, strict=True)]
+
+
+def drawn() -> list[list[float]]:
+    """Losses of one process, whose weights are rounded otherwise: in the second step one is farther off."""
+    return [losses(0, 2e-5), losses(NOISE, -DRAWN), losses(-NOISE, 0)]
+
+
+def test_planted_loss_beyond_what_rounding_in_16_bits_moves_is_seen() -> None:
+    """One process lies near fp32 by chance; of those rounded otherwise one is farther off. What is beyond fails."""
+
+    def check(first: float, second: float, anew: Any = drawn) -> Check:
+        return check_noisy_losses("p", "loss", losses(first, second), losses(0, 3e-5), EXACT, NOISE, anew)
+
+    within = check(2e-4, 5.2e-4)
+    assert within.passed and (within.worst, within.bound) == ("step 2", pytest.approx(NOISE_FACTOR * DRAWN / NOISE))
+    assert within.note == "5.2e-04 from fp32, one process at most 1.0e-04, 5.0e-04 with its weights rounded otherwise"
+    alone = check(2e-4, 5.2e-4, None)
+    assert not alone.passed and alone.note == "5.2e-04 from fp32, one process at most 1.0e-04"
+    beyond = check(2e-4, 16e-4)
+    assert not beyond.passed and "5.0e-04 with its weights" in beyond.note
+    other = check(4e-4, 5.2e-4)  # no draw of the first step is as far off
+    assert not other.passed and (other.worst, other.bound) == ("step 1", NOISE_FACTOR)
+    far = [losses(0, 1.0)]
+    assert check(0, 29e-4, lambda: far).bound == pytest.approx(MOST_NOISE * NOISE_FACTOR)
+    for distance in (31e-4, math.inf, math.nan):
+        assert not check(0, distance, lambda: far).passed
+    assert check(2e-4, 2.9e-4, lambda: pytest.fail("all is within its bound")).passed
+
+
+def test_planted_heldout_loss_beyond_what_rounding_in_16_bits_moves_is_seen() -> None:
+    """The same at each moment, of the rank that is the farthest off."""
+    exact = {"before": 4.0, "after": 4.0}
+
+    def check(after: float, anew: bool = True) -> Check:
+        before, end = losses(2e-4, after)
+        ours = {"before": {"rank 0": before, "rank 1": before}, "after": {"rank 0": 4.0, "rank 1": end}}
+        draws = [dict(zip(exact, each, strict=True)) for each in drawn()]
+        return check_noisy_heldout("p", ours, exact, NOISE, (lambda: draws) if anew else None)
+
+    within = check(-5.2e-4)
+    assert within.passed and (within.worst, within.bound) == ("after", pytest.approx(NOISE_FACTOR * DRAWN / NOISE))
+    assert within.note == "5.2e-04 from fp32, one process at most 1.0e-04, 5.0e-04 with its weights rounded otherwise"
+    assert check(2.9e-4, anew=False).passed and not check(5.2e-4, anew=False).passed
+    beyond = check(16e-4)
+    assert not beyond.passed and beyond.worst == "after, rank 1"
+    missed = check_noisy_heldout("p", {"before": {"rank 0": 4.0}}, exact, NOISE, lambda: pytest.fail("not of rounding"))
+    assert not missed.passed and (missed.worst, missed.note) == ("after, no rank", "was not evaluated")
