@@ -3,13 +3,13 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from launcher.closed_form.budget import halfway_gib
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig
 from launcher.training.batch_ramp import BatchRamp
-from modeling.config import MLAConfig
+from modeling.config import AttentionGate, MLAConfig
 from modeling.init_config import HeInit, MupInit, NormalInit, XavierInit
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.muon import MuonConfig
@@ -105,7 +105,15 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
     config = replace(config, model=replace(config.model, family="none"))
     if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
         config = with_value(config, "train.precision", "bf16")
-    return drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed]), n_ranks
+    config = drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed])
+    return gated(seed, config, n_ranks), n_ranks
+
+
+def gated(seed: int, config: RunConfig, n_ranks: int) -> RunConfig:
+    """The config with gates of any kind on what attention puts out, or none; drawn apart, so that the rest stays."""
+    kind = random.Random(f"gates {seed}").choice(get_args(AttentionGate))
+    changed = with_value(config, "model.attention_gate", kind)
+    return config if check(changed, n_ranks) else changed
 
 
 def random_further_run(seed: int) -> tuple[RunConfig, int]:
