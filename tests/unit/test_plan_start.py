@@ -261,6 +261,34 @@ def test_gates_of_attention_are_counted(mode, gigabytes):
     assert plan["tensor_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
+# Three layers of linear attention and one of attention over 2,048 tokens, of Qwen3-Next's dims with 32 experts: GB of
+# `roundtable plan --gpu H100`, 2026-11-29.
+LINEAR = [
+    *(
+        "model.family=qwen3_next",
+        "model.vocab_size=151936",
+        "model.d_model=2048",
+        "model.n_layers=4",
+        "model.n_heads=16",
+    ),
+    *("model.n_kv_heads=2", "model.d_head=256", "model.d_ff=5120", "model.norm_adds_one=true", "model.qk_norm=true"),
+    *("model.attention_gate=elementwise", "model.full_attention_layers=[3]", "model.rope_fraction=0.25"),
+    "model.linear_attention={n_k_heads: 16}",
+    "model.moe={n_experts: 32, top_k: 4, d_ff: 512, n_shared_experts: 1, shared_d_ff: 512, shared_gate: true}",
+    *("data.seq_len=2048", "train.micro_batch_size=1", "train.global_batch_size=1", "train.precision=bf16"),
+    "model.tie_embeddings=false",
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "gigabytes"), [("none", 24.30), ("selective", 23.88), ("feed_forward", 23.93), ("full", 23.46)]
+)
+def test_linear_attention_is_counted(mode, gigabytes):
+    config = load_config(Path("configs/quickstart.yaml"), [*LINEAR, f"train.recompute={mode}"])
+    plan = quick_plan(config, 1, read_hardware("H100"), None)
+    assert plan["tensor_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.05)
+
+
 def test_a_report_shows_the_last_starts_plan():
     events = [
         {"step": 0, "event": "plan", "peak_gib": 1.0, "step_seconds": 9.0},
