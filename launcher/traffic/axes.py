@@ -80,20 +80,18 @@ def cp_traffic(step: Step) -> list[Traffic]:
     qk, v = model.qk_head_dim, model.v_head_dim
     balance = step.n_micro_batches * around_ring("all-reduce", balance_bytes(step), cp)
     terms = [Traffic("cp", "balance sums", "all-reduce", balance)]
+    is_ulysses = step.parallel.cp_attention == "ulysses"
+    exchanged = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + backwards) if is_ulysses else 0
     linear = model.linear_attention
-    if linear is not None:
+    if linear is not None:  # exchanges heads under a ring, too
         others = [layer for layer in step.layers if layer not in to_keys]
         width = 2 * max(linear.n_k_heads // tp, cp) * linear.d_k + linear.n_v_heads // tp * (2 * linear.d_v + 2)
-        moved = numbers * width * size * (step.all_forwards("attention", others) + len(others))
-        terms.append(Traffic("cp", "linear heads", "all-to-all", around_ring("all-to-all", moved, cp)))
-    if step.parallel.cp_attention == "ulysses":
-        moved = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + backwards)
-        return [*terms, Traffic("cp", "heads", "all-to-all", around_ring("all-to-all", moved, cp))]
-    moved = (cp - 1) * 2 * numbers * kv_heads * qk
-    return [
-        *terms,
-        Traffic("cp", "keys and values", "send", Fraction(moved * (forwards * size + backwards * (size + FP32_BYTES)))),
-    ]
+        exchanged += numbers * width * size * (step.all_forwards("attention", others) + len(others))
+    terms.append(Traffic("cp", "heads", "all-to-all", around_ring("all-to-all", exchanged, cp)))
+    if not is_ulysses:
+        moved = (cp - 1) * 2 * numbers * kv_heads * qk * (forwards * size + backwards * (size + FP32_BYTES))
+        terms.append(Traffic("cp", "keys and values", "send", Fraction(moved)))
+    return terms
 
 
 def ep_traffic(step: Step) -> list[Traffic]:
