@@ -6,6 +6,7 @@ Shape letters as in ``gated_delta``; T all tokens.
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,19 @@ from torch import Tensor
 
 from modeling.context import Context
 
+BROKEN = (ImportError, OSError, RuntimeError, AttributeError)  # what importing it raises, where a part of it is missing
+
 
 @functools.cache
 def fused_rule() -> Callable[..., Any] | None:
-    """``fla.ops.gated_delta_rule.chunk_gated_delta_rule``; None where the package is not installed."""
+    """``fla.ops.gated_delta_rule.chunk_gated_delta_rule``; None where the package is not installed, or is broken."""
     if importlib.util.find_spec("fla") is None:
         return None
-    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    try:
+        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except BROKEN as error:
+        warnings.warn(f"linear attention goes by torch's operations: {error} (package fla-core)", stacklevel=2)
+        return None
 
 
 def takes_fused(v_BSHW: Tensor) -> bool:

@@ -7,6 +7,8 @@ largest element at most, where most differ by 1e-6.
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from modeling.context import Context
 from modeling.counts import count_parameters, forward_flops_per_token
 from modeling.dims import units_of
 from modeling.init import initial_box, initial_tensor
+from modeling.kernels import fused_delta
 from modeling.kernels.gated_delta import by_chunks, continued, gated_delta
 from modeling.kernels.rerun import rerun
 from modeling.kernels.short_convolution import plain_convolution, short_convolution
@@ -29,6 +32,7 @@ from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.logical import logical_tensors
 
 TOLERANCE = 2e-5
+CUDA = torch.device("cuda")
 SMALL = LinearAttentionConfig(n_k_heads=2, n_v_heads=4, d_k=6, d_v=10)
 CONFIG = ModelConfig(family="none", d_model=12, n_layers=4, n_heads=2, n_kv_heads=2, linear_attention=SMALL)
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
@@ -238,3 +242,41 @@ def test_in_bf16_it_is_rounded_as_its_class_is() -> None:
     assert rounded.dtype == torch.bfloat16
     wide = plain_convolution(inputs.float(), positions_BS, taps_XK)
     assert torch.equal(rounded, wide.bfloat16())
+
+
+def test_the_packages_kernels_get_documents_by_their_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for flash-linear-attention's function, with its arguments, which computes document by document."""
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor
+    ) -> tuple[Tensor, None]:
+        assert use_qk_l2norm_in_kernel and cu_seqlens.dtype == torch.int64 and len(q) == 1
+        bounds = cu_seqlens.tolist()
+        parts = []
+        for start, stop in itertools.pairwise(bounds):
+            here = [each[:, start:stop] for each in (q, k, v, g, beta)]
+            parts.append(by_chunks(*here, torch.arange(stop - start)[None]))
+        return torch.cat(parts, dim=1), None
+
+    monkeypatch.setattr(fused_delta, "fused_rule", lambda: rule)
+    positions_BS, documents_BS = places(LENGTHS)
+    tensors, context = drawn(11, *positions_BS.shape), Context(positions_BS, documents_BS)
+    expected = gated_delta(*tensors, context)
+    torch.testing.assert_close(fused_delta.fused_delta(*tensors, context), expected, rtol=0.0, atol=1e-6)
+    assert not fused_delta.takes_fused(tensors[2].bfloat16())  # no CUDA
+    half, full = (cast(Tensor, SimpleNamespace(device=CUDA, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    assert fused_delta.takes_fused(half) and not fused_delta.takes_fused(full)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not fused_delta.takes_fused(half)
+
+
+def test_a_broken_package_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import fails where triton is missing, say: torch's operations compute the same."""
+
+    def fails(name: str) -> None:
+        raise ImportError(f"{name}: no module named triton")
+
+    monkeypatch.setattr(fused_delta.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused_delta.importlib, "import_module", fails)
+    with pytest.warns(UserWarning, match="torch's operations: fla.ops.gated_delta_rule: no module named triton"):
+        assert fused_delta.fused_rule.__wrapped__() is None
