@@ -296,10 +296,9 @@ class ModelConfig:
         if self.linear_attention is not None:
             yield from self.linear_attention.problems()
             if len(self.full_attention_layers) == self.n_layers:
-                yield (
-                    f"model.full_attention_layers={list(self.full_attention_layers)} must leave out a layer where "
-                    f"model.linear_attention is given (no layer's attention is linear); try null for it"
-                )
+                listed = list(self.full_attention_layers)
+                rule = "must leave out a layer where model.linear_attention is given (no layer's attention is linear)"
+                yield f"model.full_attention_layers={listed} {rule}; try {listed[:-1]}"
         if self.moe is not None:
             yield from self.moe.problems()
             yield from expert_layer_problems(self.moe, self.n_layers)
@@ -331,8 +330,7 @@ class ModelConfig:
             )
         if self.sliding_window is None and self.full_attention_layers and not is_linear:
             told = f"model.full_attention_layers={list(self.full_attention_layers)}"
-            rule = "must be [] where model.sliding_window=null and model.linear_attention=null"
-            yield f"{told} {rule} (each layer's attention is full); remove it"
+            yield f"{told} must be [] where model.sliding_window=null (no layer has a window); remove it"
             return
         lists = {"full_attention_layers": self.full_attention_layers, "nope_layers": self.nope_layers}
         if self.moe is not None:

@@ -28,6 +28,7 @@ Dim = Literal[
     "d_head",
     "linear_k_heads",  # linear_attention's n_k_heads times d_k
     "linear_v_heads",  # its n_v_heads times d_v
+    "linear_d_v",  # channels of one value head of it
     "per_linear_head",  # one entry a value head of it
     "taps",  # tokens that a causal convolution sees
     "q_latent",  # channels into which queries are compressed before they become heads

@@ -63,20 +63,22 @@ def initial_box(
 
 def log_rates(share_H: Tensor) -> Tensor:
     """Logarithms of rates from MIN_RATE to MAX_RATE, of shares from 0 to 1."""
-    return torch.lerp(torch.tensor(MIN_RATE), torch.tensor(MAX_RATE), share_H).log()
+    return (MIN_RATE + (MAX_RATE - MIN_RATE) * share_H).log()
 
 
 def step_biases(share_H: Tensor) -> Tensor:
     """What softplus turns into steps from MIN_STEP to MAX_STEP, of shares from 0 to 1: their logarithm goes evenly."""
-    steps_H = torch.lerp(torch.tensor(MIN_STEP).log(), torch.tensor(MAX_STEP).log(), share_H).exp()
-    return steps_H + (-torch.expm1(-steps_H)).log()
+    steps_H = (math.log(MIN_STEP) + math.log(MAX_STEP / MIN_STEP) * share_H).exp()
+    return steps_H + (-(-steps_H).expm1()).log()
 
 
 # Numbers of linear attention's heads, as the authors of Gated DeltaNet begin with them (Mamba's: arXiv:2312.00752,
 # section 3.6): a matrix fades at a token by the factor exp(-rate x step).
 HEAD_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {"log_rates": log_rates, "step_biases": step_biases}
-MIN_RATE, MAX_RATE = 0.01, 16.0
-MIN_STEP, MAX_STEP = 1e-3, 0.1
+MIN_RATE = 0.01
+MAX_RATE = 16.0
+MIN_STEP = 1e-3
+MAX_STEP = 0.1
 
 
 def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:

@@ -164,7 +164,7 @@ class GatedNorm(nn.Module):
         self.norm_eps = norm_eps
         self.fuse: Fuse = plainly
         self.weight = nn.Parameter(torch.empty(d_v))
-        self.stated = {"weight": Weight(("d_head",), "ones")}
+        self.stated = {"weight": Weight(("linear_d_v",), "ones")}
 
     def forward(self, out_BSHW: Tensor, gate_BSHW: Tensor) -> Tensor:
         """The normed and gated rows, of the shape and dtype of ``out_BSHW``."""

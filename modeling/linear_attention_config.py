@@ -38,6 +38,8 @@ class LinearAttentionConfig:
 
     def problems(self) -> Iterator[str]:
         """One line for each rule between the fields that is broken."""
+        if self.n_k_heads < 1:
+            return
         if self.n_v_heads % self.n_k_heads:
             near = max(1, round(self.n_v_heads / self.n_k_heads)) * self.n_k_heads
             yield (

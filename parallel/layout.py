@@ -23,6 +23,7 @@ AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
     "d_head": None,
     "linear_k_heads": "tp",
     "linear_v_heads": "tp",
+    "linear_d_v": None,
     "per_linear_head": "tp",
     "taps": None,
     "q_latent": None,

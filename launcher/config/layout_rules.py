@@ -174,12 +174,12 @@ def _check_cp(config: RunConfig) -> Iterator[str]:
             f"parallel.tp={tp} = {kv_heads}; try parallel.cp_attention=ring"
         )
     linear = config.model.linear_attention
-    if linear is None:
+    if linear is None or min(linear.n_v_heads, linear.n_k_heads) < tp:
         return
     values, keys = linear.n_v_heads // tp, linear.n_k_heads // tp
-    if values % cp or (keys % cp and cp % max(1, keys)):
+    if values % cp or (keys % cp and cp % keys):
         told = f"model.linear_attention.n_v_heads={linear.n_v_heads} / parallel.tp={tp} = {values}"
-        fitting = [n for n in _divisors(values) if keys % n == 0 or n % max(1, keys) == 0]
+        fitting = [n for n in _divisors(values) if keys % n == 0 or n % keys == 0]
         yield (
             f"parallel.cp={cp} must divide {told}, and divide or be a multiple of "
             f"model.linear_attention.n_k_heads={linear.n_k_heads} / parallel.tp={tp} = {keys} (linear attention goes "

@@ -29,7 +29,7 @@ from modeling.families.shared import (
 OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}"
 # Of a head the rows of its query and then those of its gate lie together.
 GATED_ATTENTION = {
-    **{ours: theirs for ours, theirs in ATTENTION.items() if not ours.endswith(".q.weight")},
+    **{ours: ATTENTION[ours] for ours in (f"{OURS}.{each}.weight" for each in "kvo")},
     **packed(f"{THEIRS}.self_attn.q_proj.weight", f"{OURS}.q.weight", f"{OURS}.output_gate.weight", groups=head_groups),
 }
 # What every class with the gated delta rule calls alike.

@@ -21,6 +21,7 @@ def base(name: FamilyName) -> list[str]:
     least = {key: (number,) for key, number in family.at_least.items() if defaults[key] is not None}
     overrides = [f"model.family={name}", *(["model.moe.n_experts=4"] if family.has("moe") else [])]
     overrides += ["model.mla.kv_lora_rank=512"] if family.has("mla") else []
+    overrides += ["model.linear_attention.n_k_heads=16"] if family.has("linear_attention") else []
     for key, allowed in {**family.allowed, **least}.items():
         default = defaults.get(key, allowed[0])
         if default < allowed[0] if key in least else default not in allowed:
@@ -199,6 +200,10 @@ CASES = [
     ("glm4_moe", "model.moe={n_experts: 1, top_k: 1, score: sigmoid, n_shared_experts: 1}", 1, "model.moe.n_experts=1 is not possible with model.family=glm4_moe, whose `transformers` class needs at least 2; try 2", "model.moe.n_experts=2"),
     ("glm4_moe", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("glm4_moe", "model.moe.n_groups=2", 1, "model.moe.n_groups=2 is not possible with model.family=glm4_moe, whose `transformers` class cannot express it; try 1", "model.moe.n_groups=1"),
+    ("qwen3_5_text", "model.linear_attention.n_v_heads=24", 1, "model.linear_attention.n_v_heads=24 must be a multiple of model.linear_attention.n_k_heads=16 (as many values share each key); try 32", "model.linear_attention.n_v_heads=32"),
+    ("qwen3_5_text", "model.n_layers=2 model.full_attention_layers=[0,1]", 1, "model.full_attention_layers=[0, 1] must leave out a layer where model.linear_attention is given (no layer's attention is linear); try [0]", "model.full_attention_layers=[0]"),
+    ("qwen3_5_text", "model.linear_attention.n_k_heads=2 model.linear_attention.n_v_heads=6 parallel.cp=4", 4, "parallel.cp=4 must divide model.linear_attention.n_v_heads=6 / parallel.tp=1 = 6, and divide or be a multiple of model.linear_attention.n_k_heads=2 / parallel.tp=1 = 2 (linear attention goes by all-to-all over heads); try 1, 2 or 6", "parallel.cp=2"),
+    ("llama", "model.family=none model.linear_attention.n_k_heads=16 model.sliding_window=8", 1, "model.sliding_window=8 is not possible where model.linear_attention is given (layers but for full_attention_layers are linear, and have no window); try null", "model.sliding_window=null"),
     ("glm4_moe", "model.mla.kv_lora_rank=64", 1, f"model.mla.kv_lora_rank=64 is not possible with model.family=glm4_moe, whose `transformers` class has no latent attention; try model.mla=null, or model.family={HAVE_MLA}", "model.mla=null"),
     ("mixtral", "model.mtp.depth=2", 1, f"model.mtp.depth=2 is not possible with model.family=mixtral, whose `transformers` class has no modules that predict further tokens; try model.mtp=null, or model.family={HAVE_MTP}", "model.mtp=null"),
     ("glm4_moe", "data.seq_len=2 model.mtp.depth=2", 1, "data.seq_len=2 must be above model.mtp.depth=2 (no sample has a token so far ahead); try 3", "data.seq_len=3"),

@@ -53,9 +53,11 @@ def take_other_rates() -> None:
     import parallel.context_parallel.linear as linear
 
     mix = linear.mix
-    linear.mix = lambda projected, weights, context, fuse, *, chunk: mix(
-        projected, weights._replace(log_rates_H=weights.log_rates_H.flip(0)), context, fuse, chunk=chunk
-    )
+
+    def mixed(projected: Any, weights: Any, *others: Any, **named: Any) -> Any:
+        return mix(projected, weights._replace(log_rates_H=weights.log_rates_H.flip(0)), *others, **named)
+
+    linear.mix = mixed
 
 
 def own_positions(hidden_BSD: Tensor, axis: Any) -> Tensor:

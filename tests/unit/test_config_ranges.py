@@ -33,6 +33,8 @@ def base_of(key: str) -> list[str]:
     family = (
         "deepseek_v3"
         if ".mla." in key or "_groups" in key
+        else "qwen3_5_text"
+        if ".linear_attention." in key
         else "qwen3_moe"
         if "n_shared" in key or "dense_layers" in key or "every_n" in key
         else "qwen2_moe"
@@ -124,7 +126,7 @@ def test_a_number_out_of_range_is_told_in_8_bits_too(load, key):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 161
+    assert len(RANGES) == 166
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import launcher.inspection.attention as inspected_attention
 import launcher.inspection.lens as inspected_lens
 from launcher.inspection.attention import LayerWeights, habits_of, layer_weights, weights_of
 from launcher.inspection.lens import look_through
-from launcher.inspection.seen import Seen, see
+from launcher.inspection.seen import Seen, attention_of, see
 from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
@@ -49,14 +49,18 @@ def passed(config: ModelConfig, seed: int = 0, dtype: str = "fp32") -> tuple[Dec
     for name, buffer in model.named_buffers():  # routers' biases stay fp32, as `load_decoder` has them
         buffer.data = biases[name]
     rows = packed_rows(config.vocab_size, seed, LENGTHS)
-    return model, rows, see(model, rows.tokens_BS, rows.context(), range(config.n_layers))
+    return model, rows, see(model, rows.tokens_BS, rows.context(), mapped(config))
+
+
+def mapped(config: ModelConfig) -> list[int]:
+    """The layers whose attention has weights."""
+    return [layer for layer in range(config.n_layers) if not config.is_linear_layer(layer)]
 
 
 def all_weights(config: ModelConfig, model: Decoder, seen: Seen) -> list[LayerWeights]:
     heads = tuple(range(config.n_heads))
-    layers = range(config.n_layers)
     return [
-        layer_weights(model.layer_of(str(layer)).attention, seen.called[layer], seen.context, heads) for layer in layers
+        layer_weights(attention_of(model, layer), seen.called[layer], seen.context, heads) for layer in mapped(config)
     ]
 
 

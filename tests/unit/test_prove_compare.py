@@ -72,9 +72,10 @@ def test_execution_order_of_every_family():
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in order))
         entry = [name for name in ENTRY if name in modules]
         assert modules[: len(entry) + 1] == [*entry, "layers.0.attention_norm"]
-        queries = [name for name in order if name.startswith("layers.0.attention.q")]
-        assert order.index(queries[-1]) < order.index("layers.0.attention.o.weight")
-        assert order.index("layers.0.attention.o.weight") < order.index("layers.0.feed_forward_norm.weight")
+        is_linear = example_config(family).is_linear_layer(0)
+        queries = [name for name in order if name.startswith(f"layers.0.attention.{'in_' * is_linear}q")]
+        out = f"layers.0.attention.{'out' if is_linear else 'o'}.weight"
+        assert order.index(queries[-1]) < order.index(out) < order.index("layers.0.feed_forward_norm.weight")
         assert order.index("final_norm.weight") > order.index("layers.1.feed_forward_norm.weight")
 
 

@@ -17,6 +17,13 @@ FACTOR_NEARNESS = 1e-2  # how near a ratio must lie to a degree to be named afte
 # Within a layer, tensors in the order in which the forward pass uses them.
 _IN_LAYER = (
     "attention_norm",
+    # of linear attention
+    *(f"attention.in_{each}" for each in "qkvzab"),
+    *(f"attention.{each}_taps" for each in "qkv"),
+    "attention.log_rates",
+    "attention.step_biases",
+    "attention.norm",
+    "attention.out.",
     "attention.q",  # and its norm
     "attention.k",
     "attention.v",
