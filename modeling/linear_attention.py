@@ -104,9 +104,7 @@ class LinearAttention(Mixer):
         q_BSGC, k_BSGC = (each(hidden_BSD).unflatten(-1, (-1, self.d_k)) for each in (self.in_q, self.in_k))
         v_BSHW, z_BSHW = (each(hidden_BSD).unflatten(-1, (-1, self.d_v)) for each in (self.in_v, self.in_z))
         projected = Projected(q_BSGC, k_BSGC, v_BSHW, self.in_a(hidden_BSD), self.in_b(hidden_BSD))
-        weights = HeadWeights(
-            self.q_taps(), self.k_taps(), self.v_taps(), self.log_rates().float(), self.step_biases().float()
-        )
+        weights = HeadWeights(self.q_taps(), self.k_taps(), self.v_taps(), self.log_rates(), self.step_biases())
         if cache is None:
             out_BSHW = self.core(projected, weights, context, self.fuse)
         else:

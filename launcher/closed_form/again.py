@@ -11,8 +11,14 @@ from parallel.recompute import Recompute
 
 # FLOPs of a product that a GPU does while it reads or writes one element of 16 bits (H100: 990 TFLOP/s, 3.35 TB/s).
 ELEMENT_FLOPS = 600
-# Whether a layer has experts, its window, and whether its attention is linear: layers of one kind cost alike.
-Kind = tuple[bool, int | None, bool]
+
+
+class Kind(NamedTuple):
+    """What a layer is: layers of one kind cost alike, and leave as much."""
+
+    is_moe: bool
+    window: int | None
+    is_linear: bool
 
 
 class Again(NamedTuple):
@@ -29,7 +35,7 @@ class Again(NamedTuple):
 
 def kind_of(model: ModelConfig, layer: int) -> Kind:
     """The kind of a layer."""
-    return model.is_moe_layer(layer), model.window_of(layer), model.is_linear_layer(layer)
+    return Kind(model.is_moe_layer(layer), model.window_of(layer), model.is_linear_layer(layer))
 
 
 @lru_cache(maxsize=256)

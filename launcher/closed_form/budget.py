@@ -102,7 +102,7 @@ def options_of(model: ModelConfig, layer: int, way: Way, seq_len: int) -> tuple[
     kind = kind_of(model, layer)
     return tuple(
         Option(
-            layer_held(model, mode, way, is_moe=kind[0], is_linear=kind[2]),
+            layer_held(model, kind, mode, way),
             again_of(model, kind, mode, seq_len, exchanges=way.exchanges, weights_stay=way.weights_stay).work,
         )
         for mode in MODES

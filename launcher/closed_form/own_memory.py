@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from launcher.closed_form import linear
+from launcher.closed_form.again import Kind, kind_of
 from launcher.closed_form.held import LayerHeld, Stages, most_held, worst_moments
 from modeling.config import ModelConfig
 from modeling.logical import logical_tensors
@@ -149,11 +150,11 @@ class Ours:
 
 
 @lru_cache(maxsize=1024)
-def layer_held(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool, is_linear: bool) -> LayerHeld:
+def layer_held(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> LayerHeld:
     """Elements that one token of a micro-batch leaves in a layer, and the room that its backward pass needs."""
-    whole, kept = (layer_width(model, each, way, is_moe=is_moe, is_linear=is_linear) for each in ("none", mode))
+    whole, kept = layer_width(model, kind, "none", way), layer_width(model, kind, mode, way)
     working = (AGAIN if mode == "full" else WORKING) * whole
-    if is_linear and model.linear_attention is not None:
+    if kind.is_linear and model.linear_attention is not None:
         working = max(working, linear.working_bytes(model.linear_attention, way.tp) / way.element)
     if way.offloads:
         return LayerHeld(0.0, working + ON_ITS_WAY * kept, PUT_OFF * whole)
@@ -169,7 +170,7 @@ def sent_by_position(
     last = max(model.all_layers)
     return tuple(
         sum(
-            width_of_layer(model, layer, modes[layer], way)
+            layer_width(model, kind_of(model, layer), modes[layer], way)
             for stage in own
             for layer in stage
             if way.offloads and layer != last
@@ -178,23 +179,16 @@ def sent_by_position(
     )
 
 
-def held_of_layer(model: ModelConfig, layer: int, mode: Mode, way: Way) -> LayerHeld:
-    """``layer_held`` of a layer's kind."""
-    return layer_held(model, mode, way, is_moe=model.is_moe_layer(layer), is_linear=model.is_linear_layer(layer))
-
-
-def width_of_layer(model: ModelConfig, layer: int, mode: Mode, way: Way) -> float:
-    """``layer_width`` of a layer's kind."""
-    return layer_width(model, mode, way, is_moe=model.is_moe_layer(layer), is_linear=model.is_linear_layer(layer))
-
-
-def layer_width(model: ModelConfig, mode: Mode, way: Way, *, is_moe: bool, is_linear: bool) -> float:
+def layer_width(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> float:
     """Elements that one token leaves in a layer."""
-    if is_linear and model.linear_attention is not None:
+    if kind.is_linear and model.linear_attention is not None:
         attended = linear.width(model.linear_attention, mode, way.tp)
     else:
         attended = attention_width(model, mode, way.tp, weights_stay=way.weights_stay)
-    fed = expert_width(model, mode, way.tp, exchanges=way.exchanges) if is_moe else dense_width(model, mode, way.tp)
+    if kind.is_moe:
+        fed = expert_width(model, mode, way.tp, exchanges=way.exchanges)
+    else:
+        fed = dense_width(model, mode, way.tp)
     return residual_width(model, mode, way.tp) + attended + fed
 
 
@@ -204,7 +198,7 @@ def held_by_position(
 ) -> tuple[Stages, ...]:
     """What each position's layers leave."""
     return tuple(
-        tuple(tuple(held_of_layer(model, layer, modes[layer], way) for layer in stage) for stage in stages)
+        tuple(tuple(layer_held(model, kind_of(model, layer), modes[layer], way) for layer in stage) for stage in stages)
         for stages in layers_of_stages(model, pipeline, pp)
     )
 

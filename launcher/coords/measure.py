@@ -73,6 +73,9 @@ def widened(small: ModelConfig, d_model: int, base: int, parametrization: Parame
     if moe is not None:
         shared = None if moe.shared_d_ff is None else moe.shared_d_ff * times
         moe = replace(moe, d_ff=moe.d_ff * times, shared_d_ff=shared)
+    linear = small.linear_attention
+    if linear is not None:
+        linear = replace(linear, n_k_heads=linear.n_k_heads * times, n_v_heads=linear.n_v_heads * times)
     init: InitConfig = MupInit(base_d_model=base) if parametrization == "mup" else DepthScaledInit()
     ties = small.tie_embeddings and parametrization == "mup"
     return replace(
@@ -85,6 +88,7 @@ def widened(small: ModelConfig, d_model: int, base: int, parametrization: Parame
         init=init,
         init_std=small.init_std * (small.d_model / base) ** 0.5,  # outputs of layers keep their size
         logit_divisor=d_model / base if ties else small.logit_divisor,
+        linear_attention=linear,
         moe=moe,
     )
 

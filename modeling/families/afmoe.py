@@ -24,8 +24,8 @@ from modeling.families.shared import (
     QKV_BIAS,
     SHARED_EXPERTS,
     WINDOW,
+    interval_key,
     told_by_interval,
-    window_interval,
 )
 from modeling.families.values import checked
 
@@ -109,7 +109,7 @@ FAMILY = Family(
         "route_scale": "moe.routed_scale",
         "sliding_window": ALWAYS_MASKED,
         "layer_types": LAYER_TYPES,
-        "global_attn_every_n_layers": window_interval(DEFAULTS["global_attn_every_n_layers"]),
+        "global_attn_every_n_layers": interval_key(DEFAULTS["global_attn_every_n_layers"]),
     },
     constants={
         **DECODER_CONSTANTS,

@@ -17,8 +17,8 @@ from modeling.families.shared import (
     LAYER_TYPES,
     QK_NORM,
     WINDOW,
+    interval_key,
     told_by_interval,
-    window_interval,
 )
 
 NORMS = {
@@ -61,7 +61,7 @@ FAMILY = Family(
         "sliding_window": ALWAYS_MASKED,
         "final_logit_softcapping": "logit_cap",
         "layer_types": LAYER_TYPES,
-        "sliding_window_pattern": window_interval(DEFAULTS["sliding_window_pattern"]),
+        "sliding_window_pattern": interval_key(DEFAULTS["sliding_window_pattern"]),
         "query_pre_attn_scalar": Key(
             ours=("score_channels",),
             write=lambda config: int(config.score_channels or config.head_dim),

@@ -30,6 +30,12 @@ SHARED_EXPERT = {
     "layers.{layer}.feed_forward.shared.down.weight": "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
     "layers.{layer}.feed_forward.shared_gate.weight": "model.layers.{layer}.mlp.shared_expert_gate.weight",
 }
+SHARED_WIDTH = Key(
+    ours=("moe.shared_d_ff",),
+    write=lambda config: moe_of(config).shared_width,
+    read=lambda width: {"moe.shared_d_ff": width},
+)
+ONE_SHARED_EXPERT: Mapping[str, tuple[Any, ...]] = {"moe.n_shared_experts": (1,), "moe.shared_gate": (True,)}
 
 
 def all_full(types: Any) -> Mapping[str, Any]:
@@ -52,11 +58,7 @@ FAMILY = Family(
         ),
         "num_experts": "moe.n_experts",
         "qkv_bias": "qkv_bias",
-        "shared_expert_intermediate_size": Key(
-            ours=("moe.shared_d_ff",),
-            write=lambda config: moe_of(config).shared_width,
-            read=lambda width: {"moe.shared_d_ff": width},
-        ),
+        "shared_expert_intermediate_size": SHARED_WIDTH,
     },
     constants={**DECODER_CONSTANTS, "use_sliding_window": False},
     ignored={**ROUTER_LOSS, "sliding_window": None, "max_window_layers": 28},  # of a window that is not used
@@ -84,8 +86,7 @@ FAMILY = Family(
         **SOFTMAX_ROUTER,
         "sliding_window": (None,),
         "d_head": (None,),
-        "moe.n_shared_experts": (1,),
-        "moe.shared_gate": (True,),
+        **ONE_SHARED_EXPERT,
     },
     published={
         "Qwen1.5-MoE-A2.7B": ModelConfig(

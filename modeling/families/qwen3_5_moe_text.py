@@ -2,18 +2,14 @@
 
 from modeling.families.family import Family
 from modeling.families.packed import packed
-from modeling.families.qwen2_moe import SHARED_EXPERT
+from modeling.families.qwen2_moe import ONE_SHARED_EXPERT, SHARED_EXPERT, SHARED_WIDTH
 from modeling.families.qwen3_next import (
-    ALLOWED,
-    FULL_INTERVAL,
     GATED_ATTENTION,
     GATED_DELTA,
+    LINEAR_ALLOWED,
     LINEAR_DEFAULTS,
     LINEAR_KEYS,
-    LINEAR_LAYERS,
     OURS,
-    SHARED_EXPERT_ALLOWED,
-    SHARED_WIDTH,
     THEIRS,
     with_layer_types,
 )
@@ -27,6 +23,7 @@ from modeling.families.shared import (
     HEAD_KEYS,
     QK_NORM,
     ROUTER_LOSS,
+    SOFTMAX_ROUTER,
 )
 
 # Queries, keys and values of all heads, one after the other; what is made for gates has tensors of its own.
@@ -36,6 +33,23 @@ SPLIT_DELTA = {
     **{f"{OURS}.in_{each}.weight": f"{THEIRS}.linear_attn.in_proj_{each}.weight" for each in "zab"},
 }
 MROPE = frozenset({"mrope_section", "mrope_interleaved"})  # of images' positions: those of text are alike in all three
+# Other programs look at these keys: the class's attention is always gated, and it passes over what predicts further
+# tokens.
+GATED = {"attn_output_gate": True}
+PASSED_OVER = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+DEFAULTS = {
+    **DECODER_DEFAULTS,
+    **LINEAR_DEFAULTS,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 248320,
+}
 
 FAMILY = Family(
     architecture="Qwen3_5MoeForCausalLM",
@@ -46,35 +60,22 @@ FAMILY = Family(
         **DECODER_KEYS,
         **HEAD_KEYS,
         **LINEAR_KEYS,
-        "layer_types": LINEAR_LAYERS,
         "moe_intermediate_size": EXPERTS_ALONE,
         "num_experts": "moe.n_experts",
         "num_experts_per_tok": "moe.top_k",
         "shared_expert_intermediate_size": SHARED_WIDTH,
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
-    # Others look at these keys; the class's attention is always gated, and it passes over what predicts further tokens.
-    ignored={**ROUTER_LOSS, "full_attention_interval": FULL_INTERVAL, "attn_output_gate": True},
-    passed_over=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    ignored={**ROUTER_LOSS, **GATED},
+    passed_over=PASSED_OVER,
     rope_passed_over=MROPE,
-    defaults={
-        **DECODER_DEFAULTS,
-        **LINEAR_DEFAULTS,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 512,
-        "num_attention_heads": 16,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "shared_expert_intermediate_size": 512,
-        "vocab_size": 248320,
-    },
-    completed=lambda content: with_layer_types(content, 40),
+    defaults=DEFAULTS,
+    completed=lambda content: with_layer_types(content, DEFAULTS),
     # models/qwen3_5_moe: Qwen3_5MoeTopKRouter renormalizes; each layer has experts.
     allowed={
-        **ALLOWED,
-        **SHARED_EXPERT_ALLOWED,
+        **SOFTMAX_ROUTER,
+        **LINEAR_ALLOWED,
+        **ONE_SHARED_EXPERT,
         "moe.dense_layers": ((),),
         "moe.every_n_layers": (1,),
         "moe.n_dense_layers": (0,),

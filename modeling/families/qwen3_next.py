@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family, Key, moe_of
+from modeling.families.family import Family, Key
 from modeling.families.packed import head_groups, packed
-from modeling.families.qwen2_moe import SHARED_EXPERT
+from modeling.families.qwen2_moe import ONE_SHARED_EXPERT, SHARED_EXPERT, SHARED_WIDTH
 from modeling.families.shared import (
     ATTENTION,
     DECODER,
@@ -19,11 +19,14 @@ from modeling.families.shared import (
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
+    LINEAR,
     QK_NORM,
     ROUTER_LOSS,
     SOFTMAX_ROUTER,
-    is_count,
+    interval_key,
     kinds_of_layers,
+    layer_types,
+    told_by_interval,
 )
 
 OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}"
@@ -52,19 +55,9 @@ def linear_key_groups(config: ModelConfig) -> int:
     return config.linear_attention.n_k_heads
 
 
-LINEAR_KEYS: dict[str, str | Key] = {
-    "linear_conv_kernel_dim": "linear_attention.conv_size",
-    "linear_key_head_dim": "linear_attention.d_k",
-    "linear_num_key_heads": "linear_attention.n_k_heads",
-    "linear_num_value_heads": "linear_attention.n_v_heads",
-    "linear_value_head_dim": "linear_attention.d_v",
-}
-LINEAR_LAYERS = Key(
-    ours=("full_attention_layers",),
-    write=lambda config: linear_types(config.n_layers, config.full_attention_layers),
-    read=lambda types: {"full_attention_layers": kinds_of_layers(types, "linear_attention")},
-)
+INTERVAL = "full_attention_interval"
 LINEAR_DEFAULTS = {
+    INTERVAL: 4,
     "head_dim": 256,
     "layer_types": None,
     "linear_conv_kernel_dim": 4,
@@ -74,40 +67,48 @@ LINEAR_DEFAULTS = {
     "linear_value_head_dim": 128,
     "partial_rotary_factor": 0.25,
 }
-FULL_INTERVAL = 4
-# The classes' attention is gated and normed; there is one shared expert, gated, of a width of its own.
-ALLOWED: Mapping[str, tuple[Any, ...]] = {
-    **SOFTMAX_ROUTER,
+LINEAR_KEYS: dict[str, str | Key] = {
+    INTERVAL: interval_key(4),
+    "layer_types": Key(
+        ours=("full_attention_layers",),
+        write=lambda config: layer_types(config.n_layers, config.full_attention_layers, LINEAR),
+        read=lambda types: {"full_attention_layers": kinds_of_layers(types, LINEAR)},
+    ),
+    "linear_conv_kernel_dim": "linear_attention.conv_size",
+    "linear_key_head_dim": "linear_attention.d_k",
+    "linear_num_key_heads": "linear_attention.n_k_heads",
+    "linear_num_value_heads": "linear_attention.n_v_heads",
+    "linear_value_head_dim": "linear_attention.d_v",
+}
+# What the classes' attention is: gated and normed; norms add one, but for that of the gated delta rule.
+LINEAR_ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "attention_gate": ("elementwise",),
     "norm_adds_one": (True,),
     "qk_norm": (True,),
     "sliding_window": (None,),
 }
-SHARED_EXPERT_ALLOWED: Mapping[str, tuple[Any, ...]] = {
-    "moe.n_shared_experts": (1,),
-    "moe.shared_gate": (True,),
+DEFAULTS = {
+    **DECODER_DEFAULTS,
+    **LINEAR_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
 }
-SHARED_WIDTH = Key(
-    ours=("moe.shared_d_ff",),
-    write=lambda config: moe_of(config).shared_width,
-    read=lambda width: {"moe.shared_d_ff": width},
-)
 
 
-def linear_types(n_layers: int, full: tuple[int, ...]) -> list[str]:
-    """``layer_types`` of layers that are linear but for ``full``."""
-    return ["full_attention" if layer in full else "linear_attention" for layer in range(n_layers)]
-
-
-def with_layer_types(content: Mapping[str, Any], n_layers: int) -> Mapping[str, Any]:
-    """With layer_types: where they are not told, the last of every full_attention_interval layers is not linear."""
-    if content.get("layer_types") is not None:
-        return content
-    n_layers, interval = content.get("num_hidden_layers", n_layers), content.get("full_attention_interval")
-    interval = FULL_INTERVAL if interval is None else interval
-    if not (is_count(n_layers) and is_count(interval) and interval > 0):
-        return content
-    return {**content, "layer_types": linear_types(n_layers, tuple(range(interval - 1, n_layers, interval)))}
+def with_layer_types(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With layer_types. Where they are not told, the last of every so many layers is not linear."""
+    return {**content, **told_by_interval({**defaults, **content}, INTERVAL, LINEAR)}
 
 
 FAMILY = Family(
@@ -139,33 +140,15 @@ FAMILY = Family(
         **EXPERT_KEYS,
         **EXPERT_LAYER_KEYS,
         **LINEAR_KEYS,
-        "layer_types": LINEAR_LAYERS,
         "num_experts": "moe.n_experts",
         "shared_expert_intermediate_size": SHARED_WIDTH,
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
-    ignored={**ROUTER_LOSS, "full_attention_interval": FULL_INTERVAL},  # layer_types count
-    defaults={
-        **DECODER_DEFAULTS,
-        **LINEAR_DEFAULTS,
-        "decoder_sparse_step": 1,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 512,
-        "norm_topk_prob": True,
-        "num_attention_heads": 16,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 2,
-        "shared_expert_intermediate_size": 512,
-        "vocab_size": 151936,
-    },
-    completed=lambda content: with_layer_types(content, 48),
-    # models/qwen3_next: Qwen3NextAttention's q_proj makes gates too, and norms queries and keys; norms add one, but for
-    # that of the gated delta rule.
-    allowed={**ALLOWED, **SHARED_EXPERT_ALLOWED},
+    ignored=ROUTER_LOSS,
+    defaults=DEFAULTS,
+    completed=lambda content: with_layer_types(content, DEFAULTS),
+    # models/qwen3_next: Qwen3NextAttention's q_proj makes gates too.
+    allowed={**SOFTMAX_ROUTER, **LINEAR_ALLOWED, **ONE_SHARED_EXPERT},
     turns_a_part=True,
     published={},
 )

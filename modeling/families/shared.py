@@ -195,6 +195,7 @@ SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
 # cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all of them.
 WINDOW = {"sliding_window": 2}
 MOST_LAYERS = 10_000  # as model.n_layers has it
+WINDOWED, LINEAR = "sliding_attention", "linear_attention"  # what layer_types call layers whose attention is not full
 
 
 def without_experts(layers: Any) -> Mapping[str, Any]:
@@ -222,29 +223,29 @@ EXPERT_LAYER_KEYS: dict[str, str | Key] = {
 }
 
 
-def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]]) -> list[str]:
-    """``layer_types`` where a file leaves them out; ``full_of(n_layers)``: the layers without a window.
+def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]], other: str = WINDOWED) -> list[str]:
+    """``layer_types`` where a file leaves them out; ``full_of(n_layers)``: the layers of full attention.
 
     A number of layers that no model has is refused by its own rule: nothing is made of it.
     """
-    return layer_types(n_layers, full_of(n_layers)) if is_count(n_layers) else []
+    return layer_types(n_layers, full_of(n_layers), other) if is_count(n_layers) else []
 
 
-def types_by_interval(values: Mapping[str, Any], interval: Any) -> Any:
-    """``layer_types`` as a file has them. Where it leaves them out, each so many-th layer has no window.
+def types_by_interval(values: Mapping[str, Any], interval: Any, other: str = WINDOWED) -> Any:
+    """``layer_types`` as a file has them. Where it leaves them out, each so many-th layer has full attention.
 
-    An interval that is none is refused by its own rule (``window_interval``): nothing is made of it.
+    An interval that is none is refused by its own rule (``interval_key``): nothing is made of it.
     """
     if values["layer_types"] is not None:
         return values["layer_types"]
     step = interval if is_interval(interval) else MOST_LAYERS
-    return told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(step - 1, n_layers, step))
+    return told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(step - 1, n_layers, step), other)
 
 
-def told_by_interval(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+def told_by_interval(values: Mapping[str, Any], key: str, other: str = WINDOWED) -> dict[str, Any]:
     """``layer_types``, and the key of their interval, which nothing looks at where a file has the types themselves."""
     interval = values[key] if values["layer_types"] is None else 1
-    return {"layer_types": types_by_interval(values, interval), key: interval}
+    return {"layer_types": types_by_interval(values, interval, other), key: interval}
 
 
 def is_interval(value: Any) -> bool:
@@ -252,7 +253,7 @@ def is_interval(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def window_interval(usual: int) -> Key:
+def interval_key(usual: int) -> Key:
     """A key of such a number, beside ``layer_types``, which are written too: they count, where there are some."""
 
     def read(interval: Any) -> Mapping[str, Any]:
@@ -298,13 +299,13 @@ def number(value: Any) -> Mapping[str, Any]:
     return {}
 
 
-def layer_types(n_layers: int, full: Iterable[int]) -> list[str]:
-    """The list that transformers has of what each layer's attention is; ``full``: the layers without a window."""
-    without = {*full}
-    return ["full_attention" if layer in without else "sliding_attention" for layer in range(n_layers)]
+def layer_types(n_layers: int, full: Iterable[int], other: str = WINDOWED) -> list[str]:
+    """The list that transformers has of what each layer's attention is: full in ``full``, ``other`` in the others."""
+    those = {*full}
+    return ["full_attention" if layer in those else other for layer in range(n_layers)]
 
 
-def kinds_of_layers(types: Any, other: str) -> tuple[int, ...]:
+def kinds_of_layers(types: Any, other: str = WINDOWED) -> tuple[int, ...]:
     """The layers of full attention in such a list; ValueError where it names others than these and ``other``."""
     kinds = {"full_attention", other}
     if not isinstance(types, list) or not all(isinstance(each, str) and each in kinds for each in types):
@@ -314,7 +315,7 @@ def kinds_of_layers(types: Any, other: str) -> tuple[int, ...]:
 
 def full_layers(types: Any) -> Mapping[str, Any]:
     """What the list means for our fields; ValueError where it names other kinds of attention."""
-    full = kinds_of_layers(types, "sliding_attention")
+    full = kinds_of_layers(types)
     return {"full_attention_layers": full} if len(full) < len(types) else {"sliding_window": None}
 
 

@@ -12,6 +12,8 @@ Shape letters: B batch, S sequence, G key heads, R value heads of one key head, 
 key, W of a value, N chunks, n tokens of a chunk.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,17 +47,9 @@ def gated_delta(
     return rerun(by_chunks, *given, context.positions_BS, chunk)
 
 
-def by_chunks(
-    q_BSGC: Tensor,
-    k_BSGC: Tensor,
-    v_BSHW: Tensor,
-    fading_BSH: Tensor,
-    writing_BSH: Tensor,
-    positions_BS: Tensor,
-    chunk: int = CHUNK,
-) -> Tensor:
-    """``gated_delta`` in torch's operations, of which autograd keeps every step."""
-    out_BSHW, _ = continued(None, q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, positions_BS, chunk)
+def by_chunks(*given: Any) -> Tensor:
+    """``gated_delta`` in torch's operations, of which autograd keeps every step. Arguments as of ``continued``."""
+    out_BSHW, _ = continued(None, *given)
     return out_BSHW
 
 
@@ -84,9 +78,10 @@ def continued(
     fading, writing = (chunks_of(each[..., None], n, n_keys)[..., 0] for each in (fading_BSH, writing_BSH))
     firsts_BS = F.pad(positions_BS == 0, (0, -seq_len % n))
     document = firsts_BS.unflatten(1, (-1, n)).long().cumsum(-1)[:, None, None]  # 0: of the chunk before
-    faded = fading.cumsum(-1)
-
     is_earlier = torch.ones(n, n, dtype=torch.bool, device=v.device).tril()
+    faded = (
+        fading @ is_earlier.T.float()
+    )  # torch.cumsum has no fixed order on CUDA, and is refused where one is asked for
     meets = is_earlier & (document[..., :, None] == document[..., None, :])
     between = (faded[..., :, None] - faded[..., None, :]).masked_fill(~meets, float("-inf")).exp()
     seen = q @ k.transpose(-1, -2) * between

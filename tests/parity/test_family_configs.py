@@ -62,6 +62,8 @@ ELSEWHERE = {
     "granitemoeshared": {"position_embedding_type"},
     "ernie4_5_moe": {"moe_layer_end_index"},  # -1 is the last layer there
     "solar_open": {"first_k_dense_replace", "use_qk_norm"},
+    # the class makes layer_types of it, and forgets it
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"full_attention_interval"}),
 }
 # Keys that the class has null where they are left out, and then fails.
 NULLS = {
@@ -313,6 +315,9 @@ REFUSED = [
     ("afmoe", {"hidden_size": "32"}, 'hidden_size="32" is not possible with model.family=afmoe: it must be int; '),
     ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers=0 is not possible with model.family=afmoe: it must be a whole number of at least 1 where layer_types is left out; "),
     ("afmoe", {"layer_types": None, "global_attn_every_n_layers": "4"}, 'global_attn_every_n_layers="4" is not possible with model.family=afmoe: it must be a whole number'),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0 is not possible with model.family=qwen3_next: it must be a whole number of at least 1 where layer_types is left out; "),
+    ("qwen3_5_moe_text", {"layer_types": ["sliding_attention", "full_attention"]}, 'layer_types=["sliding_attention", "full_attention"] is not possible with model.family=qwen3_5_moe_text: it must be a list of full_attention and linear_attention; '),
+    ("qwen3_5_text", {"linear_key_head_dim": "16"}, 'linear_key_head_dim="16" is not possible with model.family=qwen3_5_text: it must be int; '),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": -6}, "sliding_window_pattern=-6 is not possible with model.family=gemma3_text: it must be a whole number of at least 1 where layer_types is left out; "),
     ("glm4_moe_lite", {"mlp_layer_types": []}, "mlp_layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
     ("smollm3", {"no_rope_layers": []}, "no_rope_layers=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),

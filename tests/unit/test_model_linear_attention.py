@@ -8,7 +8,7 @@ import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.config import ModelConfig
 from modeling.context import Context
@@ -265,9 +266,30 @@ def test_the_packages_kernels_get_documents_by_their_boundaries(monkeypatch: pyt
     torch.testing.assert_close(fused_delta.fused_delta(*tensors, context), expected, rtol=0.0, atol=1e-6)
     assert not fused_delta.takes_fused(tensors[2].bfloat16())  # no CUDA
     half, full = (cast(Tensor, SimpleNamespace(device=CUDA, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    assert not fused_delta.takes_fused(half)  # a tensor that has no values, as a plan's
+    monkeypatch.setattr(fused_delta, "REAL", (SimpleNamespace,))
     assert fused_delta.takes_fused(half) and not fused_delta.takes_fused(full)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not fused_delta.takes_fused(half)
+
+
+def test_no_operation_lacks_a_fixed_order_on_cuda() -> None:
+    """Those that torch refuses there under train.deterministic: sums along a row, and writing into several places."""
+    refused = {"aten.cumsum", "aten.put_", "aten._index_put_impl_", "aten.scatter_reduce", "aten.scatter_add_"}
+    seen: set[str] = set()
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func.overloadpacket)
+            if name != "aten.cumsum" or args[0].is_floating_point():  # of whole numbers each order gives the same
+                seen.add(name)
+            return func(*args, **(kwargs or {}))
+
+    attention, (positions_BS, documents_BS) = layer(), places(LENGTHS)
+    with Seeing():
+        hidden_BSD = torch.randn(*positions_BS.shape, 12, requires_grad=True)
+        attention(hidden_BSD, Context(positions_BS, documents_BS)).sum().backward()
+    assert "aten.bmm" in seen and not seen & refused
 
 
 def test_a_broken_package_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +298,7 @@ def test_a_broken_package_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch
     def fails(name: str) -> None:
         raise ImportError(f"{name}: no module named triton")
 
-    monkeypatch.setattr(fused_delta.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused_delta, "version", lambda name: "0.6.0")
     monkeypatch.setattr(fused_delta.importlib, "import_module", fails)
     with pytest.warns(UserWarning, match="torch's operations: fla.ops.gated_delta_rule: no module named triton"):
         assert fused_delta.fused_rule.__wrapped__() is None

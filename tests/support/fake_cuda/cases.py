@@ -83,6 +83,10 @@ def cases() -> Iterator[Case]:
     yield from in_pieces()
     yield from in_8_bits()
     yield from layouts()
+    linear = dataclasses.replace(fitting(example_config("qwen3_next")), family="none")
+    ring = ParallelConfig(cp=2, cp_attention="ring")
+    yield Case("linear attention tp2 cp2", linear, parallel=ParallelConfig(tp=2, cp=2), world_size=4, rank=3)
+    yield Case("linear attention ring", linear, recompute="selective", parallel=ring, world_size=2, rank=1)
     yield from on_the_host()
 
 
