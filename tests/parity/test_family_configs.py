@@ -63,7 +63,7 @@ ELSEWHERE = {
     "ernie4_5_moe": {"moe_layer_end_index"},  # -1 is the last layer there
     "solar_open": {"first_k_dense_replace", "use_qk_norm"},
     # the class makes layer_types of it, and forgets it
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"full_attention_interval"}),
+    **{family: {"full_attention_interval"} for family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
 }
 # Keys that the class has null where they are left out, and then fails.
 NULLS = {
@@ -327,7 +327,7 @@ REFUSED = [
     ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 must be moe_k=2, of which it is another name; remove one of them"),
     ("minimax_m2", {"num_experts": None}, "num_experts=null must be num_local_experts=6, of which it is another name; remove one of them"),
     ("minimax_m2", {"rotary_dim": 10**400}, "is not possible with model.family=minimax_m2: it must be a number that a float can hold; "),
-    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe")),
+    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "qwen3_next", "qwen3_5_moe_text")),
     ("olmo3", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0 is not known with model.family=olmo3; "),
 ]  # fmt: skip
 
