@@ -203,6 +203,12 @@ class Context:
         """``cu_seqlens`` on the host."""
         return self.cu_seqlens[0].tolist()
 
+    @cached_property
+    def wide_boundaries(self) -> tuple[Tensor, Tensor]:
+        """The boundaries of ``cu_seqlens`` as int64, where the tokens are and on the host. Made once for all layers."""
+        on_host = torch.tensor(self.bounds)
+        return to_device(on_host, self.documents_BS.device), on_host
+
     def row_pieces(self, window: int | None, block: int) -> list[Piece]:
         """All rows in pieces of at most ``block`` queries (``cut_rows``). Cut once for all layers."""
         key = (window, block)

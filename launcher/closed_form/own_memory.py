@@ -155,7 +155,7 @@ def layer_held(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> LayerHel
     whole, kept = layer_width(model, kind, "none", way), layer_width(model, kind, mode, way)
     working = (AGAIN if mode == "full" else WORKING) * whole
     if kind.is_linear and model.linear_attention is not None:
-        working = max(working, linear.working_bytes(model.linear_attention, way.tp) / way.element)
+        working = max(working, linear.working_bytes(model.linear_attention, way.tp, way.element) / way.element)
     if way.offloads:
         return LayerHeld(0.0, working + ON_ITS_WAY * kept, PUT_OFF * whole)
     return LayerHeld(kept, working, PUT_OFF * whole)
@@ -182,7 +182,7 @@ def sent_by_position(
 def layer_width(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> float:
     """Elements that one token leaves in a layer."""
     if kind.is_linear and model.linear_attention is not None:
-        attended = linear.width(model.linear_attention, mode, way.tp)
+        attended = linear.width(model.linear_attention, mode, way.tp, way.element)
     else:
         attended = attention_width(model, mode, way.tp, weights_stay=way.weights_stay)
     if kind.is_moe:

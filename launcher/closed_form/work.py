@@ -253,17 +253,24 @@ class Step:
     def add_linear_attention(self, found: dict[str, float]) -> None:
         """Projections, the rule, norms and residual sums, and what tp, cp send.
 
-        The rule's backward pass computes it again first, and has twice its products. Those are in 32 bits.
+        In 16 bits the rule is its kernels'; in 32 its backward pass computes it again first, and has twice as many
+        products.
         """
         arch, job = self.arch, self.job
         assert arch.linear is not None
         for inputs, outputs, cuts_outputs in linear.matrices(arch.linear, arch.d_model):
             out, within = (outputs / job.tp, inputs) if cuts_outputs else (outputs, inputs / job.tp)
             self.add_products(found, [Product.of(self.tokens, out, within)])
-        flops = self.tokens * linear.rule_flops(arch.linear) / job.tp
-        found["attention"] += flops * (self.forwards + 3) / self.gpu.peak("fp32")
         n_bytes = self.tokens * HALF * linear.elements(arch.linear) / job.tp + self.own * 20 * arch.d_model
-        n_bytes += self.tokens * linear.working_bytes(arch.linear, job.tp)
+        if job.ours is not None and job.ours.element == HALF:
+            for times, is_backward in ((self.forwards, False), (1, True)):
+                rule = linear.rule_work(arch.linear, is_backward=is_backward)
+                found["attention"] += times * self.tokens * rule.flops / job.tp / self.gpu.peak("bf16")
+                found["memory"] += times * self.tokens * HALF * rule.elements / job.tp / self.bandwidth
+        else:
+            flops = self.tokens * linear.rule_flops(arch.linear) / job.tp
+            found["attention"] += flops * (self.forwards + 3) / self.gpu.peak("fp32")
+            n_bytes += self.tokens * linear.working_bytes(arch.linear, job.tp, linear.FP32)
         found["memory"] += n_bytes * (self.forwards + self.chains + 2) / self.bandwidth
         self.add_tp_sums(found)
         if job.cp > 1:

@@ -21,6 +21,7 @@ BUFFERS = "gradients, ZeRO's buffers"
 BACKWARD = "backward: gradients of activations and weights"
 SHORT: dict[Region, str] = {
     "attention": "activations: attention",
+    "linear_attention": "activations: linear attention",
     "feed_forward": "activations: feed-forward",
     "router": "activations: router",
     "experts": "activations: experts",

@@ -63,6 +63,7 @@ class Place:
     collective: str | None = None
     name: str = ""
     is_busy: bool = False
+    in_node: bool = False  # within a node of the backward pass, and no region's mark within that
 
     def part(self, axes: Axes) -> str:
         """The row of the table that the span belongs to."""
@@ -108,14 +109,20 @@ def wire_of(name: str) -> str | None:
     return None
 
 
-def place_within(span: Span, outer: Place, stretches: Stretches) -> Place:
-    """Where what runs in a span belongs, from where the span itself lies."""
+def place_within(span: Span, outer: Place, stretches: Stretches, again: dict[int, Region]) -> Place:
+    """Where what runs in a span belongs, from where the span itself lies.
+
+    ``again``: the regions of nodes that are made within others, which compute again; kept here from call to call.
+    """
     if span.name.startswith(MARK):
         region, _, phase = span.name.removeprefix(MARK).partition(" ")
         assert region in get_args(Region) and phase in get_args(Phase), span.name
         return Place(region, phase)  # type: ignore[arg-type]
     if span.name.startswith(NODE):
-        return Place(stretches.at(span.node), "backward", name=span.name.removeprefix(NODE))
+        region = again[span.node] if span.node in again else stretches.at(span.node)
+        return Place(region, "backward", name=span.name.removeprefix(NODE), in_node=True)
+    if outer.in_node and span.node >= 0:
+        again[span.node] = outer.region
     namespace, _, name = span.name.rpartition("::")
     if namespace == "c10d" and name in COLLECTIVES:
         return replace(outer, collective=COLLECTIVES[name][0], name=name, is_busy=True)
@@ -133,6 +140,7 @@ def place_within(span: Span, outer: Place, stretches: Stretches) -> Place:
 def nested(spans: Sequence[Span], stretches: Stretches) -> Iterator[tuple[int, int, Place, Span | None]]:
     """Of one thread: each stretch of time with the innermost place in it, in order; and the span that begins there."""
     stack: list[tuple[int, Place]] = []
+    again: dict[int, Region] = {}
     now = spans[0].begin if spans else 0
     for span in sorted(spans, key=lambda each: (each.begin, -each.end)):
         while stack and stack[-1][0] <= span.begin:
@@ -142,7 +150,7 @@ def nested(spans: Sequence[Span], stretches: Stretches) -> Iterator[tuple[int, i
         outer = stack[-1][1] if stack else NOWHERE
         yield now, span.begin, outer, None
         now = max(now, span.begin)
-        inner = place_within(span, outer, stretches)
+        inner = place_within(span, outer, stretches, again)
         yield now, now, inner, span
         stack.append((min(span.end, stack[-1][0]) if stack else span.end, inner))
     while stack:

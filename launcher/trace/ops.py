@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from modeling.kernels.fuse import chain_named
+from modeling.kernels.fused_delta import work_of_rule
 
 Kind = Literal["product", "grouped product", "attention", "other", "wire"]
 Phase = Literal["forward", "recompute", "backward", "update"]
@@ -83,6 +84,8 @@ ATTENTION = {
 BACKWARD_PRODUCTS = 2.5
 CHAINS = "roundtable"  # the namespace of compiled chains
 ACCUMULATES = "accumulate"  # there, of a sum of gradients that takes one more
+# There, linear attention's rule: each with where queries and values stand among its tensors.
+RULES = {"gated_delta": (0, 2), "gated_delta_backward": (1, 7)}
 NAMESPACES = ("aten", "prims")  # of operations that multiply no matrices but those above
 
 # Which collective an operation is, and how many times (n-1)/n of its buffer a rank of a ring of n sends.
@@ -175,6 +178,11 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     if namespace == CHAINS and name == ACCUMULATES:
         total, gradient, adds = args
         return Work("compiled accumulation", "other", None, gradient.nbytes + (2 if adds else 1) * total.nbytes, 0)
+    if namespace == CHAINS and name in RULES:
+        query, value = (leaves[place] for place in RULES[name])
+        rule = work_of_rule(query, value, is_backward="backward" in name)
+        moved = int(rule.elements * value.element_size())
+        return Work(name, "attention", value.dtype, moved, rule.flops, launches=rule.launches)
     if namespace == CHAINS:
         chain = chain_named(args[0])
         n_bytes = chain.moved_bytes(given, made)

@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher.trace.ops import Kind
 from modeling.decoder import Decoder
+from modeling.linear_attention import LinearAttention
 from modeling.moe import MoE
 
 Region = Literal[
@@ -19,6 +20,7 @@ Region = Literal[
     "embedding",
     "norms",
     "attention",
+    "linear_attention",
     "feed_forward",
     "router",
     "experts",
@@ -36,6 +38,7 @@ NAMES: dict[Region, tuple[str, str, str]] = {
     "embedding": ("embedding", "embedding", "embedding"),
     "norms": ("norms, residual sums", "norms, residual sums", "norms, residual sums"),
     "attention": ("attention: products", "attention: scores", "attention: RoPE, norms"),
+    "linear_attention": ("linear attention: products", "linear attention: rule", "linear attention: rest"),
     "feed_forward": ("feed-forward: products", "feed-forward: products", "feed-forward: activation"),
     "router": ("router", "router", "router"),
     "experts": ("experts: products", "experts: products", "experts: dispatch, activation"),
@@ -90,7 +93,7 @@ def _axis(region: Region, collective: str, axes: Axes) -> str:
         return "pp" if collective == "send" else "metrics"
     if region == "experts" and collective == "all-to-all":
         return "ep"
-    if region == "attention" and collective in ("all-to-all", "send"):
+    if region in ("attention", "linear_attention") and collective in ("all-to-all", "send"):
         return "cp"
     if collective == "send":
         return "pp"
@@ -113,7 +116,7 @@ def regions_of(model: Decoder) -> Iterator[tuple[nn.Module, Region]]:
     for name in model.layers:
         layer = model.layer_of(name)
         yield layer, "norms"
-        yield layer.attention, "attention"
+        yield layer.attention, "linear_attention" if isinstance(layer.attention, LinearAttention) else "attention"
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, MoE):
             yield feed_forward, "router"

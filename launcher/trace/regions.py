@@ -36,6 +36,15 @@ class Stretches:
         self.starts.append(_get_sequence_nr())
         self.regions.append(region)
 
+    def add_made_within(self, region: Region) -> None:
+        """The region of the node that an operation has just made within the backward pass of another, and of the next.
+
+        A function that computes again there and differentiates what it made (modeling.kernels.rerun) makes such nodes.
+        """
+        if self.regions[-1:] != [region]:
+            self.starts.append(_get_sequence_nr() - 1)
+            self.regions.append(region)
+
     def at(self, number: int) -> Region:
         """The region of a node; "gradients" for those without a number of their own, which sum weights' gradients."""
         place = bisect_right(self.starts, number) - 1
@@ -85,7 +94,10 @@ class Regions:
             return self.entered[-1] if self.entered else ("other", "forward")
         if self.entered and self.entered[-1][1] == "recompute":
             return self.entered[-1]
-        return self.stretches.at(node._sequence_nr()), "backward"  # type: ignore[attr-defined]
+        region = self.stretches.at(node._sequence_nr())  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            self.stretches.add_made_within(region)
+        return region, "backward"
 
     @contextlib.contextmanager
     def of(self, model: Decoder) -> Iterator["Regions"]:

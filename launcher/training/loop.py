@@ -28,6 +28,7 @@ from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop
 from launcher.training.heap import keep_heap_from_growing, let_segments_grow
 from launcher.training.init_from import warn_of_beginnings
 from launcher.training.ledger import ledger_row
+from launcher.training.linear import tell_of_missing_kernels
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
 from launcher.training.planned import plan_start, report_budget
@@ -255,8 +256,9 @@ def build_engine(
     """
     check_precision(config.train.precision, mesh.device)
     choose_flash_attention(config.train.flash_attention, mesh.device)
+    say_so = tell if mesh.rank == 0 else lambda line: None
+    tell_of_missing_kernels(config, mesh.device, say_so)
     if fuse is None:
-        say_so = tell if mesh.rank == 0 else lambda line: None
         share = partial(first_problem, mesh)
         fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes, share)
     if copies is None and config.train.offload_activations:

@@ -22,6 +22,10 @@ from torch.autograd import Function
 from modeling.kernels.direct import Direct, is_plain
 
 ROW_BYTES = 1 << 16  # a longer row does not stay in a core's registers: what is summed over it is read once more
+# Of a gradient whose rows meet: the kernels that inductor writes for it (benchmarks/gpu/written_kernels.py), and how
+# often these write or read an fp32 tensor that none but they know.
+MEETING_KERNELS = 8
+MEETING_PASSES = 3
 LEAST_ROWS = 2  # torch compiles a dim of 0 or 1 as that number, so fewer rows are computed plainly
 
 
@@ -89,6 +93,20 @@ def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def rows_meet(gradient: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a function whose rows take from some before them, with what computes its gradients.
+
+    ``gradient(*tensors, grad, **numbers)`` gives one by each tensor, None by those that have none. What torch derives
+    of shifts and cuts inductor writes as more kernels.
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.rows_meet = gradient  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def linear(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function that is linear in its first tensor and has one value, of that one's shape.
 
@@ -124,6 +142,7 @@ class Chain:
     wanted: tuple[int, ...] | None  # the places of the tensors of which these are the gradients; None: values
     sums_rows: bool  # some of the gradients are of what all rows share, which takes a kernel of its own
     in_parts: bool = False  # the value's parts lie side by side, and a kernel may make each of them
+    rows_meet: bool = False  # rows take from some before them
     compiled: Direct | None = None
     first_call_seconds: float = 0.0
 
@@ -146,6 +165,8 @@ class Chain:
     @property
     def n_kernels(self) -> int:
         """How many kernels it takes."""
+        if self.rows_meet and self.wanted is not None:
+            return MEETING_KERNELS
         return 2 if self.sums_rows else 1
 
     def moved_bytes(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
@@ -157,7 +178,10 @@ class Chain:
         parts = (1 if self.wanted is None else 2) if self.in_parts else 0
         readings = 1 + self.sums_rows + parts + (longest > ROW_BYTES)
         read = {id(each): each.nbytes for each in given}  # a gradient may stand in another tensor's place, too
-        return readings * sum(read.values()) + sum(each.nbytes for each in made)
+        moved = readings * sum(read.values()) + sum(each.nbytes for each in made)
+        if self.rows_meet and self.wanted is not None:  # one kernel more reads what is convolved
+            moved += given[0].nbytes + MEETING_PASSES * 4 * given[0].numel()
+        return moved
 
 
 @dataclass
@@ -205,7 +229,8 @@ def chain_of(
         # Of its own code object: torch counts the versions that it compiles of each.
         plain.__code__ = plain.__code__.replace(co_name="".join(c if c.isalnum() else "_" for c in name))  # type: ignore[attr-defined]
         places = None if wanted is None else wanted[0]
-        _chains.by_name[name] = Chain(label, plain, rows_vary, places, sums_rows, getattr(function, "in_parts", False))
+        in_parts, meet = (hasattr(function, mark) for mark in ("in_parts", "rows_meet"))
+        _chains.by_name[name] = Chain(label, plain, rows_vary, places, sums_rows, in_parts, meet)
         _chains.by_key[key] = name
     return name
 
@@ -224,8 +249,13 @@ def gradients(
     function: Callable[..., Any], numbers: dict[str, Any], wanted: tuple[int, ...], n_tensors: int
 ) -> Callable[..., tuple[Tensor, ...]]:
     """(*n_tensors tensors, *gradients by the function's values) -> the gradients by those in the places ``wanted``."""
+    own = getattr(function, "rows_meet", None)
 
     def compute(*given: Tensor) -> tuple[Tensor, ...]:
+        if own is not None:
+            found = own(*given, **numbers)
+            return tuple(found[place] for place in wanted)
+
         def of_wanted(*changing: Tensor) -> tuple[Tensor, ...]:
             tensors = list(given[:n_tensors])
             for place, tensor in zip(wanted, changing, strict=True):

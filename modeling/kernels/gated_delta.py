@@ -79,9 +79,8 @@ def continued(
     firsts_BS = F.pad(positions_BS == 0, (0, -seq_len % n))
     document = firsts_BS.unflatten(1, (-1, n)).long().cumsum(-1)[:, None, None]  # 0: of the chunk before
     is_earlier = torch.ones(n, n, dtype=torch.bool, device=v.device).tril()
-    faded = (
-        fading @ is_earlier.T.float()
-    )  # torch.cumsum has no fixed order on CUDA, and is refused where one is asked for
+    # no torch.cumsum: it has no fixed order on CUDA, and is refused there where one is asked for
+    faded = fading @ is_earlier.T.float()
     meets = is_earlier & (document[..., :, None] == document[..., None, :])
     between = (faded[..., :, None] - faded[..., None, :]).masked_fill(~meets, float("-inf")).exp()
     seen = q @ k.transpose(-1, -2) * between

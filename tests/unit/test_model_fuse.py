@@ -6,7 +6,7 @@ plain functions round between their operations, which one kernel does not, so it
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -39,6 +39,7 @@ from modeling.kernels.experts import (
     weighted,
 )
 from modeling.kernels.fuse import Chain, compiled, known_chains, plainly
+from modeling.kernels.short_convolution import short_convolution
 from modeling.loss import IGNORE, fused_losses, losses_and_gradient
 from modeling.moe import build_moe
 from modeling.moe_config import MoEConfig, ScoreName, SequenceAuxBalance
@@ -56,7 +57,8 @@ pytestmark = [
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 EPS = {"norm_eps": 1e-6}
 PLACES = torch.randperm(40, generator=torch.Generator().manual_seed(3)).view(20, 2)
-CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any]]] = {
+PLACES_IN_DOCUMENTS = torch.cat([torch.arange(length) for length in (5, 1, 10, 16)]).view(2, 16)
+CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...] | Tensor], dict[str, Any]]] = {
     "rms_norm": (rms_norm, [(2, 16, 96), (96,)], {**EPS, "adds_one": False}),
     "rms_norm adds one": (rms_norm, [(2, 16, 4, 32), (32,)], {**EPS, "adds_one": True}),
     "layer_norm": (layer_norm, [(2, 16, 96), (96,), (96,)], {**EPS, "adds_one": False}),
@@ -66,20 +68,21 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any]
     "gated silu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "silu"}),
     "gated gelu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "gelu_tanh"}),
     "activated": (activated, [(2, 16, 96)], {"activation": "relu"}),
+    "convolution": (short_convolution, [(2, 16, 96), PLACES_IN_DOCUMENTS, (96, 4)], {}),
     "weighted": (weighted, [(40, 96), (40, 96), (40, 1)], {"swiglu_limit": None, "rows_vary": True}),
     "weighted limit": (weighted, [(40, 96), (40, 96), (40, 1)], {"swiglu_limit": 1.0, "rows_vary": True}),
 }
 QUICK = ("rms_norm",)
 
 
-def drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+def drawn(shapes: Sequence[tuple[int, ...] | Tensor], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [each if isinstance(each, Tensor) else torch.randn(each, generator=generator).to(dtype) for each in shapes]
 
 
 def both_ways(run: Any, function: Callable[..., Any], tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
     """The value, and the gradient by each tensor."""
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
     out = run(function, *leaves, **options)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -272,15 +275,19 @@ def test_the_traced_bytes_are_at_least_those_of_the_generated_kernels(name: str)
     """inductor counts the bytes of the kernels that it writes, each buffer of each kernel once; here for the CPU.
 
     The traced model is at most a tenth below it, and at most 1.7 times as high, for it counts gradients of shared
-    weights as a kernel of their own, which the CPU's code fuses into the other.
+    weights as a kernel of their own, which the CPU's code fuses into the other. Of a convolution's gradient a CPU sums
+    by each tap in a loop of its own, and a GPU by all in one (benchmarks/gpu/written_kernels.py): its value alone is
+    held to what the CPU's code moves.
     """
     function, shapes, options = CASES[name]
     numbers = tuple(sorted((key, value) for key, value in options.items() if key != "rows_vary"))
     tensors = drawn(shapes, torch.float32)
     grad = function(*tensors, **dict(numbers))
-    wanted = tuple(range(1 if function is rotate else len(tensors)))
+    wanted = tuple(place for place, each in enumerate(tensors) if each.is_floating_point())
+    wanted = wanted[:1] if function is rotate else wanted
     kept = [grad, *tensors[1:]] if fuse.is_linear(function) else tensors
-    for given, by in ((tensors, None), ([*kept, grad], (wanted, len(tensors)))):
+    both = ((tensors, None), ([*kept, grad], (wanted, len(tensors))))
+    for given, by in both[: 1 if function is short_convolution else 2]:
         chain = fuse.chain_named(fuse.chain_of(function, numbers, by, False, given))
         generated = generated_bytes(chain, given)
         traced = chain.moved_bytes(given, chain.fake(given))

@@ -6,7 +6,10 @@ largest element at most, where most differ by 1e-6.
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +18,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from launcher.config.tree import RunConfig, TrainConfig
+from launcher.trace.ops import work_of
+from launcher.trace.parts import Axes
+from launcher.trace.recorder import Recorder
+from launcher.trace.regions import Regions
+from launcher.training import linear
 from modeling.config import ModelConfig
 from modeling.context import Context
 from modeling.counts import count_parameters, forward_flops_per_token
@@ -26,11 +38,14 @@ from modeling.init import initial_box, initial_tensor
 from modeling.kernels import fused_delta
 from modeling.kernels.gated_delta import by_chunks, continued, gated_delta
 from modeling.kernels.rerun import rerun
-from modeling.kernels.short_convolution import plain_convolution, short_convolution
+from modeling.kernels.short_convolution import short_convolution
+from modeling.kernels.short_convolution import short_convolution_by_channels as by_channels
 from modeling.kv_cache import LayerCache
-from modeling.linear_attention import LinearAttention
+from modeling.linear_attention import GatedNorm, LinearAttention
 from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.logical import logical_tensors
+from modeling.precision_config import Precision
+from small_models import build
 
 TOLERANCE = 2e-5
 CUDA = torch.device("cuda")
@@ -134,14 +149,17 @@ def test_a_second_run_gives_the_same_gradients_bit_for_bit() -> None:
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_convolutions_stay_within_their_documents(size: int) -> None:
+@pytest.mark.parametrize(
+    "way", [short_convolution, *(partial(by_channels, piece_bytes=each) for each in (1, 200, 4000))]
+)
+@pytest.mark.parametrize("size", [1, 2, 4, 7, 30])
+def test_convolutions_stay_within_their_documents(size: int, way: Callable[..., Tensor]) -> None:
     """Of each document they are torch's own of it alone; so are their gradients."""
     positions_BS, _ = places(LENGTHS)
     generator = torch.Generator().manual_seed(5)
     inputs_BSX = torch.randn(*positions_BS.shape, 6, generator=generator, requires_grad=True)
     taps_XK = torch.randn(6, size, generator=generator, requires_grad=True)
-    out_BSX = short_convolution(inputs_BSX, positions_BS, taps_XK)
+    out_BSX = way(inputs_BSX, positions_BS, taps_XK)
     rows = []
     for number, lengths in enumerate(LENGTHS):
         parts = inputs_BSX[number].split(lengths)
@@ -241,18 +259,28 @@ def test_in_bf16_it_is_rounded_as_its_class_is() -> None:
     taps_XK = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
     rounded = short_convolution(inputs, positions_BS, taps_XK)
     assert rounded.dtype == torch.bfloat16
-    wide = plain_convolution(inputs.float(), positions_BS, taps_XK)
+    wide = short_convolution(inputs.float(), positions_BS, taps_XK)
     assert torch.equal(rounded, wide.bfloat16())
+    assert torch.equal(by_channels(inputs, positions_BS, taps_XK, piece_bytes=100), rounded)
+    config = Qwen3NextConfig(hidden_size=12, linear_value_head_dim=10)
+    norm, ours = Qwen3NextRMSNormGated(10, eps=config.rms_norm_eps).bfloat16(), GatedNorm(10, config.rms_norm_eps)
+    ours.weight = nn.Parameter(torch.nn.init.normal_(norm.weight))
+    out, gate = (torch.randn(50, 10, generator=torch.Generator().manual_seed(2)).bfloat16() for _ in range(2))
+    assert torch.equal(ours(out, gate), norm(out, gate))
 
 
 def test_the_packages_kernels_get_documents_by_their_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for flash-linear-attention's function, with its arguments, which computes document by document."""
 
+    seen: list[tuple[Tensor, Tensor]] = []
+
     def rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor
+        *given: Tensor, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor
     ) -> tuple[Tensor, None]:
-        assert use_qk_l2norm_in_kernel and cu_seqlens.dtype == torch.int64 and len(q) == 1
-        bounds = cu_seqlens.tolist()
+        q, k, v, g, beta = given
+        assert use_qk_l2norm_in_kernel and cu_seqlens.dtype == cu_seqlens_cpu.dtype == torch.int64 and len(q) == 1
+        seen.append((cu_seqlens, cu_seqlens_cpu))
+        bounds = cu_seqlens_cpu.tolist()
         parts = []
         for start, stop in itertools.pairwise(bounds):
             here = [each[:, start:stop] for each in (q, k, v, g, beta)]
@@ -263,11 +291,18 @@ def test_the_packages_kernels_get_documents_by_their_boundaries(monkeypatch: pyt
     positions_BS, documents_BS = places(LENGTHS)
     tensors, context = drawn(11, *positions_BS.shape), Context(positions_BS, documents_BS)
     expected = gated_delta(*tensors, context)
-    torch.testing.assert_close(fused_delta.fused_delta(*tensors, context), expected, rtol=0.0, atol=1e-6)
+    for _ in range(2):
+        torch.testing.assert_close(fused_delta.fused_delta(*tensors, context), expected, rtol=0.0, atol=1e-6)
+    first, second = seen  # the package keeps its chunks by the very tensors that it is given
+    assert first[0] is second[0] and first[1] is second[1]
     assert not fused_delta.takes_fused(tensors[2].bfloat16())  # no CUDA
     half, full = (cast(Tensor, SimpleNamespace(device=CUDA, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
-    assert not fused_delta.takes_fused(half)  # a tensor that has no values, as a plan's
+    assert fused_delta.takes_fused(half) and not fused_delta.takes_fused(full)  # no values, as in a plan
+    monkeypatch.setattr(fused_delta, "fused_rule", lambda: None)
+    assert fused_delta.takes_fused(half) is (torch.version.cuda is None)  # where a plan can tell, it does
     monkeypatch.setattr(fused_delta, "REAL", (SimpleNamespace,))
+    assert not fused_delta.takes_fused(half)
+    monkeypatch.setattr(fused_delta, "fused_rule", lambda: rule)
     assert fused_delta.takes_fused(half) and not fused_delta.takes_fused(full)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not fused_delta.takes_fused(half)
@@ -292,6 +327,22 @@ def test_no_operation_lacks_a_fixed_order_on_cuda() -> None:
     assert "aten.bmm" in seen and not seen & refused
 
 
+def test_what_is_computed_again_belongs_to_the_layer() -> None:
+    """An estimate's parts: the rule's backward pass makes nodes of its own, of which no module knows."""
+    config = replace(CONFIG, full_attention_layers=(1, 3), vocab_size=32)
+    model = build(config, 1)
+    positions_BS, documents_BS = places(LENGTHS)
+    tokens_BS = torch.randint(32, positions_BS.shape, generator=torch.Generator().manual_seed(3))
+    with Regions().of(model) as regions, Recorder(regions, Axes()) as recorder:
+        out = model(tokens_BS, Context(positions_BS, documents_BS), tokens_BS)
+        out.loss.backward()
+    found = Counter((op.part, op.work.name) for op in recorder.ops)
+    solved = {part for part, name in found if name == "linalg_solve_triangular"}
+    assert solved == {"linear attention: rest"}
+    assert found["linear attention: rest", "exp"] and found["linear attention: products", "bmm"]
+    assert not {name for part, name in found if part == "other"} & {"mul", "exp", "bmm", "sum", "clone"}
+
+
 def test_a_broken_package_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its import fails where triton is missing, say: torch's operations compute the same."""
 
@@ -302,3 +353,53 @@ def test_a_broken_package_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fused_delta.importlib, "import_module", fails)
     with pytest.warns(UserWarning, match="torch's operations: fla.ops.gated_delta_rule: no module named triton"):
         assert fused_delta.fused_rule.__wrapped__() is None
+    monkeypatch.setattr(fused_delta, "version", lambda name: "0.5.2")
+    with pytest.warns(UserWarning, match="version 0.5.2 is older than 0.6"):
+        assert fused_delta.fused_rule.__wrapped__() is None
+
+
+def test_a_plan_is_told_of_shapes_and_of_the_kernels_work() -> None:
+    """Fake tensors through the rule's operators: shapes, dtypes and gradients as of real ones, and what is counted."""
+    told: list[tuple[str, float, int]] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            work = work_of(func, args, kwargs or {}, out)
+            if work is not None and "gated_delta" in work.name:
+                told.append((work.name, work.flops, work.bytes))
+            return out
+
+    with FakeTensorMode():
+        shapes = [(1, 128, 2, 6), (1, 128, 2, 6), (1, 128, 4, 10), (1, 128, 4), (1, 128, 4)]
+        dtypes = [torch.bfloat16] * 3 + [torch.float32] * 2
+        given = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        for each in given:
+            each.requires_grad_()
+        with Counting():
+            out = fused_delta.told_alone(*given)
+            grads = torch.autograd.grad(out, given, torch.empty_like(out))
+    assert (out.shape, out.dtype) == (given[2].shape, torch.bfloat16)
+    assert [(each.shape, each.dtype) for each in grads] == [(each.shape, each.dtype) for each in given]
+    # Of a token and value head, of n = 64, C = 6, W = 10: forward 6 CW + n (6C + 4W), backward 16 CW + n (18C + 10W).
+    forward, backward = 360 + 64 * 76, 960 + 64 * 208
+    assert [(name, flops) for name, flops, _ in told] == [
+        ("gated_delta", 128 * 4 * forward),
+        ("gated_delta_backward", 128 * 4 * backward),
+    ]
+    moved = 2 * 128 * (4 * 2 * 6 + 4 * (6 * 6 + 6 * 10 + 64 + 2 * 60 / 64))
+    assert told[0][2] == moved
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_run_without_the_kernels_says_so(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
+    lines: list[str] = []
+    run = RunConfig(model=CONFIG, train=TrainConfig(precision=precision))
+    monkeypatch.setattr(linear, "fused_rule", lambda: None)
+    linear.tell_of_missing_kernels(run, torch.device("cpu"), lines.append)
+    linear.tell_of_missing_kernels(replace(run, train=replace(run.train, deterministic=True)), CUDA, lines.append)
+    assert not lines
+    linear.tell_of_missing_kernels(run, CUDA, lines.append)
+    assert [line.partition(";")[0] for line in lines] == (
+        ["model.linear_attention: package fla-core is not installed, or does not work"] if precision == "bf16" else []
+    )

@@ -261,30 +261,36 @@ def test_gates_of_attention_are_counted(mode, gigabytes):
     assert plan["tensor_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
-# Three layers of linear attention and one of attention over 2,048 tokens, of Qwen3-Next's dims with 32 experts: GB of
-# `roundtable plan --gpu H100`, 2026-11-29.
+# Three layers of linear attention and one of attention over 8 x 4,096 tokens, of Qwen3-Next's dims with 32 experts: GB
+# of `roundtable plan --gpu H100`, 2026-11-29. The rule is its package's kernels'; in fp32, of four linear layers
+# without experts over 8 x 2,048 tokens, torch's operations.
 LINEAR = [
-    *(
-        "model.family=qwen3_next",
-        "model.vocab_size=151936",
-        "model.d_model=2048",
-        "model.n_layers=4",
-        "model.n_heads=16",
-    ),
-    *("model.n_kv_heads=2", "model.d_head=256", "model.d_ff=5120", "model.norm_adds_one=true", "model.qk_norm=true"),
-    *("model.attention_gate=elementwise", "model.full_attention_layers=[3]", "model.rope_fraction=0.25"),
+    *("model.vocab_size=16384", "model.d_model=2048", "model.n_layers=4", "model.n_heads=16", "model.n_kv_heads=2"),
+    *("model.d_head=256", "model.d_ff=5120", "model.norm_adds_one=true", "model.qk_norm=true"),
+    *("model.attention_gate=elementwise", "model.rope_fraction=0.25", "model.tie_embeddings=false"),
     "model.linear_attention={n_k_heads: 16}",
-    "model.moe={n_experts: 32, top_k: 4, d_ff: 512, n_shared_experts: 1, shared_d_ff: 512, shared_gate: true}",
-    *("data.seq_len=2048", "train.micro_batch_size=1", "train.global_batch_size=1", "train.precision=bf16"),
-    "model.tie_embeddings=false",
+    *("train.micro_batch_size=8", "train.global_batch_size=8"),
 ]
+MIXED = [
+    *("model.family=qwen3_next", "data.seq_len=4096", "model.full_attention_layers=[3]", "train.precision=bf16"),
+    "model.moe={n_experts: 32, top_k: 4, d_ff: 512, n_shared_experts: 1, shared_d_ff: 512, shared_gate: true}",
+]
+WIDE = ["model.family=none", "data.seq_len=2048", "model.full_attention_layers=[]", "train.precision=fp32"]
+WIDE += ["model.moe=null"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "gigabytes"), [("none", 24.30), ("selective", 23.88), ("feed_forward", 23.93), ("full", 23.46)]
+    ("of", "mode", "gigabytes"),
+    [
+        (MIXED, "none", 27.57),
+        (MIXED, "selective", 21.54),
+        (MIXED, "feed_forward", 21.84),
+        (MIXED, "full", 17.48),
+        (WIDE, "full", 15.08),
+    ],
 )
-def test_linear_attention_is_counted(mode, gigabytes):
-    config = load_config(Path("configs/quickstart.yaml"), [*LINEAR, f"train.recompute={mode}"])
+def test_linear_attention_is_counted(of, mode, gigabytes):
+    config = load_config(Path("configs/quickstart.yaml"), [*LINEAR, *of, f"train.recompute={mode}"])
     plan = quick_plan(config, 1, read_hardware("H100"), None)
     assert plan["tensor_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.05)
 

@@ -57,6 +57,16 @@ def test_the_backward_pass_goes_by_the_nodes_numbers():
     }
 
 
+def test_nodes_made_within_another_are_that_ones():
+    """A function that computes again in its backward pass: what it made last lies behind every stretch."""
+    again = [span("aten::mul", 12, 14, node=25), span(f"{NODE}MulBackward0", 15, 20, node=25)]
+    inner = span("aten::mul", 16, 19)
+    spans = step(span(f"{NODE}_RerunBackward", 10, 30, node=12), *again, inner)
+    assert seconds(spans) == {("attention: RoPE, norms", "backward"): 20, ("batches, metrics", "forward"): 80}
+    elsewhere = step(span(f"{NODE}MulBackward0", 10, 30, node=25))
+    assert ("norms, residual sums", "backward") in seconds(elsewhere)
+
+
 def test_a_wait_for_a_message_is_communication_and_what_is_computed_meanwhile_is_not():
     experts = span(f"{MARK}experts forward", 10, 60)
     begun = span("c10d::alltoall_base_", 12, 13)

@@ -31,6 +31,8 @@ REASONS = {
     "modeling.linear_attention_config.": "the model's own, which launcher.prove.shrink makes small",
     "modeling.kernels.gated_delta.CHUNK": "the default of Sizes.delta_chunk",
     "modeling.kernels.gated_delta.LENGTH_EPS": "the formula's",
+    "modeling.kernels.fused_delta.": "what a package's kernels take and do on CUDA; what goes without is proven",
+    "modeling.kernels.fuse.MEETING_": "what plans count; it decides nothing",
     "modeling.moe_config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.init_config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
     "modeling.kernels.widths.FLASH_": "what flash attention takes; the kernel that takes other heads is proven",
