@@ -60,16 +60,20 @@ def main() -> None:
 
 
 def measure(side: str, steps: int, precision: str) -> Figures:
-    """Tokens a CPU second over ``steps`` steps after one that warms up, and the process's peak in GB."""
+    """What ``measure_steps`` finds of a side."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, loss = build(side, DTYPES[precision])
+    return measure_steps(*build(side, DTYPES[precision]), steps, whole_rows=side in WHOLE_ROWS)
+
+
+def measure_steps(model: nn.Module, loss: "Loss", steps: int, *, whole_rows: bool) -> Figures:
+    """Tokens a CPU second over ``steps`` steps after one that warms up, and the process's peak in GB."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     start = 0.0
     for step in range(steps + 1):
         if step == 1:
             start = time.process_time()
-        loss(*batch(step, whole_rows=side in WHOLE_ROWS)).backward()
+        loss(*batch(step, whole_rows=whole_rows)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,13 +103,13 @@ def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     """A side's model, and its loss by a batch."""
     match side:
         case "ours" | "ours_whole_rows":
-            return build_ours(dtype)
+            return build_ours(CONFIG, dtype)
         case "transformers":
-            return build_transformers(dtype)
+            return build_transformers(CONFIG, dtype)
         case "transformers_autocast":
-            return build_transformers(torch.float32, autocast=True)
+            return build_transformers(CONFIG, torch.float32, autocast=True)
         case "transformers_compiled":
-            return build_transformers(dtype, compiled=True)
+            return build_transformers(CONFIG, dtype, compiled=True)
         case "megatron_core":
             from peer_models import build_megatron_core
 
@@ -117,7 +121,7 @@ def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     raise ValueError(side)
 
 
-def build_ours(dtype: torch.dtype) -> tuple[nn.Module, Loss]:
+def build_ours(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     """Our decoder, and its loss by a batch."""
     from launcher.training.compiling import fuse_of
     from launcher.training.heap import keep_heap_from_growing
@@ -126,8 +130,8 @@ def build_ours(dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     from modeling.init import materialize
 
     with torch.device("meta"):
-        model = build_decoder(CONFIG)
-    materialize(model, CONFIG, 0, "cpu", dtype)
+        model = build_decoder(config)
+    materialize(model, config, 0, "cpu", dtype)
     keep_heap_from_growing()  # this and the next as in a run
     fuse_chains(model, fuse_of("auto", "cpu"))
 
@@ -139,13 +143,18 @@ def build_ours(dtype: torch.dtype) -> tuple[nn.Module, Loss]:
     return model, loss
 
 
-def build_transformers(dtype: torch.dtype, *, autocast: bool = False, compiled: bool = False) -> tuple[nn.Module, Loss]:
-    """transformers' class of the same sizes, and its loss by a batch; with ``autocast`` products are in bf16."""
+def build_transformers(
+    config: ModelConfig, dtype: torch.dtype, *, autocast: bool = False, compiled: bool = False, has_mask: bool = True
+) -> tuple[nn.Module, Loss]:
+    """transformers' class of the same sizes, and its loss by a batch; with ``autocast`` products are in bf16.
+
+    Without a mask each row is one document.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from modeling.families.config_json import SpecialTokens, to_config_json
 
-    settings = to_config_json(CONFIG, SEQ_LEN, SpecialTokens(), str(dtype).removeprefix("torch."))
+    settings = to_config_json(config, SEQ_LEN, SpecialTokens(), str(dtype).removeprefix("torch."))
     built = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(
         built,
@@ -159,9 +168,11 @@ def build_transformers(dtype: torch.dtype, *, autocast: bool = False, compiled: 
             layer.compile()
 
     def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
-        mask_BSS = attention_mask(positions_BS, documents_BS, positions_BS, documents_BS, None)
+        mask = None
+        if has_mask:
+            mask = attention_mask(positions_BS, documents_BS, positions_BS, documents_BS, None)[:, None]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = model(tokens_BS, attention_mask=mask_BSS[:, None], position_ids=positions_BS, use_cache=False)
+            out = model(tokens_BS, attention_mask=mask, position_ids=positions_BS, use_cache=False)
         return F.cross_entropy(out.logits.float().flatten(0, 1), targets_BS.flatten())
 
     return model, loss

@@ -17,7 +17,7 @@ from modeling.context import Context
 from modeling.dims import Dim, Weight
 from modeling.kernels.by_rows import by_rows
 from modeling.kernels.fuse import Fuse, plainly
-from modeling.kernels.gated_delta import CHUNK, continued, gated_delta
+from modeling.kernels.gated_delta import RuleSizes, continued, gated_delta
 from modeling.kernels.rerun import rerun
 from modeling.kernels.short_convolution import continued_convolution, short_convolution
 from modeling.kv_cache import LayerCache
@@ -50,7 +50,12 @@ LinearCore = Callable[[Projected, HeadWeights, Context, Fuse], Tensor]
 
 
 def mix(
-    projected: Projected, weights: HeadWeights, context: Context, fuse: Fuse = plainly, *, chunk: int = CHUNK
+    projected: Projected,
+    weights: HeadWeights,
+    context: Context,
+    fuse: Fuse = plainly,
+    *,
+    sizes: RuleSizes | None = None,
 ) -> Tensor:
     """Linear attention's output (B, S, H, W): convolutions of queries, keys and values, then the gated delta rule."""
     taps = (weights.q_taps_XK, weights.k_taps_XK, weights.v_taps_XK)
@@ -60,7 +65,7 @@ def mix(
     )
     rates = (weights.log_rates_H, weights.step_biases_H)
     fading_BSH, writing_BSH = fuse(fading_and_writing, projected.a_BSH, projected.b_BSH, *rates)
-    return gated_delta(q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, context, chunk=chunk)
+    return gated_delta(q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, context, sizes)
 
 
 def fading_and_writing(

@@ -14,6 +14,7 @@ from modeling.init import fill
 from modeling.kernels.attention import attend
 from modeling.kernels.experts import experts_grouped
 from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.gated_delta import RuleSizes
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.varlen import PLAIN
 from modeling.linear_attention import LinearAttention, mix
@@ -75,8 +76,8 @@ def build_part(
             attention.core = make_core(parallel.cp_attention, mesh.cp, *blocks)
     for module in model.modules():
         if isinstance(module, LinearAttention):
-            cut = {"chunk": sizes.delta_chunk}
-            module.core = make_linear_core(mesh.cp, **cut) if mesh.cp.degree > 1 else partial(mix, **cut)
+            cut = RuleSizes(sizes.delta_chunk, sizes.row_piece_bytes)
+            module.core = make_linear_core(mesh.cp, cut) if mesh.cp.degree > 1 else partial(mix, sizes=cut)
         if isinstance(module, MoE):
             connect_experts(
                 module,

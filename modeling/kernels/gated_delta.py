@@ -12,18 +12,26 @@ Shape letters: B batch, S sequence, G key heads, R value heads of one key head, 
 key, W of a value, N chunks, n tokens of a chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.context import Context
+from modeling.kernels.by_rows import PIECE_BYTES, pieces
 from modeling.kernels.fused_delta import fused_delta, takes_fused
-from modeling.kernels.rerun import rerun
+from modeling.kernels.rerun import Cuts, rerun
 
 CHUNK = 64  # tokens of a chunk, as in flash-linear-attention's kernels
 LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as there
+
+
+class RuleSizes(NamedTuple):
+    """How the rule is cut, which changes no value but by rounding."""
+
+    chunk: int = CHUNK  # tokens of one triangular system
+    piece_bytes: int = PIECE_BYTES  # on a CPU: of a tensor of a number for each two tokens of a chunk, computed at once
 
 
 def gated_delta(
@@ -33,18 +41,34 @@ def gated_delta(
     fading_BSH: Tensor,
     writing_BSH: Tensor,
     context: Context,
-    *,
-    chunk: int = CHUNK,
+    sizes: RuleSizes | None = None,
 ) -> Tensor:
     """Each token's o (B, S, H, W), in the dtype of ``v_BSHW``. ``fading_BSH`` is g, ``writing_BSH`` is b, both fp32.
 
     Value heads share keys in order. Computed in fp32; keeps its inputs for the backward pass, and nothing else. On CUDA
-    in 16 bits flash-linear-attention's kernels do it where they are installed (``fused_delta``).
+    in 16 bits flash-linear-attention's kernels do it where they are installed (``fused_delta``); on a CPU some heads of
+    a sequence at a time.
     """
+    sizes = sizes or RuleSizes()
     given = (q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH)
     if takes_fused(v_BSHW):
         return fused_delta(*given, context)
-    return rerun(by_chunks, *given, context.positions_BS, chunk)
+    cuts = cuts_of(k_BSGC, v_BSHW, sizes) if v_BSHW.device.type == "cpu" else None
+    return rerun(by_chunks, *given, context.positions_BS, sizes.chunk, cuts=cuts)
+
+
+def cuts_of(k_BSGC: Tensor, v_BSHW: Tensor, sizes: RuleSizes) -> Cuts:
+    """Pieces of one sequence: so many key heads, and their value heads, that a tensor of squares fits piece_bytes."""
+    batch, seq_len, n_keys, _ = k_BSGC.shape
+    shared = v_BSHW.shape[2] // n_keys
+    n_heads = max(1, sizes.piece_bytes // (4 * shared * seq_len * min(sizes.chunk, seq_len)))
+    found = []
+    for row in range(batch):
+        for heads in pieces(n_keys, n_heads):
+            keys = slice(row, row + 1), slice(None), heads
+            values = slice(row, row + 1), slice(None), slice(heads.start * shared, heads.stop * shared)
+            found.append((keys, keys, values, values, values, slice(row, row + 1)))
+    return Cuts(found, shaped_as=2)
 
 
 def by_chunks(*given: Any) -> Tensor:
@@ -108,9 +132,12 @@ def continued(
 
 
 def chunks_of(heads_BSHX: Tensor, n: int, n_keys: int) -> Tensor:
-    """(B, G, R, N, n, X): the heads of each key head, in chunks of n tokens, the last one filled with zeros."""
+    """(B, G, R, N, n, X): the heads of each key head, in chunks of n tokens, the last one filled with zeros.
+
+    Contiguous: whatever is made of tensors that lie otherwise lies as they do, and takes thrice the time on a CPU.
+    """
     padded_BSHX = F.pad(heads_BSHX, (0, 0, 0, 0, 0, -heads_BSHX.shape[1] % n))
-    return padded_BSHX.unflatten(2, (n_keys, -1)).unflatten(1, (-1, n)).permute(0, 3, 4, 1, 2, 5)
+    return padded_BSHX.unflatten(2, (n_keys, -1)).unflatten(1, (-1, n)).permute(0, 3, 4, 1, 2, 5).contiguous()
 
 
 def unit(heads: Tensor) -> Tensor:

@@ -1,42 +1,83 @@
 """Functions that keep what they are given for the backward pass, and nothing else: that computes them again."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 
-def rerun(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """``function(*arguments)``; its gradients are of a second run, within the backward pass."""
+class Cuts(NamedTuple):
+    """A function of pieces of its arguments, whose values are pieces of the whole value, in place of one call."""
+
+    pieces: Sequence[tuple[Any, ...]]  # of each: an index for each argument that is cut, in order; the others follow
+    shaped_as: int  # the argument of which the value has the shape, dtype and cuts
+
+
+def rerun(function: Callable[..., Tensor], *arguments: Any, cuts: Cuts | None = None) -> Tensor:
+    """``function(*arguments)``; its gradients are of a second run, within the backward pass.
+
+    With ``cuts`` both go piece by piece; pieces by which it is differentiated do not overlap.
+    """
     if not torch.is_grad_enabled():
+        return run(function, arguments, cuts)
+    return _Rerun.apply(function, cuts, *arguments)
+
+
+def run(function: Callable[..., Tensor], arguments: Sequence[Any], cuts: Cuts | None) -> Tensor:
+    """The value, whole."""
+    if cuts is None:
         return function(*arguments)
-    return _Rerun.apply(function, *arguments)
+    made = torch.empty_like(arguments[cuts.shaped_as], memory_format=torch.contiguous_format)
+    for piece in cuts.pieces:
+        made[piece[cuts.shaped_as]] = function(*cut(arguments, piece))
+    return made
+
+
+def cut(arguments: Sequence[Any], piece: tuple[Any, ...]) -> list[Any]:
+    """The arguments of one piece."""
+    return [each[index] for each, index in zip(arguments, piece, strict=False)] + list(arguments[len(piece) :])
 
 
 class _Rerun(Function):
-    """(function, *arguments) -> the function's value. Arguments that are no tensors are kept as they are."""
+    """(function, cuts, *arguments) -> the function's value. Arguments that are no tensors are kept as they are."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *arguments: Any) -> Tensor:  # type: ignore[override]
-        ctx.function = function
+    def forward(ctx: Any, function: Callable[..., Tensor], cuts: Cuts | None, *arguments: Any) -> Tensor:  # type: ignore[override]
+        ctx.function, ctx.cuts = function, cuts
         ctx.others = [None if isinstance(each, Tensor) else each for each in arguments]
         ctx.is_tensor = [isinstance(each, Tensor) for each in arguments]
         ctx.save_for_backward(*(each for each in arguments if isinstance(each, Tensor)))
-        return function(*arguments)
+        return run(function, arguments, cuts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = iter(ctx.saved_tensors)  # recomputation gives them once
         arguments = [next(saved) if is_one else each for is_one, each in zip(ctx.is_tensor, ctx.others, strict=True)]
-        wanted = [number for number, wants in enumerate(ctx.needs_input_grad[1:]) if wants]
-        for number in wanted:
-            arguments[number] = arguments[number].detach().requires_grad_()
-        with torch.enable_grad():
-            made = ctx.function(*arguments)
-        grads = torch.autograd.grad(made, [arguments[number] for number in wanted], grad)
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for number, each in zip(wanted, grads, strict=True):
-            found[number + 1] = each
-        return tuple(found)
+        wanted = [number for number, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
+        found: list[Tensor | None] = [None] * len(arguments)
+        if ctx.cuts is None:
+            for number, each in zip(wanted, gradients(ctx.function, arguments, wanted, grad), strict=True):
+                found[number] = each
+            return None, None, *found
+        wholes = [torch.empty_like(arguments[number], memory_format=torch.contiguous_format) for number in wanted]
+        for piece in ctx.cuts.pieces:
+            here = gradients(ctx.function, cut(arguments, piece), wanted, grad[piece[ctx.cuts.shaped_as]])
+            for number, whole, each in zip(wanted, wholes, here, strict=True):
+                whole[piece[number]] = each
+        for number, whole in zip(wanted, wholes, strict=True):
+            found[number] = whole
+        return None, None, *found
+
+
+def gradients(
+    function: Callable[..., Tensor], arguments: Sequence[Any], wanted: Sequence[int], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Those by the arguments of the numbers ``wanted``, of a run of the function."""
+    given = list(arguments)
+    for number in wanted:
+        given[number] = given[number].detach().requires_grad_()
+    with torch.enable_grad():
+        made = function(*given)
+    return torch.autograd.grad(made, [given[number] for number in wanted], grad)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Literal, assert_never
 
 from modeling.attention import AttentionCore
-from modeling.kernels.gated_delta import CHUNK
+from modeling.kernels.gated_delta import RuleSizes
 from modeling.kernels.varlen import PiecesKernel
 from modeling.linear_attention import LinearCore
 from modeling.pieces import QUERY_BLOCK
@@ -39,7 +39,7 @@ def make_core(
             assert_never(kind)
 
 
-def make_linear_core(axis: Axis, chunk: int = CHUNK) -> LinearCore:
+def make_linear_core(axis: Axis, sizes: RuleSizes | None = None) -> LinearCore:
     """A core over the cp axis (degree above 1), for ``modeling.linear_attention.LinearAttention.core``."""
     assert axis.degree > 1
-    return partial(ulysses_mix, axis=axis, chunk=chunk)
+    return partial(ulysses_mix, axis=axis, sizes=sizes)

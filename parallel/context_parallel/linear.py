@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modeling.context import Context
 from modeling.kernels.fuse import Fuse, plainly
-from modeling.kernels.gated_delta import CHUNK
+from modeling.kernels.gated_delta import RuleSizes
 from modeling.linear_attention import HeadWeights, Projected, mix
 from parallel.context_parallel.context import HeldContext
 from parallel.context_parallel.ulysses import heads_to_positions, positions_to_heads
@@ -23,7 +23,7 @@ def ulysses_mix(
     fuse: Fuse = plainly,
     *,
     axis: Axis,
-    chunk: int = CHUNK,
+    sizes: RuleSizes | None = None,
 ) -> Tensor:
     """``modeling.linear_attention.mix`` (B, S, H, W) at the held positions. All ranks of ``axis`` call it.
 
@@ -49,7 +49,7 @@ def ulysses_mix(
     numbers = arrived_BNX.split([shape.numel() for shape in shapes], dim=2)
     here = Projected(*(part.unflatten(2, shape) for part, shape in zip(numbers, shapes, strict=True)))
     own = (each.chunk(cp)[axis.rank] for each in (q_taps_XK, k_taps_XK, v_taps_XK, log_rates_H, step_biases_H))
-    return heads_to_positions(mix(here, HeadWeights(*own), context.whole, fuse, chunk=chunk), axis)
+    return heads_to_positions(mix(here, HeadWeights(*own), context.whole, fuse, sizes=sizes), axis)
 
 
 def repeated(taps_XK: Tensor, n_heads: int, times: int) -> Tensor:

@@ -36,7 +36,7 @@ from modeling.counts import count_parameters, forward_flops_per_token
 from modeling.dims import units_of
 from modeling.init import initial_box, initial_tensor
 from modeling.kernels import fused_delta
-from modeling.kernels.gated_delta import by_chunks, continued, gated_delta
+from modeling.kernels.gated_delta import RuleSizes, by_chunks, continued, cuts_of, gated_delta
 from modeling.kernels.rerun import rerun
 from modeling.kernels.short_convolution import short_convolution
 from modeling.kernels.short_convolution import short_convolution_by_channels as by_channels
@@ -93,12 +93,13 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
     assert error <= tolerance * expected.abs().max().clamp(min=1e-3), float(error)
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 2000, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
-def test_chunks_are_the_rule_token_by_token(chunk: int) -> None:
+def test_chunks_are_the_rule_token_by_token(chunk: int, piece_bytes: int) -> None:
     """Of packed documents, some of which end within a chunk or cross several; and every gradient."""
     positions_BS, documents_BS = places(LENGTHS)
     given_tensors = [each.requires_grad_() for each in drawn(1, *positions_BS.shape)]
-    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), chunk=chunk)
+    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(chunk, piece_bytes))
     expected = token_by_token(*given_tensors, positions_BS)
     assert_near(out, expected)
     along = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
@@ -122,7 +123,7 @@ def test_any_documents_in_any_chunks(lengths: list[int], chunk: int, seed: int, 
     positions_BS, documents_BS = places([lengths])
     q, k, v, fading, writing = drawn(seed, *positions_BS.shape)
     given_tensors = (q, k, v, steep * fading, writing)
-    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), chunk=chunk)
+    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(chunk))
     last_place = 2**-23 * steep * 3 * min(chunk, sum(lengths))
     assert_near(out, token_by_token(*given_tensors, positions_BS), TOLERANCE + last_place)
 
@@ -147,6 +148,14 @@ def test_a_second_run_gives_the_same_gradients_bit_for_bit() -> None:
     assert torch.equal(*outs)
     first, second = (torch.autograd.grad(out.square().sum(), tensors) for out in outs)
     assert all(map(torch.equal, first, second))
+    q, k, v, *_ = tensors
+    n_pieces = [len(cuts_of(k, v, RuleSizes(8, n_bytes)).pieces) for n_bytes in (1, 2 * 4 * 20 * 8, 2 * 2 * 4 * 20 * 8)]
+    assert n_pieces == [6, 6, 3]  # three rows of two key heads, each with two value heads
+    frozen = [q.detach(), *tensors[1:]]
+    pieces = rerun(by_chunks, *frozen, positions_BS, 8, cuts=cuts_of(k, v, RuleSizes(8, 1)))
+    found = torch.autograd.grad(pieces.square().sum(), tensors[1:])
+    for mine, theirs in zip(found, first[1:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

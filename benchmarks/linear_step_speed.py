@@ -1,0 +1,61 @@
+"""Training steps of a model with linear attention on a CPU, ours beside transformers' own class. One JSON line.
+
+    python benchmarks/linear_step_speed.py [--steps 3] [--rounds 3] [--precision fp32|bf16|auto]
+
+A decoder of family qwen3_next, three of four layers with the gated delta rule, 16 experts and a shared one; a step and
+its figures are those of step_speed.py. Rows are one document each: the rule in torch's operations, which transformers
+takes on a CPU, knows no others. ``transformers_compiled`` has each layer compiled by torch.compile.
+"""
+
+import torch
+from torch import nn
+
+from modeling.config import ModelConfig
+from modeling.dtypes import DTYPES
+from modeling.linear_attention_config import LinearAttentionConfig
+from modeling.moe_config import MoEConfig
+from sides import Figures, Side, compare
+from step_speed import Loss, build_ours, build_transformers, measure_steps
+
+CONFIG = ModelConfig(
+    family="qwen3_next",
+    vocab_size=16384,
+    d_model=384,
+    n_layers=8,
+    n_heads=6,
+    n_kv_heads=2,
+    d_head=64,
+    qk_norm=True,
+    norm_adds_one=True,
+    attention_gate="elementwise",
+    rope_fraction=0.25,
+    d_ff=768,
+    full_attention_layers=(3, 7),
+    linear_attention=LinearAttentionConfig(n_k_heads=3, n_v_heads=6, d_k=64, d_v=64),
+    moe=MoEConfig(
+        n_experts=16, top_k=4, d_ff=192, score="softmax", n_shared_experts=1, shared_d_ff=192, shared_gate=True
+    ),
+)
+SIDES = (Side(name="ours", beside=None), Side(name="transformers"), Side(name="transformers_compiled", compiled=True))
+
+
+def main() -> None:
+    compare("linear_step_speed", __file__, __doc__, SIDES, measure)
+
+
+def measure(side: str, steps: int, precision: str) -> Figures:
+    """What ``measure_steps`` finds of a side."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return measure_steps(*build(side, DTYPES[precision]), steps, whole_rows=True)
+
+
+def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
+    """A side's model, and its loss by a batch."""
+    if side == "ours":
+        return build_ours(CONFIG, dtype)
+    return build_transformers(CONFIG, dtype, compiled=side == "transformers_compiled", has_mask=False)
+
+
+if __name__ == "__main__":
+    main()
