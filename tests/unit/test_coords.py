@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from launcher.config.load import load_config
 from launcher.coords.judge import STEEPEST, faults, slopes_of
 from launcher.coords.measure import PARAMETRIZATIONS, measure, small_relative, widened
 from launcher.prove import reference
+from modeling.config import ModelConfig
+from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.mup import widths_of
 from modeling.optimizers.config import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from rotating import some_fast
@@ -43,6 +46,13 @@ CASES = [
     ("qwen1-5-moe-a2-7b", ADAMW),
     ("olmo-2-1124-7b", ADAMW),
 ]
+
+
+def test_heads_of_linear_attention_grow_with_the_width():
+    linear = LinearAttentionConfig(n_k_heads=2, n_v_heads=4, d_k=8, d_v=16)
+    small = ModelConfig(family="none", d_model=32, n_heads=2, n_kv_heads=2, linear_attention=linear)
+    wide = widened(small, 96, 32, "mup").linear_attention
+    assert wide == replace(linear, n_k_heads=6, n_v_heads=12)
 
 
 @pytest.mark.parametrize("case", some_fast(CASES, CASES[0]), ids=str)

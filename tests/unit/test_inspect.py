@@ -21,6 +21,8 @@ import launcher.inspection.write as inspected_write
 from inspect_runs import HOSTILE, inspectable
 from launcher.cli import main
 from launcher.commands.trained import open_trained
+from launcher.errors import UserError
+from launcher.inspection.asked import Wishes, chosen_maps
 from launcher.inspection.experts import Tally, by_chance, shares_of, specialisation, strongest_pair, together
 from launcher.inspection.pictures import draw_attention, draw_experts
 from launcher.training.evaluation import open_heldout
@@ -462,3 +464,14 @@ def test_the_scale_of_a_pictures_colours_has_no_number_above_its_strongest(most:
     drawn = [each for each in bar.get_yticks() if bar.transData.transform((0, each))[1] <= bar.bbox.y1 + 0.5]
     assert len(drawn) > 1
     assert max(drawn) <= most
+
+
+def test_layers_of_linear_attention_have_no_maps():
+    """Tokens have no weights there: such a layer is not chosen, and refused by name where it is asked for."""
+    kept = chosen_maps(Wishes(), 8, 4, [10], linear={0, 1, 2, 4, 5, 6})
+    assert kept.layers == (3, 7) == chosen_maps(Wishes(layers="all"), 8, 4, [10], linear={0, 1, 2, 4, 5, 6}).layers
+    with pytest.raises(UserError, match=r"--layers=2,3: layer 2 has linear attention.*; try --layers 3$"):
+        chosen_maps(Wishes(layers="2,3"), 8, 4, [10], linear={0, 1, 2, 4, 5, 6})
+    assert chosen_maps(Wishes(), 2, 4, [10], linear={0, 1}).layers == ()
+    with pytest.raises(UserError, match=r"; leave it out$"):
+        chosen_maps(Wishes(layers="1"), 2, 4, [10], linear={0, 1})

@@ -271,6 +271,14 @@ def test_in_bf16_it_is_rounded_as_its_class_is() -> None:
     wide = short_convolution(inputs.float(), positions_BS, taps_XK)
     assert torch.equal(rounded, wide.bfloat16())
     assert torch.equal(by_channels(inputs, positions_BS, taps_XK, piece_bytes=100), rounded)
+    leaves = [inputs.clone().requires_grad_(), taps_XK.clone().requires_grad_()]
+    ways = (
+        (lambda x, taps: by_channels(x, positions_BS, taps, piece_bytes=100)),
+        (lambda x, taps: short_convolution(x, positions_BS, taps)),
+    )
+    mine, theirs = (torch.autograd.grad(way(*leaves).sum(), leaves) for way in ways)
+    for one, two in zip(mine, theirs, strict=True):
+        assert one.dtype == torch.bfloat16 and (one - two).abs().max() <= 2**-6 * two.abs().max()
     config = Qwen3NextConfig(hidden_size=12, linear_value_head_dim=10)
     norm, ours = Qwen3NextRMSNormGated(10, eps=config.rms_norm_eps).bfloat16(), GatedNorm(10, config.rms_norm_eps)
     ours.weight = nn.Parameter(torch.nn.init.normal_(norm.weight))

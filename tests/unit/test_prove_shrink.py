@@ -15,6 +15,7 @@ from launcher.errors import UserError
 from launcher.prove.shrink import default_ranks, few_layers, shrink, shrink_experts, shrink_model
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
+from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
@@ -153,6 +154,27 @@ def test_a_small_model_keeps_both_kinds_of_layers(n_layers, told, small):
     assert not [*shrunk.problems()]
     with_experts = tuple(layer for layer in range(shrunk.n_layers) if shrunk.is_moe_layer(layer))
     assert (shrunk.n_layers, with_experts) == small
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "degrees", "small"),
+    [
+        (16, 32, Degrees(2), (2, 4)),
+        (16, 16, Degrees(1), (2, 2)),
+        (16, 48, Degrees(4, tp=2, cp=2), (4, 12)),
+        (2, 32, Degrees(8, cp=8), (2, 8)),
+    ],
+)
+def test_values_of_linear_attention_share_keys_in_the_small_model(keys, values, degrees, small):
+    """As many heads as the ranks of tp and cp need, and more than one value a key where there were more."""
+    linear = LinearAttentionConfig(n_k_heads=keys, n_v_heads=values)
+    model = ModelConfig(family="none", n_layers=8, linear_attention=linear, full_attention_layers=(3, 7))
+    shrunk = shrink_model(model, degrees, few_layers(model))
+    assert not [*shrunk.problems()] and shrunk.linear_attention is not None
+    found = shrunk.linear_attention
+    assert (found.n_k_heads, found.n_v_heads) == small
+    kinds = {shrunk.is_linear_layer(layer) for layer in range(shrunk.n_layers)}
+    assert kinds == {True, False} and found.d_k < linear.d_k
 
 
 @pytest.mark.parametrize(
