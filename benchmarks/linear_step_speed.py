@@ -7,34 +7,28 @@ its figures are those of step_speed.py. Rows are one document each: the rule in 
 takes on a CPU, knows no others. ``transformers_compiled`` has each layer compiled by torch.compile.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import nn
 
-from modeling.config import ModelConfig
+import step_speed
 from modeling.dtypes import DTYPES
 from modeling.linear_attention_config import LinearAttentionConfig
-from modeling.moe_config import MoEConfig
 from sides import Figures, Side, compare
 from step_speed import Loss, build_ours, build_transformers, measure_steps
 
-CONFIG = ModelConfig(
+assert step_speed.CONFIG.moe is not None
+CONFIG = replace(
+    step_speed.CONFIG,
     family="qwen3_next",
-    vocab_size=16384,
-    d_model=384,
-    n_layers=8,
-    n_heads=6,
-    n_kv_heads=2,
-    d_head=64,
-    qk_norm=True,
     norm_adds_one=True,
     attention_gate="elementwise",
     rope_fraction=0.25,
-    d_ff=768,
     full_attention_layers=(3, 7),
     linear_attention=LinearAttentionConfig(n_k_heads=3, n_v_heads=6, d_k=64, d_v=64),
-    moe=MoEConfig(
-        n_experts=16, top_k=4, d_ff=192, score="softmax", n_shared_experts=1, shared_d_ff=192, shared_gate=True
-    ),
+    moe=replace(step_speed.CONFIG.moe, n_shared_experts=1, shared_d_ff=192, shared_gate=True),
 )
 SIDES = (Side(name="ours", beside=None), Side(name="transformers"), Side(name="transformers_compiled", compiled=True))
 
@@ -45,9 +39,7 @@ def main() -> None:
 
 def measure(side: str, steps: int, precision: str) -> Figures:
     """What ``measure_steps`` finds of a side."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    return measure_steps(*build(side, DTYPES[precision]), steps, whole_rows=True)
+    return measure_steps(partial(build, side, DTYPES[precision]), steps, whole_rows=True)
 
 
 def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:

@@ -17,6 +17,7 @@ each. Ratios are explained at ``summary`` in sides.py.
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +62,14 @@ def main() -> None:
 
 def measure(side: str, steps: int, precision: str) -> Figures:
     """What ``measure_steps`` finds of a side."""
+    return measure_steps(partial(build, side, DTYPES[precision]), steps, whole_rows=side in WHOLE_ROWS)
+
+
+def measure_steps(build: "Callable[[], tuple[nn.Module, Loss]]", steps: int, *, whole_rows: bool) -> Figures:
+    """Tokens a CPU second over ``steps`` steps after one that warms up, and the process's peak in GB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return measure_steps(*build(side, DTYPES[precision]), steps, whole_rows=side in WHOLE_ROWS)
-
-
-def measure_steps(model: nn.Module, loss: "Loss", steps: int, *, whole_rows: bool) -> Figures:
-    """Tokens a CPU second over ``steps`` steps after one that warms up, and the process's peak in GB."""
+    model, loss = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     start = 0.0
     for step in range(steps + 1):

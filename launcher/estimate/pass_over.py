@@ -12,7 +12,7 @@ from launcher.closed_form.budget import modes_of
 from launcher.config.tree import RunConfig
 from launcher.estimate.batch import batch_of, on_device
 from launcher.estimate.messages import Messages
-from launcher.estimate.ranks import as_rank, mesh_of
+from launcher.estimate.ranks import as_rank, deterministic, mesh_of
 from launcher.trace.ops import Op, Phase
 from launcher.trace.parts import Axes
 from launcher.trace.recorder import Memory, Recorder
@@ -57,6 +57,7 @@ def trace_rank(
     with contextlib.ExitStack() as stack:
         if world_size > 1:
             stack.enter_context(as_rank(rank, world_size))
+        stack.enter_context(deterministic(config.train.deterministic))
         mesh = mesh_of(config.parallel, world_size, rank, GPU)
         batch = batch_of(config, mesh)
         mode = stack.enter_context(FakeTensorMode())

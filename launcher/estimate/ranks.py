@@ -22,6 +22,17 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def deterministic(is_asked_for: bool) -> Iterator[None]:
+    """Torch's switch as train.deterministic sets it, while the context lasts: kernels are chosen by it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_asked_for)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def mesh_of(parallel: ParallelConfig, world_size: int, rank: int, device: torch.device) -> Mesh:
     """The rank's mesh; within ``as_rank``, but for a lone rank that needs no groups."""
     if world_size == 1 and not dist.is_initialized():

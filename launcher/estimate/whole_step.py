@@ -21,7 +21,7 @@ from torch.distributed.pipelining import schedules
 from launcher.config.tree import RunConfig
 from launcher.estimate.ledger import Ledger
 from launcher.estimate.pass_over import evenly, shares
-from launcher.estimate.ranks import as_rank, mesh_of
+from launcher.estimate.ranks import as_rank, deterministic, mesh_of
 from launcher.estimate.samples import WholeSequences
 from launcher.estimate.values import KnownAnswers, KnownValues
 from launcher.plan.closed_forms import step_of_rank
@@ -107,6 +107,7 @@ def fake_rank(
         if device.type == "cuda":
             stack.enter_context(absent_gpu())
         stack.enter_context(as_rank(rank, world_size))
+        stack.enter_context(deterministic(config.train.deterministic))
         mesh = mesh_of(config.parallel, world_size, rank, device)
         stack.enter_context(patches.replaced(torch.utils, swap_tensors=leave_as_they_are))
         stack.enter_context(patches.replaced(torch.cuda, **without_driver()))

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from launcher.trace.ops import ATTENTION, COLLECTIVES, PRODUCTS, Kind, Phase
 from launcher.trace.parts import HOST, Axes, Region, part_of, wire_part
 from launcher.trace.regions import MARK, Stretches
+from modeling.kernels.fused_delta import FUNCTION
 
 NODE = "autograd::engine::evaluate_function: "
 GLOO = "gloo:"
@@ -120,7 +121,9 @@ def place_within(span: Span, outer: Place, stretches: Stretches, again: dict[int
         return Place(region, phase)  # type: ignore[arg-type]
     if span.name.startswith(NODE):
         region = again[span.node] if span.node in again else stretches.at(span.node)
-        return Place(region, "backward", name=span.name.removeprefix(NODE), in_node=True)
+        name = span.name.removeprefix(NODE)
+        kind: Kind = "attention" if name == f"{FUNCTION}Backward" else "other"
+        return Place(region, "backward", kind, name=name, in_node=True)
     if outer.in_node and span.node >= 0:
         again[span.node] = outer.region
     namespace, _, name = span.name.rpartition("::")
@@ -131,6 +134,8 @@ def place_within(span: Span, outer: Place, stretches: Stretches, again: dict[int
     if name in PRODUCTS:
         return replace(outer, kind="product", name=name, is_busy=True)
     if name in ATTENTION:
+        return replace(outer, kind="attention", name=name, is_busy=True)
+    if name == FUNCTION:  # its kernels are launched by no operation of torch's
         return replace(outer, kind="attention", name=name, is_busy=True)
     if not namespace:  # an autograd function's own name, a scope of some library
         return outer

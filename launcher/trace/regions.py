@@ -42,7 +42,7 @@ class Stretches:
         A function that computes again there and differentiates what it made (modeling.kernels.rerun) makes such nodes.
         """
         if self.regions[-1:] != [region]:
-            self.starts.append(_get_sequence_nr() - 1)
+            self.starts.append(max([_get_sequence_nr() - 1, *self.starts[-1:]]))
             self.regions.append(region)
 
     def at(self, number: int) -> Region:

@@ -9,11 +9,11 @@ from modeling.kernels.fused_delta import PACKAGE, fused_rule
 
 
 def tell_of_missing_kernels(config: RunConfig, device: torch.device, tell: Callable[[str], None]) -> None:
-    """A line where a run's plan counts on the package's kernels, and they are not there: the run goes on without."""
+    """A line where a run would take the package's kernels, and they are not there: it goes on without."""
     train = config.train
     wants = config.model.linear_attention is not None and train.stored != "fp32" and not train.deterministic
     if wants and device.type == "cuda" and fused_rule() is None:
         tell(
-            f"model.linear_attention: package {PACKAGE} is not installed, or does not work; steps take longer and need "
-            "more memory than planned: pip install 'roundtable[linear]'"
+            f"model.linear_attention: package {PACKAGE} is not installed, or does not work: steps take longer, and "
+            "more memory than plans made elsewhere count; pip install 'roundtable[linear]'"
         )

@@ -250,15 +250,16 @@ def build_engine(
 ) -> Engine:
     """The model under its layout and precision, weights not yet set. All ranks call it.
 
-    ``fuse``: how chains of elementwise work are computed (None: as train.compile says, and this machine can);
+    ``fuse``: how chains of elementwise work are computed (None: as train.compile says, and this machine can, which
+    tells what it lacks);
     ``copies``: how activations go to the host. Raises UserError where the device lacks train.precision, or the machine
     the package of train.flash_attention.
     """
     check_precision(config.train.precision, mesh.device)
     choose_flash_attention(config.train.flash_attention, mesh.device)
-    say_so = tell if mesh.rank == 0 else lambda line: None
-    tell_of_missing_kernels(config, mesh.device, say_so)
     if fuse is None:
+        say_so = tell if mesh.rank == 0 else lambda line: None
+        tell_of_missing_kernels(config, mesh.device, say_so)
         share = partial(first_problem, mesh)
         fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes, share)
     if copies is None and config.train.offload_activations:

@@ -1,9 +1,10 @@
 """Chains of elementwise work between matrix products: computed plainly, or compiled so that each is one kernel.
 
-A chain is a pure function of tensors whose rows do not meet: norms, rotations, gates. Compiled, it reads its inputs and
-writes its outputs once each way, and keeps nothing but its inputs for the backward pass, which computes again whatever
-lies between; where it is linear in one of them, not even that. The plain function is the reference; a module calls it
-through its ``fuse``, the seam at which ``compiled`` takes ``plainly``'s place.
+A chain is a pure function of tensors whose rows do not meet (norms, rotations, gates), or meet a few before them and
+bring what computes their gradients (``rows_meet``). Compiled, it reads its inputs and writes its outputs once each way,
+and keeps nothing but its inputs for the backward pass, which computes again whatever lies between; where it is linear
+in one of them, not even that. The plain function is the reference; a module calls it through its ``fuse``, the seam at
+which ``compiled`` takes ``plainly``'s place.
 
 Whatever looks at operations sees a compiled chain as one operator, ``roundtable::chain(name, tensors) -> tensors``, and
 fake tensors go through the plain function; where nobody looks the compiled code is called directly.

@@ -19,7 +19,8 @@ from modeling.kernels.direct import REAL
 
 PACKAGE, LEAST = "fla-core", (0, 6)
 BROKEN = (ImportError, OSError, RuntimeError, AttributeError)  # what importing it raises, where a part of it is missing
-CHUNK = 64  # tokens of a chunk of its kernels
+CHUNK = 64  # tokens of a chunk of its kernels, and of ours
+FUNCTION = "ChunkGatedDeltaRuleFunction"  # what a profile calls its autograd function
 
 
 @functools.cache

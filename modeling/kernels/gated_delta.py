@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 from modeling.context import Context
 from modeling.kernels.by_rows import PIECE_BYTES, pieces
-from modeling.kernels.fused_delta import fused_delta, takes_fused
+from modeling.kernels.fused_delta import CHUNK, fused_delta, takes_fused
 from modeling.kernels.rerun import Cuts, rerun
 
-CHUNK = 64  # tokens of a chunk, as in flash-linear-attention's kernels
 LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as there
 
 

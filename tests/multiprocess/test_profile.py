@@ -163,3 +163,29 @@ def test_both_count_the_same_model(measured, estimated):
         assert here[name]["flops"] == there[name]["flops"]
     assert here["experts: products"]["flops"] >= there["experts: products"]["flops"]
     assert here["communication: ZeRO"]["sent_bytes"] >= there["communication: ZeRO"]["sent_bytes"] > 0
+
+
+HYBRID = (
+    *("model.family=none", "model.full_attention_layers=[1]"),
+    "model.linear_attention={n_k_heads: 2, n_v_heads: 4, d_k: 16, d_v: 16}",
+)
+
+
+def test_linear_attention_is_planned_by_the_kernels_that_will_run(tmp_path, capfd):
+    """Its package's; under train.deterministic torch's operations. A plan is no run: it misses no package."""
+    parts, launches = [], []
+    for deterministic in ("false", "true"):
+        (folder := tmp_path / deterministic).mkdir()
+        more = (*HYBRID, f"train.deterministic={deterministic}", "parallel.ep=1", "slurm.gpus_per_node=1")
+        report, _ = profile(folder, "--as", "H200", *more)
+        parts.append(parts_of(report))
+        launches.append(sum(row["launches"] for row in report["parts"]))
+        assert parts[-1].keys() >= {"linear attention: products", "linear attention: rest", "attention: scores"}
+    assert [("linear attention: rule" in each) for each in parts] == [True, False]
+    assert parts[0]["linear attention: rule"]["launches"] == 4 * (8 + 18)  # a layer's two passes of four micro-batches
+    assert launches[1] > launches[0] + 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "true")
+        capfd.readouterr()
+        assert main(["plan", "c.yaml", "--gpu", "H200", *HYBRID, "parallel.ep=1", "slurm.gpus_per_node=1"]) == 0
+    assert "fla-core" not in "".join(capfd.readouterr())

@@ -10,6 +10,7 @@ from launcher.profile.spans import NODE, STEP, Span, seconds_by_part
 from launcher.trace.parts import HOST, Axes
 from launcher.trace.regions import MARK, Stretches
 from launcher.trace.roofline import Sum
+from modeling.kernels.fused_delta import FUNCTION
 
 MS = 1_000_000
 STRETCHES = Stretches([0, 10, 20], ["embedding", "attention", "norms"])
@@ -65,6 +66,16 @@ def test_nodes_made_within_another_are_that_ones():
     assert seconds(spans) == {("attention: RoPE, norms", "backward"): 20, ("batches, metrics", "forward"): 80}
     elsewhere = step(span(f"{NODE}MulBackward0", 10, 30, node=25))
     assert ("norms, residual sums", "backward") in seconds(elsewhere)
+
+
+def test_the_rule_of_linear_attention_is_its_packages_function():
+    """Whose kernels, and what it does besides, no operation of torch's names: forward and in its node."""
+    forward = span(f"{MARK}linear_attention forward", 10, 50)
+    rule = [span(FUNCTION, 20, 40), span("aten::empty", 21, 22)]
+    node = span(f"{NODE}{FUNCTION}Backward", 60, 80, node=12)
+    found = seconds(step(forward, *rule, node, span(f"{FUNCTION}Backward", 61, 79)))
+    assert found["linear attention: rule", "forward"] == 20 and found["linear attention: rest", "forward"] == 20
+    assert found["attention: scores", "backward"] == 20  # the region of node 12 here
 
 
 def test_a_wait_for_a_message_is_communication_and_what_is_computed_meanwhile_is_not():
