@@ -101,7 +101,7 @@ def open_theirs(precision: str, *, fp32_sums: bool) -> Callable[[int], None]:
 
     import deepspeed
 
-    model, loss = build_transformers(DTYPES[precision])
+    model, loss = build_transformers(CONFIG, DTYPES[precision])
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": 1},
