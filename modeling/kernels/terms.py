@@ -13,6 +13,7 @@ from torch import Tensor
 from modeling.context import Context, attention_mask
 from modeling.dropout import ScoreDropout
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
+from modeling.kernels.narrow_attention import attend_narrowly, fits_narrow
 from modeling.kernels.scratch import SCRATCH
 from modeling.kernels.sinks import join_sinks, sinks_gradient
 from modeling.pieces import Piece
@@ -118,7 +119,7 @@ def term_attention(
 
     On a CPU all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took 1.4 times the time over packed
     documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23), since it prepares a product for
-    each new shape.
+    each new shape. With AMX the forward pass is ``attend_narrowly``, where nothing is capped, dropped or joined.
     """
     assert terms.dropout is None or q_BQHC.shape[1] == k_BSGC.shape[1]
     tensors = (q_BQHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN)
@@ -140,20 +141,13 @@ class _PieceAttention(torch.autograd.Function):
         dropout: ScoreDropout | None,
     ) -> Tensor:
         added = pairs.added(bias_HN)
-        heads = tuple(
-            computed(each, name)
-            for each, name in zip((q_BQHC, k_BSGC, v_BSGC), ("queries", "keys", "values"), strict=True)
-        )
-        out_BQHC = room_for(q_BQHC, "out")
-        lse_BHQ = out_BQHC.new_empty(out_BQHC.transpose(1, 2).shape[:-1])
-        for piece in pieces:
-            rows, queries, keys = piece
-            q, k, v = (each[rows, part] for each, part in zip(heads, (queries, keys, keys), strict=True))
-            found = attend_block(q, k, v, added(piece), cap, factors_of(dropout, piece, q.device))
-            out_BQHC[rows, queries], lse_BHQ[rows, :, queries] = found
-        if sinks_H is not None:
-            out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
-        out_BQHC = out_BQHC.to(q_BQHC.dtype)
+        if cap is None and dropout is None and sinks_H is None and fits_narrow(q_BQHC, k_BSGC):
+            out_BQHC, lse_BHQ = attend_narrowly(q_BQHC, k_BSGC, v_BSGC, pieces, added)
+        else:
+            out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
+            if sinks_H is not None:
+                out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
+            out_BQHC = out_BQHC.to(q_BQHC.dtype)
         ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN)
         ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout = pairs, pieces, cap, dropout
         return out_BQHC
@@ -182,11 +176,33 @@ class _PieceAttention(torch.autograd.Function):
             else:
                 found = attend_block_backward(*passed, added(piece))
             dq_BQHC[rows, queries] = found[0]
-            dk_BSGC[rows, keys] += found[1]
-            dv_BSGC[rows, keys] += found[2]
+            dk_BSGC[rows, keys].add_(found[1])
+            dv_BSGC[rows, keys].add_(found[2])
         grads = (grad.to(q_BQHC.dtype) for grad in (dq_BQHC, dk_BSGC, dv_BSGC))
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)
         return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 4
+
+
+def attend_widely(
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    pieces: Sequence[Piece],
+    added: Callable[[Piece], Tensor],
+    cap: float | None,
+    dropout: ScoreDropout | None,
+) -> tuple[Tensor, Tensor]:
+    """The attention of all pieces and the log of its normalizers (B, H, Q), in fp32; some of it is kept memory."""
+    named = zip((q_BQHC, k_BSGC, v_BSGC), ("queries", "keys", "values"), strict=True)
+    heads = [computed(each, name) for each, name in named]
+    out_BQHC = room_for(q_BQHC, "out")
+    lse_BHQ = out_BQHC.new_empty(out_BQHC.transpose(1, 2).shape[:-1])
+    for piece in pieces:
+        rows, queries, keys = piece
+        q, k, v = (each[rows, part] for each, part in zip(heads, (queries, keys, keys), strict=True))
+        found = attend_block(q, k, v, added(piece), cap, factors_of(dropout, piece, q.device))
+        out_BQHC[rows, queries], lse_BHQ[rows, :, queries] = found
+    return out_BQHC, lse_BHQ
 
 
 def computed(heads: Tensor, name: str) -> Tensor:

@@ -1,0 +1,81 @@
+"""Attention's forward pass in 16 bits on a CPU with matrix units (AMX), piece by piece as in modeling.kernels.terms.
+
+torch's flash kernel hands such a processor's products to oneDNN, which builds one for each number of queries and keys;
+so pieces are given whole units of both, of what lies beside them in their rows, which nobody sees. Of 8 rows of 512
+tokens, 6 heads of 64 channels, a pass takes 9.4 ms in packed documents and 11.9 in whole rows, where fp32 takes 20 and
+28 (one thread, Intel Xeon with AMX, 2026-11-29). The gradients' products are too small for it there: 74 ms to 69.
+
+Shape letters: B batch, S sequence, Q queries, K keys, H heads, G key-value heads, C d_head.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from modeling.kernels.blocks import attend_block
+from modeling.kernels.scratch import is_real
+from modeling.pieces import Piece
+
+QUERY_UNIT = 64  # fewer queries the kernel multiplies without matrix units
+KEY_UNIT = 128
+
+
+def fits_narrow(q_BSHC: Tensor, k_BSGC: Tensor) -> bool:
+    """Whether ``attend_narrowly`` takes them and is the faster way: whole sequences of bf16, on such a processor."""
+    is_narrow = q_BSHC.is_cpu and q_BSHC.dtype == k_BSGC.dtype == torch.bfloat16
+    return is_narrow and q_BSHC.shape[1] == k_BSGC.shape[1] and is_real(q_BSHC) and has_matrix_units()
+
+
+@functools.cache
+def has_matrix_units() -> bool:
+    """Whether this processor multiplies tiles of bf16."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def attend_narrowly(
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Sequence[Piece], added: Callable[[Piece], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The attention (B, S, H, C) of all pieces, in their dtype, and the log of its normalizers (B, H, S) in fp32.
+
+    ``added`` gives what ``attend_block`` takes as a piece's mask; each query is in one piece. Scores and weights are
+    summed in fp32, and weights rounded to 16 bits before they multiply values, as FlashAttention has it on a GPU.
+    """
+    out_BSHC, seq_len = torch.empty_like(q_BSHC, memory_format=torch.contiguous_format), q_BSHC.shape[1]
+    lse_BHS = q_BSHC.new_empty((len(q_BSHC), q_BSHC.shape[2], seq_len), dtype=torch.float32)
+    for piece in pieces:
+        queries, keys = whole_units(piece.queries, QUERY_UNIT, seq_len), whole_units(piece.keys, KEY_UNIT, seq_len)
+        wide = Piece(piece.rows, queries, keys)
+        mask = added(piece)
+        if wide != piece:
+            mask = filled_up(mask, piece, wide)
+        found = attend_block(q_BSHC[piece.rows, queries], k_BSGC[piece.rows, keys], v_BSGC[piece.rows, keys], mask)
+        inner = within(piece.queries, queries)
+        out_BSHC[piece.rows, piece.queries] = found[0][:, inner]
+        lse_BHS[piece.rows, :, piece.queries] = found[1][..., inner]
+    return out_BSHC, lse_BHS
+
+
+def whole_units(places: slice, unit: int, n: int) -> slice:
+    """Whole units around places of a row of ``n``, or all of a row that has no more: they end as late as before.
+
+    Unless there is too little before them.
+    """
+    wanted = min(-(-(places.stop - places.start) // unit) * unit, n)
+    start = max(0, places.stop - wanted)
+    return slice(start, start + wanted)
+
+
+def within(inner: slice, outer: slice) -> slice:
+    """Where in ``outer`` the places of ``inner`` are."""
+    return slice(inner.start - outer.start, inner.stop - outer.start)
+
+
+def filled_up(mask: Tensor, piece: Piece, wide: Piece) -> Tensor:
+    """A piece's mask (..., Q, K) for the wide one, whose other queries and keys see and are seen by nobody."""
+    n_queries, n_keys = (each.stop - each.start for each in (wide.queries, wide.keys))
+    nobody = False if mask.dtype == torch.bool else float("-inf")
+    filled = mask.new_full((*mask.shape[:-2], n_queries, n_keys), nobody)
+    filled[..., within(piece.queries, wide.queries), within(piece.keys, wide.keys)] = mask
+    return filled
