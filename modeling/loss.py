@@ -126,7 +126,7 @@ class WeightGradient:
             if is_first:
                 self.sum_VD[part] = self.product_VD[part]
             else:
-                self.sum_VD[part] += self.product_VD[part]
+                self.sum_VD[part].add_(self.product_VD[part])
 
     def end(self) -> None:
         """To be called after the last chunk, for there may be none."""

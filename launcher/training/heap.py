@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD_BYTES = 4 << 20
-TRIM_THRESHOLD_BYTES = 128 << 20
+TRIM_THRESHOLD_BYTES = 512 << 20
 
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first of them that is set
@@ -26,7 +26,8 @@ def keep_heap_from_growing() -> None:
 
     Left alone, the quickstart's ranks grow by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21).
     Once that threshold is set, glibc gives back what is free at the heap's end from 128 KiB on, and what the next layer
-    takes there is faults: by 128 MiB a step costs 3% less, 8% with ``selective`` recomputation (docs/speed.md).
+    takes there is faults: by 128 MiB a step costs 3% less, 8% with ``selective`` recomputation, and by 512 some 2% less
+    than that, at the same peak (docs/speed.md).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none

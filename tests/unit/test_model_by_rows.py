@@ -68,10 +68,38 @@ def test_planted_last_rows_left_out_are_seen(name: str, monkeypatch: pytest.Monk
 
 
 def test_planted_scratch_that_two_values_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value that lives at once has a name of its own."""
+    """Each value that lives at once has a name of its own: of 16 bits the rows and their gradients, both widened."""
     take = by_rows.SCRATCH.take
     monkeypatch.setattr(by_rows.SCRATCH, "take", lambda name, shape, like: take("norm", shape, like))
-    assert not error(both_ways(ByRows(), "norm", torch.float32), both_ways(plainly, "norm", torch.float32)) < 1e-2
+    assert not error(both_ways(ByRows(), "norm", torch.bfloat16), both_ways(plainly, "norm", torch.bfloat16)) < 0.1
+
+
+def test_rows_that_are_summed_one_after_another_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients by a norm's weight, over many rows in one piece: more of them at once, and the sum is less exact."""
+    hidden, weight = torch.randn(1 << 17, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8)
+    grad = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+
+    def far(rows: int) -> float:
+        monkeypatch.setattr(by_rows, "SUMMED_ROWS", rows)
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        out = ByRows(1 << 30)(rms_norm, *leaves, norm_eps=1e-6, adds_one=False)
+        (found,) = torch.autograd.grad(out, leaves[1:], grad)
+        scale = (hidden.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        wanted = (grad.double() * hidden.double() * scale).sum(0)
+        return float((found - wanted).norm() / wanted.norm())
+
+    assert far(by_rows.SUMMED_ROWS) < 2e-6 < far(1 << 17)
+
+
+def test_a_layer_norms_mean_is_put_back() -> None:
+    """Gradients that are all alike, times weights that are: what a layer norm takes off of them whole."""
+    hidden = torch.randn(9, 24, generator=torch.Generator().manual_seed(2))
+    found = []
+    for fuse in (ByRows(), plainly):
+        leaf = hidden.clone().requires_grad_()
+        out = fuse(rms_norm, leaf, torch.ones(24), norm_eps=1e-6, adds_one=False)
+        found.append(torch.autograd.grad(out, leaf, torch.full_like(out, 3.0))[0])
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-6
 
 
 @pytest.mark.parametrize(("frozen", "kept"), [(0, 1), (1, 0)])
