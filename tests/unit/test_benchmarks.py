@@ -1,6 +1,7 @@
 """What the benchmarks on a CPU make of their measurements, and in which precision they are."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import cpu_precision
 import cpu_set
+import linear_step_speed
 import moe_layer
 import sides
 import step_speed
@@ -115,6 +117,55 @@ def test_a_side_that_needs_no_package_must_run(monkeypatch):
 def test_each_peer_is_beside_a_side_of_ours(benchmark):
     ours = {side.name for side in benchmark.SIDES if side.beside is None}
     assert {side.beside for side in benchmark.SIDES} - {None} <= ours
+
+
+SMALL = """
+import json, sys
+from dataclasses import replace
+import linear_step_speed, step_speed, zero_step_speed
+small = dict(vocab_size=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_head=16, d_ff=32)
+for benchmark in (linear_step_speed, step_speed, zero_step_speed):
+    moe = replace(benchmark.CONFIG.moe, n_experts=4, top_k=2, d_ff=16)
+    if benchmark is linear_step_speed:
+        linear = replace(benchmark.CONFIG.linear_attention, n_k_heads=1, n_v_heads=2, d_k=16, d_v=16)
+        moe, small_too = replace(moe, shared_d_ff=16), dict(linear_attention=linear, full_attention_layers=(1,))
+        benchmark.CONFIG = replace(benchmark.CONFIG, **small, **small_too, moe=moe)
+    else:
+        benchmark.CONFIG = replace(benchmark.CONFIG, **small, moe=moe)
+step_speed.BATCH = zero_step_speed.BATCH = 2
+step_speed.SEQ_LEN = zero_step_speed.SEQ_LEN = 32
+step_speed.LENGTHS = (4, 20)
+name, *sides = sys.argv[1:]
+for side in sides:
+    print(json.dumps(sys.modules[name].measure(side, 1, "bf16")), flush=True)
+"""
+
+
+RUN = (
+    (step_speed, ("ours", "transformers", "transformers_autocast", "ours_whole_rows")),
+    (linear_step_speed, ("ours", "transformers")),
+    (zero_step_speed, ("ours",)),  # each opens a process group
+    (zero_step_speed, ("transformers",)),
+    (zero_step_speed, ("transformers_fp32_sums",)),
+)
+
+
+@pytest.mark.parametrize(("benchmark", "sides"), RUN, ids=[f"{run.__name__} {'+'.join(sides)}" for run, sides in RUN])
+def test_sides_run(benchmark, sides, monkeypatch):
+    """Small: each prints what it measured."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)]))
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL, benchmark.__name__, *sides], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(sides) and all(each["tokens_a_cpu_second"] > 0 for each in found)
+
+
+def test_all_sides_are_run_that_need_no_package_and_no_compiler():
+    for benchmark in (step_speed, linear_step_speed, zero_step_speed):
+        run = [side for each, sides in RUN if each is benchmark for side in sides]
+        assert run == [side.name for side in benchmark.SIDES if not side.package and not side.compiled]
 
 
 def test_a_row_is_one_document_where_it_has_to_be():
