@@ -6,7 +6,7 @@ A head's matrix S (C x W) goes from token to token, and at a document's first to
 
 q and k have unit length; g <= 0 lets the matrix fade, and b in (0, 1) is how much of what stands under a key is
 replaced. In a chunk of n tokens what each one writes follows from those before it in the chunk by one triangular system
-(the WY form), so that only the matrix between chunks is computed one after another.
+(the WY form, modeling.kernels.delta_chunks), so that only the matrix between chunks is computed one after another.
 
 Shape letters: B batch, S sequence, G key heads, R value heads of one key head, H = G * R value heads, C channels of a
 key, W of a value, N chunks, n tokens of a chunk.
@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from modeling.context import Context
 from modeling.kernels.by_rows import PIECE_BYTES, pieces
+from modeling.kernels.delta_chunks import chunks, in_rows, matrices
+from modeling.kernels.delta_gradients import gradients_by_chunks
 from modeling.kernels.fused_delta import CHUNK, fused_delta, takes_fused
 from modeling.kernels.rerun import Cuts, rerun
-
-LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as there
 
 
 class RuleSizes(NamedTuple):
@@ -44,7 +43,8 @@ def gated_delta(
 ) -> Tensor:
     """Each token's o (B, S, H, W), in the dtype of ``v_BSHW``. ``fading_BSH`` is g, ``writing_BSH`` is b, both fp32.
 
-    Value heads share keys in order. Computed in fp32; keeps its inputs for the backward pass, and nothing else. On CUDA
+    Value heads share keys in order. Computed in fp32; keeps its inputs for the backward pass, and nothing else
+    (modeling.kernels.delta_gradients). On CUDA
     in 16 bits flash-linear-attention's kernels do it where they are installed (``fused_delta``); on a CPU some heads of
     a sequence at a time.
     """
@@ -53,7 +53,7 @@ def gated_delta(
     if takes_fused(v_BSHW):
         return fused_delta(*given, context)
     cuts = cuts_of(k_BSGC, v_BSHW, sizes) if v_BSHW.device.type == "cpu" else None
-    return rerun(by_chunks, *given, context.positions_BS, sizes.chunk, cuts=cuts)
+    return rerun(by_chunks, *given, context.positions_BS, sizes.chunk, cuts=cuts, backward=gradients_by_chunks)
 
 
 def cuts_of(k_BSGC: Tensor, v_BSHW: Tensor, sizes: RuleSizes) -> Cuts:
@@ -71,7 +71,7 @@ def cuts_of(k_BSGC: Tensor, v_BSHW: Tensor, sizes: RuleSizes) -> Cuts:
 
 
 def by_chunks(*given: Any) -> Tensor:
-    """``gated_delta`` in torch's operations, of which autograd keeps every step. Arguments as of ``continued``."""
+    """``gated_delta`` in torch's operations. Arguments as of ``continued``."""
     out_BSHW, _ = continued(None, *given)
     return out_BSHW
 
@@ -88,57 +88,11 @@ def continued(
 ) -> tuple[Tensor, Tensor]:
     """The rule over tokens that continue a sequence: o (B, S, H, W), and the matrices (B, H, C, W), fp32, at its end.
 
+    Autograd knows nothing of it: gradients are those of ``gated_delta``.
+
     ``state_BHCW``: the matrices at the end of the tokens before; None: there were none.
     """
-    batch, seq_len, n_keys, n_channels = k_BSGC.shape
-    n_values, width = v_BSHW.shape[2:]
-    n = min(chunk, seq_len)
-    # (B, G, 1 or R, N, n, ...): a key head beside the value heads that share it; what fills the last chunk writes
-    # nothing, and fades nothing.
-    q, k = (chunks_of(unit(each.float()), n, n_keys) for each in (q_BSGC, k_BSGC))
-    q = q * n_channels**-0.5
-    v = chunks_of(v_BSHW.float(), n, n_keys)
-    fading, writing = (chunks_of(each[..., None], n, n_keys)[..., 0] for each in (fading_BSH, writing_BSH))
-    firsts_BS = F.pad(positions_BS == 0, (0, -seq_len % n))
-    document = firsts_BS.unflatten(1, (-1, n)).long().cumsum(-1)[:, None, None]  # 0: of the chunk before
-    is_earlier = torch.ones(n, n, dtype=torch.bool, device=v.device).tril()
-    # no torch.cumsum: it has no fixed order on CUDA, and is refused there where one is asked for
-    faded = fading @ is_earlier.T.float()
-    meets = is_earlier & (document[..., :, None] == document[..., None, :])
-    between = (faded[..., :, None] - faded[..., None, :]).masked_fill(~meets, float("-inf")).exp()
-    seen = q @ k.transpose(-1, -2) * between
-    met = k @ k.transpose(-1, -2) * between * writing[..., None]
-    enters = faded.exp() * (document == 0)  # how much of the matrix before the chunk is there at each token
-    leaves = (faded[..., -1:] - faded).exp() * (document == document[..., -1:])
-    right = torch.cat([v * writing[..., None], k * (writing * enters)[..., None]], dim=-1)
-    solved = torch.linalg.solve_triangular(met, right, upper=False, unitriangular=True)
-    written, read = solved.split([width, n_channels], dim=-1)
-    asking, putting = q * enters[..., None], (k * leaves[..., None]).transpose(-1, -2)
-
-    if state_BHCW is None:
-        state = v.new_zeros(batch, n_keys, n_values // n_keys, n_channels, width)
-    else:
-        state = state_BHCW.unflatten(1, (n_keys, -1))
-    stays = enters[..., -1, None, None]
-    by_chunk = zip(*(each.unbind(3) for each in (written, read, asking, seen, putting, stays)), strict=True)
-    outs = []
-    for written_here, read_here, asking_here, seen_here, putting_here, stays_here in by_chunk:
-        new = written_here - read_here @ state
-        outs.append(asking_here @ state + seen_here @ new)
-        state = state * stays_here + putting_here @ new
-    out_BHSW = torch.stack(outs, dim=3).flatten(3, 4).flatten(1, 2)[:, :, :seq_len]
-    return out_BHSW.transpose(1, 2).to(v_BSHW.dtype), state.flatten(1, 2)
-
-
-def chunks_of(heads_BSHX: Tensor, n: int, n_keys: int) -> Tensor:
-    """(B, G, R, N, n, X): the heads of each key head, in chunks of n tokens, the last one filled with zeros.
-
-    Contiguous: whatever is made of tensors that lie otherwise lies as they do, and takes thrice the time on a CPU.
-    """
-    padded_BSHX = F.pad(heads_BSHX, (0, 0, 0, 0, 0, -heads_BSHX.shape[1] % n))
-    return padded_BSHX.unflatten(2, (n_keys, -1)).unflatten(1, (-1, n)).permute(0, 3, 4, 1, 2, 5).contiguous()
-
-
-def unit(heads: Tensor) -> Tensor:
-    """Vectors of the last dim, made of unit length."""
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LENGTH_EPS)
+    made = chunks(q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, positions_BS, chunk)
+    states, new = matrices(made, state_BHCW)
+    out = torch.baddbmm((made.seen @ new).flatten(0, 3), made.asking.flatten(0, 3), states[:, :-1].flatten(0, 1))
+    return in_rows(out.view_as(new), v_BSHW.shape[1]).to(v_BSHW.dtype), states[:, -1].unflatten(0, (len(v_BSHW), -1))

@@ -1,6 +1,7 @@
 """Functions that keep what they are given for the backward pass, and nothing else: that computes them again."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,20 @@ class Cuts(NamedTuple):
     shaped_as: int  # the argument of which the value has the shape, dtype and cuts
 
 
-def rerun(function: Callable[..., Tensor], *arguments: Any, cuts: Cuts | None = None) -> Tensor:
-    """``function(*arguments)``; its gradients are of a second run, within the backward pass.
+# (arguments, numbers of those by which it is differentiated, the value's gradient) -> their gradients
+Backward = Callable[[Sequence[Any], Sequence[int], Tensor], tuple[Tensor, ...]]
+
+
+def rerun(
+    function: Callable[..., Tensor], *arguments: Any, cuts: Cuts | None = None, backward: Backward | None = None
+) -> Tensor:
+    """``function(*arguments)``; its gradients are of a second run, within the backward pass, or what ``backward`` says.
 
     With ``cuts`` both go piece by piece; pieces by which it is differentiated do not overlap.
     """
     if not torch.is_grad_enabled():
         return run(function, arguments, cuts)
-    return _Rerun.apply(function, cuts, *arguments)
+    return _Rerun.apply(function, cuts, backward or partial(gradients, function), *arguments)
 
 
 def run(function: Callable[..., Tensor], arguments: Sequence[Any], cuts: Cuts | None) -> Tensor:
@@ -41,11 +48,13 @@ def cut(arguments: Sequence[Any], piece: tuple[Any, ...]) -> list[Any]:
 
 
 class _Rerun(Function):
-    """(function, cuts, *arguments) -> the function's value. Arguments that are no tensors are kept as they are."""
+    """(function, cuts, backward, *arguments) -> the function's value. What is no tensor is kept as it is."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], cuts: Cuts | None, *arguments: Any) -> Tensor:  # type: ignore[override]
-        ctx.function, ctx.cuts = function, cuts
+    def forward(  # type: ignore[override]
+        ctx: Any, function: Callable[..., Tensor], cuts: Cuts | None, backward: Backward, *arguments: Any
+    ) -> Tensor:
+        ctx.differentiated, ctx.cuts = backward, cuts
         ctx.others = [None if isinstance(each, Tensor) else each for each in arguments]
         ctx.is_tensor = [isinstance(each, Tensor) for each in arguments]
         ctx.save_for_backward(*(each for each in arguments if isinstance(each, Tensor)))
@@ -55,20 +64,20 @@ class _Rerun(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = iter(ctx.saved_tensors)  # recomputation gives them once
         arguments = [next(saved) if is_one else each for is_one, each in zip(ctx.is_tensor, ctx.others, strict=True)]
-        wanted = [number for number, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
+        wanted = [number for number, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
         found: list[Tensor | None] = [None] * len(arguments)
         if ctx.cuts is None:
-            for number, each in zip(wanted, gradients(ctx.function, arguments, wanted, grad), strict=True):
+            for number, each in zip(wanted, ctx.differentiated(arguments, wanted, grad), strict=True):
                 found[number] = each
-            return None, None, *found
+            return None, None, None, *found
         wholes = [torch.empty_like(arguments[number], memory_format=torch.contiguous_format) for number in wanted]
         for piece in ctx.cuts.pieces:
-            here = gradients(ctx.function, cut(arguments, piece), wanted, grad[piece[ctx.cuts.shaped_as]])
+            here = ctx.differentiated(cut(arguments, piece), wanted, grad[piece[ctx.cuts.shaped_as]])
             for number, whole, each in zip(wanted, wholes, here, strict=True):
                 whole[piece[number]] = each
         for number, whole in zip(wanted, wholes, strict=True):
             found[number] = whole
-        return None, None, *found
+        return None, None, None, *found
 
 
 def gradients(

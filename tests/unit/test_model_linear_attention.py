@@ -142,20 +142,50 @@ def test_a_matrix_is_carried_on() -> None:
 
 
 def test_a_second_run_gives_the_same_gradients_bit_for_bit() -> None:
-    positions_BS, _ = places(LENGTHS)
-    tensors = [each.requires_grad_() for each in drawn(4, *positions_BS.shape)]
-    outs = [by_chunks(*tensors, positions_BS, 8), rerun(by_chunks, *tensors, positions_BS, 8)]
+    def function(left: Tensor, right: Tensor, times: int) -> Tensor:
+        return (left * right.exp()).tanh() * times
+
+    generator = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(5, 3, generator=generator, requires_grad=True) for _ in range(2)]
+    outs = [function(*tensors, 3), rerun(function, *tensors, 3)]
     assert torch.equal(*outs)
     first, second = (torch.autograd.grad(out.square().sum(), tensors) for out in outs)
     assert all(map(torch.equal, first, second))
-    q, k, v, *_ = tensors
+    (alone,) = torch.autograd.grad(rerun(function, tensors[0].detach(), tensors[1], 3).square().sum(), tensors[1:])
+    assert torch.equal(alone, first[1])
+
+
+def test_gradients_go_by_pieces_and_by_what_is_wanted() -> None:
+    positions_BS, documents_BS = places(LENGTHS)
+    context = Context(positions_BS, documents_BS)
+    tensors = [each.requires_grad_() for each in drawn(4, *positions_BS.shape)]
+    _, k, v, *_ = tensors
     n_pieces = [len(cuts_of(k, v, RuleSizes(8, n_bytes)).pieces) for n_bytes in (1, 2 * 4 * 20 * 8, 2 * 2 * 4 * 20 * 8)]
     assert n_pieces == [6, 6, 3]  # three rows of two key heads, each with two value heads
-    frozen = [q.detach(), *tensors[1:]]
-    pieces = rerun(by_chunks, *frozen, positions_BS, 8, cuts=cuts_of(k, v, RuleSizes(8, 1)))
-    found = torch.autograd.grad(pieces.square().sum(), tensors[1:])
-    for mine, theirs in zip(found, first[1:], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    whole = gated_delta(*tensors, context, RuleSizes(8))
+    wanted = torch.autograd.grad(whole.square().sum(), tensors)
+    for frozen in (0, 2, 4):
+        given_tensors = [each.detach() if number == frozen else each for number, each in enumerate(tensors)]
+        pieces = gated_delta(*given_tensors, context, RuleSizes(8, 1))
+        kept = [each for number, each in enumerate(tensors) if number != frozen]
+        found = torch.autograd.grad(pieces.square().sum(), kept)
+        for mine, theirs in zip(found, [each for n, each in enumerate(wanted) if n != frozen], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    halves = [each.detach().bfloat16().requires_grad_() for each in tensors[:3]]
+    found = torch.autograd.grad(gated_delta(*halves, *tensors[3:], context).float().square().sum(), halves)
+    assert [each.dtype for each in found] == [torch.bfloat16] * 3
+
+
+def test_gradients_of_steep_fading_are_finite_and_right() -> None:
+    """Where a token leaves exp(-600) of what was: to what a sum of such logarithms holds of its last place."""
+    positions_BS, documents_BS = places(LENGTHS)
+    q, k, v, fading, writing = drawn(6, *positions_BS.shape)
+    given_tensors = [each.requires_grad_() for each in (q, k, v, 200 * fading, writing)]
+    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(16))
+    expected = token_by_token(*given_tensors, positions_BS)
+    found, wanted = (torch.autograd.grad(each.square().sum(), given_tensors) for each in (out, expected))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert_near(mine, theirs.double(), TOLERANCE + 2**-23 * 200 * 3 * 16)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ REASONS = {
     "modeling.init.VECTOR": "what torch draws together",
     "modeling.init.generator_of": "bits of a seed",
     "modeling.linear_attention_config.": "the model's own, which launcher.prove.shrink makes small",
-    "modeling.kernels.gated_delta.LENGTH_EPS": "the formula's",
+    "modeling.kernels.delta_chunks.LENGTH_EPS": "the formula's",
     "modeling.kernels.fused_delta.": "what a package's kernels take and do on CUDA; the default of Sizes.delta_chunk",
     "modeling.kernels.fuse.MEETING_": "what plans count; it decides nothing",
     "modeling.moe_config.": "the model's own, which the user sets and launcher.prove.shrink makes small",
