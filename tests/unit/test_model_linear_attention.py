@@ -176,6 +176,21 @@ def test_gradients_go_by_pieces_and_by_what_is_wanted() -> None:
     assert [each.dtype for each in found] == [torch.bfloat16] * 3
 
 
+def test_vectors_without_length_have_gradients() -> None:
+    """Of zeros, and of ones so short that what is added to their squared length decides: as in fp64, token by token."""
+    positions_BS, documents_BS = places(LENGTHS)
+    q, k, v, fading, writing = drawn(8, *positions_BS.shape)
+    for each in (q, k):
+        each[:, ::3] *= 1e-3
+        each[:, ::5] = 0
+    given_tensors = [each.requires_grad_() for each in (q, k, v, fading, writing)]
+    out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(8))
+    expected = token_by_token(*given_tensors, positions_BS)
+    found, wanted = (torch.autograd.grad(each.square().sum(), given_tensors) for each in (out, expected))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert_near(mine, theirs.double())
+
+
 def test_gradients_of_steep_fading_are_finite_and_right() -> None:
     """Where a token leaves exp(-600) of what was: to what a sum of such logarithms holds of its last place."""
     positions_BS, documents_BS = places(LENGTHS)
