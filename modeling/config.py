@@ -182,8 +182,8 @@ class ModelConfig:
     residual_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1, "strong": 0.1})
     # that it drops the weight which a query gives to a key; attention then takes the plain formula
     attention_dropout: DropoutProbability = field(default=0.0, metadata={"usual": 0.1, "strong": 0.1})
-    # the bound is where fp32 loses it
-    norm_eps: Annotated[float, Interval(ge=1e-30, le=1.0)] = 1e-6  # added to the mean square, or the variance
+    # the bound is where its root's cube, in gradients of a row of zeros, is still within fp32
+    norm_eps: Annotated[float, Interval(ge=1e-25, le=1.0)] = 1e-6  # added to the mean square, or the variance
     init_std: Annotated[float, Interval(ge=1e-10, le=100.0)] = 0.02  # deviation of the first weights
     init: InitConfig = field(default_factory=DepthScaledInit)
     # coefficient of the z-loss on the head's logits (PaLM, arXiv:2204.02311, section 5)

@@ -15,8 +15,6 @@ from torch.autograd import Function
 
 from modeling.kernels.scratch import SCRATCH
 
-aten = torch.ops.aten
-
 PIECE_BYTES = 1 << 20  # of the rows that are computed at once, in fp32; docs/speed.md has others' times
 # Rows whose gradients by a norm's weight torch's kernel adds one after another: to 5e-7 of the largest.
 SUMMED_ROWS = 1 << 10
@@ -92,7 +90,9 @@ class _RMSNorm(Function):
         for part in pieces(len(hidden_ND), min(ctx.n_rows, SUMMED_ROWS)):
             wide_ND, wide_grad_ND = widened(hidden_ND[part]), widened(grad_ND[part], "norm: gradient")
             given = (wide_grad_ND, wide_ND, factor_D.shape, zeros_N1[part], scale_N1[part], factor_D, None)
-            centred_ND, summed_D, _ = aten.native_layer_norm_backward(*given, (wants_hidden, wants_weight, False))
+            centred_ND, summed_D, _ = torch.ops.aten.native_layer_norm_backward(
+                *given, (wants_hidden, wants_weight, False)
+            )
             if wants_weight:
                 by_weight_D += summed_D
             if by_hidden_ND is not None:  # a layer norm takes the gradient's mean off, too

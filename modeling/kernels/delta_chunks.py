@@ -56,7 +56,7 @@ def chunks(
     positions_BS: Tensor,
     chunk: int,
 ) -> Chunks:
-    """All of it. What fills the last chunk writes nothing, and fades nothing."""
+    """Of the rule's arguments, as of ``gated_delta.continued``: what fills the last chunk writes and fades nothing."""
     seq_len, n_keys, n_channels = k_BSGC.shape[1:]
     n = min(chunk, seq_len)
     q, k = (chunks_of(unit(each.float()), n, n_keys) for each in (q_BSGC, k_BSGC))

@@ -74,7 +74,10 @@ def through_chunks(made: Chunks, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def matrices_back(made: Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by the matrix after each chunk, 0 after the last, and by what each token writes; shapes as in grad."""
+    """Gradients by the matrix after each chunk (B, G, R, N, C, W), 0 after the last; and by what each token writes.
+
+    The latter, like ``grad``, (B, G, R, N, n, W).
+    """
     read, putting = made.solved[..., made.v.shape[-1] :].flatten(0, 2), made.putting.flatten(0, 2)
     within, asked = (each.flatten(0, 2) for each in (made.seen.mT @ grad, made.asking.mT @ grad))
     stays, n_chunks = made.stays.flatten(0, 2), made.q.shape[3]

@@ -44,9 +44,8 @@ def gated_delta(
     """Each token's o (B, S, H, W), in the dtype of ``v_BSHW``. ``fading_BSH`` is g, ``writing_BSH`` is b, both fp32.
 
     Value heads share keys in order. Computed in fp32; keeps its inputs for the backward pass, and nothing else
-    (modeling.kernels.delta_gradients). On CUDA
-    in 16 bits flash-linear-attention's kernels do it where they are installed (``fused_delta``); on a CPU some heads of
-    a sequence at a time.
+    (modeling.kernels.delta_gradients). On CUDA in 16 bits flash-linear-attention's kernels do it where they are
+    installed (``fused_delta``); on a CPU some heads of a sequence at a time.
     """
     sizes = sizes or RuleSizes()
     given = (q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH)
@@ -88,7 +87,7 @@ def continued(
 ) -> tuple[Tensor, Tensor]:
     """The rule over tokens that continue a sequence: o (B, S, H, W), and the matrices (B, H, C, W), fp32, at its end.
 
-    Autograd knows nothing of it: gradients are those of ``gated_delta``.
+    Not differentiable: memory is written in place. ``gated_delta`` is.
 
     ``state_BHCW``: the matrices at the end of the tokens before; None: there were none.
     """

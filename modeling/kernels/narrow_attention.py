@@ -58,9 +58,9 @@ def attend_narrowly(
 
 
 def whole_units(places: slice, unit: int, n: int) -> slice:
-    """Whole units around places of a row of ``n``, or all of a row that has no more: they end as late as before.
+    """The places of a row of ``n``, filled up to whole units by those before them, then by those after them.
 
-    Unless there is too little before them.
+    All of a row that has less than these units.
     """
     wanted = min(-(-(places.stop - places.start) // unit) * unit, n)
     start = max(0, places.stop - wanted)

@@ -5,16 +5,17 @@ functions round in between, 2^-7.
 """
 
 import weakref
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from launcher.training.compiling import fuse_of, usable_fuse
+from modeling.config import ModelConfig
 from modeling.kernels import by_rows
 from modeling.kernels.by_rows import PIECE_BYTES, ByRows
-from modeling.kernels.fuse import compiled, plainly
+from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.norm import rms_norm
 from modeling.rope import rotate
 
@@ -89,6 +90,19 @@ def test_rows_that_are_summed_one_after_another_are_few(monkeypatch: pytest.Monk
         return float((found - wanted).norm() / wanted.norm())
 
     assert far(by_rows.SUMMED_ROWS) < 2e-6 < far(1 << 17)
+
+
+@pytest.mark.parametrize("fuse", [ByRows(), plainly], ids=["by rows", "plainly"])
+def test_the_least_eps_leaves_rows_of_zeros_finite_gradients(fuse: Fuse) -> None:
+    """The reciprocal root, cubed, is what overflows: it would where eps is a thousandth of the least one."""
+    (least,) = (each.ge for each in get_args(get_type_hints(ModelConfig, include_extras=True)["norm_eps"])[1:])
+
+    def is_finite(norm_eps: float) -> bool:
+        hidden, weight = torch.zeros(3, 24, requires_grad=True), torch.ones(24, requires_grad=True)
+        out = fuse(rms_norm, hidden, weight, norm_eps=norm_eps, adds_one=False)
+        return all(bool(each.isfinite().all()) for each in torch.autograd.grad(out.sum(), (hidden, weight)))
+
+    assert is_finite(least) and not is_finite(least / 1000)
 
 
 def test_a_layer_norms_mean_is_put_back() -> None:
