@@ -92,17 +92,16 @@ def test_rows_that_are_summed_one_after_another_are_few(monkeypatch: pytest.Monk
     assert far(by_rows.SUMMED_ROWS) < 2e-6 < far(1 << 17)
 
 
-@pytest.mark.parametrize("fuse", [ByRows(), plainly], ids=["by rows", "plainly"])
-def test_the_least_eps_leaves_rows_of_zeros_finite_gradients(fuse: Fuse) -> None:
-    """The reciprocal root, cubed, is what overflows: it would where eps is a thousandth of the least one."""
+def test_the_least_eps_leaves_rows_of_zeros_finite_gradients() -> None:
+    """What overflows in the plain function is the reciprocal root, cubed: it does at a tenth of the least eps."""
     (least,) = (each.ge for each in get_args(get_type_hints(ModelConfig, include_extras=True)["norm_eps"])[1:])
 
-    def is_finite(norm_eps: float) -> bool:
+    def is_finite(fuse: Fuse, norm_eps: float) -> bool:
         hidden, weight = torch.zeros(3, 24, requires_grad=True), torch.ones(24, requires_grad=True)
         out = fuse(rms_norm, hidden, weight, norm_eps=norm_eps, adds_one=False)
         return all(bool(each.isfinite().all()) for each in torch.autograd.grad(out.sum(), (hidden, weight)))
 
-    assert is_finite(least) and not is_finite(least / 1000)
+    assert is_finite(ByRows(), least) and is_finite(plainly, least) and not is_finite(plainly, least / 10)
 
 
 def test_a_layer_norms_mean_is_put_back() -> None:
