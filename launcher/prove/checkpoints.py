@@ -1,4 +1,4 @@
-"""Checkpoints of the plain side: written and read by one process, in the format that every layout writes and reads."""
+"""Checkpoints of the plain process, written and read by it alone, in the format that every layout writes and reads."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ SHARD = "shard-00000.safetensors"
 
 
 def write_plain_checkpoint(directory: Path, step: int, state: PlainState, scalars: dict[str, Any]) -> None:
-    """The state as a checkpoint of one shard, every logical tensor one piece."""
+    """Writes ``state`` into the new folder ``directory``: a checkpoint of one shard, each logical tensor one piece."""
     directory.mkdir(parents=True)
     kinds: dict[str, dict[str, Tensor]] = {"weight": state.weights, **state.states, BUFFER: state.buffers}
     tensors = {f"{kind}/{name}": value.contiguous() for kind, values in kinds.items() for name, value in values.items()}
@@ -37,7 +37,7 @@ def write_plain_checkpoint(directory: Path, step: int, state: PlainState, scalar
 
 
 def read_plain_checkpoint(directory: Path) -> PlainState:
-    """A checkpoint of any layout as one process takes it; hashes and coverage are checked. Raises DamagedCheckpoint."""
+    """The whole state in a checkpoint of any layout. Raises DamagedCheckpoint where hashes or coverage are wrong."""
     checkpoint = open_checkpoint(directory)
     kinds = {
         kind: {name: checkpoint.read(name, kind) for name in names} for kind, names in checkpoint.manifest.kinds.items()

@@ -1,4 +1,4 @@
-"""The checks of a proof: each compares what ranks and one process saw, and gives one line of the table."""
+"""The checks of a proof: each compares the ranks' results with one plain process's, and gives one line of the table."""
 
 import functools
 import math
@@ -19,29 +19,30 @@ from launcher.prove.rounding import Bounds, Moves, Nudged, bounds_for
 LOSS_BOUND = 1e-6  # relative
 GRADIENT_BOUND = 1e-5  # of each tensor's own norm
 WEIGHT_BOUND = 1e-6  # of each tensor's own norm
-BIAS_BOUND = 1e-7  # absolute; a bias moves by a fixed rate, so a fault moves it by that
+BIAS_BOUND = 1e-7  # absolute; a bias moves by a fixed rate, so a fault makes a difference of at least that rate
 # AdamW divides by the root of the second moment, so where a gradient is next to zero its rounding error decides the
 # update's sign. An element below TINY of its tensor's root mean square in some step is left out: above it, a gradient
 # within GRADIENT_BOUND moves an update by no more than DRIFT_BOUND. Muon enlarges a rounding error in a small singular
-# value of the momentum by up to 485 (3.4445^5). Against the plain run, their weights may differ by this share of the
-# update; what the optimizer makes of equal gradients is held to WEIGHT_BOUND.
+# value of the momentum by up to 485 (3.4445^5). So with AdamW and Muon, weights may differ from the plain run's by such
+# a share of the update; what the optimizer makes of equal gradients is held to WEIGHT_BOUND.
 DRIFT_BOUND = 1e-2
-# Of an update, where the rule itself computes in 16 bits. A last bit of an input in bf16 moves Muon's by 1e-2 of it
-# (1.1e-2 was seen over matrices of 32 to 1,024 rows), and a fault by as much as it is.
+# A share of the update, where the optimizer's rule itself computes in 16 bits. Changing an input's last bit in bf16
+# moves Muon's update by 1e-2 of its size (1.1e-2 was seen over matrices of 32 to 1,024 rows), a fault by all of it.
 LOW_UPDATE_BOUND = 5e-2
-# Times DRIFT_BOUND, where rounding alone moves an update by more: a tenth of it, so one that is left out is never that.
+# How many times DRIFT_BOUND may be allowed where rounding alone moves an update by more. That is a tenth of the update,
+# so an update that was never made still fails.
 MOST_DRIFT = 10
 TINY = GRADIENT_BOUND / DRIFT_BOUND
-# A gradient that is zero by algebra (``Weight.cancels``), of all gradients' norm: 2e-9 was seen of keys' biases, over
-# some hundred tokens; what a fault leaves of them is as large as the queries' (1e-3 and more).
+# The norm of a gradient that is zero by algebra (``Weight.cancels``), as a share of all gradients' norm: 2e-9 was seen
+# for keys' biases, over some hundred tokens; with a fault they are as large as the queries' (1e-3 and more).
 CANCELLED_BOUND = 1e-7
-# A gradient below this share of all gradients' norm is rounding alone (that of a router whose one choice weighs one),
-# and AdamW's update of it noise: nothing to compare.
+# A gradient below this share of all gradients' norm is rounding alone (for example that of a router whose only choice
+# has weight one), and AdamW's update from it is noise, so it is not compared.
 ROUNDING_SHARE = 1e-9
-# Eight equal rounds of micro-batches against one, of each tensor's norm. In fp32 such a sum rounds nothing: a gradient
-# has 8 bits (bf16) or 11 (fp16), three more hold eight times it, and fp32 has 24; dividing by eight is exact. In 16
-# bits 3, 5, 6 and 7 times a number lack bits: each addition rounds by up to 2^-9 of the sum in bf16 and 2^-12 in fp16,
-# and eight of them leave 6e-3 and 6e-4 of a tensor's norm.
+# Eight equal rounds of micro-batches against one, as a share of each tensor's norm. A sum in fp32 is exact: a gradient
+# has 8 bits (bf16) or 11 (fp16), eight times it needs three more, and fp32 has 24; dividing by eight is exact. In 16
+# bits 3, 5, 6 and 7 times a number do not fit: each addition rounds by up to 2^-9 of the sum in bf16 and 2^-12 in fp16,
+# and eight of them leave an error of 6e-3 and 6e-4 of a tensor's norm.
 ACCUMULATION_BOUND = 1e-5
 
 COPY = "a copy of "
@@ -63,14 +64,14 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound; one that is not a number is not."""
+        """Whether the error is within the bound. A NaN error is not."""
         return self.error <= self.bound
 
 
 def whole_or_failed(
     phase: str, name: str, pieces: Iterable[TensorBox], shapes: Shapes
 ) -> tuple[dict[str, Tensor] | None, Check | None]:
-    """The logical tensors put together from all ranks' pieces, or the check that fails: they do not cover them."""
+    """The logical tensors put together from all ranks' pieces, or a failed check where the pieces do not cover them."""
     try:
         return assemble(pieces, shapes), None
     except Uncovered as error:
@@ -87,9 +88,10 @@ def check_tensors(
     left_out: Collection[str] = (),
     nudged: Nudged | None = None,
 ) -> Check:
-    """Every logical tensor against one process's, relative to its own norm; the worst is shown.
+    """Compares every logical tensor with one process's, by the difference relative to its norm; shows the worst.
 
-    Bounds are those of ``launcher.prove.rounding.bounds_for``; of tensors beyond theirs the farthest beyond is shown.
+    ``launcher.prove.rounding.bounds_for`` raises ``bound`` for tensors that ``nudged`` weights move farther. Where some
+    tensors exceed their bounds, the one that exceeds its bound by the largest factor is shown.
     """
     pieces = [piece for piece in pieces if piece.name not in left_out]
     theirs = {key: value for key, value in theirs.items() if key not in left_out}
@@ -103,7 +105,10 @@ def check_tensors(
 
 
 def held_to(errors: Mapping[str, float], bounds: Bounds) -> tuple[str, float, str]:
-    """The tensor to be shown, its bound and why it is that: the worst, or where any is beyond its own the farthest."""
+    """The name to show, its bound, and a note where that bound was raised.
+
+    The name is that of the largest error, or where some exceed their bounds, of the one that does so by the most.
+    """
     excess, share = largest({key: errors[key] / bounds.of(key.removeprefix(COPY)) for key in errors})
     worst = largest(errors)[0] if share <= 1 else excess
     told = worst.removeprefix(COPY)
@@ -111,7 +116,7 @@ def held_to(errors: Mapping[str, float], bounds: Bounds) -> tuple[str, float, st
 
 
 def moves_of(nudged: Nudged | None, theirs: Mapping[str, Tensor]) -> Moves | None:
-    """How far nudging moves each of ``theirs``."""
+    """A function that gives how far each draw of ``nudged`` moves each of ``theirs``; None without ``nudged``."""
     return None if nudged is None else lambda: [tensor_errors(drawn, theirs) for drawn in nudged()]
 
 
@@ -124,7 +129,11 @@ def check_trained(
     left_out: Collection[str],
     nudged: Nudged,
 ) -> list[Check]:
-    """Weights against one process's, those that started at zero apart: they are but the sum of a few gradients."""
+    """Compares the weights after some steps with one process's: one check, and one of the weights that started at zero.
+
+    The latter are the sum of a few gradients and nothing else, so they are held to GRADIENT_BOUND, the others to
+    WEIGHT_BOUND.
+    """
     pieces = list(pieces)
     theirs = {key: value for key, value in theirs.items() if key not in left_out}
     drawn = {key: value for key, value in theirs.items() if start[key].any()}
@@ -145,7 +154,10 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def copy_errors(
     pieces: Iterable[TensorBox], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """How far ``ours`` are from ``theirs`` when copies (pieces that are not the owner's) take their places."""
+    """The error of each tensor of which a rank holds a copy (a piece that is not the owner's), taken with its copies.
+
+    Copies are put into ``ours`` in place of the owner's elements; the keys are the tensors' names after COPY.
+    """
     copied: dict[str, Tensor] = {}
     for piece in pieces:
         if not piece.is_owner:
@@ -157,7 +169,10 @@ def copy_errors(
 def check_cancelled(
     phase: str, ranks: Sequence[PhaseSeen], plain: Sequence[ReferenceStep], cancelled: Collection[str]
 ) -> list[Check]:
-    """The gradients that are zero but for rounding, on the ranks and on one process, as a share of all gradients."""
+    """Checks that gradients which are zero by algebra are so on the ranks and on one process; no check without any.
+
+    The error is the gradient's norm as a share of all gradients' norm.
+    """
     shares: dict[str, float] = {}
     for step, seen in enumerate(plain):
         total = total_norm(seen.gradients.values())
@@ -175,7 +190,7 @@ def check_gradients(
     left_out: Collection[str],
     nudged: Callable[[int], Sequence[Mapping[str, Tensor]]],
 ) -> Check:
-    """Every logical tensor's gradient in every step; the earliest step with a failure is shown, else the worst."""
+    """Compares every logical tensor's gradient in every step; shows the earliest step that fails, else the worst."""
     checks = [
         check_tensors(
             phase,
@@ -194,7 +209,7 @@ def check_gradients(
 
 
 def check_exact(phase: str, name: str, pieces: Iterable[TensorBox], theirs: Mapping[str, Tensor]) -> Check:
-    """Every logical tensor bit for bit; the first that differs in execution order is shown, with its difference."""
+    """Compares every logical tensor bit for bit; shows the first in execution order that differs, and by how much."""
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
         assert failed is not None
@@ -215,9 +230,9 @@ def check_series(
     first_step: int = 1,
     nudged: Callable[[], Sequence[Sequence[float]]] | None = None,
 ) -> Check:
-    """One number a step, relative; the earliest failing step is shown, else the worst.
+    """Compares one number of each step, by relative difference; shows the earliest step that fails, else the worst.
 
-    ``nudged`` gives the numbers of one process whose weights are nudged, in each draw (launcher.prove.rounding).
+    ``nudged`` gives, for each draw, the numbers of one process whose weights are nudged (launcher.prove.rounding).
     """
     errors = series_errors(ours, theirs, first_step)
     draws = None if nudged is None else lambda: [series_errors(drawn, theirs, first_step) for drawn in nudged()]
@@ -239,7 +254,7 @@ def check_heldout(
     ours: Mapping[str, Mapping[str, float]],
     theirs: Mapping[str, float],
 ) -> Check:
-    """The held-out loss of every rank (moment -> rank -> loss) against one process's at each moment of ``theirs``.
+    """Compares each rank's held-out loss (moment -> rank -> loss) with one process's at each moment of ``theirs``.
 
     The error is relative; the first moment that fails is shown, else the worst.
     """
@@ -259,7 +274,10 @@ def farthest_rank(ours: Mapping[str, Mapping[str, float]], moment: str, truth: f
 
 
 def check_left_alone(phase: str, ranks: Sequence[RankSeen]) -> Check:
-    """An evaluation changes nothing on any rank: weights, states, gradients, biases. The error counts what it did."""
+    """Checks that evaluation changes nothing on any rank: weights, optimizer states, gradients and router biases.
+
+    The error is the number of tensors that were changed.
+    """
     changed = [
         f"{name}, {moment}, on {rank.place}"
         for rank in ranks
@@ -272,9 +290,9 @@ def check_left_alone(phase: str, ranks: Sequence[RankSeen]) -> Check:
 
 
 def check_rows_agree(phase: str, ranks: Sequence[RankSeen], keys: Sequence[str]) -> Check:
-    """Every rank reports the same numbers: exactly, since one collective gave them.
+    """Checks that every rank reports exactly the same metrics, since one collective gave them to all.
 
-    ``keys`` are names in a row of metrics, or patterns of such: "mtp/loss_*".
+    ``keys`` are names in a row of metrics, or patterns for them, such as "mtp/loss_*".
     """
     reference = [step.row for step in ranks[0].phases[phase].steps]
     for rank in ranks[1:]:
@@ -292,7 +310,7 @@ def same(a: float, b: float) -> bool:
 
 
 def check_samples(phase: str, ranks: Sequence[RankSeen], expected: Sequence[Mapping[int, str]]) -> Check:
-    """Each sample of each step is read once: by all ranks of one place on dp, and as one process reads it.
+    """Checks that each sample of a step is read at one place on the dp axis alone, and as one process reads it.
 
     The error is the number of samples that are missing, repeated, foreign or different.
     """
@@ -314,7 +332,10 @@ def check_samples(phase: str, ranks: Sequence[RankSeen], expected: Sequence[Mapp
 
 
 def check_counts(phase: str, rows: Sequence[Mapping[str, object]], plain: Sequence[ReferenceStep]) -> Check:
-    """How many token-expert pairs each expert processed, over the whole batch, exactly. The error is in pairs."""
+    """Checks that each expert processed exactly as many token-expert pairs of the whole batch as on one process.
+
+    The error is the largest miscount, or the number of dropped pairs, in pairs.
+    """
     worst, largest_miss = "every layer and step", 0
     for step, (row, seen) in enumerate(zip(rows, plain, strict=True)):
         for layer, counts_E in seen.counts.items():
@@ -335,9 +356,9 @@ def check_metrics(
     plain: Sequence[ReferenceStep],
     nudged: Callable[[], Sequence[Sequence[ReferenceStep]]],
 ) -> Check:
-    """What layers tell under some ``keys`` of metrics.jsonl, relative; the first that fails is shown, else the worst.
+    """Compares the layers' metrics under ``keys``, by relative difference; shows the first that fails, else the worst.
 
-    ``nudged`` gives the steps of one process whose weights are nudged, in each draw (launcher.prove.rounding).
+    ``nudged`` gives, for each draw, the steps of one process whose weights are nudged (launcher.prove.rounding).
     """
     shown: list[Check] = []
     for key in keys:
@@ -355,7 +376,7 @@ def check_biases(
     buffers: Callable[[RankSeen], Mapping[str, Tensor]],
     plain: Mapping[str, Tensor],
 ) -> Check:
-    """The routers' selection biases, on every rank."""
+    """Compares the routers' selection biases on every rank with one process's, by absolute difference."""
     worst, error = "every rank", 0.0
     for rank in ranks:
         for name, buffer in buffers(rank).items():
@@ -366,7 +387,10 @@ def check_biases(
 
 
 def check_choices(phase: str, replayed: Sequence[Replayed]) -> Check:
-    """The experts chosen for every token; ties were replayed. The error is the number of choices that differ."""
+    """Checks the experts chosen for every token, ties apart, which were replayed.
+
+    The error is the number of choices that differ, and of tokens that one process never saw.
+    """
     wrong = sum(seen.wrong + seen.strangers for seen in replayed)
     ties, tokens = sum(seen.ties for seen in replayed), sum(seen.tokens for seen in replayed)
     layers = [seen.wrong_layer for seen in replayed if seen.wrong_layer is not None]
@@ -388,11 +412,11 @@ def check_updates(
     left_out: Collection[str] = (),
     nudged: Nudged | None = None,
 ) -> Check:
-    """Every logical tensor's change since ``start`` against one process's, relative to that change.
+    """Compares every logical tensor's change since ``start`` with one process's, relative to that change's norm.
 
-    Elements whose gradients in ``steps`` rounding decides (TINY) are left out. ``nudged`` gives the weights of one
-    process whose weights are nudged, in each draw; bounds are as in ``check_tensors``, but at most MOST_DRIFT times
-    ``bound``.
+    Elements whose gradients in some of ``steps`` are so small (TINY) that rounding decides the update are left out, as
+    are the tensors ``left_out``. ``nudged`` gives, for each draw, the weights of one process whose weights are nudged;
+    where these move farther, ``bound`` is raised for the tensor, to MOST_DRIFT times ``bound`` at most.
     """
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(theirs))
     if ours is None:
@@ -412,7 +436,7 @@ def check_updates(
 
 
 def told_elements(gradients: Sequence[Tensor]) -> Tensor:
-    """Where a tensor's gradients are, in every step, at least TINY of their root mean square: bool."""
+    """A boolean mask of the elements whose gradient is at least TINY of its tensor's root mean square in every step."""
     if not gradients:
         return torch.tensor(True)
     large = [gradient.abs() >= TINY * gradient.square().mean().sqrt() for gradient in gradients]
@@ -420,7 +444,7 @@ def told_elements(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def without_gradient(steps: Sequence[ReferenceStep]) -> list[str]:
-    """The tensors whose gradients are rounding alone in some step, or nothing in all of them."""
+    """The names of tensors whose gradient is nothing but rounding in some step, or zero in every step."""
     totals = [total_norm(step.gradients.values()) for step in steps]
     found = []
     for name in steps[0].gradients:

@@ -39,14 +39,14 @@ from modeling.logical import logical_tensors
 from parallel.layout import layout_of
 from parallel.mesh import Degrees
 
-FIT_RESIDUAL = 1e-3  # a mixture of gradients explains another: what is left, relative to it
+FIT_RESIDUAL = 1e-3  # a mixture of gradients explains another where no more is left, as a share of the other's norm
 
 
 def diagnose(proof: Proof) -> list[str]:
-    """What the SGD phase's differences point at, in words; empty where nothing differs there."""
+    """Lines of text on what the earliest differences of the SGD phase point at; empty where nothing differs."""
     lines = diagnose_weights(proof)
     if lines:
-        return lines  # everything after follows from it
+        return lines  # all later differences follow from these
     for step in range(proof.steps):
         theirs = proof.plain.sgd.steps[step].gradients
         lines = [*diagnose_loss(proof, step), *diagnose_gradients(proof, step)] or diagnose_norm(proof, step, theirs)
@@ -56,7 +56,7 @@ def diagnose(proof: Proof) -> list[str]:
 
 
 def diagnose_heldout(proof: Proof) -> list[str]:
-    """That the evaluation alone differs, where training does not."""
+    """One line where the held-out loss differs though training does not; empty where it does not differ."""
     check = check_heldout(SGD, heldout_losses(proof, SGD), heldout_truth(proof, proof.plain.sgd))
     if check.passed:
         return []
@@ -67,7 +67,7 @@ def diagnose_heldout(proof: Proof) -> list[str]:
 
 
 def degrees_of(proof: Proof) -> dict[str, int]:
-    """Every number that could have been multiplied once too often, by name."""
+    """Every degree or count above one that a gradient or loss could have been multiplied or divided by, by name."""
     mesh = Degrees.of(proof.config.parallel, proof.n_ranks)
     train = proof.config.train
     batch_size = train.batches.size_at(1)
@@ -81,7 +81,7 @@ def degrees_of(proof: Proof) -> dict[str, int]:
 
 
 def axis_words(name: str, proof: Proof) -> str:
-    """On which axis a tensor lies, in words."""
+    """The axis that cuts a tensor, the ranks that sum its gradient, and the ZeRO stage, in words."""
     mesh, place = Degrees.of(proof.config.parallel, proof.n_ranks), layout_of(proof.config.model)[name]
     degree = 1 if place.axis is None else int(getattr(mesh, place.axis))
     cut = f"dim {place.dim} is cut by {place.axis}={degree}" if degree > 1 else "no axis cuts it"
@@ -90,7 +90,7 @@ def axis_words(name: str, proof: Proof) -> str:
 
 
 def diagnose_weights(proof: Proof) -> list[str]:
-    """The first tensor, in execution order, that some rank holds otherwise at step 0, and the rank."""
+    """One line naming the first tensor, in execution order, that is wrong on some rank at step 0; empty without any."""
     truth: PlainState = proof.plain.sgd.states[0]
     wrong: dict[str, str] = {}
     for rank in proof.ranks:
@@ -104,7 +104,10 @@ def diagnose_weights(proof: Proof) -> list[str]:
 
 
 def diagnose_loss(proof: Proof, step: int) -> list[str]:
-    """The ratio of the two losses, where they differ; and in the first step, where in the model they begin to."""
+    """One line with the ratio of the two losses and, in the first step, where in the model outputs begin to differ.
+
+    Empty where the losses are equal.
+    """
     ours, theirs = proof.ranks[0].phases[SGD].steps[step].row["loss"], proof.plain.sgd.steps[step].loss
     if relative(ours, theirs) <= LOSS_BOUND:
         return []
@@ -120,13 +123,16 @@ def diagnose_loss(proof: Proof, step: int) -> list[str]:
 
 
 def diagnose_gradients(proof: Proof, step: int) -> list[str]:
-    """The first tensor in execution order whose gradient differs, its axis, the ratio, and what the ratio says."""
+    """Lines on the first tensor in execution order whose gradient differs: its axis, the ratio, and what explains it.
+
+    Empty where all gradients are equal, or where the ranks' pieces do not cover the tensors.
+    """
     theirs = proof.plain.sgd.steps[step].gradients
     pieces = step_boxes(phase_of(proof, SGD), lambda phase: phase.steps[step])
     try:
         ours = assemble(pieces, {name: tuple(value.shape) for name, value in theirs.items()})
     except Uncovered:
-        return []  # the check says so
+        return []  # the check of gradients reports it
     errors = tensor_errors(ours, theirs) | copy_errors(pieces, ours, theirs)
     errors = {name: error for name, error in errors.items() if name.removeprefix(COPY) not in proof.cancelled}
     bounds = bounds_for(GRADIENT_BOUND, errors, moves_of(lambda: proof.nudged_gradients(step), theirs))
@@ -146,7 +152,7 @@ def diagnose_gradients(proof: Proof, step: int) -> list[str]:
 
 
 def ratio_words(name: str, found: Factor, proof: Proof) -> str:
-    """The factor between two gradients of one tensor, and the degree that it equals."""
+    """The factor between two gradients of one tensor in words, with the name of the degree that it equals."""
     if not found.is_plain:
         return f"{name}: {found.ratio:.4f} x one process's gradient, but no plain factor ({found.residual:.1e} is left)"
     named = name_ratio(found.ratio, degrees_of(proof))
@@ -155,7 +161,7 @@ def ratio_words(name: str, found: Factor, proof: Proof) -> str:
 
 
 def explain_by_losses(proof: Proof, step: int, ours: Mapping[str, Tensor], name: str) -> str | None:
-    """How the gradient of ``name`` weighs the losses (tokens, balance, z), if some other weights explain it; else None.
+    """The weights of the losses (tokens, balance, z) that explain the wrong gradient of ``name``, in words, or None.
 
     One process repeats the step with each loss alone, from the same weights and with the same choices.
     """
@@ -210,7 +216,7 @@ def weighing(model: ModelConfig, *, balance: bool = False, z: bool = False, head
 
 
 def gradients_of(proof: Proof, step: int, model: ModelConfig) -> dict[str, Tensor]:
-    """One process's gradients in a step of the SGD phase, of a model that weighs its losses otherwise."""
+    """One process's gradients in a step of the SGD phase, for ``model``: the config's, with other loss coefficients."""
     plain = proof.plain.sgd
     config, optimizer = replace(proof.config, model=model), sgd_for(proof.config.optimizer)
     trainer = plain_trainer(config, proof.dataset, optimizer, done=step)
@@ -220,7 +226,7 @@ def gradients_of(proof: Proof, step: int, model: ModelConfig) -> dict[str, Tenso
 
 
 def diagnose_norm(proof: Proof, step: int, theirs: Mapping[str, Tensor]) -> list[str]:
-    """Where only the norm is wrong: which tensors it counts how often."""
+    """One line on a wrong gradient norm, and which tensors it miscounts; empty where the norm of this step is right."""
     ours, expected = proof.ranks[0].phases[SGD].steps[step].row["grad_norm"], proof.plain.sgd.steps[step].grad_norm
     check = check_norm(proof)
     if check.passed or check.worst != f"step {step + 1}":
@@ -231,7 +237,7 @@ def diagnose_norm(proof: Proof, step: int, theirs: Mapping[str, Tensor]) -> list
 
 
 def groups_of(names: Sequence[str], model: ModelConfig) -> dict[str, list[str]]:
-    """Tensors that a norm may miscount together."""
+    """Groups of tensors that a gradient norm may miscount together, by title; empty groups are left out."""
     layout, tensors = layout_of(model), logical_tensors(model)
     groups = {
         "everything": list(names),

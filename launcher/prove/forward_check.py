@@ -15,17 +15,17 @@ from launcher.prove.rank import OutputSeen, RankSeen
 
 @dataclass(frozen=True)
 class Miss:
-    """How far one rank's outputs of one micro-batch are off: summed over its real tokens, and the furthest of them."""
+    """How far one rank's outputs of one micro-batch are off, over the tokens that are not padding."""
 
-    squares: float
-    furthest: float
-    where: str
+    squares: float  # the tokens' squared errors, summed
+    furthest: float  # the largest error of a token
+    where: str  # that token's sample, position and rank
 
 
 def check_outputs(phase: str, ranks: Sequence[RankSeen], plain: PlainRun) -> Check:
-    """What each module gave for each real token in the first step, relative to the output's norm over the batch.
+    """Compares each module's outputs in the first step, relative to the output's norm over the batch, without padding.
 
-    The first module in execution order with a failure is shown, with the token that is furthest off; else the worst.
+    Shows the first module in execution order that fails, else the worst, with the token that is furthest off.
     """
     assert plain.valid_NS is not None
     checks = []
@@ -41,7 +41,7 @@ def check_outputs(phase: str, ranks: Sequence[RankSeen], plain: PlainRun) -> Che
 
 
 def misses_of(module: str, phase: str, ranks: Sequence[RankSeen], plain: PlainRun, truth_NSD: Tensor) -> Iterator[Miss]:
-    """One Miss for each micro-batch of each rank that holds the module. Samples that are foreign are left out."""
+    """One Miss for each micro-batch of each rank that holds the module, without samples that are not of the batch."""
     assert plain.valid_NS is not None
     rows = {sample: row for row, sample in enumerate(plain.choices[0].samples)}
     for rank in ranks:
@@ -56,7 +56,7 @@ def misses_of(module: str, phase: str, ranks: Sequence[RankSeen], plain: PlainRu
 
 
 def summed(miss_BP: Tensor, seen: OutputSeen, known: list[int], rank: RankSeen) -> Miss:
-    """The tokens' misses put together."""
+    """The Miss of one micro-batch, from the error of each token (0 in padding)."""
     row, place = divmod(int(miss_BP.argmax()), miss_BP.shape[1])
     where = f"sample {seen.samples[known[row]]}, position {int(seen.positions[place])} on {rank.place}"
     return Miss(float(miss_BP.square().sum()), float(miss_BP.max()), where)

@@ -32,12 +32,12 @@ from parallel.checkpoint.manifest import DamagedCheckpoint
 from parallel.checkpoint.places import step_directory
 from parallel.zero.ways import sharding_for
 
-SAVED, LOADED = "layout -> one", "one -> layout"  # how the checkpoint travels; both continue the nonlinear phase
+SAVED, LOADED = "layout -> one", "one -> layout"  # which side saves and which loads; both continue the nonlinear phase
 AGREED = ("loss", "z_loss", "mtp/loss_*", "grad_norm", "moe/balance_loss", "moe/z_loss")
 
 
 def judge(proof: Proof) -> list[Check]:
-    """The checks of all phases."""
+    """The checks of all phases, in the order of the table."""
     found = [*judge_sgd(proof), *judge_nonlinear(proof), *judge_saved(proof), *judge_loaded(proof)]
     if proof.plain.own_exact is not None and proof.plain.own_low is not None:
         found += judge_own(proof, proof.plain.own_exact, proof.plain.own_low)
@@ -50,12 +50,12 @@ def phase_of(proof: Proof, name: str) -> list[PhaseSeen]:
 
 
 def all_boxes(phases: Sequence[PhaseSeen], of: Callable[[PhaseSeen], list[TensorBox]]) -> Iterable[TensorBox]:
-    """The pieces of tensors that all ranks hold."""
+    """The pieces that ``of`` gives for each rank, in one sequence."""
     return (piece for phase in phases for piece in of(phase))
 
 
 def judge_sgd(proof: Proof) -> list[Check]:
-    """fp32 with SGD, which is linear in the gradients: everything to the tightest bounds."""
+    """The checks of the phase in fp32 with SGD, which is linear in the gradients, so the tightest bounds hold."""
     seen, plain, steps = phase_of(proof, SGD), proof.plain.sgd, proof.steps
     rows = [step.row for step in seen[0].steps]
     start, end = plain.states[0], plain.states[steps]
@@ -104,7 +104,7 @@ def judge_sgd(proof: Proof) -> list[Check]:
 
 
 def check_norm(proof: Proof) -> Check:
-    """The gradient norm of each step, before clipping."""
+    """Compares the gradient norm of each step of the SGD phase, before clipping."""
     rows = [step.row for step in phase_of(proof, SGD)[0].steps]
     theirs = [step.grad_norm for step in proof.plain.sgd.steps]
     return checks.check_series(
@@ -123,12 +123,12 @@ def _auxiliary(
 
 
 def heldout_truth(proof: Proof, plain: PlainRun) -> dict[str, float]:
-    """One process's held-out losses around the steps, by moment."""
+    """One process's held-out losses before and after the steps, by moment."""
     return {BEFORE_STEPS: plain.heldout[0].loss, AFTER_STEPS: plain.heldout[proof.steps].loss}
 
 
 def heldout_losses(proof: Proof, phase: str) -> dict[str, dict[str, float]]:
-    """What every rank came to, by moment and rank."""
+    """Every rank's held-out losses in a phase: moment -> rank -> loss."""
     losses: dict[str, dict[str, float]] = {}
     for rank in proof.ranks:
         for moment, seen in rank.phases[phase].evaluations.items():
@@ -137,14 +137,18 @@ def heldout_losses(proof: Proof, phase: str) -> dict[str, dict[str, float]]:
 
 
 def expected_samples(proof: Proof, step: int) -> dict[int, str]:
-    """The samples of a step, and what each brings into the model."""
+    """Each sample of a step with the hash of its batch row, as one process reads it."""
     samples = samples_of_step(step, proof.config.train.batches)
     batch = proof.dataset.read(samples)
     return {int(sample): hash_row(batch, row) for row, sample in enumerate(samples)}
 
 
 def judge_nonlinear(proof: Proof) -> list[Check]:
-    """fp32 with AdamW or the run's own rule: the first gradients, what it makes of all of them, and the drift."""
+    """The checks of the phase in fp32 with the run's own optimizer, or AdamW where that is SGD.
+
+    They compare the first step's gradients, the weights with what the optimizer makes of the ranks' own gradients, and
+    the weights with the plain run's.
+    """
     phase, optimizer = nonlinear_phase(proof.config), nonlinear_for(proof.config.optimizer)
     seen, plain, steps = phase_of(proof, phase), proof.plain.nonlinear, proof.steps
     start, end = plain.states[0], plain.states[steps]
@@ -188,9 +192,10 @@ def check_applied(
     weights: Iterable[TensorBox],
     done: int = 0,
 ) -> Check:
-    """The ranks' weights against what the plain optimizer makes of the ranks' own gradients (None: a step skipped).
+    """Compares the ranks' weights with what the plain optimizer makes of the ranks' own gradients, from ``start``.
 
-    ``done`` steps lie before ``start``.
+    ``gradients`` are one list of pieces a step, None for a skipped step. ``done`` is the number of steps before
+    ``start``, which the learning rate's schedule needs.
     """
     wholes: list[dict[str, Tensor] | None] = []
     shapes = {key: tuple(value.shape) for key, value in start.weights.items()}
@@ -210,7 +215,7 @@ def check_applied(
 
 
 def judge_saved(proof: Proof) -> list[Check]:
-    """A checkpoint that the layout saved, loaded on one process: its content, and the step that follows."""
+    """The checks of a checkpoint that the layout saved and one process loaded: its content, and the step after it."""
     phase, optimizer = nonlinear_phase(proof.config), nonlinear_for(proof.config.optimizer)
     seen = phase_of(proof, phase)
     try:
@@ -242,7 +247,7 @@ def check_next_step(
     step_of: Callable[[PhaseSeen], StepSeen | None],
     weights_of: Callable[[PhaseSeen], list[TensorBox]],
 ) -> list[Check]:
-    """The loss, the gradients and the weights of the step after the checkpoint with ``state``."""
+    """Compares the loss, the gradients and the weights of the step after the checkpoint with ``state``."""
     optimizer, seen = nonlinear_for(proof.config.optimizer), phase_of(proof, nonlinear_phase(proof.config))
     losses = [step.row["loss"] for each in seen if (step := step_of(each)) is not None]
     gradients, weights = checks.step_boxes(seen, step_of), all_boxes(seen, weights_of)
@@ -265,14 +270,14 @@ def check_next_step(
 def check_saved_biases(
     proof: Proof, phase: str, buffers: Callable[[RankSeen], Mapping[str, Tensor]], state: PlainState
 ) -> list[Check]:
-    """The routers' biases that travelled with a checkpoint, where there are any."""
+    """Compares the routers' biases in a checkpoint; no check where the model has none."""
     if not state.buffers:
         return []
     return [checks.check_biases(phase, proof.ranks, buffers, state.buffers)]
 
 
 def judge_loaded(proof: Proof) -> list[Check]:
-    """A checkpoint that one process saved, loaded under the layout: its content, and the step that follows."""
+    """The checks of a checkpoint that one process saved and the layout loaded: its content, and the step after it."""
     phase = nonlinear_phase(proof.config)
     seen = phase_of(proof, phase)
     state, plain = proof.checkpoint_state, proof.plain.nonlinear.steps[proof.steps]
@@ -291,7 +296,10 @@ def judge_loaded(proof: Proof) -> list[Check]:
 
 
 def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
-    """The run's own precision, against bounds taken from one process in that precision."""
+    """The checks of the phase in the run's own precision, with bounds taken from one process in that precision.
+
+    ``exact`` is one process's run in fp32, and ``low`` the same in the run's own precision.
+    """
     phase_name, steps, precision = own_phase(proof.config), proof.steps, proof.config.train.precision
     seen = phase_of(proof, phase_name)
     floor = torch.finfo(torch.float16 if precision == "fp16" else torch.bfloat16).eps / 64
@@ -362,7 +370,7 @@ def judge_own(proof: Proof, exact: PlainRun, low: PlainRun) -> list[Check]:
 
 
 def check_own_updates(proof: Proof, phase: str) -> Check:
-    """The fp32 masters in the run's own precision against what its optimizer makes of the ranks' own gradients."""
+    """Compares the own-precision phase's fp32 masters with what its optimizer makes of the ranks' own gradients."""
     seen, optimizer = phase_of(proof, phase), proof.config.optimizer
     gradients = [
         None if row.get("skipped") else checks.step_boxes(seen, lambda each, step=step: each.steps[step])
@@ -373,9 +381,10 @@ def check_own_updates(proof: Proof, phase: str) -> Check:
 
 
 def check_accumulation(proof: Proof, phase: str) -> list[Check]:
-    """Equal rounds of micro-batches, accumulated, against one: fp32 sums keep what 16 bits would round away.
+    """Compares the accumulated gradients of several equal rounds of micro-batches with those of one round.
 
-    Where a pipeline's sums are rounded once at the end, what lies halfway between two numbers may go either way.
+    They are equal if the sums are kept in fp32: 16 bits would round them. Where a pipeline's sums are rounded once at
+    the end, a sum halfway between two numbers may round either way, which is allowed for.
     """
     seen, name = phase_of(proof, phase), "accumulated gradients"
     shapes = checks.shapes_of(proof.plain.sgd.states[0].weights)

@@ -1,8 +1,8 @@
-"""Values that lie on a kink: where a clamp or a ReLU begins, rounding decides whether a gradient passes or is zero.
+"""Values near a kink, such as a clamp's limit or a ReLU's zero, where rounding decides whether a gradient passes.
 
-A layout sums in another order, so a value within a few units in the last place of a kink may fall on its other side;
-one such value moves a gradient by percents. That is no fault of the layout, as a router's tie is none, but it cannot be
-replayed as simply. The seed of a proof is free, however: one is taken with which no value comes near to a kink.
+A layout sums in another order, so a value within a few units in the last place of a kink may fall on its other side,
+and one such value moves a gradient by percents. That is no fault of the layout. Unlike a router's tie it cannot simply
+be replayed; but the seed of a proof is free, so one is taken with which no value comes near to a kink.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +25,10 @@ Seen = TypeVar("Seen")
 
 
 class KinkWatch(TorchFunctionMode):
-    """While it is entered: ``gap``, the least distance of a value from a kink, relative to the size of such values.
+    """A context manager; ``gap`` is the least distance of a value from a kink while it is entered, as a share.
 
-    Values are watched that gradients flow through. A clamp's limit counts where it is a number other than zero.
+    Only values that gradients flow through are watched. The distance is relative to a clamp's limit, which has to be a
+    number other than zero, or to the root mean square of a ReLU's input.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class KinkWatch(TorchFunctionMode):
 
 
 def kinks_of(func: Callable[..., Any], values: Tensor, arguments: Sequence[Any]) -> Iterator[tuple[float, float]]:
-    """Where the function has kinks, and what distances from them are relative to."""
+    """Each kink of a call of ``func`` on ``values``, with the size that distances from it are relative to."""
     if func in RELUS:
         yield 0.0, float(values.square().mean().sqrt()) or 1.0
         return
@@ -67,7 +68,8 @@ class Cleared(Generic[Seen]):
 def clear_of_kinks(config: RunConfig, run: Callable[[RunConfig], Seen]) -> Cleared[Seen]:
     """``run`` of the config with the first seed, from its own on, with which no value lies within KINK_GAP of a kink.
 
-    Where none of TRIES seeds is clear, the one whose values stay farthest away. A model without kinks runs once.
+    Where none of TRIES seeds is clear, the seed whose values stay farthest from kinks is taken. A model without kinks
+    runs once.
     """
     best: Cleared[Seen] | None = None
     for number in range(TRIES):

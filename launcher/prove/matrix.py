@@ -46,7 +46,7 @@ def layouts() -> Iterator[Layout]:
             tp, cp, pp, ep = (degrees[axis] for axis in ("tp", "cp", "pp", "ep"))
             for zero, schedule in itertools.product(range(4), SCHEDULES if pp == 2 else SCHEDULES[:1]):
                 if zero == 3 and splits_backward(schedule):
-                    continue  # refused: their backward pass needs the weights twice
+                    continue  # refused by the config's rules: a split backward pass needs the weights twice
                 parallel = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, pipeline=schedule)
                 yield Layout(parallel, n_ranks)
                 if cp == 2 and zero == 1:
@@ -54,7 +54,7 @@ def layouts() -> Iterator[Layout]:
 
 
 def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
-    """The config, shrunk, under the layout; and the rules that it breaks there, in which case it is not to be run."""
+    """The config, shrunk, under the layout, and the rules that it breaks there; one that breaks any must not be run."""
     precision = "fp32" if layout.parallel.zero == 0 else config.train.precision
     train = replace(config.train, global_batch_size=32, batch_ramp=None, micro_batch_size=1, precision=precision)
     if precision != "fp8" or layout.parallel.zero == 3:
@@ -69,14 +69,15 @@ def fit(config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
 
 
 def without_budget(config: RunConfig) -> RunConfig:
-    """The config without its budget of activations, which is for its own layout; each proof has another one."""
+    """The config without its budget of activation memory, which was chosen for its own layout."""
     return replace(config, train=replace(config.train, activation_gib=None))
 
 
 def prove_matrix(path: Path, overrides: Sequence[str], steps: int, as_json: bool) -> int:
-    """Proves the config's model under the whole table; a line each as it goes. Returns 0 where all is equal, else 1.
+    """Proves the config's model under every layout of the table, one line each. Returns 0 where none differs, else 1.
 
-    Layouts that the model does not fit (a dense model has no ep) are listed with the rule, and are no failure.
+    Layouts that the model does not fit (a dense model has no ep) are listed with the rule they break; that is no
+    failure. Raises UserError where the config breaks a rule without any parallelism.
     """
     config = load_config(path, overrides)
     problems = check(without_budget(replace(config, parallel=ParallelConfig())), 1)
@@ -108,7 +109,7 @@ def prove_matrix(path: Path, overrides: Sequence[str], steps: int, as_json: bool
 
 
 def describe(outcome: Outcome) -> str:
-    """How long it took, or the first check that failed."""
+    """The last line of the ranks' failure, or the first check that failed, or how long the proof took."""
     if outcome.died is not None:
         return outcome.died.strip().splitlines()[-1]
     failed = [check for check in outcome.checks if not check.passed]

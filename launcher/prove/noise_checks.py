@@ -1,4 +1,4 @@
-"""The checks of a proof in 8 and 16 bits: the measure is one process's distance from fp32 in the same precision."""
+"""The checks of a proof in 8 and 16 bits: errors are measured in units of one process's own distance from fp32."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ from launcher.prove.compare.errors import tensor_errors
 from launcher.prove.rank import RankSeen
 from launcher.prove.rounding import NOISE_FACTOR, Moves, Nudged, bounds_for
 
-MOST_NOISE = 10  # times NOISE_FACTOR of the usual noise, where one process's own, rounded otherwise, is more
+MOST_NOISE = 10  # how many times NOISE_FACTOR a bound may become, where other roundings of one process move it farther
 
 
 def check_noisy_gradients(
@@ -34,11 +34,11 @@ def check_noisy_gradients(
     name: str = "gradients",
     anew: Nudged | None = None,
 ) -> Check:
-    """In 16 bits, every gradient's distance from fp32, as a multiple of one process's in that precision.
+    """Compares gradients in 16 bits: each one's distance from fp32, as a multiple of one process's in that precision.
 
-    The multiple's base is the larger of the tensor's own distance and the median one, since a small tensor's own may be
-    small by chance. The bound is NOISE_FACTOR, or that times as far as any of ``anew`` is: one process's gradients with
-    weights rounded otherwise. It is at most MOST_NOISE times NOISE_FACTOR.
+    The multiple's base is the larger of one process's distance for the tensor and its median over tensors, since a
+    small tensor's may be small by chance. The bound is NOISE_FACTOR. Where it is exceeded, it is raised to NOISE_FACTOR
+    times the farthest of ``anew``, one process's gradients with weights rounded otherwise; at most MOST_NOISE times.
     """
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(exact))
     if ours is None:
@@ -61,9 +61,9 @@ def check_noisy_gradients(
 def check_noise_is_there(
     phase: str, name: str, pieces: Iterable[TensorBox], low: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> Check:
-    """That the layout computes in the precision at all: its gradients lie about as far from fp32 as one process's.
+    """Checks that the layout computes in the low precision at all: its gradients lie about as far from fp32.
 
-    The error is one process's median distance as a multiple of the layout's. The bound is NOISE_FACTOR.
+    The error is one process's median distance from fp32 as a multiple of the layout's; the bound is NOISE_FACTOR.
     """
     ours, failed = whole_or_failed(phase, name, pieces, shapes_of(exact))
     if ours is None:
@@ -83,10 +83,11 @@ def check_noisy_losses(
     floor: float,
     anew: Callable[[], Sequence[Sequence[float]]] | None = None,
 ) -> Check:
-    """In 16 bits, the losses' largest distance from fp32, as a multiple of one process's (of ``floor`` at least).
+    """Compares losses in 16 bits: each step's distance from fp32, as a multiple of one process's largest distance.
 
-    One process's may be small by chance. The bound is that of ``check_noisy_gradients``, for each step: ``anew`` gives
-    one process's losses with weights rounded otherwise.
+    That largest distance is taken as ``floor`` at least. It may be small by chance, so the bound, NOISE_FACTOR, is
+    raised where ``anew``, one process's losses with weights rounded otherwise, lie farther from fp32, to MOST_NOISE
+    times at most.
     """
 
     def distances(losses: Sequence[float]) -> dict[str, float]:
@@ -103,7 +104,11 @@ def check_noisy_heldout(
     base: float,
     anew: Callable[[], Sequence[Mapping[str, float]]] | None = None,
 ) -> Check:
-    """The same of the held-out losses of every rank (moment -> rank -> loss), as multiples of ``base``."""
+    """Compares held-out losses in 16 bits (moment -> rank -> loss): at each moment the rank farthest from fp32.
+
+    The distances are multiples of ``base``. The bound is NOISE_FACTOR, raised where ``anew``, one process's losses
+    (moment -> loss) with weights rounded otherwise, lie farther from fp32, to MOST_NOISE times at most.
+    """
     worst = {moment: farthest_rank(ours, moment, truth) for moment, truth in exact.items()}
     errors = {moment: error for moment, (_, error) in worst.items()}
 
@@ -119,7 +124,7 @@ def check_noisy_heldout(
 
 
 def held_to_noise(phase: str, name: str, distances: Mapping[str, float], base: float, draws: Moves | None) -> Check:
-    """Losses' distances from fp32, by step or moment, as multiples of ``base``, and those of ``draws`` likewise."""
+    """The check of losses' distances from fp32, by step or moment. These and ``draws`` are divided by ``base``."""
 
     def multiples(distances: Mapping[str, float]) -> dict[str, float]:
         return {key: distance / base for key, distance in distances.items()}
@@ -131,19 +136,19 @@ def held_to_noise(phase: str, name: str, distances: Mapping[str, float], base: f
 
 
 def otherwise(bound: float, base: float) -> str:
-    """What a note says of draws that have raised the bound, in multiples of ``base``."""
+    """The end of the note on a bound that draws have raised: their largest distance from fp32, in units of ``base``."""
     return f", {bound / NOISE_FACTOR * base:.1e} with its weights rounded otherwise"
 
 
 def loss_noise(low: Sequence[float], exact: Sequence[float], floor: float) -> float:
-    """One process's largest distance from fp32 in 16 bits, relative; ``floor`` at least."""
+    """The largest relative distance of one process's losses in 16 bits from those in fp32; ``floor`` at least."""
     return max(floor, *(relative(a, b) for a, b in zip(low, exact, strict=True)))
 
 
 def check_overflow(phase: str, ranks: Sequence[RankSeen]) -> Check:
-    """An overflow on one rank: every rank skips the step, keeps its weights, and ends at the same loss scale.
+    """Checks that after an overflow on one rank all skip the step, keep their state, and end at the same loss scale.
 
-    The error is the number of ranks that did otherwise.
+    The error is the number of ranks that did not, summed over the overflows.
     """
     wrong: list[str] = []
     for number, first in enumerate(ranks[0].phases[phase].overflows):

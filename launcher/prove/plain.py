@@ -26,9 +26,9 @@ FIRST_LOSS_SCALE = 2.0**16  # where DeepSpeed's dynamic loss scale starts
 
 @dataclass
 class PlainState:
-    """What a checkpoint holds: masters, optimizer states by kind, router biases, and how many updates were made."""
+    """What a checkpoint holds: master weights, optimizer states, router biases, and the number of updates made."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # the fp32 masters
     states: dict[str, dict[str, Tensor]]  # kind -> name -> tensor
     buffers: dict[str, Tensor]
     updates: int
@@ -36,7 +36,7 @@ class PlainState:
 
 @dataclass
 class HeldoutSeen:
-    """The held-out loss, and what the routers chose on the way."""
+    """One evaluation: the held-out loss, and the routers' choices in it."""
 
     loss: float
     choices: StepChoices
@@ -44,18 +44,21 @@ class HeldoutSeen:
 
 @dataclass
 class PlainRun:
-    """What one process saw, step by step."""
+    """What one process computed, step by step."""
 
     steps: list[ReferenceStep] = field(default_factory=list)
-    heldout: dict[int, HeldoutSeen] = field(default_factory=dict)  # after so many steps
+    heldout: dict[int, HeldoutSeen] = field(default_factory=dict)  # number of steps before the evaluation -> result
     choices: list[StepChoices] = field(default_factory=list)
     states: list[PlainState] = field(default_factory=list)  # before the first step, and after each
     outputs: dict[str, Tensor] = field(default_factory=dict)  # of the modules in the first step: (N, S, D)
-    valid_NS: Tensor | None = None  # the first step's real tokens
+    valid_NS: Tensor | None = None  # where the first step's tokens are not padding
 
 
 class PlainTrainer:
-    """launcher.prove.reference.ReferenceTrainer over samples by number, the whole global batch as one micro-batch."""
+    """Training on one process from samples given by number, with the whole global batch as one micro-batch.
+
+    Each step is computed by ``launcher.prove.reference.ReferenceTrainer``; ``run`` collects what was seen.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class PlainTrainer:
         schedule: ScheduleConfig = CONSTANT,
         done: int = 0,
     ) -> None:
-        """``schedule`` gives each step its learning rate; ``done`` steps lie behind."""
+        """``schedule`` gives each step its learning rate; ``done`` is the number of steps that count as made before."""
         loss_scale = first_loss_scale(precision)
         self.trainer = ReferenceTrainer(model, optimizer, seed=seed, precision=precision, loss_scale=loss_scale)
         self.lr = optimizer.lr
@@ -81,7 +84,7 @@ class PlainTrainer:
         record_choices(self.trainer.model, lambda: self.choosing, lambda: self.valid_NS)
 
     def step(self, samples: np.ndarray, replay: StepChoices | None = None) -> ReferenceStep:
-        """One update from these samples; ``replay`` makes the routers choose as they did there."""
+        """One update from these samples. ``replay`` are choices of experts that the routers have to make."""
         micro_batch = self.read(self.dataset, samples)
         self.run.choices.append(self.choosing)
         choices = None if replay is None else [replay.for_tokens(self.valid_NS)]
@@ -98,14 +101,14 @@ class PlainTrainer:
         return seen
 
     def next_lr(self) -> float:
-        """The learning rate of the next step, which this begins."""
+        """The learning rate of the next step, which is counted as begun by this call."""
         self.done += 1
         assert isinstance(self.schedule, ConstantSchedule)  # others depend on how many steps a run has
         return self.lr * lr_factor(self.schedule, self.done, self.done)
 
     @torch.no_grad()
     def evaluate(self, heldout: Dataset, n_sequences: int, replay: StepChoices | None = None) -> HeldoutSeen:
-        """The token cross-entropy of the first ``n_sequences`` held-out samples, in one pass; 0 without targets."""
+        """The mean cross-entropy over the first ``n_sequences`` held-out samples, in one pass; 0 without targets."""
         batch = self.read(heldout, np.arange(n_sequences))
         context = Context(batch.positions_BS, batch.documents_BS, has_padding=not bool(self.valid_NS.all()))
         if replay is not None:
@@ -116,7 +119,7 @@ class PlainTrainer:
         return seen
 
     def read(self, dataset: Dataset, samples: np.ndarray) -> PlainBatch:
-        """The samples as one micro-batch; what routers choose from now on is recorded as theirs."""
+        """The samples as one micro-batch. From this call on, what routers choose is recorded as choices for them."""
         batch = dataset.read(samples)
         arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
         numbers = torch.from_numpy(samples.astype(np.int64))
@@ -141,7 +144,7 @@ class PlainTrainer:
 
     @torch.no_grad()
     def load(self, state: PlainState) -> None:
-        """Goes on from ``state``; optimizer states that it lacks start at zero."""
+        """Sets the weights, router biases and optimizer states to ``state``'s; those that it lacks start at zero."""
         trainer = self.trainer
         for name, weight in trainer.model.named_parameters():
             trainer.masters[name].copy_(state.weights[name])
@@ -160,7 +163,7 @@ class PlainTrainer:
 def run_plain(
     trainer: PlainTrainer, steps: int, batches: Batches, heldout: Dataset, n_sequences: int, evaluated: Collection[int]
 ) -> PlainRun:
-    """``steps`` updates from sample 0, and evaluations after so many steps as ``evaluated`` says."""
+    """The run of ``steps`` updates from sample 0 on, with an evaluation after each number of steps in ``evaluated``."""
     for step in range(steps + 1):
         if step in evaluated:
             trainer.evaluate(heldout, n_sequences)
@@ -182,7 +185,7 @@ def samples_of_step(step: int, batches: Batches) -> np.ndarray:
 def apply_gradients(
     trainer: PlainTrainer, start: PlainState, gradients: Sequence[Mapping[str, Tensor] | None]
 ) -> dict[str, Tensor]:
-    """The weights that the plain optimizer makes of given gradients, one set a step (None: skipped), from ``start``."""
+    """The weights that the plain optimizer makes from ``start`` of given gradients: one set a step, None if skipped."""
     trainer.load(start)
     model = trainer.trainer
     no_counts = {layer: torch.zeros(1) for layer in model.config.all_layers}  # leave router biases alone

@@ -1,4 +1,4 @@
-"""What a proof is doing, while it does it: one changing line on a terminal, plain lines elsewhere."""
+"""The progress of a proof on stderr: one changing line on a terminal, plain lines elsewhere."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ POLL_SECONDS = 0.2
 
 
 class ProofProgress:
-    """Shows lines on stderr: those it is told, and those that rank 0 writes into the proof's folder."""
+    """A context manager that shows lines on stderr: those given to ``tell``, and those of rank 0's progress file."""
 
     def __init__(self, folder: Path) -> None:
         console = open_console(stderr=True)

@@ -40,17 +40,17 @@ PRELOAD = ("launcher.training.loop", "launcher.prove.rank")
 
 @dataclass
 class PlainSide:
-    """What one process saw, for each phase. ``own_*`` are None where the run's own precision is fp32."""
+    """One process's run of each phase. ``own_*`` are None where the run's own precision is fp32."""
 
     sgd: PlainRun
-    nonlinear: PlainRun  # one step more than the others: what follows the checkpoint
+    nonlinear: PlainRun  # one step more than sgd: the one after the checkpoint
     own_exact: PlainRun | None = None  # the run's own optimizer, in fp32; the last step follows the checkpoint
-    own_low: PlainRun | None = None  # the same in the run's own precision, choosing experts as own_exact did
+    own_low: PlainRun | None = None  # the same steps in the run's own precision, with own_exact's choices of experts
 
 
 @dataclass
 class Losses:
-    """The losses of some steps, and the held-out ones by moment (launcher.prove.rank)."""
+    """The training losses of some steps, and the held-out losses by moment (BEFORE_STEPS, AFTER_STEPS)."""
 
     steps: list[float]
     heldout: dict[str, float]
@@ -58,7 +58,10 @@ class Losses:
 
 @dataclass
 class Proof:
-    """Everything that the judgement needs. ``config`` is the shrunk one, in the run's own precision."""
+    """The results of both sides, and methods that repeat one process's steps with other roundings.
+
+    ``config`` is the shrunk one, in the run's own precision.
+    """
 
     config: RunConfig
     n_ranks: int
@@ -70,44 +73,44 @@ class Proof:
     ranks: list[RankSeen] = field(default_factory=list)
 
     def trainer(self, optimizer: OptimizerConfig, done: int = 0) -> PlainTrainer:
-        """A plain process in fp32, with the weights of step 0; ``done`` steps lie behind, whatever is then loaded."""
+        """A plain process in fp32 with the weights of step 0, whose learning rate goes on after ``done`` steps."""
         return plain_trainer(self.config, self.dataset, optimizer, done=done)
 
     @property
     def cancelled(self) -> frozenset[str]:
-        """The weights whose gradients are zero but for rounding: nothing can be told of them but that."""
+        """The names of weights whose gradients are zero but for rounding, which is all that can be checked of them."""
         tensors = logical_parameters(self.config.model)
         return frozenset(name for name, tensor in tensors.items() if tensor.weight.cancels)
 
     @functools.cached_property
     def nudged(self) -> list[PlainRun]:
-        """The SGD phase on one process whose weights are nudged before each step, some times."""
+        """DRAWS runs of the SGD phase on one process whose weights are nudged before each step."""
         return self.repeated(self.plain.sgd, sgd_for(self.config.optimizer))
 
     @functools.cached_property
     def nudged_nonlinear(self) -> list[PlainRun]:
-        """The phase with the run's own update rule, likewise."""
+        """DRAWS runs of the nonlinear phase on one process whose weights are nudged before each step."""
         return self.repeated(self.plain.nonlinear, nonlinear_for(self.config.optimizer))
 
     def repeated(self, run: PlainRun, optimizer: OptimizerConfig) -> list[PlainRun]:
-        """``steps`` of a run on one process whose weights are nudged before each of them, some times."""
+        """DRAWS repetitions of the first ``steps`` of ``run``, with weights nudged before each step."""
         samples = (samples_of_step(step, self.config.train.batches) for step in range(self.steps))
         steps = list(zip(samples, run.choices, strict=False))
         return [run_nudged(self.trainer(optimizer), run.states[0], steps, draw) for draw in range(DRAWS)]
 
     def nudged_gradients(self, step: int) -> list[dict[str, Tensor]]:
-        """The gradients of one of these steps."""
+        """The gradients of one step of the SGD phase in each draw of ``nudged``."""
         return [run.steps[step].gradients for run in self.nudged]
 
     def nudged_after(self, state: PlainState) -> list[dict[str, Tensor]]:
-        """One process's gradients in the step after a checkpoint with ``state``, its weights nudged, some times."""
+        """The gradients in DRAWS repetitions of the step after a checkpoint with ``state``, its weights nudged."""
         rule = nonlinear_for(self.config.optimizer)
         step = samples_of_step(self.steps, self.config.train.batches), self.plain.nonlinear.choices[self.steps]
         runs = (run_nudged(self.trainer(rule, self.steps), state, [step], draw) for draw in range(DRAWS))
         return [run.steps[0].gradients for run in runs]
 
     def rounded_anew(self, step: int, state: PlainState) -> list[ReferenceStep]:
-        """One process's step in the run's own precision, from ``state``, its weights rounded anew, some times."""
+        """DRAWS repetitions of a step in the run's own precision, from ``state``, its weights rounded anew."""
         found = []
         for draw in range(DRAWS):
             trainer = self.own_trainer(step, state)
@@ -117,19 +120,19 @@ class Proof:
 
     @functools.cached_property
     def loaded_anew(self) -> list[ReferenceStep]:
-        """The step after the checkpoint, likewise."""
+        """DRAWS repetitions of the step after the checkpoint in the run's own precision, its weights rounded anew."""
         return self.rounded_anew(self.steps, self.checkpoint_state)
 
     @functools.cached_property
     def losses_anew(self) -> list[Losses]:
-        """One process's losses in the run's own precision, its weights rounded anew before each step, some times.
+        """DRAWS times one process's losses in the run's own precision, its weights rounded anew before each step.
 
-        Each time it takes all steps, since a loss after the first depends on the updates before it.
+        Each draw takes all steps, since a loss after the first depends on the updates before it.
         """
         return [self.run_rounded(draw) for draw in range(DRAWS)]
 
     def run_rounded(self, draw: int) -> Losses:
-        """The losses of one draw. Where it skips a step and the run does not, or the reverse, it goes on as the run."""
+        """The losses of one draw. Where it skips a step that the run made, or the reverse, it takes the run's state."""
         exact, low = self.own_runs
         trainer, n_sequences = self.own_trainer(0, low.states[0]), self.config.train.eval_sequences
         losses = Losses([], {})
@@ -159,7 +162,7 @@ class Proof:
         return trainer
 
     def own_step(self, trainer: PlainTrainer, step: int) -> ReferenceStep:
-        """Step ``step`` of such a process at the run's loss scale, with the experts chosen as in fp32."""
+        """Step ``step`` of an ``own_trainer`` at the run's loss scale, with the experts chosen as in fp32."""
         exact, low = self.own_runs
         skipped = sum(seen.skipped and seen.has_targets for seen in low.steps[:step])
         trainer.trainer.loss_scale = first_loss_scale(self.config.train.precision) / 2**skipped
@@ -214,7 +217,7 @@ def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset]:
 
 
 def run_plain_side(config: RunConfig, steps: int, tell: Callable[[str], None]) -> tuple[RunConfig, PlainSide]:
-    """All of the plain side's runs, and the config of both sides: its seed keeps values clear of kinks."""
+    """The config for both sides, with a seed that keeps values clear of kinks, and all of the plain side's runs."""
     cleared = clear_of_kinks(config, lambda tried: run_fp32(tried, *open_datasets(tried), steps, tell))
     config, side = cleared.config, cleared.seen
     if config.train.precision != "fp32":
@@ -229,8 +232,8 @@ def run_own_precision(
 ) -> tuple[PlainRun, PlainRun]:
     """The run's own optimizer in fp32 and in its own precision, in lockstep; then one step of both from ``saved``.
 
-    The second chooses experts as the first does. Where it skips a step for overflow, the first takes its step back, so
-    that both always have the same number of updates. Both evaluate before the steps and after them.
+    The second run takes the first one's choices of experts. Where the second skips a step for overflow, the first takes
+    its step back, so that both always have the same number of updates. Both evaluate before and after the steps.
     """
     batches, n_sequences = config.train.batches, config.train.eval_sequences
     exact = plain_trainer(config, dataset, config.optimizer.exact())
@@ -249,9 +252,9 @@ def run_own_precision(
 
 
 def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePlan]:
-    """What the ranks do: SGD and the nonlinear rule in fp32, then the run's own precision.
+    """The phases that the ranks go through: SGD and the nonlinear rule in fp32, then the run's own precision.
 
-    The nonlinear phase alone has the run's own sizes, so that what lies below them is computed as well.
+    The nonlinear phase alone has a run's real sizes, so that the ways of computing below them are checked as well.
     """
 
     def fp32(optimizer: OptimizerConfig) -> RunConfig:
@@ -274,7 +277,7 @@ def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePla
             steps,
             side.nonlinear.choices,
             {AFTER_STEPS: side.nonlinear.heldout[steps].choices, AFTER_LOAD: side.nonlinear.heldout[steps].choices},
-            tie_bound=math.inf,  # the weights drift, so choices may; SGD's phase judges them
+            tie_bound=math.inf,  # the weights drift, so choices may differ; SGD's phase checks them
             sizes=SAVING_SIZES,
             saves=True,
             loads=True,
@@ -288,7 +291,7 @@ def plan_phases(config: RunConfig, side: PlainSide, steps: int) -> list[PhasePla
                 steps,
                 side.own_exact.choices,
                 {BEFORE_STEPS: side.own_exact.heldout[0].choices, AFTER_STEPS: side.own_exact.heldout[steps].choices},
-                tie_bound=math.inf,  # in 16 bits routers choose otherwise; with equal choices only rounding is left
+                tie_bound=math.inf,  # in 16 bits routers choose otherwise; with equal choices only rounding differs
                 tie_bound_after_load=math.inf,
                 loads=True,
                 sizes=SMALL_SIZES,
@@ -309,10 +312,10 @@ def run_proof(
     timeout_seconds: int,
     before: Callable[[], None] | None = None,
 ) -> Proof:
-    """Both sides of the proof of a shrunk config whose token files are in ``folder``.
+    """Runs both sides of the proof of a shrunk config whose token files are in ``folder``: one process, then the ranks.
 
-    Raises parallel.processes.start.RankError where a rank fails or is late. ``before`` runs first in every rank, for
-    tests.
+    Raises parallel.processes.start.RankError where a rank fails or exceeds the timeout. ``before`` runs first in every
+    rank; tests plant faults with it.
     """
     torch.set_num_threads(1)  # sums in the same order on both sides where they can be
     config, plain = run_plain_side(config, steps, tell)

@@ -36,9 +36,10 @@ from parallel.processes.stop import StopRequest
 from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.engine import Engine, StepResult
 
-PROGRESS = "progress.txt"  # in the proof's folder: one line for each thing that rank 0 begins
-LAYOUT_CHECKPOINTS = "layout"  # where the layout saves, and
-PLAIN_CHECKPOINT = "plain"  # where one process has saved
+# In the proof's folder:
+PROGRESS = "progress.txt"  # a file with one line for each piece of work that rank 0 begins
+LAYOUT_CHECKPOINTS = "layout"  # the folder of checkpoints that the layout saves
+PLAIN_CHECKPOINT = "plain"  # the checkpoint that one process has saved
 BEFORE_STEPS, AFTER_STEPS, AFTER_LOAD = (
     "before the steps",
     "after the steps",
@@ -53,7 +54,7 @@ REPEATS = (
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """One engine's part of the proof: ``steps`` updates from step 0, then what the flags say."""
+    """One phase of the proof, with an engine of its own: ``steps`` updates from step 0, and what the flags ask for."""
 
     name: str
     config: RunConfig
@@ -68,7 +69,7 @@ class PhasePlan:
     watches: bool = False  # hand back the first step's outputs of the modules
     saves: bool = False  # save a checkpoint, then make one more step
     loads: bool = False  # load one process's checkpoint, then make one more step
-    repeats: bool = False  # accumulate one round of micro-batches, then the same again and again
+    repeats: bool = False  # accumulate one round of micro-batches, then REPEATS equal rounds
     overflows: bool = False  # make one rank's gradient overflow, once on the first rank and once on the last
 
 
@@ -83,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class OutputSeen:
-    """What a module gave for one micro-batch: hidden states (sequences, held positions, d_model)."""
+    """A module's output for one micro-batch: hidden states (sequences, held positions, d_model), fp32 on the CPU."""
 
     module: str
     samples: list[int]
@@ -93,9 +94,9 @@ class OutputSeen:
 
 @dataclass
 class StepSeen:
-    """What one rank saw of one update."""
+    """One update as one rank saw it."""
 
-    row: dict[str, Any]  # of metrics.jsonl
+    row: dict[str, Any]  # the step's row of metrics.jsonl
     gradients: list[TensorBox]  # reduced, before clipping
     samples: dict[int, str]  # sample number -> hash of the batch row that this rank read
     outputs: list[OutputSeen] = field(default_factory=list)  # of the first step, where the plan asks for them
@@ -113,7 +114,7 @@ class OverflowSeen:
 
 @dataclass
 class EvaluationSeen:
-    """The held-out loss that one rank came to, and what of its state the evaluation changed."""
+    """The held-out loss that one rank computed, and the names of its tensors that the evaluation changed."""
 
     loss: float
     changed: list[str]
@@ -125,10 +126,10 @@ class PhaseSeen:
 
     initial: list[TensorBox]
     steps: list[StepSeen] = field(default_factory=list)
-    weights: list[TensorBox] = field(default_factory=list)  # after them
+    weights: list[TensorBox] = field(default_factory=list)  # after the steps
     buffers: dict[str, Tensor] = field(default_factory=dict)
     replayed: Replayed = field(default_factory=Replayed)
-    evaluations: dict[str, EvaluationSeen] = field(default_factory=dict)  # when -> what came of it
+    evaluations: dict[str, EvaluationSeen] = field(default_factory=dict)  # moment -> result
     overflows: list[OverflowSeen] = field(default_factory=list)
     once: list[TensorBox] = field(default_factory=list)  # gradients of one round of micro-batches
     repeated: list[TensorBox] = field(default_factory=list)  # of REPEATS equal rounds
@@ -143,7 +144,7 @@ class PhaseSeen:
 
 @dataclass
 class RankSeen:
-    """What one rank hands back. ``reads_as`` is its place among the ranks that read different samples."""
+    """What one rank hands back. ``reads_as`` is its rank on dp: ranks that differ in it read different samples."""
 
     place: str
     reads_as: int
@@ -151,7 +152,7 @@ class RankSeen:
 
 
 def prove_rank(plan: Plan, before: Callable[[], None] | None = None) -> RankSeen:
-    """Runs all phases on this rank. ``before`` is called first, in every rank: tests break the code with it."""
+    """Runs all phases on this rank. All ranks call it. ``before`` is called first: tests plant faults with it."""
     if before is not None:
         before()
     mesh = open_mesh(plan.phases[0].config.parallel, plan.timeout_seconds)
@@ -161,7 +162,7 @@ def prove_rank(plan: Plan, before: Callable[[], None] | None = None) -> RankSeen
 
 
 def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
-    """One phase on this rank. All ranks call it."""
+    """Runs one phase on this rank: the steps, the evaluations, and what ``plan`` asks for. All ranks call it."""
     tell = Teller(folder, plan.name, mesh.rank == 0)
     tell("build")
     rank = PhaseRank(plan, mesh)
@@ -198,7 +199,7 @@ def run_phase(plan: PhasePlan, mesh: Mesh, folder: Path) -> PhaseSeen:
 
 
 class Teller:
-    """Writes what rank 0 begins, for whoever shows progress."""
+    """Writes a phase's lines of progress into the proof's folder, on the rank that ``speaks``."""
 
     def __init__(self, folder: Path, phase: str, speaks: bool) -> None:
         self.folder = folder
@@ -212,23 +213,23 @@ class Teller:
 
 
 def note_progress(folder: Path, line: str) -> None:
-    """Appends what is begun to the folder's PROGRESS, for the launching process to show. Rank 0 calls it."""
+    """Appends a line to the folder's PROGRESS, which the launching process shows. Rank 0 calls it."""
     with (folder / PROGRESS).open("a") as file:
         file.write(f"{line}\n")
 
 
 class WatchedEngine(Engine):
-    """The real engine, which copies the gradients of each step before it applies or drops them."""
+    """The real engine, with a copy of each step's gradients taken before they are applied or dropped."""
 
     boxes_of_gradients: list[TensorBox]  # of the last step
 
     def step(self, lr: float) -> StepResult:
-        """Notes the gradients, then makes the engine's step."""
+        """Copies the gradients, then makes the engine's step."""
         self.boxes_of_gradients = gradient_boxes(self)
         return super().step(lr)
 
     def discard(self) -> StepResult:
-        """The end of a step that is dropped: one in whose batch no target counts."""
+        """Copies the gradients, then drops the step, as the engine does where no target of the batch counts."""
         self.boxes_of_gradients = gradient_boxes(self)
         return super().discard()
 
@@ -259,7 +260,10 @@ class PhaseRank:
         return HeldTokens(samples.tolist(), self.positions, documents_BS[:, self.positions])
 
     def step(self, choices: StepChoices | None, tie_bound: float | None = None) -> StepSeen:
-        """One update by the real loop's step, compared with the reference's choices (the plan's bound for ties)."""
+        """One update by the training loop's own step. Routers' choices are compared with ``choices``, if given.
+
+        A choice that differs at a gap below ``tie_bound`` (None: the plan's) is replayed. All ranks call it.
+        """
         self.dataset.reads.clear()
         self.replay.start_step(choices, self.plan.tie_bound if tie_bound is None else tie_bound)
         row = run_step(self.config, self.engine, self.dataset, self.state).row
@@ -271,7 +275,7 @@ class PhaseRank:
         return StepSeen(row, self.engine.boxes_of_gradients, samples)
 
     def step_watched(self, choices: StepChoices | None) -> StepSeen:
-        """``step``, with the outputs of the modules beside what it returns."""
+        """One update as ``step`` makes it, with the modules' outputs recorded too. All ranks call it."""
         hidden: dict[str, list[Tensor]] = {}
         end = record_outputs(self.engine.model, lambda name, output: hidden.setdefault(name, []).append(output))
         seen = self.step(choices)
@@ -283,7 +287,7 @@ class PhaseRank:
         return seen
 
     def evaluate(self, moment: str) -> None:
-        """The held-out loss by the real loop's evaluation, if the plan wants it at this moment."""
+        """Evaluates with the training loop's own code, if the plan asks for it at this moment. All ranks call it."""
         if moment not in self.plan.heldout_choices:
             return
         before = self.state_by_name()
@@ -310,11 +314,11 @@ class PhaseRank:
         return state
 
     def accumulate(self, repeats: int) -> list[TensorBox]:
-        """The mean gradient of one round of micro-batches, accumulated ``repeats`` times; then it is dropped.
+        """The mean gradient of ``repeats`` equal rounds of micro-batches; it is not applied. All ranks call it.
 
-        The rounds are equal, and so are their gradients, bit for bit: what differs from one round's is the sum's
-        rounding. A round is one micro-batch, or as many as every schedule takes. In fp16 the loss scale is less where
-        ``repeats`` is: each round's loss is divided by their number, and gradients below fp16's normal numbers
+        The rounds' gradients are equal bit for bit, so only rounding in the sum makes the mean differ from one round's.
+        A round is one micro-batch, or under pp as many as every schedule takes. Each round's loss is divided by
+        ``repeats``; so in fp16 the loss scale is made proportional to it, or else gradients below fp16's normal numbers
         would round otherwise.
         """
         mesh, size = self.engine.mesh, self.config.train.micro_batch_size
@@ -330,7 +334,7 @@ class PhaseRank:
         return pieces
 
     def overflow(self, at: int) -> OverflowSeen:
-        """One update in which the first gradient of rank ``at`` holds an infinity."""
+        """One update in which the first parameter's gradient on rank ``at`` holds an infinity. All ranks call it."""
         before = self.everything()
         handles = []
         if self.engine.mesh.rank == at:
@@ -351,7 +355,7 @@ class PhaseRank:
         return [piece.clone() for fragment in engine.fragments for piece in engine.pieces(fragment).values()]
 
     def load(self, directory: Path) -> None:
-        """Goes back to step 0, so that nothing of it is there yet, then on from a checkpoint."""
+        """Loads a checkpoint, after a return to step 0's weights, so that nothing is right before it is loaded."""
         self.engine.initialize_weights(self.config.seed)
         checkpoint = open_checkpoint(directory)
         load_state(self.engine, checkpoint)
@@ -359,7 +363,7 @@ class PhaseRank:
 
 
 def hash_row(batch: Batch, row: int) -> str:
-    """A hash of all that one sample brings into the model."""
+    """A hash of one sample's tokens, targets, positions and documents."""
     digest = xxhash.xxh3_64()
     for array in (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS):
         digest.update(array[row].tobytes())
@@ -374,7 +378,7 @@ def same_tensor(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def with_infinity(gradient: Tensor) -> Tensor:
-    """The gradient, its first element infinite."""
+    """A copy of the gradient whose first element is infinite."""
     gradient = gradient.clone()
     gradient.view(-1)[0] = float("inf")
     return gradient

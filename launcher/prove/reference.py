@@ -1,7 +1,7 @@
-"""One training step in plain PyTorch on one process: what every layout is compared with.
+"""One training step in plain PyTorch on one process, with which every layout is compared.
 
-No engine, no collective, no code of `parallel`, and training takes nothing from here: the judge shares with the judged
-only the model's definition and its initial weights. Shape letters: B batch, S sequence.
+It uses no engine, no collective and no code of `parallel`, and training uses nothing from here: they share only the
+model's definition, its initial weights and the optimizers. Shape letters: B batch, S sequence.
 """
 
 import math
@@ -48,7 +48,7 @@ class PlainBatch:
 
 @dataclass
 class ReferenceStep:
-    """What one step saw. Gradients are fp32, before clipping, by logical name."""
+    """The results of one step. Gradients are fp32, before clipping, by logical name."""
 
     loss: float  # token cross-entropy, mean over the targets that count
     balance_loss: dict[int, float]  # layer -> mean over sequences
@@ -60,10 +60,10 @@ class ReferenceStep:
     has_targets: bool = True
     head_z_loss: float = 0.0  # squared logsumexp of the head's logits, mean over the targets that count
     further_losses: dict[int, float] = field(default_factory=dict)  # depth -> mean over the targets that count there
-    metrics: dict[str, float] = field(default_factory=dict)  # of layers, by their keys in metrics.jsonl
+    metrics: dict[str, float] = field(default_factory=dict)  # the layers' metrics, by their keys in metrics.jsonl
 
     def add_metrics(self, layer: int, stats: RoutingStats, n_tokens: int, n_sequences: int) -> None:
-        """Adds what a layer tells of a micro-batch, as each field's ``Metric`` has it (modeling.metrics)."""
+        """Adds a layer's routing metrics of one micro-batch, reduced and divided as each field's ``Metric`` states."""
         divisors = {None: 1, "tokens": n_tokens, "sequences": n_sequences}
         for name, metric in metrics_of(RoutingStats).items():
             key, value = metric.key.format(layer=layer), float(getattr(stats, name)) / divisors[metric.mean_over]
@@ -108,9 +108,10 @@ class ReferenceTrainer:
         choices: list[dict[int, Tensor]] | None = None,
         number: int | None = None,
     ) -> ReferenceStep:
-        """One update from the whole global batch, given as micro-batches. ``choices`` replays routers' choices.
+        """One update from the whole global batch, given as micro-batches.
 
-        ``number`` is the update's, from 1, which dropout needs.
+        ``choices`` are choices of experts that the routers have to make: for each micro-batch, layer -> indices_TK.
+        ``number`` is the update's, counted from 1; only dropout needs it.
         """
         n_targets = sum(int((part.targets_BS != IGNORE).sum()) for part in batch)
         n_tokens = max(1, sum(int((part.documents_BS != PADDING).sum()) for part in batch))
@@ -147,7 +148,7 @@ class ReferenceTrainer:
         return result
 
     def draws(self, part: PlainBatch, number: int | None) -> Draws | None:
-        """What this update's masks are drawn from, where the model has dropout."""
+        """The source of this update's dropout masks; None where the model has no dropout."""
         if not self.config.has_dropout:
             return None
         assert part.samples_B is not None and number is not None
@@ -155,13 +156,13 @@ class ReferenceTrainer:
 
     @property
     def further_weight(self) -> float:
-        """What one depth's mean loss of further tokens weighs."""
+        """The weight of the mean loss of each depth of multi-token prediction, times the loss scale; 0 without any."""
         mtp = self.config.mtp
         return 0.0 if mtp is None else self.loss_scale * mtp.coefficient / mtp.depth
 
     @torch.no_grad()
     def accumulate(self, result: ReferenceStep) -> None:
-        """Adds one micro-batch's gradients, in fp32."""
+        """Adds one micro-batch's gradients to ``result``, in fp32 without the loss scale, and clears the model's."""
         for name, weight in self.model.named_parameters():
             if weight.grad is not None:
                 total = result.gradients.setdefault(name, torch.zeros_like(self.masters[name]))
@@ -170,7 +171,10 @@ class ReferenceTrainer:
 
     @torch.no_grad()
     def update(self, result: ReferenceStep, lr: float) -> None:
-        """Clips, steps the optimizer, moves the router biases, and refreshes the model's weights."""
+        """Clips, steps the optimizer, copies the masters into the model, and moves the router biases.
+
+        Nothing is done where no target counts or a gradient is not finite. Sets ``grad_norm`` and ``skipped``.
+        """
         squares = [gradient.double().square().sum() for gradient in result.gradients.values()]
         result.grad_norm = float(torch.stack(squares).sum().sqrt())
         result.skipped = not (result.has_targets and torch.isfinite(torch.tensor(result.grad_norm)).item())
@@ -192,20 +196,20 @@ class ReferenceTrainer:
 
 
 def count_further(config: ModelConfig, batch: Sequence[PlainBatch]) -> dict[int, int]:
-    """By depth k from 1: how many tokens k + 1 places ahead count as targets, at least 1."""
+    """The number of targets (at least 1) at each depth k of multi-token prediction, from 1: tokens k + 1 places ahead."""
     depths = () if config.mtp is None else range(1, config.mtp.depth + 1)
     return {k: max(1, sum(int((token_ahead(part, k + 1) != IGNORE).sum()) for part in batch)) for k in depths}
 
 
 def tokens_ahead(part: PlainBatch, k: int, scale: float) -> Ahead:
-    """What the module of depth k is given: the tokens k places ahead, and as targets those after them."""
+    """The input of the multi-token prediction module of depth k: the tokens k places ahead, and the next as targets."""
     return Ahead(token_ahead(part, k).clamp(min=0), token_ahead(part, k + 1), scale)
 
 
 def token_ahead(part: PlainBatch, k: int) -> Tensor:
     """The token k places ahead of each position (B, S), where the sample has one of the same document; else IGNORE.
 
-    It is the target of the position k - 1 places ahead, where that belongs to the document.
+    That token is the target of the position k - 1 places ahead, if that position is in the same document.
     """
     token_BS = torch.full_like(part.targets_BS, IGNORE)
     for place in range(part.targets_BS.shape[1] - k + 1):
@@ -223,9 +227,9 @@ def restore_fp32_buffers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def move_biases(model: Decoder, config: ModelConfig, counts: dict[int, Tensor]) -> None:
-    """The bias balancing rule as its paper has it (arXiv:2408.15664, algorithm 1), written here once more.
+    """Moves router biases by the balancing rule of arXiv:2408.15664, algorithm 1, in code independent of training's.
 
-    Each expert's bias moves by the rate: up where the whole batch sent it less than the mean, down where more.
+    Each expert's bias moves by the rate: up where the whole batch sent it fewer tokens than the mean, down where more.
     """
     if config.moe is None or not isinstance(config.moe.balance, BiasBalance):
         return

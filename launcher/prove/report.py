@@ -21,7 +21,7 @@ TABLE_WIDTH = 160  # where the output is no terminal
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that is shown. ``died`` holds the ranks' failure where they did not come to an end."""
+    """Everything that is shown of a proof. ``died`` is the text of the ranks' failure where they did not finish."""
 
     config: RunConfig  # the shrunk one
     n_ranks: int
@@ -30,7 +30,7 @@ class Outcome:
     ties: int
     diagnosis: Sequence[str]
     seconds: float
-    folder: Path | None  # where it was kept
+    folder: Path | None  # the proof's files, where they are kept
     died: str | None = None
 
     @property
@@ -85,7 +85,7 @@ def table_of(outcome: Outcome) -> Table:
 
 
 def number(value: float) -> str:
-    """An error or a bound, short."""
+    """An error or a bound as short text."""
     if value == 0 or (value == int(value) and 1 <= value < 1000 if math.isfinite(value) else False):
         return f"{int(value)}"
     return f"{value:.1e}" if value < 0.1 else f"{value:.3g}"
@@ -108,7 +108,7 @@ def verdict(outcome: Outcome) -> Text:
 
 
 def to_json(outcome: Outcome) -> str:
-    """The outcome for scripts. An error that is not finite is null."""
+    """The outcome as a JSON object, for scripts. An error that is not finite is null."""
     degrees = Degrees.of(outcome.config.parallel, outcome.n_ranks)
     body: dict[str, Any] = {
         "proven": outcome.proven,

@@ -1,15 +1,15 @@
-"""How far rounding alone moves one process: where that is farther than a bound, no layout can be held to the bound.
+"""How far rounding alone moves one process's results: where that exceeds a bound, no layout can be held to the bound.
 
-A layout's sums are other sums, so it rounds elsewhere. A well conditioned model's gradients move by 1e-6 of their norm
-then, and faults by far more; but there are models where a unit in the last place of the weights moves them by 1e-4, and
-over many steps all weights drift. So a difference beyond its bound is held against one process that repeats the steps
-with each weight of the model moved by one unit in the last place, up or down at random (Monte Carlo arithmetic, D. S.
-Parker, UCLA CSD-970002, 1997, on inputs alone). Nothing of the layout is asked for that.
+A layout sums in another order than one process, so it rounds elsewhere. That moves a well conditioned model's gradients
+by 1e-6 of their norm, and faults move them by far more; but in some models one unit in the last place of the weights
+moves gradients by 1e-4, and over many steps all weights drift. So where a difference exceeds its bound, one process
+repeats the steps with each weight of the model moved by one unit in the last place, up or down at random (Monte Carlo
+arithmetic, D. S. Parker, UCLA CSD-970002, 1997, on inputs alone). This measure does not depend on the layout.
 
-In 16 bits one process's distance from fp32 is the measure, but of a loss, or of a tensor of a few numbers, each a sum
-that nearly cancels, it may be small by chance. There the process repeats the step, or for losses all steps, with each
-weight rounded to 16 bits anew, up or down at random (stochastic rounding: M. Croci et al., R. Soc. Open Sci. 9:211631,
-2022, section 2).
+In 16 bits, differences are measured by one process's distance from fp32. For a loss, or for a tensor of a few numbers,
+each a sum that nearly cancels, that distance may be small by chance. Then the process repeats the step, or for losses
+all steps, with each weight rounded to 16 bits anew, up or down at random (stochastic rounding: M. Croci et al., R. Soc.
+Open Sci. 9:211631, 2022, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from launcher.prove.compare.routing import StepChoices
 from launcher.prove.plain import PlainRun, PlainState, PlainTrainer
 
-# How often as far as one process the layout may be where rounding decides: its errors are as large, but others (sums
-# are rounded elsewhere), and two draws of one distribution rarely differ by three.
+# How many times as large as one process's error a layout's may be where rounding decides: both are draws of one
+# distribution (sums are rounded elsewhere), and two draws rarely differ by a factor of three.
 NOISE_FACTOR = 3.0
-# Where one direction is badly conditioned an error is one number of a normal distribution, so a draw may be small by
-# chance: of eight the largest is, in one model of 400, less than a third of another draw.
+# Where one direction is badly conditioned, an error is one number from a normal distribution, so a draw may be small by
+# chance: in one model of 400 the largest of eight draws is less than a third of another draw.
 DRAWS = 8
-NEXT = 1.01 * 2.0**-24  # of a number, in fp64: it is rounded to the next in fp32 from there, and never to the one after
-MOST = 100  # times its bound: a tensor that is farther off is not one that rounding moved
+NEXT = 1.01 * 2.0**-24  # moved by this share in fp64, a number rounds to its next neighbour in fp32, and never farther
+MOST = 100  # times its bound: a tensor with a larger error is taken for faulty, without measuring what rounding does
 
 Moves = Callable[[], Sequence[Mapping[str, float]]]  # how far nudging moves what is compared, by name, in each draw
 Nudged = Callable[[], Sequence[Mapping[str, Tensor]]]  # the tensors that one process finds with its weights nudged
@@ -46,9 +46,9 @@ def nudge(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def round_anew(model: nn.Module, masters: Mapping[str, Tensor], seed: int) -> None:
-    """Rounds each fp32 master to its 16-bit weight in ``model`` up or down by a coin of ``seed``.
+    """Rounds each fp32 master to one of its two neighbours in 16 bits, drawn from ``seed``, as the weight in ``model``.
 
-    The nearer of the two is the likelier by as much as it is nearer, so the mean is the master.
+    The nearer neighbour is the more likely, in proportion to the distances, so that the mean over draws is the master.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
@@ -64,9 +64,9 @@ def round_anew(model: nn.Module, masters: Mapping[str, Tensor], seed: int) -> No
 def run_nudged(
     trainer: PlainTrainer, start: PlainState, steps: Sequence[tuple[np.ndarray, StepChoices]], draw: int
 ) -> PlainRun:
-    """The steps, each of sample numbers and routers' choices, from ``start``, with weights nudged before each.
+    """One process's run of ``steps`` (sample numbers and routers' choices) from ``start``, weights nudged before each.
 
-    The masters are not moved: of them is told what gradients make.
+    Only the model's weights are nudged. The masters move by the gradients alone.
     """
     trainer.load(start)
     for number, (samples, choices) in enumerate(steps):
@@ -77,25 +77,29 @@ def run_nudged(
 
 @dataclass(frozen=True)
 class Bounds:
-    """What each tensor or step is held to, and how far nudging moved it, by name. Empty where nothing was nudged."""
+    """The bound of each tensor or step, by name, from how far nudged weights move it."""
 
-    least: float  # of all of them
-    moved: Mapping[str, float]
+    least: float  # the bound of all that nudging does not move farther
+    moved: Mapping[str, float]  # the largest error over the draws; empty where nothing was nudged
     most: float = MOST  # times ``least``
 
     def of(self, name: str) -> float:
-        """``least``, or NOISE_FACTOR times as far as nudging moves it, where that is more; at most ``most`` times."""
+        """NOISE_FACTOR times as far as nudging moves it, at least ``least`` and at most ``most`` times ``least``."""
         return max(self.least, min(NOISE_FACTOR * self.moved.get(name, 0.0), self.most * self.least))
 
     def note(self, name: str) -> str:
-        """Why its bound is not the least one."""
+        """Why the bound of ``name`` was raised; empty where it was not."""
         if self.of(name) == self.least:
             return ""
         return f"rounding alone moves it by {self.moved[name]:.1e} on one process"
 
 
 def bounds_for(bound: float, errors: Mapping[str, float], moves: Moves | None, most: float = MOST) -> Bounds:
-    """``bound`` for all, unless the largest of ``errors`` is beyond it, but not ``most`` times as large."""
+    """The bounds of ``errors``: ``bound`` for all, raised by what ``moves`` gives where some error exceeds it.
+
+    ``moves`` is slow, so it is called only where the largest error lies between ``bound`` and ``most`` times that; a
+    still larger one fails in any case.
+    """
     if moves is None or not bound < max(errors.values()) <= most * bound:
         return Bounds(bound, {}, most)
     draws = moves()

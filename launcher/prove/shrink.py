@@ -1,4 +1,4 @@
-"""A config made small enough to be proven on one machine: the same architecture and axes, everything else little."""
+"""Makes a config small enough to be proven on one machine: the same architecture and axes, everything else small."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from parallel.pipeline.config import Interleaved, PipelineConfig, chunks
 from parallel.sizes import Sizes
 
 CUT_AXES = ("tp", "pp", "cp")  # with dp they make up the world; ep folds over them
-FEW_CHUNKS = 3  # of a rank's experts: a first, a middle and a last one
-FEW_RANKS = 8  # where nobody says how many: degrees are lowered, not below 2, to fit into so many
+FEW_CHUNKS = 3  # chunks of a rank's experts at most: a first, a middle and a last one
+FEW_RANKS = 8  # processes where --ranks is not given: degrees are lowered, but not below 2, to fit into so many
 SEQ_LEN = 32
 D_MODEL = 32
 D_HEAD = 8
@@ -32,7 +32,7 @@ D_FF = 48
 D_FF_EXPERT = 24
 VOCAB_SIZE = 96
 WIDTH_UNIT = 8  # rows of the experts' matrices are whole units of 16 bytes, in 16 bits
-HELDOUT_ROUNDS = 2  # whole micro-batches that each rank of dp evaluates; one sequence more makes the rest fill up
+HELDOUT_ROUNDS = 2  # whole micro-batches that each rank of dp evaluates; one sequence more leaves a round to fill up
 # Decay and clipping are made strong enough for a fault in them to show.
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 0.5  # below the first gradients' norm
@@ -63,19 +63,20 @@ SMALL_SIZES = Sizes(
     reused=1000,
     updated=3000,
 )
-SAVING_SIZES = Sizes(staging_bytes=SMALL_SIZES.staging_bytes)  # the run's own, but for the copy that a save makes
+SAVING_SIZES = Sizes(staging_bytes=SMALL_SIZES.staging_bytes)  # a run's real sizes, but for the copy that a save makes
 
 
 def default_ranks(config: RunConfig) -> int:
-    """The processes for the layout, its degrees lowered to fit into FEW_RANKS where they can, with dp = 2."""
+    """The number of processes for the layout with dp = 2, its degrees lowered to fit into FEW_RANKS where possible."""
     return 2 * _product(_cut_degrees(config.parallel, lambda product: 2 * product <= FEW_RANKS))
 
 
 def shrink(config: RunConfig, world_size: int) -> RunConfig:
-    """The config's small relative for ``world_size`` processes; its data and run directory are still to be set.
+    """A small config of the same kind for ``world_size`` processes; its data and run directory are still to be set.
 
-    Kept: family, pattern of dense and MoE layers, kinds of routers, attention and balance, ties, optimizer, precision,
-    recomputation, and every axis of degree above one. Raises UserError where the axes do not fit into ``world_size``.
+    Kept are the family, the pattern of dense and MoE layers, the kinds of router, attention and balancing, tied
+    embeddings, the optimizer, the precision, recomputation, and every axis of degree above one. Raises UserError where
+    the axes do not fit into ``world_size``.
     """
     parallel = shrink_parallel(config.parallel, world_size)
     degrees = Degrees.of(parallel, world_size)
@@ -102,18 +103,21 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
             eval_tasks_limit=None,
             eval_sequences=HELDOUT_ROUNDS * degrees.dp * micro_batch_size + 1,
         ),
-        checkpoint=replace(config.checkpoint, keep_best=0),  # by held-out losses, of which there are none
-        metrics=replace(config.metrics, expert_shares_every_steps=1),  # each step's are compared
+        checkpoint=replace(config.checkpoint, keep_best=0),  # keep_best needs held-out losses in the run, and has none
+        metrics=replace(config.metrics, expert_shares_every_steps=1),  # every step's shares are compared
         optimizer=shrink_optimizer(config.optimizer),
         schedule=ConstantSchedule(warmup_steps=WARMUP_STEPS),
         parallel=parallel,
-        init_from=None,  # the weights of another size
+        init_from=None,  # its weights are of another size
     )
     return small if small.train.activation_gib is None else shrink_budget(small, world_size)
 
 
 def shrink_lengths(model: ModelConfig, config: RunConfig, seq_len: int) -> ModelConfig:
-    """A shrunk model with what goes by the sequence's length made for ``seq_len``; ``config`` is the whole run's."""
+    """A shrunk model with its window, learned positions and rotary scaling made for ``seq_len`` tokens.
+
+    ``config`` is the run's own, not shrunk.
+    """
     return replace(
         model,
         sliding_window=_window(config, seq_len),
@@ -123,14 +127,14 @@ def shrink_lengths(model: ModelConfig, config: RunConfig, seq_len: int) -> Model
 
 
 def least_seq_len(degrees: Degrees) -> int:
-    """Tokens of a proof's sequence: SEQ_LEN, or the next number that the axes divide."""
+    """The tokens of a proof's sequence: SEQ_LEN, or the next number that 2 x cp x tp divides."""
     return _up_to(SEQ_LEN, 2 * degrees.cp * degrees.tp)
 
 
 def shrink_budget(config: RunConfig, world_size: int) -> RunConfig:
-    """The shrunk config with a budget of activations of its own: half of what recomputation can save is to be saved.
+    """The shrunk config with a new budget of activation memory: half of what recomputation can save has to be saved.
 
-    So layers of one proof recompute in various ways, whatever the model's own budget asks of them.
+    So the layers of one proof use several kinds of recomputation, whatever the full model's budget would need.
     """
     from launcher.closed_form.budget import halfway_gib
 
@@ -138,9 +142,9 @@ def shrink_budget(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def few_layers(model: ModelConfig) -> int:
-    """The fewest layers that keep the pattern: one dense layer before two of experts, or two of the only kind.
+    """The fewest layers that keep the pattern: one dense layer before two with experts, or two of the only kind.
 
-    Where layers with experts and without alternate: two of each, as far as there are as many.
+    Where layers with and without experts alternate, two of each, if the model has as many.
     """
     n_sparse = model.n_moe_layers
     if alternates(model):
@@ -150,15 +154,15 @@ def few_layers(model: ModelConfig) -> int:
 
 
 def alternates(model: ModelConfig) -> bool:
-    """Whether a layer without experts comes after one with them, or each has its place in a group of layers."""
+    """Whether layers with and without experts are mixed, not merely dense layers first and experts after them."""
     moe = None if model.moe is None else told_once(model.moe, model.n_layers)
     return model.n_moe_layers > 0 and moe is not None and (moe.every_n_layers > 1 or len(moe.dense_layers) > 0)
 
 
 def shrink_expert_layers(model: ModelConfig, n_layers: int) -> dict[str, Any]:
-    """The fields that say which of ``n_layers`` layers have experts: both kinds where the model has both.
+    """The MoE fields that say which of ``n_layers`` layers have experts: some of each kind where the model has both.
 
-    Of groups of layers come pairs, and of listed layers one, after the first with experts.
+    Groups of layers (``every_n_layers``) become pairs, and listed dense layers one, after the first with experts.
     """
     assert model.moe is not None
     moe, n_sparse = told_once(model.moe, model.n_layers), model.n_moe_layers
@@ -175,9 +179,9 @@ def shrink_expert_layers(model: ModelConfig, n_layers: int) -> dict[str, Any]:
 
 
 def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks: int = 1) -> ModelConfig:
-    """The same kind of decoder, ``n_layers`` deep, of small dims that the axes divide.
+    """The same kind of decoder with ``n_layers`` layers and small dims that the axes divide.
 
-    What goes by the sequence's length is not set here: its window, and rows for its positions.
+    What depends on the sequence's length, as the sliding window, is left to ``shrink_lengths``.
     """
     unit = degrees.tp * degrees.cp
     n_heads, n_kv_heads = shrink_heads(model.n_heads, model.n_kv_heads, unit)
@@ -215,7 +219,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks:
 
 
 def shrink_mup(small: ModelConfig, init: MupInit, model: ModelConfig) -> ModelConfig:
-    """``small`` with a base model that it is about as many times as wide as ``model`` is than its own."""
+    """``small`` with the muP base widths that keep the ratio of its widths to them about what it is in ``model``."""
 
     def narrow(width: int, base: int | None, small_width: int) -> int | None:
         return None if base is None else max(1, round(small_width * base / width))
@@ -235,9 +239,9 @@ def shrink_mup(small: ModelConfig, init: MupInit, model: ModelConfig) -> ModelCo
 
 
 def shrink_scaling(scaling: RopeScaling | None, seq_len: int, n_pairs: int) -> RopeScaling | None:
-    """The same, whose original length, where sequences must be within it, is at least ``seq_len``.
+    """The same scaling, with its original length raised to ``seq_len`` where sequences have to be within it.
 
-    Of factors for each pair of channels remain ``n_pairs``, evenly from the first to the last.
+    Of LongRoPE's factors, one for each pair of channels, ``n_pairs`` remain, taken evenly from the first on.
     """
     if not isinstance(scaling, DynamicScaling | LongRopeScaling):
         return scaling
@@ -252,18 +256,21 @@ def shrink_scaling(scaling: RopeScaling | None, seq_len: int, n_pairs: int) -> R
 
 
 def shrink_fraction(model: ModelConfig, d_head: int) -> float:
-    """About so large a part of a head of ``d_head`` channels, in whole pairs, at least one."""
+    """``rope_fraction`` for a head of ``d_head`` channels: about the model's, in whole pairs, at least one."""
     return 1.0 if model.rope_fraction == 1 else max(2, 2 * round(model.rope_fraction * d_head / 2)) / d_head
 
 
 def shrink_layers(layers: tuple[int, ...], model: ModelConfig, n_layers: int) -> tuple[int, ...]:
-    """The last layer where some layers of the model are listed, none or all where none or all are."""
+    """The listed layers of the shrunk model: the last one where ``layers`` lists some, else none or all as there."""
     n_listed = len(layers)
     return tuple(range(n_layers)) if n_listed == model.n_layers else tuple(range(n_layers)[-1:]) if n_listed else ()
 
 
 def shrink_section(section: Any) -> Any:
-    """The section, each number at most ``small`` and at least ``strong`` of its field's metadata; 0 and None stay."""
+    """The config section with each number limited to its field's metadata: at most ``small``, at least ``strong``.
+
+    Numbers that are 0 or None stay, since they switch something off.
+    """
     values = {
         each.name: max(min(value, each.metadata.get("small", value)), each.metadata.get("strong", 0))
         for each in fields(section)
@@ -273,9 +280,10 @@ def shrink_section(section: Any) -> Any:
 
 
 def shrink_heads(n_heads: int, n_kv_heads: int, unit: int) -> tuple[int, int]:
-    """Few heads and key-value heads of the same ratio, as divisible by ``unit`` (tp x cp) as the model's own are.
+    """Small numbers of heads and key-value heads of the same ratio, as divisible by ``unit`` (tp x cp) as the model's.
 
-    A ratio above four becomes the smallest above one that fits. In linear attention they are values' and keys'.
+    A ratio above four becomes the smallest above one that fits. For linear attention, they are the numbers of value
+    heads and key heads.
     """
     ratio = n_heads // n_kv_heads
     n_kv_heads = max(math.gcd(n_kv_heads, unit), min(2, n_kv_heads))
@@ -286,7 +294,7 @@ def shrink_heads(n_heads: int, n_kv_heads: int, unit: int) -> tuple[int, int]:
 
 
 def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1) -> MoEConfig:
-    """Few and narrow experts, some for each chunk of ep; the same router and the same balancing rule, strengthened."""
+    """Few and narrow experts, some for each chunk of ep; the router is kept, and the balancing rule made stronger."""
     small: MoEConfig = shrink_section(moe)
     least, step = max(4, 2 * small.top_k), degrees.ep
     sizes = (replace(small, n_experts=number) for number in count(step * ep_chunks, step))
@@ -305,7 +313,7 @@ def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1) -> MoEC
 
 
 def shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The same update rule at a learning rate for small models; decay and clipping, where there are any, at work."""
+    """The same update rule with a learning rate for small models, and decay and clipping, if any, that take effect."""
     lr = SGD_LR if isinstance(optimizer, SGDConfig) else ADAMW_LR
     clip_norm = None if optimizer.clip_norm is None else min(optimizer.clip_norm, CLIP_NORM)
     weight_decay = max(optimizer.weight_decay, WEIGHT_DECAY) if optimizer.weight_decay else 0.0
@@ -313,7 +321,7 @@ def shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def sgd_for(optimizer: OptimizerConfig) -> SGDConfig:
-    """SGD with momentum, linear in the gradients; clipping and decay as the (shrunk) optimizer has them."""
+    """SGD with momentum, which is linear in the gradients, with the (shrunk) optimizer's clipping and weight decay."""
     if isinstance(optimizer, SGDConfig):
         return optimizer
     same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
@@ -321,7 +329,10 @@ def sgd_for(optimizer: OptimizerConfig) -> SGDConfig:
 
 
 def nonlinear_for(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The (shrunk) optimizer in fp32, for SGD AdamW with its decay; it clips at a norm that gradients do not reach."""
+    """The (shrunk) optimizer in fp32, or AdamW with the same decay where that is SGD.
+
+    If it clips, then at a norm that gradients do not reach, so that clipping must leave them alone.
+    """
     if isinstance(optimizer, SGDConfig):
         same = {name: getattr(optimizer, name) for name in ("weight_decay", "decay_embeddings", "clip_norm")}
         optimizer = AdamWConfig(lr=ADAMW_LR, **same)
@@ -329,9 +340,9 @@ def nonlinear_for(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def shrink_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
-    """The axes at degrees that ``world_size`` processes hold: lowered so that dp = 2 fits, but those above one stay so.
+    """The axes at degrees that fit into ``world_size`` processes, lowered to leave dp = 2 if possible.
 
-    Raises UserError where they cannot.
+    A degree above one stays above one. Raises UserError where the degrees cannot be made to fit.
     """
     cut = _cut_degrees(parallel, lambda product: 2 * product <= world_size and world_size % product == 0)
     unit = _product(cut)
@@ -372,10 +383,10 @@ def _n_stages(parallel: ParallelConfig) -> int:
 
 
 def shrink_pipeline(parallel: ParallelConfig, least_layers: int) -> PipelineConfig:
-    """The same schedule, at most two chunks a rank. ``parallel`` is shrunk already.
+    """The same schedule, with at most two chunks a rank. ``parallel`` is shrunk already.
 
-    Where the stages' layers are listed: one for each stage, two where the list has more than its least, and at least
-    ``least_layers`` together.
+    Where the config lists the stages' layers, a stage gets one layer, or two if its number in the list is above the
+    smallest; then all get more until there are at least ``least_layers``.
     """
     pipeline = parallel.pipeline
     if isinstance(pipeline, Interleaved):
@@ -391,7 +402,7 @@ def shrink_pipeline(parallel: ParallelConfig, least_layers: int) -> PipelineConf
 
 
 def _window(config: RunConfig, seq_len: int) -> int | None:
-    """The sliding window, as large a part of the sequence as it was."""
+    """The sliding window for ``seq_len`` tokens, as large a part of the sequence as in ``config``."""
     window = config.model.sliding_window
     if window is None:
         return None

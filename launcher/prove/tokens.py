@@ -12,11 +12,11 @@ from launcher.config.tree import RunConfig
 
 
 def write_documents(folder: Path, config: RunConfig, n_samples: int) -> DataConfig:
-    """Writes two token files and one held out, and returns the data config that mixes the two.
+    """Writes two token files for training and one held-out file, and returns the data config that reads them.
 
-    Documents of 1 token to two sequences, of an uneven distribution of ids. The second file is so small that it comes
-    round in every few samples; its last sample is padded, so that padding is in most batches. Held out are
-    train.eval_sequences samples: the second holds no target, and the last is padded.
+    Documents have 1 token to two sequences, with unevenly distributed ids. The second file is so small that it is
+    repeated every few samples; its last sample is padded, so most batches hold padding. The held-out file has
+    train.eval_sequences samples, of which the second holds no target and the last is padded.
     """
     random = np.random.default_rng(config.seed)
     seq_len, vocab_size = config.data.seq_len, config.model.vocab_size
@@ -39,7 +39,7 @@ def _write(
     vocab_size: int,
     short: range = range(0),
 ) -> None:
-    """Documents of random lengths, ``n_tokens`` in all; those that would reach into ``short`` are of one token."""
+    """Writes documents of random lengths, ``n_tokens`` in all; within the token range ``short`` each has one token."""
     writer = TokenFileWriter(prefix, np.dtype(np.uint16))
     while writer.n_tokens < n_tokens:
         length = min(int(random.integers(1, longest + 1)), n_tokens - writer.n_tokens)
@@ -51,7 +51,7 @@ def _write(
 
 
 class WatchedDataset(Dataset):
-    """The real dataset, remembering the sample numbers and batches of the step's reads."""
+    """The real dataset, with the sample numbers and batches that were read kept in ``reads``."""
 
     reads: list[tuple[np.ndarray, Batch]]
 
@@ -64,7 +64,7 @@ class WatchedDataset(Dataset):
         return watched
 
     def read(self, indices: np.ndarray) -> Batch:
-        """As Dataset.read."""
+        """The batch of these samples, which is also kept in ``reads``."""
         batch = super().read(indices)
         self.reads.append((np.array(indices), batch))
         return batch

@@ -1,4 +1,4 @@
-"""What ranks hand to the comparison: boxes of logical tensors, and the whole tensors put together from them."""
+"""Boxes of logical tensors, which each rank hands to the comparison, and the whole tensors put together from them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from parallel.zero.fragments import Fragment
 class TensorBox:
     """The elements ``box`` of the logical tensor ``name``; ``value`` is fp32, on the CPU, of the box's shape.
 
-    Where tp replicates a tensor, one rank's piece is the owner's; the others are copies, which have to be equal.
+    Where tp replicates a tensor, one rank is its owner; the other ranks' pieces are copies, which have to be equal.
     """
 
     name: str

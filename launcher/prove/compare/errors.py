@@ -98,7 +98,10 @@ def _place(name: str) -> tuple[int, int, int, str]:
 
 
 def factor(ours: Tensor, theirs: Tensor) -> Factor:
-    """By which factor ``theirs`` is to be multiplied to come nearest to ``ours``."""
+    """The factor that brings ``theirs`` nearest to ``ours`` by least squares.
+
+    It is NaN, with an infinite residual, where ``theirs`` is zero or ``ours`` is not finite.
+    """
     a, b = ours.double().flatten(), theirs.double().flatten()
     squares = float(b @ b)
     if squares == 0 or not bool(torch.isfinite(a).all()):
@@ -126,10 +129,10 @@ def near(value: float, other: float) -> bool:
 def explain_norm(
     ours: float, gradients: Mapping[str, Tensor], groups: Mapping[str, list[str]], degrees: Mapping[str, int]
 ) -> str | None:
-    """Which tensors a wrong norm ``ours`` counts how often, where a tensor or a group of them explains it; else None.
+    """What the wrong gradient norm ``ours`` miscounts, as "TITLE counted N times"; None where nothing explains it.
 
-    ``gradients`` are the true ones. Tries, for each group and each count of 0, 2 or a degree, whether the norm with the
-    group's squares counted that often is ``ours``.
+    ``gradients`` are the true ones. For each group, each single tensor, and each count of 0, 2 or a degree, tries
+    whether the norm is ``ours`` when those squares are counted that often. Of several, the nearest is taken.
     """
     squares = {name: norm(gradient) ** 2 for name, gradient in gradients.items()}
     total = sum(squares.values())

@@ -1,6 +1,6 @@
-"""What the forward pass computes on its way: the outputs of the embedding, the attentions and the feed-forward layers.
+"""Outputs of single modules in the forward pass: the embedding, the attentions and the feed-forward layers.
 
-Where a loss differs, they tell where in the model it begins to. Shape letters: B batch, P held positions, D d_model.
+Where a loss differs, they show where in the model it begins to. Shape letters: B batch, P held positions, D d_model.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from modeling.decoder import ENTRY, Decoder, DecoderLayer
 
 
 def watched_modules(model: Decoder) -> dict[str, nn.Module]:
-    """The modules whose outputs are compared, in the order of execution; those that this process holds.
+    """The modules of this process whose outputs are compared, by name, in the order of execution.
 
-    Each runs once for a micro-batch: an embedding that looks up further tokens too is not among them.
+    Each runs once for a micro-batch. The embedding is therefore left out where multi-token prediction uses it again.
     """
     entry = {name: getattr(model, name) for name in ENTRY if name != "embed" or not model.mtp}
     watched: dict[str, nn.Module] = {name: module for name, module in entry.items() if module is not None}
@@ -29,9 +29,9 @@ def watched_modules(model: Decoder) -> dict[str, nn.Module]:
 
 
 def record_outputs(model: Decoder, sink: Callable[[str, Tensor], None]) -> Callable[[], None]:
-    """Calls ``sink(name, output_BPD)`` for every forward pass of a watched module; returns what ends it.
+    """Calls ``sink(name, output_BPD)`` after every forward pass of a watched module; returns a function that ends it.
 
-    Recomputation in the backward pass is left out.
+    The outputs are fp32 copies on the CPU. Recomputation in the backward pass is left out.
     """
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:

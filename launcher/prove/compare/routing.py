@@ -34,7 +34,7 @@ class StepChoices:
     gaps: dict[int, Tensor] = field(default_factory=dict)  # layer -> (N, S): Router.gap; inf in padding
 
     def for_tokens(self, valid_NS: Tensor) -> dict[int, Tensor]:
-        """The choices of the tokens that are real, as a Context takes them: layer -> indices_TK."""
+        """The choices of all tokens that are not padding, as ``Context.choices`` takes them: layer -> indices_TK."""
         return {layer: experts[valid_NS].long() for layer, experts in self.experts.items()}
 
 
@@ -60,7 +60,7 @@ class HeldTokens:
 
 
 def positions_between_layers(seq_len: int, mesh: Mesh) -> Tensor:
-    """The natural positions that this rank holds between layers: its part of what its cp rank holds, by tp."""
+    """The natural positions that this rank holds between layers: its tp part of the positions of its cp rank."""
     cp, tp = mesh.cp, mesh.tp
     held = held_positions(seq_len, cp.rank, cp.degree) if cp.degree > 1 else torch.arange(seq_len)
     return held.chunk(tp.degree)[tp.rank]
@@ -73,9 +73,9 @@ def routers_of(model: Decoder) -> dict[int, Router]:
 
 
 def record_choices(model: Decoder, into: Callable[[], StepChoices], valid: Callable[[], Tensor]) -> None:
-    """Makes every router write what it chooses into ``into()``. For one process that sees the whole batch at once.
+    """Makes every router write its choices and gaps into ``into()``. For one process that sees the whole batch at once.
 
-    ``valid()`` is the current batch's (N, S) mask of real tokens.
+    ``valid()`` is the current batch's (N, S) mask of the tokens that are not padding.
     """
     for layer, router in routers_of(model).items():
         router.revise_choice = _recording(router, layer, into, valid)
@@ -99,8 +99,8 @@ def _recording(
 class ChoiceReplay:
     """Compares a rank's routers with the reference's choices, step by step, and replays ties.
 
-    Install once; ``start_step`` names the reference's step (None: nothing to compare with), and ``held(number)`` tells
-    the tokens of the step's micro-batch ``number``. Every router chooses once for each micro-batch, in their order.
+    Made once for a model. ``held(number)`` gives the tokens of the step's micro-batch ``number``: every router has to
+    choose once for each micro-batch, in their order. What is found is counted in ``seen``.
     """
 
     def __init__(self, model: Decoder, held: Callable[[int], HeldTokens], seen: Replayed) -> None:
@@ -113,7 +113,10 @@ class ChoiceReplay:
             router.revise_choice = self._replaying(layer)
 
     def start_step(self, reference: StepChoices | None, bound: float) -> None:
-        """Before a step's first forward pass; choices that differ at a gap below ``bound`` are replayed."""
+        """To be called before a step's first forward pass, with the reference's choices (None: nothing is compared).
+
+        Where a choice differs at a gap below ``bound``, the reference's is taken.
+        """
         self.reference, self.bound = reference, bound
         self.passes = {}
 
@@ -126,7 +129,7 @@ class ChoiceReplay:
         return revise_choice
 
     def compare(self, layer: int, own_TK: Tensor, held: HeldTokens, reference: StepChoices) -> Tensor:
-        """The rank's choices with ties replaced by the reference's; counts what it finds."""
+        """The rank's choices with ties replaced by the reference's; ties and other differences are counted."""
         rows = {sample: row for row, sample in enumerate(reference.samples)}
         valid_BP = held.documents_BP != PADDING
         is_known = all(sample in rows for sample in held.samples) and int(valid_BP.sum()) == own_TK.shape[0]
